@@ -94,7 +94,7 @@ def result(folder: Path) -> dict[str, float]:
     )
     featuriser = Featuriser(describe(config.model))
     began = time.perf_counter()
-    data = open_eval_data(config, str(folder))
+    data = open_eval_data(config.data, str(folder))
     opened = time.perf_counter()
     vocabulary = json.loads((folder / "model" / "config.json").read_text())[
         "vocab_size"

@@ -174,7 +174,7 @@ def opened(path: Path, cache: Path, processes: int) -> Opened:
         mock.patch("vembed.data.first_pass.num_cores", return_value=processes),
         peaks_of_children() as others,
     ):
-        store = open_examples(config, str(path), cache_dir=cache)
+        store = open_examples(config.data, str(path), cache_dir=cache)
     there, processor = time.perf_counter(), processor_time() - processor
     schedule = BatchSchedule([len(store)], 64, 0)
     for index in schedule.batch(0, 0):
@@ -221,7 +221,7 @@ def processor_seconds(
 
     def first_pass(number: int) -> None:
         with mock.patch("vembed.data.first_pass.num_cores", return_value=1):
-            open_examples(config, str(path), cache_dir=cache / str(number))
+            open_examples(config.data, str(path), cache_dir=cache / str(number))
 
     gc.set_threshold(
         OBJECTS_BETWEEN_COLLECTIONS

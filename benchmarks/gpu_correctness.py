@@ -353,7 +353,8 @@ def qlora(record: Record, folder: Path) -> Values:
         model,
         data,
         folder / "qlora-out",
-        use_qlora=True,
+        use_lora=True,
+        quantize_weights="nf4",
         max_steps=4,
         **options,
     )

@@ -146,7 +146,7 @@ def measure(
         max_length=16,
         batch_size=rows,
     )
-    store = open_examples(config, str(config.data.data_path))
+    store = open_examples(config.data, str(config.data.data_path))
     schedule = BatchSchedule([len(store)], rows * world_size, 0)
     found: dict[str, list[float]] = defaultdict(list)
     with start_session(resolve_run(config, env={})) as session:

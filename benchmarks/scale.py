@@ -64,7 +64,7 @@ def data_result(path: Path, num_rows: int) -> dict[str, float]:
     featuriser = Featuriser(describe(config.model))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
-    store = open_examples(config, str(path))
+    store = open_examples(config.data, str(path))
     opened = time.perf_counter()
     batch_schedule = BatchSchedule([num_rows], BATCH_SIZE, 0)
     stream = RankBatchStream(store, batch_schedule, featuriser, 0, 1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import run_ranks
+from tests.tiny import shared, texts, tiny_bert_st
 from vembed.cli.main import app, run_process
 
 
@@ -33,7 +35,7 @@ Command = Callable[..., Ended]
 def vembed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Command:
-    """Runs `vembed WORDS` in an empty folder, in this process."""
+    """Runs `vembed TEXT WORDS` in an empty folder, in this process; the text is split into words."""
     monkeypatch.chdir(tmp_path)
     for name in (
         "RANK",
@@ -46,19 +48,19 @@ def vembed(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    def run(*words: str) -> Ended:
+    def run(text: str, *words: str) -> Ended:
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
-            app(list(words))
+            app([*text.split(), *words])
         out, err = capsys.readouterr()
         return Ended(end.value.code if isinstance(end.value.code, int) else 0, out, err)
 
     return run
 
 
-def on_ranks(*words: str) -> list[Ended]:
+def on_ranks(text: str, *words: str) -> list[Ended]:
     """Run a verb on two ranks in the current folder, as the processes that a launcher has started."""
-    return run_ranks(_on_rank, 2, words, process_group=False)
+    return run_ranks(_on_rank, 2, [*text.split(), *words], process_group=False)
 
 
 def _on_rank(words: Sequence[str]) -> Ended:
@@ -102,3 +104,24 @@ def cfg(vembed: Command) -> str:
     """A config of two lines."""
     Path("cfg.yaml").write_text("model_name: some/model\ndata_path: train.jsonl\n")
     return "cfg.yaml"
+
+
+def write_config(folder: Path, more: str) -> Path:
+    """Write 16 pairs and a config that trains on them, with further lines."""
+    words = texts(32)
+    rows = ""
+    for row in range(16):
+        pair = {"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"}
+        rows += json.dumps(pair) + "\n"
+    (folder / "train.jsonl").write_text(rows)
+    config = f"model_name: {shared(tiny_bert_st)}\ndata_path: {folder}/train.jsonl\nlr: 1e-3\n"
+    config += "logging_steps: 1\nreport_to: none\n"
+    (folder / "cfg.yaml").write_text(config + more)
+    return folder / "cfg.yaml"
+
+
+def losses(folder: str) -> list[float]:
+    """The losses of a run, step by step."""
+    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    values = [json.loads(line) for line in lines]
+    return [value["loss"] for value in values if "loss" in value]

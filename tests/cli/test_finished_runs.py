@@ -10,9 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cli.conftest import Command, on_ranks
-from tests.cli.test_runs import losses
-from tests.tiny import shared, texts, tiny_bert_st
+from tests.cli.conftest import Command, losses, on_ranks, write_config
 from vembed.config.entries import DataSource
 from vembed.config.output_folder import expand_output_dir
 from vembed.training.run import train
@@ -22,17 +20,8 @@ from vembed.training.run import train
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with data, a config and a run of 7 steps with checkpoints after steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("finished")
-    words = texts(32)
-    rows = [
-        {"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"}
-        for row in range(16)
-    ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "cfg.yaml").write_text(
-        f"model_name: {shared(tiny_bert_st)}\ndata_path: {folder}/train.jsonl\nbatch_size: 8\nmax_steps: 7\nlr: 1e-3\n"
-        "logging_steps: 1\nreport_to: none\nsave_steps: 2\noutput_dir: run\n"
-    )
-    train(folder / "cfg.yaml", [f"output_dir={folder}/run"])
+    more = "batch_size: 8\nmax_steps: 7\nsave_steps: 2\noutput_dir: run\n"
+    train(write_config(folder, more), [f"output_dir={folder}/run"])
     return folder
 
 
@@ -153,39 +142,31 @@ def test_a_resumed_run_keeps_its_global_batch_on_more_processes(
 
 
 def test_verbs_take_a_run_and_a_checkpoint(vembed: Command, run: str) -> None:
-    final = vembed("eval", "run", "train.jsonl", "--json", "run.json")
+    final = vembed("eval run train.jsonl --json run.json")
     assert final.code == 0, final.err
-    assert vembed("eval", "run/final", "train.jsonl", "--json", "final.json").code == 0
+    assert vembed("eval run/final train.jsonl --json final.json").code == 0
     assert Path("run.json").read_text() == Path("final.json").read_text()
-    done = vembed("export", "run/checkpoint-6", "model")
+    done = vembed("export run/checkpoint-6 model")
     assert done.code == 0, done.err
-    assert (
-        vembed("encode", "model", "train.jsonl", "model.npy", "--column", "query").code
-        == 0
-    )
+    assert vembed("encode model train.jsonl model.npy --column query").code == 0
     done = vembed(
-        "encode",
-        "run/checkpoint-6",
-        "train.jsonl",
-        "checkpoint.npy",
-        "--column",
-        "query",
+        "encode run/checkpoint-6 train.jsonl checkpoint.npy --column query",
     )
     assert done.code == 0, done.err
     assert np.array_equal(np.load("model.npy"), np.load("checkpoint.npy"))
-    assert vembed("export", "run", "copy").code == 0
+    assert vembed("export run copy").code == 0
     assert sorted(contents("copy").values()) == sorted(contents("run/final").values())
     shutil.rmtree("run/final")
-    done = vembed("eval", "run", "train.jsonl")
+    done = vembed("eval run train.jsonl")
     assert done.code == 2
     assert (
         "is a run that has not finished, so it has no final/: resume it; `vembed export run/checkpoint-6"
         in done.err
     )
-    assert vembed("export", "run", "other").code == 2 and not Path("other").exists()
+    assert vembed("export run other").code == 2 and not Path("other").exists()
     Path("empty").mkdir()
     Path("empty/config.json").write_text("{}")
-    done = vembed("export", "empty", "other")
+    done = vembed("export empty other")
     assert (
         done.code == 2 and "has no weights" in done.err and not Path("other").exists()
     )
@@ -195,8 +176,8 @@ def test_a_killed_run_gets_a_report(vembed: Command, run: str) -> None:
     for name in ("run.json", "report.html", "report.md"):
         Path("run", name).unlink()
     shutil.rmtree("run/final")
-    done = vembed("report", "run")
+    done = vembed("report run")
     assert done.code == 0, done.err
     assert "in 7 steps" in Path("run/report.md").read_text()
-    done = vembed("report", "elsewhere")
+    done = vembed("report elsewhere")
     assert done.code == 2 and "not the folder of a run" in done.err

@@ -1,25 +1,35 @@
-"""`vembed init` on files as they come: other headers, ids and categories beside the texts, the sizes of the data."""
+"""`vembed init` on files as they come: other headers, containers and kinds, doubts about them, and their sizes."""
 
 from __future__ import annotations
 
 import csv
+import gzip
+import json
 import logging
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, Ended
 from tests.tiny import shared, tiny_bert, tiny_clip
 from vembed.config.loading import load_config
 from vembed.config.resolved import ResolvedRun
+from vembed.config.schema import TrainConfig
 from vembed.data.language import is_english
 from vembed.data_tools.init import columns, values
 from vembed.data_tools.init.columns import guess
+from vembed.models.families.table import FAMILIES
 from vembed.pipelines import prediction
 
-GERMAN = (
+GERMAN = [
     "Drucker",
     "Rechnung",
     "Passwort",
@@ -27,9 +37,39 @@ GERMAN = (
     "Bestellung",
     "Lieferung",
     "Garantie",
-    "Termin",
     "Vertrag",
-)
+]
+MAPPING = {"Kundenfrage (orig)": "query", "Lösung/Text": "positive"}
+QUESTIONS = [
+    {"Question": f"where is number {n}?", "Answer": f"number {n} is behind {n + 1}"}
+    for n in range(240)
+]
+BERT = str(shared(tiny_bert))
+SIDES = ("messages", "positive_messages")
+Start = Callable[..., TrainConfig]
+
+
+def write_rows(path: str, rows: Sequence[Any]) -> str:
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    Path(path).write_text(lines)
+    return path
+
+
+def text() -> str:
+    return Path("vembed.yaml").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def start(vembed: Command) -> Start:
+    """Writes a config for a data file, and returns it loaded."""
+
+    def run(data: str, *words: str, model: str | None = BERT) -> TrainConfig:
+        named = () if model is None else ("--model", model)
+        done = vembed("init --force --data", data, *named, *words)
+        assert done.code == 0, done.err
+        return load_config("vembed.yaml")
+
+    return run
 
 
 @pytest.fixture
@@ -38,49 +78,125 @@ def faq(vembed: Command) -> str:
     draw = random.Random(0)
     with Path("faq.csv").open("w", newline="", encoding="utf-8-sig") as file:
         table = csv.writer(file, delimiter=";")
-        table.writerow(
-            ["Ticket Nr.", "Kundenfrage (orig)", "L\u00f6sung/Text", "Kategorie"]
-        )
+        table.writerow(["Ticket Nr.", *MAPPING, "Kategorie"])
         for number in range(120):
             first, second = draw.sample(GERMAN, 2)
-            answer = (
-                f"{first} finden Sie auf der Seite {second}. "
-                + "Best\u00e4tigen Sie dort. " * draw.randint(1, 3)
-            )
-            table.writerow(
-                [
-                    f"T-{number:05d}",
-                    f"Wie geht {first} mit {second} {number}?",
-                    answer + str(number),
-                    "A",
-                ]
-            )
+            question = f"Wie geht {first} mit {second} {number}?"
+            answer = f"{first} finden Sie auf der Seite {second}. "
+            answer += "Bestätigen Sie dort. " * draw.randint(1, 3) + str(number)
+            table.writerow([f"T-{number:05d}", question, answer, "A"])
     return "faq.csv"
 
 
+def refused(done: Ended, *parts: str) -> None:
+    assert done.code == 2
+    for part in parts:
+        assert part in done.err, done.err
+
+
 def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(
-    vembed: Command, faq: str
+    vembed: Command, start: Start, faq: str
 ) -> None:
-    done = vembed("init", "--data", faq, "--model", str(shared(tiny_bert)))
-    assert done.code == 0, done.err
-    config = load_config("vembed.yaml")
-    assert config.data.column_mapping == {
-        "Kundenfrage (orig)": "query",
-        "L\u00f6sung/Text": "positive",
-    }
+    config = start(faq)
+    assert config.data.column_mapping == MAPPING
     assert config.data.val_split == 0.1 and config.batch.batch_size == 8
-    text = Path("vembed.yaml").read_text(encoding="utf-8")
-    assert (
-        "# GUESSED, please check: Kundenfrage (orig) is the query (" in text
-        and "end with a question mark" in text
-    )
-    assert "(measured)" in text and "of a process on this machine: fits" in text
-    done = vembed("train", "vembed.yaml", "max_steps=2", "report_to=none")
+    assert config.optimizer.epochs == "auto"
+    for part in (
+        "# GUESSED, please check: Kundenfrage (orig) is the query (",
+        "(measured)",
+        "of a process on this machine: fits",
+    ):
+        assert part in text()
+    done = vembed("train vembed.yaml max_steps=2 report_to=none")
     assert done.code == 0, done.err
     assert Path("output/report.html").is_file() and Path("output/final").is_dir()
-    assert "10% of the queries of faq.csv" in Path("output/report.md").read_text(
-        encoding="utf-8"
-    )
+    report = Path("output/report.md").read_text(encoding="utf-8")
+    assert "10% of the queries of faq.csv" in report
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_for_each_family_loads(start: Start, family: str) -> None:
+    write_rows("train.jsonl", [{"query": "a", "positive": "b"}] * 3)
+    config = start("train.jsonl", "--family", family, model=None)
+    assert config.data.data_path == "train.jsonl"
+    assert config.objective.loss == "infonce"
+    assert config.optimizer.head_learning_rate is None
+    assert all("#" in line for line in text().splitlines() if line.strip())
+
+
+def test_a_file_is_not_written_over(vembed: Command) -> None:
+    Path("vembed.yaml").write_text("mine")
+    refused(vembed("init"), "vembed.yaml")
+    assert text() == "mine"
+    done = vembed("init --force")
+    assert done.code == 0 and "note: train.jsonl is not here" in done.err
+    refused(vembed("init --family clipp --output a.yaml"), "'clip'")
+    refused(vembed("init --output a.txt"), "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "loss", "mapping"),
+    [
+        (
+            "a.jsonl",
+            '{"query": "a", "positive": "b", "negatives": ["c"]}',
+            "infonce",
+            None,
+        ),
+        (
+            "a.jsonl",
+            '{"sentence1": "a", "sentence2": "b", "score": 0.5}',
+            "cosent",
+            None,
+        ),
+        (
+            "a.jsonl",
+            '{"search": "a", "context": "b"}',
+            "infonce",
+            {"search": "query", "context": "positive"},
+        ),
+        ("a.csv", "question,answer\na,b\n", "infonce", None),
+        (
+            "a.csv",
+            "ID;Subject;Resolution\n1;a;b\n",
+            "infonce",
+            {"Subject": "query", "Resolution": "positive"},
+        ),
+        (
+            "a.jsonl",
+            '{"caption": "a", "img": "b.png"}',
+            "infonce",
+            {"caption": "query", "img": "positive_image"},
+        ),
+        ("a.tsv", "q\tpassage\na\tb\n", "infonce", {"q": "query"}),
+        ("a.json", '[{"anchor": "a", "positive": "b"}]', "infonce", None),
+    ],
+)
+def test_columns_are_known_by_their_names(
+    start: Start, name: str, content: str, loss: str, mapping: dict[str, str] | None
+) -> None:
+    Path(name).write_text(content)
+    config = start(name, "--val-data", name, model=None)
+    assert config.objective.loss == loss
+    assert config.data.column_mapping == mapping
+    assert config.data.val_data_path == name
+
+
+def test_the_columns_of_parquet_are_read(vembed: Command, start: Start) -> None:
+    pq.write_table(pa.table({"query": ["a"], "positive": ["b"]}), "a.parquet")
+    start("a.parquet", model=None)
+    assert "# Data: 1 records; the first 1 records have query, positive" in text()
+    Path("b.parquet").write_bytes(b"nothing")
+    refused(vembed("init --data b.parquet --force"), "b.parquet")
+
+
+@pytest.mark.parametrize("content", ['{"a": 1}\n', "nothing\n", "[1]\n3", "3\n", "\n"])
+def test_data_that_cannot_be_trained_on_are_refused(
+    vembed: Command, content: str
+) -> None:
+    Path("train.jsonl").write_text(content)
+    refused(vembed("init"), "train.jsonl")
+    assert not Path("vembed.yaml").exists()
 
 
 @pytest.mark.parametrize(
@@ -89,139 +205,71 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(
 def test_a_csv_as_excel_saves_it_is_copied_to_utf8(
     vembed: Command, faq: str, encoding: str, name: str
 ) -> None:
-    text = Path(faq).read_text(encoding="utf-8-sig")
-    Path("export.csv").write_text(text, encoding=encoding)
-    done = vembed("init", "--data", "export.csv", "--model", str(shared(tiny_bert)))
-    assert (
-        done.code == 0
-        and f"note: export.csv is not UTF-8; export.utf8.csv is a copy that is, read as {name}"
-        in done.err
+    content = Path(faq).read_text(encoding="utf-8-sig")
+    Path("export.csv").write_text(content, encoding=encoding)
+    done = vembed("init --data export.csv --model", BERT)
+    assert done.code == 0 and f"export.utf8.csv is a copy that is, read as {name}" in (
+        done.err
     )
-    assert Path("export.utf8.csv").read_text(encoding="utf-8") == text
+    assert Path("export.utf8.csv").read_text(encoding="utf-8") == content
     config = load_config("vembed.yaml")
     assert config.data.data_path == "export.utf8.csv"
-    assert config.data.column_mapping == {
-        "Kundenfrage (orig)": "query",
-        "L\u00f6sung/Text": "positive",
-    }
-    assert (
-        f"GUESSED, please check its letters: export.utf8.csv is a copy of export.csv in UTF-8, read as {name}"
-        in Path("vembed.yaml").read_text(encoding="utf-8")
-    )
-
-
-def test_data_in_the_place_of_a_config_lead_to_init(vembed: Command, faq: str) -> None:
-    done = vembed("data", faq)
-    assert (
-        done.code == 2
-        and "Of data, `vembed init --data faq.csv` makes one." in done.err
-    )
-    Path("own.csv").write_text("Fr\u00e4ge;L\u00f6sung\na;b\n", encoding="cp1252")
-    done = vembed("train", f"model_name={shared(tiny_bert)}", "data_path=own.csv")
-    assert (
-        done.code == 2
-        and "save the file as UTF-8, or let `vembed init --data` make such a copy"
-        in done.err
-    )
+    assert config.data.column_mapping == MAPPING
+    assert f"export.utf8.csv is a copy of export.csv in UTF-8, read as {name}" in text()
 
 
 def test_a_csv_in_another_encoding_is_refused(vembed: Command, faq: str) -> None:
-    damaged = Path(faq).read_bytes().replace(b"Best\xc3\xa4tigen", b"Best\xe4tigen", 1)
-    line = damaged[: damaged.index(b"Best\xe4tigen")].count(b"\n") + 1
+    damaged = Path(faq).read_bytes().replace("Bestä".encode(), b"Best\xe4", 1)
+    line = damaged[: damaged.index(b"Best\xe4")].count(b"\n") + 1
     Path(faq).write_bytes(damaged)
-    done = vembed("init", "--data", faq)
-    assert (
-        done.code == 2
-        and f"faq.csv, line {line}: not UTF-8 text; save the file as UTF-8" in done.err
-    )
+    refused(vembed("init --data", faq), f"faq.csv, line {line}: not UTF-8")
     Path(faq).write_bytes(b"query,positive\n\x81\x8d,b\n")
-    assert "faq.csv, line 2: not UTF-8 text" in vembed("init", "--data", faq).err
-    Path("own.csv").write_text("query;positive\n\u00e4;b\n", encoding="cp1252")
+    refused(vembed("init --data", faq), "faq.csv, line 2: not UTF-8")
+    Path("own.csv").write_text("Fräge;Lösung\na;b\n", encoding="cp1252")
+    refused(vembed(f"train model_name={BERT} data_path=own.csv"), "vembed init --data")
     Path("own.utf8.csv").write_text("another")
-    done = vembed("init", "--data", "own.csv")
-    assert done.code == 2 and "own.utf8.csv, which is another file already" in done.err
+    refused(vembed("init --data own.csv"), "own.utf8.csv")
+    refused(vembed("data faq.csv"), "vembed init --data faq.csv")
     assert not Path("vembed.yaml").exists()
 
 
-def test_columns_can_be_named(vembed: Command, faq: str) -> None:
-    assert (
-        vembed(
-            "init",
-            "--data",
-            faq,
-            "--query",
-            "L\u00f6sung/Text",
-            "--positive",
-            "Kundenfrage (orig)",
-        ).code
-        == 0
-    )
-    assert load_config("vembed.yaml").data.column_mapping == {
-        "L\u00f6sung/Text": "query",
-        "Kundenfrage (orig)": "positive",
-    }
-    text = Path("vembed.yaml").read_text(encoding="utf-8")
-    assert "GUESSED" not in text
-    assert "is not on this machine; once it is, `vembed plan <this file>`" in text, (
-        "no model was named"
-    )
-    assert (
-        vembed(
-            "init", "--data", faq, "--column-mapping", "{Kategorie: query}", "--force"
-        ).code
-        == 0
-    )
-    assert (load_config("vembed.yaml").data.column_mapping or {})[
-        "Kategorie"
-    ] == "query"
-    done = vembed("init", "--data", faq, "--query", "Kundenfrage", "--force")
-    assert done.code == 2
-    assert (
-        "faq.csv has no column 'Kundenfrage', did you mean 'Kundenfrage (orig)'?"
-        in done.err
-    )
+def test_columns_can_be_named(vembed: Command, start: Start, faq: str) -> None:
+    query, positive = MAPPING
+    config = start(faq, "--query", positive, "--positive", query, model=None)
+    assert config.data.column_mapping == {positive: "query", query: "positive"}
+    assert "GUESSED" not in text()
+    assert "is not on this machine; once it is, `vembed plan <this file>`" in text()
+    config = start(faq, "--column-mapping", "{Kategorie: query}")
+    assert (config.data.column_mapping or {})["Kategorie"] == "query"
+    done = vembed("init --force --data", faq, "--query", "Kundenfrage")
+    refused(done, "faq.csv", "'Kundenfrage'", "'Kundenfrage (orig)'")
+    mapping = "column_mapping={Kundenfrage: query, Lösung/Text: positive}"
+    done = vembed("train", f"model_name={BERT}", f"data_path={faq}", mapping)
+    refused(done, "Kundenfrage", "'Kundenfrage (orig)'")
 
 
 def test_texts_that_are_not_english_get_a_model_of_many_languages(
-    vembed: Command, faq: str
+    vembed: Command, start: Start, faq: str
 ) -> None:
-    assert vembed("init", "--data", faq).code == 0
-    assert (
-        load_config("vembed.yaml").model.model_name == "intfloat/multilingual-e5-base"
-    )
-    assert "of many languages: the texts are not English" in Path(
-        "vembed.yaml"
-    ).read_text(encoding="utf-8")
-    assert is_english(
-        ["How do I reset my password?", "The printer is in the hall, caf\u00e9 side."]
-    )
+    model = start(faq, model=None).model.model_name
+    assert model == "intfloat/multilingual-e5-base"
+    done = vembed("init --force --model demo --data", faq)
+    assert done.code == 0 and "multilingual" in done.err and "English" in done.err
+    english = ["How do I reset my password?", "The printer is in the hall, café side."]
+    assert is_english(english)
     assert is_english(["red cat", "SKU 12"]), "no language to be seen"
     assert not is_english(["Comment est la livraison dans le pays", "Je ne sais pas"])
-    assert not is_english(["\u043a\u0430\u043a \u0434\u0435\u043b\u0430"])
+    assert not is_english(["как дела"])
 
 
-def test_a_mapping_of_a_column_that_is_not_there_names_the_nearest(
-    vembed: Command, faq: str
-) -> None:
-    mapping = "column_mapping={Kundenfrage: query, L\u00f6sung/Text: positive}"
-    done = vembed(
-        "train", f"model_name={shared(tiny_bert)}", f"data_path={faq}", mapping
-    )
-    assert done.code == 2
-    assert "Kundenfrage" in done.err and "did you mean 'Kundenfrage (orig)'" in done.err
-
-
-def test_a_terminal_is_asked(faq: str) -> None:
-    rows = [
-        {
-            "nr": f"{number}",
-            "a": f"short text {number}",
-            "b": f"a much longer text about it {number}",
-        }
-        for number in range(9)
-    ]
-    found = guess(rows, ["query", "positive"])
-    assert found.mapping == {"a": "query", "b": "positive"}
+def test_a_terminal_is_asked() -> None:
+    rows = []
+    for n in range(9):
+        row = {"nr": f"{n}", "a": f"short text {n}"}
+        rows.append({**row, "b": f"a much longer text about it {n}"})
+    guesses = guess(rows, ["query", "positive"])
+    assert guesses.mapping == {"a": "query", "b": "positive"}
+    assert [column.name for column in guesses.candidates] == ["b", "a"]
     answers = iter(["7", "2", ""])
     asked: list[str] = []
 
@@ -229,150 +277,101 @@ def test_a_terminal_is_asked(faq: str) -> None:
         asked.append(prompt)
         return next(answers)
 
-    assert [one.name for one in found.candidates] == ["b", "a"]
-    assert columns.confirm(found, ["query", "positive"], read) == {
-        "a": "query",
-        "b": "positive",
-    }
+    confirmed = columns.confirm(guesses, ["query", "positive"], read)
+    assert confirmed == {"a": "query", "b": "positive"}
     assert "1  b: a much longer text about it 0" in asked[0] and "nr" not in asked[0]
     assert asked[1] == "A number from 1 to 2: "
 
 
-def test_a_clip_config_fits_the_model(vembed: Command) -> None:
-    Path("train.jsonl").write_text('{"query": "a", "positive": {"image": "b.png"}}\n')
-    done = vembed("init", "--family", "clip", "--model", str(shared(tiny_clip)))
-    assert done.code == 0, done.err
-    config = load_config("vembed.yaml")
-    facts = values.model_facts(str(shared(tiny_clip)))
+def test_a_clip_config_fits_the_model(start: Start) -> None:
+    write_rows("train.jsonl", [{"query": "a", "positive": {"image": "b.png"}}])
+    model = str(shared(tiny_clip))
+    config = start("train.jsonl", "--family", "clip", model=model)
+    facts = values.model_facts(model)
     assert facts is not None and facts.temperature is not None
-    assert (
-        config.model.max_length is not None
-        and config.model.max_length <= facts.max_length
-    )
+    assert (config.model.max_length or 1000) <= facts.max_length
     assert config.objective.temperature == facts.temperature
 
 
-def test_a_folder_of_images_and_a_missing_file(vembed: Command) -> None:
+def test_a_folder_of_images_is_refused(vembed: Command) -> None:
     Path("pictures").mkdir()
     Path("pictures/a.png").touch()
-    done = vembed("init", "--family", "clip", "--data", "pictures")
-    assert (
-        done.code == 2
-        and "pictures is a folder of images, which says nothing of what belongs together"
-        in done.err
-    )
-    assert not Path("vembed.yaml").exists()
-    done = vembed("init", "--data", "nowhere.csv")
-    assert (
-        done.code == 0
-        and "note: nowhere.csv is not here, so columns, lengths and sizes are defaults"
-        in done.err
-    )
+    refused(vembed("init --family clip --data pictures"), "pictures")
 
 
 def test_values_from_the_size_of_the_data() -> None:
-    assert [
-        values.fitting_batch(number, 64) for number in (0, 5, 100, 1000, 10_000)
-    ] == [64, 5, 8, 32, 64]
-    assert [values.fitting_epochs(number) for number in (100, 3_000, 50_000)] == [
-        6,
-        4,
-        1,
-    ]
-    assert [values.held_out_share(number) for number in (20, 500, 1_000_000)] == [
-        None,
-        0.1,
-        0.002,
-    ]
-    assert [values.steps_between(number) for number in (20, 148, 5_000)] == [
-        None,
-        10,
-        500,
-    ]
+    sizes = (0, 5, 100, 1000, 10_000)
+    batches = [values.fitting_batch(size, 64) for size in sizes]
+    assert batches == [64, 5, 8, 32, 64]
+    epochs = [values.fitting_epochs(size) for size in (100, 3_000, 50_000)]
+    assert epochs == [6, 4, 1]
+    shares = [values.held_out_share(size) for size in (20, 500, 1_000_000)]
+    assert shares == [None, 0.1, 0.002]
+    steps = [values.steps_between(size) for size in (20, 148, 5_000)]
+    assert steps == [None, 10, 500]
     lengths = values.measure(["word " * 30] * 99 + ["word " * 900], None)
     assert lengths is not None and not lengths.is_measured
-    assert (
-        values.fitting_length(lengths, 512, 512) == 64
-        and values.fitting_length(lengths, 32, 512) == 32
-    )
+    assert values.fitting_length(lengths, 512, 512) == 64
+    assert values.fitting_length(lengths, 32, 512) == 32
 
 
 def test_the_data_of_a_config_on_one_page(
-    vembed: Command, faq: str, monkeypatch: pytest.MonkeyPatch
+    vembed: Command, start: Start, faq: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert vembed("init", "--data", faq, "--model", str(shared(tiny_bert))).code == 0
-    done = vembed("data", "vembed.yaml", "query_prompt=find: ", "max_length=16")
+    start(faq)
+    done = vembed("data vembed.yaml max_length=16", "query_prompt=find: ")
     assert done.code == 0, done.err
-    for words in (
+    for part in (
         "not used: Kategorie, Ticket Nr.",
-        "queries: 108 different, 0 repetitions",
+        "queries: 107 different, 0 repetitions",
         "negatives: none given",
-        "lengths in tokens, with prompts and special tokens (at most 16):",
+        "(at most 16):",
         "[CLS]",
         "faq.csv:2",
     ):
-        assert words in done.out, done.out
-    Path("val.jsonl").write_text('{"query": "wie geht Konto", "positive": "a"}\n')
-    Path("train.jsonl").write_text(
-        '{"query": "Wie geht Konto?", "positive": "b", "negatives": ["B", "c"]}\n' * 2
-    )
-    monkeypatch.setattr(
-        logging.root, "handlers", []
-    )  # those of pytest: Python prints what no handler takes
-    done = vembed(
-        "data",
-        f"model_name={shared(tiny_bert)}",
-        "data_path=train.jsonl",
-        "val_data_path=val.jsonl",
-    )
+        assert part in done.out, done.out
+    write_rows("val.jsonl", [{"query": "wie geht Konto", "positive": "a"}])
+    row = {"query": "Wie geht Konto?", "positive": "b", "negatives": ["B", "c"]}
+    write_rows("train.jsonl", [row] * 2)
+    # Without those of pytest Python prints what no handler takes.
+    monkeypatch.setattr(logging.root, "handlers", [])
+    model = f"model_name={BERT}"
+    done = vembed("data data_path=train.jsonl val_data_path=val.jsonl", model)
     assert "are in the training data" not in done.err, "said once"
-    assert (
-        "warning: 1 of the 1 queries of the validation data (100%) are in the training data too"
-        in done.out
-    )
-    assert "2 examples have one of their positives among their negatives" in done.out
-    assert "pairs: 1 different, 1 repetition" in done.out
-    done = vembed(
-        "data", f"model_name={shared(tiny_bert)}", "data_path=[train.jsonl, val.jsonl]"
-    )
+    for part in (
+        "1 of the 1 queries of the validation data (100%) are in the training data",
+        "2 examples have one of their positives among their negatives",
+        "pairs: 1 different, 1 repetition",
+    ):
+        assert part in done.out
+    done = vembed("data", model, "data_path=[train.jsonl, val.jsonl]")
     rows = [line.split() for line in done.out.splitlines()]
-    assert ["source", "train.jsonl", "val.jsonl"] in rows and [
-        "repeated",
-        "queries",
-        "50%",
-        "0%",
-    ] in rows
+    assert ["source", "train.jsonl", "val.jsonl"] in rows
+    assert ["repeated", "queries", "50%", "0%"] in rows
     assert ["negatives", "each", "2.0", "0.0"] in rows
 
 
-def test_a_dry_run_shows_what_is_given_and_the_data(vembed: Command, faq: str) -> None:
-    assert vembed("init", "--data", faq, "--model", str(shared(tiny_bert))).code == 0
-    done = vembed("train", "vembed.yaml", "--dry-run")
+def test_a_dry_run_shows_what_is_given_and_the_data(
+    vembed: Command, start: Start, faq: str
+) -> None:
+    start(faq)
+    done = vembed("train vembed.yaml --dry-run")
     assert done.code == 0, done.err
-    assert (
-        "batch_size: 8  # vembed.yaml:" in done.out and "weight_decay" not in done.out
-    )
-    assert "==== data" in done.out and "samples, as the model reads them:" in done.out
-    assert (
-        "weight_decay: 0.01  # default"
-        in vembed("train", "vembed.yaml", "--dry-run", "--all").out
-    )
-    assert "--all belongs to --dry-run" in vembed("train", "vembed.yaml", "--all").err
-    Path("bad.jsonl").write_text('{"query": "a"}\n')
-    done = vembed(
-        "train",
-        "vembed.yaml",
-        "data_path=bad.jsonl",
-        "column_mapping=null",
-        "--dry-run",
-    )
-    assert done.code == 2 and "world size: 1" in done.out and "bad.jsonl:1" in done.err
+    assert "batch_size: 8  # vembed.yaml:" in done.out
+    assert "weight_decay" not in done.out and "==== data" in done.out
+    done = vembed("train vembed.yaml --dry-run --all")
+    assert "weight_decay: 0.01  # default" in done.out
+    refused(vembed("train vembed.yaml --all"), "--all belongs to --dry-run")
+    write_rows("bad.jsonl", [{"query": "a"}])
+    words = "data_path=bad.jsonl column_mapping=null --dry-run"
+    done = vembed(f"train vembed.yaml {words}")
+    refused(done, "bad.jsonl:1")
+    assert "world size: 1" in done.out
 
 
 def test_a_config_gets_the_settings_that_memory_needs(
-    vembed: Command, faq: str, monkeypatch: pytest.MonkeyPatch
+    start: Start, faq: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("init", "--data", faq, "--model", str(shared(tiny_bert)), "--force")
     needs = {None: 9.0, True: 3.0}
 
     def placed(run: ResolvedRun, *_: object) -> SimpleNamespace:
@@ -381,54 +380,178 @@ def test_a_config_gets_the_settings_that_memory_needs(
         return SimpleNamespace(size=1, memory=4.0 * 2**30, predict=lambda _: memory)
 
     monkeypatch.setattr(prediction, "place_here", placed)
-    assert vembed(*words).code == 0
-    assert load_config("vembed.yaml").model.gradient_checkpointing is True
-    text = Path("vembed.yaml").read_text(encoding="utf-8")
-    assert (
-        "# 9.0 GB of the 4.0 GB of a process on this machine without these settings"
-        in text
-    )
+    assert start(faq).model.gradient_checkpointing is True
+    assert "# 9.0 GB of the 4.0 GB of a process on this machine without" in text()
     needs[True] = 9.0
-    assert vembed(*words).code == 0
-    assert "of a process on this machine: take a smaller model" in Path(
-        "vembed.yaml"
-    ).read_text(encoding="utf-8")
-
-
-def test_messages_name_what_is_wrong(vembed: Command) -> None:
-    base = ("config", "model_name=m", "data_path=d")
-    assert (
-        "batch_size: 1e+20 is too large; a whole number must be below 2^63"
-        in vembed(*base, "batch_size=1e20").err
-    )
-    assert "batch_size must be a whole number" in vembed(*base, "batch_size=1.5").err
-    Path("list.yaml").write_text("- a\n- b\n")
-    assert (
-        "list.yaml: is a list of 2 entries, not a config"
-        in vembed("config", "list.yaml").err
-    )
+    start(faq)
+    assert "of a process on this machine: take a smaller model" in text()
 
 
 def test_a_learning_rate_that_breaks_the_weights_is_blamed(
-    vembed: Command, faq: str
+    vembed: Command, start: Start, faq: str
 ) -> None:
-    assert vembed("init", "--data", faq, "--model", str(shared(tiny_bert))).code == 0
-    done = vembed(
-        "train",
-        "vembed.yaml",
-        "lr=1e30",
-        "max_steps=4",
-        "warmup_ratio=0",
-        "report_to=none",
-        "eval_before=no",
-    )
+    start(faq)
+    words = "lr=1e30 max_steps=4 warmup_ratio=0 report_to=none eval_before=no"
+    done = vembed(f"train vembed.yaml {words}")
     assert done.code == 1
-    assert (
-        "all embeddings are non-finite, so the weights are: an earlier update with learning_rate: 1e+30"
-        in done.err
-    )
-    assert (
-        "no checkpoint was saved before" in done.err
-        and "bf16" not in done.err
-        and "faq.csv:" not in done.err
-    )
+    assert "an earlier update with learning_rate: 1e+30" in done.err
+    assert "bf16" not in done.err and "faq.csv:" not in done.err
+
+
+# ---- containers and kinds of data ----------------------------------------------------------------------------------
+
+
+def write_container(kind: str) -> None:
+    """Write QUESTIONS in a container of this name."""
+    if kind == "saved":
+        splits = {"train": QUESTIONS, "test": QUESTIONS[:3]}
+        datasets.DatasetDict(
+            {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+        ).save_to_disk(kind)
+    elif kind.startswith("parts"):
+        Path("parts").mkdir()
+        for number in range(2):
+            write_rows(f"parts/{number}.jsonl", QUESTIONS[number * 120 :][:120])
+    elif kind == "a.jsonl.gz":
+        content = Path(write_rows("rows", QUESTIONS)).read_bytes()
+        Path(kind).write_bytes(gzip.compress(content))
+    else:
+        lines = ["Question,Answer", *(",".join(row.values()) for row in QUESTIONS)]
+        Path(kind).write_bytes(gzip.compress("\n".join(lines).encode()))
+
+
+@pytest.mark.parametrize(
+    "data", ["saved", "a.jsonl.gz", "a.csv.gz", "parts", "parts/*.jsonl"]
+)
+def test_columns_and_sizes_are_looked_at_in_every_container(
+    vembed: Command, start: Start, data: str
+) -> None:
+    write_container(data)
+    config = start(data)
+    assert config.data.data_path == data
+    assert config.data.column_mapping == {"Question": "query", "Answer": "positive"}
+    assert config.data.val_split == 0.1 and config.batch.batch_size == 8
+    assert "# Data: 240 records" in text()
+    assert vembed("train vembed.yaml --dry-run").code == 0
+
+
+@pytest.mark.parametrize("name", ["a.feather", "a.xlsx", "a.txt", "a.zip"])
+def test_files_that_are_not_read_are_refused(vembed: Command, name: str) -> None:
+    Path(name).write_bytes(b"PK")
+    refused(vembed("init --data", name), name)
+    refused(vembed("train model_name=m --dry-run", f"data_path={name}"), name)
+
+
+@pytest.mark.parametrize("kind", ["classes", "scores"])
+def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(
+    vembed: Command, start: Start, kind: str
+) -> None:
+    rows: list[dict[str, Any]] = []
+    for n in range(240):
+        animal = ("cat", "dog", "cow")[n % 3]
+        row = {"text": f"{animal} number {n}", "label": n % 3}
+        if kind == "scores":
+            row = {"sentence1": f"cat {n}", "sentence2": f"dog {n}", "score": n % 7}
+        rows.append(row)
+    assert start(write_rows("a.jsonl", rows)).data.val_split == 0.1
+    done = vembed("train vembed.yaml max_steps=1 report_to=none")
+    assert done.code == 0, done.err
+    assert ("nDCG@10" if kind == "classes" else "Spearman") in done.err + done.out
+
+
+@pytest.mark.parametrize(
+    ("content", "doubt"),
+    [
+        ("query,positive,label\na b,c d,1\ne f,g h,0\n", "label is not read"),
+        (
+            "Where is the cat?,In the house by the river\nWhere is the dog?,There\n",
+            "if it is a record, put a line",
+        ),
+        ("sentence1,sentence2,label\na,b,0\nc,d,1\ne,f,2\n", "label (0, 1, 2)"),
+        ("query,positive\na,b\n,d\n", "the first: a.csv:3: query is empty"),
+        ("query,positive,negative1\na,b,c\nd,e,f\n", "negative1 is not read"),
+        ("query,positive,page\na,b,1\nc,d,2\n", None),
+    ],
+)
+def test_doubts_are_said_and_stand_in_the_config(
+    vembed: Command, content: str, doubt: str | None
+) -> None:
+    Path("a.csv").write_text(content)
+    done = vembed("init --data a.csv")
+    assert done.code == 0
+    if doubt is None:
+        assert "note: " not in done.err and "CHECK" not in text()
+    else:
+        assert doubt in done.err and "# CHECK: " in text()
+
+
+def test_data_of_which_no_record_can_be_used_are_refused(vembed: Command) -> None:
+    # As pandas writes it without orient="records".
+    column = {str(n): f"text {n}" for n in range(3)}
+    Path("a.json").write_text(json.dumps({"query": column, "positive": column}))
+    refused(vembed("init --data a.json"), "a.json")
+    assert not Path("vembed.yaml").exists()
+
+
+@pytest.mark.parametrize("kind", ["passages", "conversations", "for_excel", "quotes"])
+def test_shapes_of_other_programs(vembed: Command, start: Start, kind: str) -> None:
+    passage = "word " * 60
+    message = [{"role": "user", "content": passage}]
+    name = "a.jsonl"
+    if kind == "passages":
+        passages = [{"title": "t", "text": passage}]
+        write_rows(name, [{"query": "q", "positive_passages": passages}] * 60)
+    elif kind == "conversations":
+        write_rows(name, [{**dict.fromkeys(SIDES, message), "label": 0.5}] * 60)
+    elif kind == "for_excel":
+        name = "a.csv"
+        Path(name).write_text("sep=;\nquery;positive\n" + f"q;{passage}\n" * 60)
+    else:
+        name = "a.tsv"
+        lines = f'q\t"{passage}\nr\t{passage}"\n' * 30
+        Path(name).write_text("query\tpositive\n" + lines)
+    config = start(name)
+    assert (config.model.max_length or 0) >= 60, "a text of 60 words is not cut"
+    loss = "cosent" if kind == "conversations" else "infonce"
+    assert config.objective.loss == loss and config.data.column_mapping is None
+    assert "# Data: 60 records" in text()
+    done = vembed("train vembed.yaml val_split=null --dry-run")
+    assert done.code == 0, done.err
+
+
+def test_bad_records_and_images_are_counted_as_training_counts_them(
+    vembed: Command, start: Start
+) -> None:
+    """35 bad records beyond the first ones, and 5 broken images: the config leaves them out, and trains."""
+    rows = [{"query": f"where is {n}?", "positive": f"{n} is here"} for n in range(400)]
+    for number in range(200, 235):
+        rows[number]["query"] = ""
+    config = start(write_rows("a.jsonl", rows))
+    assert "35 of 400 records" in text()
+    assert config.data.on_bad_record == "skip"
+    done = vembed("train vembed.yaml max_steps=1 report_to=none")
+    assert done.code == 0, done.err
+    for number in range(20):
+        Image.new("RGB", (8, 8), "red").save(f"{number}.png")
+    for number in range(5):
+        Path(f"{number}.png").write_bytes(b"no image")
+    lines = [f"picture {number},{number}.png" for number in range(20)]
+    Path("b.csv").write_text("\n".join(["text,image", *lines]))
+    start("b.csv", "--family", "clip", model=None)
+    assert "5 of 20 records" in text()
+
+
+@pytest.mark.parametrize(("name", "is_used"), [("validation", True), ("test", False)])
+def test_the_validation_split_of_a_saved_dataset_is_used(
+    vembed: Command, start: Start, name: str, is_used: bool
+) -> None:
+    splits = {"train": QUESTIONS[30:], name: QUESTIONS[:30]}
+    datasets.DatasetDict(
+        {split: datasets.Dataset.from_list(rows) for split, rows in splits.items()}
+    ).save_to_disk("saved")
+    config = start("saved")
+    assert config.data.val_data_path == ("saved" if is_used else None)
+    assert (config.data.val_split is None) == is_used
+    if is_used:
+        done = vembed("train vembed.yaml --dry-run")
+        assert "30 queries over 30 documents" in done.out + done.err

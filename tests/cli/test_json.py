@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Command
+from tests.cli.conftest import Command, write_config
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed.cli.support import with_json_target
 
@@ -16,15 +16,7 @@ from vembed.cli.support import with_json_target
 @pytest.fixture
 def folder(vembed: Command) -> str:
     """Data and a config in the current folder."""
-    words = texts(32)
-    rows = [
-        {"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"}
-        for row in range(16)
-    ]
-    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("cfg.yaml").write_text(
-        f"model_name: {shared(tiny_bert_st)}\ndata_path: train.jsonl\nbatch_size: 8\n"
-    )
+    write_config(Path.cwd(), "batch_size: 8\n")
     return str(shared(tiny_bert_st))
 
 
@@ -52,17 +44,17 @@ def read(vembed: Command, *words: str, code: int = 0) -> Any:
 
 def test_versions_config_and_plan(vembed: Command, folder: str) -> None:
     assert {"vembed", "python", "torch"} <= set(read(vembed, "version"))
-    config = read(vembed, "config", "cfg.yaml", "epochs=2")
+    config = read(vembed, "config cfg.yaml epochs=2")
     assert (
         config["options"]["epochs"] == 2
         and config["options"]["batch_size"] == 8
         and config["origins"]
     )
-    plan = read(vembed, "plan", "cfg.yaml", "--memory", "80")
+    plan = read(vembed, "plan cfg.yaml --memory 80")
     assert plan["fits"] is True and 0 < plan["needed_bytes"] == sum(
         plan["memory_bytes"].values()
     )
-    plan = read(vembed, "plan", "cfg.yaml", "--memory", "0.0001", code=1)
+    plan = read(vembed, "plan cfg.yaml --memory 0.0001", code=1)
     assert plan["fits"] is False and plan["ways_out"]
 
 
@@ -88,22 +80,22 @@ def test_scores_and_vectors(vembed: Command, folder: str) -> None:
 
 
 def test_data_training_and_search(vembed: Command, folder: str) -> None:
-    facts = read(vembed, "data", "cfg.yaml")
+    facts = read(vembed, "data cfg.yaml")
     assert facts["num_examples"] == 16 and facts["sources"][0]["num_examples"] == 16
     assert (
         facts["repetitions"]["queries"]["different"] == 16
         and facts["lengths"]["queries"]["measured"] == 16
     )
-    assert read(vembed, "train", "cfg.yaml", "--dry-run")["options"]["batch_size"] == 8
+    assert read(vembed, "train cfg.yaml --dry-run")["options"]["batch_size"] == 8
     short = ["val_data_path=train.jsonl", "max_steps=1", "report_to=none"]
-    trained = read(vembed, "train", "cfg.yaml", *short)
+    trained = read(vembed, "train cfg.yaml", *short)
     assert (
         trained["last_step"] == 1
         and trained["metric"] == "ndcg@10"
         and trained["after"]["ndcg@10"] > 0
     )
     assert (Path(trained["model_dir"]) / "modules.json").is_file()
-    found = read(vembed, "tune", "cfg.yaml", *short, "--trials", "1")
+    found = read(vembed, "tune cfg.yaml", *short, "--trials", "1")
     assert (
         Path(found["best_config"]).is_file()
         and len(found["trials"]) == 1
@@ -114,8 +106,7 @@ def test_data_training_and_search(vembed: Command, folder: str) -> None:
 def test_data_that_are_made(vembed: Command, folder: str) -> None:
     mined = read(
         vembed,
-        "mine",
-        "data_path=train.jsonl",
+        "mine data_path=train.jsonl",
         f"model_name={folder}",
         "output_path=mined.jsonl",
     )
@@ -124,12 +115,10 @@ def test_data_that_are_made(vembed: Command, folder: str) -> None:
         and mined["counts"]["candidates"] > 0
         and Path(mined["output_path"]).is_file()
     )
-    audited = read(vembed, "audit", "data_path=train.jsonl", "output_path=audit.html")
+    audited = read(vembed, "audit data_path=train.jsonl output_path=audit.html")
     assert audited["report"] and audited["output_path"] == "audit.html"
     Path("documents.jsonl").write_text(
         "".join(f'{{"text": "{text}. And {text}."}}\n' for text in texts(8))
     )
-    made = read(
-        vembed, "generate", "corpus_path=documents.jsonl", "output_path=made.jsonl"
-    )
+    made = read(vembed, "generate corpus_path=documents.jsonl output_path=made.jsonl")
     assert made["num_rows"] == sum(made["kept"].values())

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cli.conftest import Command, on_ranks
+from tests.cli.conftest import Command, losses, on_ranks, write_config
 from tests.commands import command
 from tests.tiny import shared, texts, tiny_bert_st
 
@@ -16,25 +16,8 @@ from tests.tiny import shared, texts, tiny_bert_st
 @pytest.fixture
 def run_config(vembed: Command) -> str:
     """A config for four steps, with data and a model."""
-    words = texts(32)
-    rows = [
-        {"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"}
-        for row in range(16)
-    ]
-    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    Path("cfg.yaml").write_text(
-        f"model_name: {shared(tiny_bert_st)}\ndata_path: train.jsonl\nglobal_batch_size: 8\nmax_steps: 4\nlr: 1e-3\n"
-        "logging_steps: 1\nreport_to: none\n"
-    )
+    write_config(Path.cwd(), "global_batch_size: 8\nmax_steps: 4\n")
     return "cfg.yaml"
-
-
-def losses(folder: str) -> list[float]:
-    lines = [
-        json.loads(line)
-        for line in Path(folder, "metrics.jsonl").read_text().splitlines()
-    ]
-    return [line["loss"] for line in lines if "loss" in line]
 
 
 @pytest.mark.promise("A08", "D43")
@@ -50,8 +33,8 @@ def test_train_here_and_on_two_sharded_processes(
     assert len(losses("one")) == 4
     assert losses("two") == pytest.approx(losses("one"), rel=1e-5)
     log = Path("two/training_log.txt").read_text()
-    assert "lr: 0.001 -> learning_rate: 0.001 (cfg.yaml, line 5)" in log
-    again = vembed("train", "one/config.yaml", "output_dir=three")
+    assert "lr: 0.001 -> learning_rate: 0.001 (cfg.yaml, line 3)" in log
+    again = vembed("train one/config.yaml output_dir=three")
     assert again.code == 0, again.err
     assert losses("three") == losses("one"), "the written config repeats the run"
 
@@ -68,34 +51,13 @@ def test_a_mistake_in_the_data_on_two_processes_is_one_sentence(
 
 def test_eval_and_encode(vembed: Command, run_config: str) -> None:
     model = str(shared(tiny_bert_st))
-    done = vembed(
-        "eval",
-        model,
-        "train.jsonl",
-        "--dims",
-        "16",
-        "--ks",
-        "1,10",
-        "--json",
-        "scores.json",
-    )
-    assert done.code == 0, done.err
-    assert {"ndcg@10", "recall@1", "dim16/mrr@10"} <= set(
-        json.loads(Path("scores.json").read_text())
-    )
-    done = vembed(
-        "encode",
-        model,
-        "train.jsonl",
-        "vectors.npy",
-        "--column",
-        "positive",
-        "--truncate-dim",
-        "16",
-    )
-    assert done.code == 0, done.err
+    words = "train.jsonl --dims 16 --ks 1,10 --json scores.json"
+    assert vembed("eval", model, *words.split()).code == 0
+    scores = json.loads(Path("scores.json").read_text())
+    assert {"ndcg@10", "recall@1", "dim16/mrr@10"} <= set(scores)
+    words = "train.jsonl vectors.npy --column positive --truncate-dim 16"
+    assert vembed("encode", model, *words.split()).code == 0
     assert np.load("vectors.npy").shape == (16, 16)
-    assert vembed("encode", model, "nowhere.jsonl", "vectors.npy").code == 2
 
 
 @pytest.mark.promise("B14", "B15")

@@ -23,7 +23,6 @@ from vembed.config.resolved import ResolvedRun
 from vembed.data.examples import ImageRef, Item
 from vembed.losses.build import build_loss
 from vembed.models.families.backbones import layers_of
-from vembed.models.quantized import is_quantized
 from vembed.parallel.launch import rank_environments
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
@@ -278,12 +277,6 @@ def adapter_dropout(one: Built) -> float:
     return float(layer.p) if isinstance(layer, torch.nn.Dropout) else 0.0
 
 
-def num_quantized(one: Built) -> bool:
-    return any(
-        is_quantized(module) for module in one.trainer.components.model.modules()
-    )
-
-
 def first_ids(one: Built) -> list[int]:
     return [int(index) for index in one.trainer.data.batch_schedule.batch(0, 0)]
 
@@ -374,7 +367,6 @@ GROUPS: dict[str, Options] = {
         "lora_variant": "dora",
         "model_revision": "v2",
     },
-    "qlora": {"model_name": tiny.tiny_qwen3, "use_qlora": True},
     "clip": {"model_name": tiny.tiny_clip, "data_path": "images.jsonl"},
     "frozen": {
         "model_name": tiny.tiny_clip,

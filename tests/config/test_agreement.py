@@ -32,7 +32,11 @@ from vembed.parallel.placement import Placement, memory_of_a_process, place
 from vembed.parallel.session import start_session
 
 LORA: dict[str, Any] = {"use_lora": True, "lora_r": 2}
-QLORA: dict[str, Any] = {"use_qlora": True, "lora_r": 2, "model_name": tiny.tiny_qwen3}
+QLORA: dict[str, Any] = {
+    **LORA,
+    "quantize_weights": "nf4",
+    "model_name": tiny.tiny_qwen3,
+}
 ONE: dict[str, Mapping[str, Any]] = {
     "single": {},
     "single_bf16": {"mixed_precision": "bf16"},
@@ -259,7 +263,7 @@ def test_all_say_what_the_run_says_and_does(
     size = measure(run.config)
     held = size.weight_bytes / placement.num_shards
     if (
-        "use_qlora" not in CASES[name]
+        "quantize_weights" not in CASES[name]
     ):  # whose tables of 4-bit blocks are small models' largest part
         assert done["parameters"] == pytest.approx(held, rel=0.1)
     need = placement.predict(size)

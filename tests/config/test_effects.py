@@ -32,7 +32,6 @@ from tests.config.effects import (
     lines_of,
     log_of,
     loss_value,
-    num_quantized,
     world_sizes,
 )
 from tests.config.effects_on_ranks import ROWS as SHARDED
@@ -181,7 +180,6 @@ BUILT: dict[str, Row] = {
         "adapters",
     ),
     "lora_target_modules": ("other_adapters", adapter_names, {"query"}, "adapters"),
-    "use_qlora": ("qlora", num_quantized, True),
     "freeze": ("many", lambda one: _trained(one, "embeddings"), False),
     "data_path": ("two", lambda one: len(one.trainer.data.examples), 64),
     "val_split": (

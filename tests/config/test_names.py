@@ -392,7 +392,7 @@ def test_switches_that_contradict_each_other(write_config: WriteConfig) -> None:
     assert load_config(
         write_config("use_wandb: true\nreport_to: [wandb]\n")
     ).logging.report_to == ["wandb"]
-    with pytest.raises(UserError, match="use_wandb: true and report_to"):
+    with pytest.raises(UserError, match="both set report_to"):
         load_config(write_config("use_wandb: true\nreport_to: none\n"))
 
 

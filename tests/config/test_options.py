@@ -8,7 +8,6 @@ from pathlib import Path
 
 from vembed.cli.commands.config import options_page
 from vembed.config.options import all_options
-from vembed.config.schema import section_titles
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,9 +30,6 @@ def test_sections_are_classes_with_a_title() -> None:
     assert sections["model_name"] == "model"
     assert sections["freeze"] == "adapters and frozen parts"
     assert sections["output_dir"] == "run"
-    assert list(dict.fromkeys(sections.values())) == list(
-        dict.fromkeys(section_titles().values())
-    )
 
 
 def test_the_page_of_options_is_current() -> None:

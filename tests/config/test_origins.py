@@ -102,14 +102,17 @@ def test_an_option_can_be_said_in_python(write_config: WriteConfig) -> None:
     )
     assert from_dict.optimizer.learning_rate == 1e-4
     own = TrainConfig(
-        model_name="m", data_path=[DataSource(path="d", weight=2)], use_qlora=True
+        model_name="m",
+        data_path=[DataSource(path="d", weight=2)],
+        use_lora=True,
+        quantize_weights="nf4",
     )
     resolved = resolve_run(own, ["epochs=2"])
     assert resolved.config.optimizer.epochs == 2 and resolved.config.data.data_path == [
         DataSource(path="d", weight=2)
     ]
     assert resolved.config.adapters.use_lora is True
-    assert resolved.origins["use_qlora"] == "TrainConfig"
+    assert resolved.origins["quantize_weights"] == "TrainConfig"
     assert resolve_run(resolved) is resolved
     with pytest.raises(
         UserError,

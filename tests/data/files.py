@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from vembed.config.schema import TrainConfig
-from vembed.data.example_store import ExampleStore, open_examples
+from vembed.data import example_store
+from vembed.data.example_store import ExampleStore
 from vembed.errors import UserError
 
 RECORDS: list[dict[str, Any]] = [
@@ -27,6 +28,17 @@ RECORDS: list[dict[str, Any]] = [
 
 def config(**options: Any) -> TrainConfig:
     return TrainConfig(model_name="m", data_path="unused", **options)
+
+
+def open_examples(config: TrainConfig, paths: Any, **options: Any) -> ExampleStore:
+    """Open data as the run of a config does."""
+    return example_store.open_examples(
+        config.data,
+        paths,
+        config.objective,
+        model_name=config.model.model_name,
+        **options,
+    )
 
 
 def open_path(path: Path | str, **options: Any) -> ExampleStore:

@@ -8,9 +8,8 @@ import pytest
 from PIL import Image
 
 import vembed
-from tests.data.files import config
+from tests.data.files import config, open_examples
 from tests.tiny import shared, tiny_vit
-from vembed.data.example_store import open_examples
 from vembed.data.formats.class_folders import is_class_folder
 from vembed.data_tools.init.sample import read_sample
 from vembed.errors import UserError

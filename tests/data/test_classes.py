@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vembed.config.schema import TrainConfig
+from tests.data.files import open_examples
+from vembed.config.schema import DataSection, TrainConfig
 from vembed.data.batching.schedule import BatchSchedule
-from vembed.data.example_store import ExampleStore, open_examples
+from vembed.data.example_store import ExampleStore
 from vembed.data.held_out import hold_out
 from vembed.errors import UserError
 from vembed.evaluation.dataset import RetrievalData, from_examples, open_eval_data
@@ -211,7 +212,7 @@ def test_labelled_validation_data(tmp_path: Path) -> None:
             json.dumps(row) + "\n" for row in [*rows, {"text": "alone", "label": "b"}]
         )
     )
-    data = open_eval_data(TrainConfig(model_name="m", data_path="d"), str(path))
+    data = open_eval_data(DataSection(data_path="d"), str(path))
     assert isinstance(data, RetrievalData)
     assert len(data.queries) == 100 and len(data.documents) == 101, (
         "what is alone in its class is a document"
@@ -219,4 +220,4 @@ def test_labelled_validation_data(tmp_path: Path) -> None:
     assert data.notes == ("at most 100 of a class, 30 left out",)
     path.write_text('{"text": "a", "label": 1}\n{"text": "b", "label": 2}\n')
     with pytest.raises(UserError, match="has no query with a relevant document"):
-        open_eval_data(TrainConfig(model_name="m", data_path="d"), str(path))
+        open_eval_data(DataSection(data_path="d"), str(path))

@@ -15,6 +15,7 @@ import pytest
 from tests.data.files import (
     RECORDS,
     config,
+    open_examples,
     open_path,
     refused,
     write_format,
@@ -22,7 +23,6 @@ from tests.data.files import (
 )
 from tests.data.pictures import write
 from vembed.data import example_store as sources
-from vembed.data.example_store import open_examples
 
 # ---- Parquet -------------------------------------------------------------------------------------------------------
 

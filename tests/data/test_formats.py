@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import vembed.data.formats
-from tests.data.files import config, open_path
+from tests.data.files import config, open_examples, open_path
 from tests.parts import from_its_test, unlisted_classes
 from vembed.data import first_pass
 from vembed.data.columns import Columns
-from vembed.data.example_store import ExampleStore, open_examples
+from vembed.data.example_store import ExampleStore
 from vembed.data.examples import BadRecord
 from vembed.data.first_pass import Index, build_index, index_part
 from vembed.data.formats import base, json_lines, parquet

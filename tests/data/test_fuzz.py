@@ -22,9 +22,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.data.files import open_examples
 from tests.data.pictures import encoded
 from vembed.config.schema import TrainConfig
-from vembed.data.example_store import ExampleStore, open_examples
+from vembed.data.example_store import ExampleStore
 from vembed.data.formats import base, delimited, json_lines
 from vembed.errors import UserError
 

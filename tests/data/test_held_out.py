@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.files import config, write_jsonl
+from tests.data.files import config, open_examples, write_jsonl
 from tests.data.pictures import write
 from tests.tiny import WORDS
 from vembed.config.loading import load_config
-from vembed.data.example_store import ExampleStore, open_examples
+from vembed.data.example_store import ExampleStore
 from vembed.data.held_out import example_groups, hold_out
 from vembed.data.normal_form import normal_text
 from vembed.data.overlap import Overlap, find_overlap, warnings_of

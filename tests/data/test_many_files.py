@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.files import config
-from vembed.data.example_store import ExampleStore, open_examples
+from tests.data.files import config, open_examples
+from vembed.data.example_store import ExampleStore
 from vembed.errors import UserError
 
 RECORDS = [{"query": f"query {n}", "positive": f"answer {n}"} for n in range(7)]

@@ -121,7 +121,7 @@ def best_cost(
 def test_no_cut_is_cheaper(
     lengths: list[int], budget: int, max_rows: int | None
 ) -> None:
-    price = microbatches.price(max(lengths), budget, max_rows)
+    price = min(budget, max(lengths) * (max_rows or budget)) // microbatches.PRICE
     split = microbatches.split(lengths, budget, max_rows)
     cost = microbatches.padded_tokens(lengths, split) + price * len(split)
     assert cost == best_cost(sorted(lengths, reverse=True), budget, max_rows, price)

@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.files import RECORDS, config, open_path, write_jsonl
-from vembed.data.example_store import open_examples
+from tests.data.files import RECORDS, config, open_examples, open_path, write_jsonl
 from vembed.errors import UserError
 
 

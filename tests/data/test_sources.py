@@ -16,6 +16,7 @@ import pytest
 from tests.data.files import (
     RECORDS,
     config,
+    open_examples,
     open_path,
     refused,
     write_format,
@@ -25,7 +26,6 @@ from tests.data.files import (
 from tests.data.pictures import encoded, write
 from vembed.config.entries import DataSource
 from vembed.config.loading import load_config
-from vembed.data.example_store import open_examples
 from vembed.data.examples import ImageRef, Item
 from vembed.errors import UserError
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection
 from vembed.data.examples import Example, Item, ReadAs
 from vembed.data.formats import json_lines as readers
 from vembed.errors import UserError
@@ -38,7 +38,7 @@ def opened(path, **options):
     splits = options.pop("splits", None)
     extra = {"splits": splits} if splits else {}
     return open_eval_data(
-        TrainConfig(model_name="m", data_path="d", **options),
+        DataSection(data_path="d", **options),
         str(path),
         task=task,
         **extra,

@@ -10,7 +10,7 @@ import torch
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
 from vembed import Embedder, UserError, evaluate
-from vembed.config.schema import EvaluationSection, TrainConfig
+from vembed.config.schema import DataSection, EvaluationSection, TrainConfig
 from vembed.evaluation.dataset import from_examples, open_eval_data
 from vembed.evaluation.retrieval import RetrievalSearch
 from vembed.evaluation.scores import deciding_metric, evaluate_model
@@ -95,9 +95,7 @@ def test_scores_are_those_of_the_vectors_of_sentence_transformers(make, tmp_path
 def test_an_open_model_and_open_data(tmp_path):
     write_pairs(tmp_path / "val.jsonl")
     model = Embedder(shared(tiny_bert_st), device="cpu")
-    data = open_eval_data(
-        TrainConfig(model_name="m", data_path="d"), str(tmp_path / "val.jsonl")
-    )
+    data = open_eval_data(DataSection(data_path="d"), str(tmp_path / "val.jsonl"))
     assert evaluate(model, data) == evaluate(
         shared(tiny_bert_st), tmp_path / "val.jsonl", device="cpu"
     )
@@ -280,9 +278,7 @@ def test_a_model_that_is_published_cut_is_measured_cut(tmp_path):
 
 def test_which_metric_decides(tmp_path):
     write_pairs(tmp_path / "val.jsonl")
-    data = open_eval_data(
-        TrainConfig(model_name="m", data_path="d"), str(tmp_path / "val.jsonl")
-    )
+    data = open_eval_data(DataSection(data_path="d"), str(tmp_path / "val.jsonl"))
 
     def decided(**options):
         return deciding_metric(
@@ -315,7 +311,7 @@ def _evaluate_on_a_rank(folder, path):
     )
     with start_session(config) as session:
         model = Embedder(folder, device=session.device)
-        data = open_eval_data(config, path)
+        data = open_eval_data(config.data, path)
         return evaluate_model(
             model.model, model.featuriser, data, config.evaluation, session, dims=[8]
         )
@@ -336,7 +332,7 @@ def test_ranks_together_give_the_numbers_of_one(tmp_path):
 def test_an_evaluation_can_be_ended_while_it_scores(tmp_path):
     write_pairs(tmp_path / "val.jsonl")
     config = TrainConfig(model_name="m", data_path="d")
-    data = open_eval_data(config, str(tmp_path / "val.jsonl"))
+    data = open_eval_data(config.data, str(tmp_path / "val.jsonl"))
     model = Embedder(shared(tiny_bert_st), device="cpu")
     micro_batches, forwards = [], []
 

@@ -101,15 +101,9 @@ def test_everything_is_inside_the_graph(exported: Path) -> None:
 
 
 def test_the_check_is_printed_and_in_the_card(exported: Path) -> None:
-    said = (exported.parent / "said.txt").read_text()
-    assert "check: 200 texts through the model and through onnxruntime" in said
-    assert "largest cosine distance" in said and "nDCG@10 of the model" in said
     card = (exported / "README.md").read_text()
-    assert (
-        "## Export" in card
-        and "largest cosine distance" in card
-        and "nDCG@10 of the model" in card
-    )
+    for text in ((exported.parent / "said.txt").read_text(), card):
+        assert "largest cosine distance" in text and "nDCG@10 of the model" in text
     check = json.loads((exported / "export.json").read_text())["check"]
     assert check["num_texts"] == 200 and check["largest_distance"] < 1e-6
     assert check["ndcg_export"] == pytest.approx(check["ndcg_model"], abs=1e-6)
@@ -152,18 +146,6 @@ def test_a_tolerance_below_zero_is_refused_at_once(tmp_path: Path) -> None:
     )
     assert done.exit_code == 2
     assert "--tolerance" in done.output and "writing" not in done.output
-
-
-def test_each_part_that_may_take_minutes_is_said_before_it_begins(
-    exported: Path,
-) -> None:
-    said = (exported.parent / "said.txt").read_text().splitlines()
-    assert said[:2] == [
-        "encoding 248 texts with the model",
-        "writing the onnx files in float32",
-    ]
-    assert said[2].startswith("encoding the same texts with the export in onnxruntime ")
-    assert said[3].startswith("check: ")
 
 
 @pytest.mark.parametrize("precision", ["int8", "float16"])

@@ -15,7 +15,7 @@ from tests.features.test_text_features import featuriser
 from vembed.data.batching.feeding import Feeder
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.data.images import pixels
+from vembed.data.images import decoders
 from vembed.errors import UserError
 
 COUNT = 24
@@ -25,13 +25,13 @@ COUNT = 24
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ImageRef, str]]:
     """Images as they are decoded, with the thread."""
     found: list[tuple[ImageRef, str]] = []
-    load = pixels.load_image
+    load = decoders.load_image
 
     def noting(ref: ImageRef) -> Image.Image:
         found.append((ref, threading.current_thread().name))
         return load(ref)
 
-    monkeypatch.setattr(pixels, "load_image", noting)
+    monkeypatch.setattr(decoders, "load_image", noting)
     return found
 
 
@@ -65,13 +65,13 @@ def test_as_many_images_are_decoded_at_once_as_there_are_threads(
     mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=4)
     features = features_of(mine, 4)
     together = threading.Barrier(4, timeout=200)
-    load = pixels.load_image
+    load = decoders.load_image
 
     def waiting(ref: ImageRef) -> Image.Image:
         together.wait()  # breaks unless four threads are here at once, although all are of one micro-batch
         return load(ref)
 
-    monkeypatch.setattr(pixels, "load_image", waiting)
+    monkeypatch.setattr(decoders, "load_image", waiting)
     assert len(mine.collate(features)["pixel_values"]) == 4
 
 

@@ -15,7 +15,7 @@ from tests.features.test_text_features import featuriser
 from tests.files.saving import load_in_sentence_transformers, save, without_torchvision
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.data.images import pixels
+from vembed.data.images import decoders, pixels
 from vembed.errors import UserError
 
 CELL = 32 * 32
@@ -40,7 +40,8 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[ImageRef]:
         seen.append(ref)
         return load(ref)
 
-    monkeypatch.setattr(pixels, "load_image", noting)
+    for module in (decoders, pixels):
+        monkeypatch.setattr(module, "load_image", noting)
     return seen
 
 

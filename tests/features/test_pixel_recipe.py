@@ -213,7 +213,7 @@ def test_the_benchmark_of_decoding_runs(
     monkeypatch.setattr(
         decoding, "in_processes", lambda *_: 1.0
     )  # which start interpreters
-    monkeypatch.setattr(decoders, "WAITED_FOR", 1)
+    monkeypatch.setattr(decoders, "DECODED_BY_THREADS", 1)
     assert (
         decoding.main(
             ["--images", "16", "--batch-size", "4", "--rounds", "1", "--cores", "2"]

@@ -180,7 +180,7 @@ def test_a_padding_token_that_was_added_without_a_row_is_not_used(
 def test_an_adapter_over_four_bits_counts_with_the_rounded_weights(
     merge: bool, tmp_path: Path
 ) -> None:
-    model = tuned(tiny.shared(tiny.tiny_bert), use_qlora=True)
+    model = tuned(tiny.shared(tiny.tiny_bert), use_lora=True, quantize_weights="nf4")
     items = [Item(text=text) for text in TEXTS]
     trained = encode_items(model, Featuriser(model.description), items, "query")
     folder = save(model, tmp_path / "final", merge=merge)

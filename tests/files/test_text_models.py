@@ -17,9 +17,6 @@ from tests import tiny
 from tests.built import model_of
 from tests.features.test_text_features import with_padding_on
 from tests.files.saving import load_in_sentence_transformers, ours, save
-from vembed.data.examples import Item
-from vembed.data.features import Featuriser
-from vembed.models.embedding_model import load_embedder
 
 TEXTS = [
     *tiny.texts(9, seed=1),
@@ -80,17 +77,6 @@ def test_decoders_padded_on_either_side(
         ours(folder, TEXTS, "query"),
         load_in_sentence_transformers(folder).encode(TEXTS),
     )
-
-
-@pytest.mark.parametrize("name", ["bert", "qwen3", "modernbert"])
-def test_the_company_of_a_text_does_not_change_its_embedding(
-    name: str, tmp_path: Path
-) -> None:
-    make, options = FAMILIES[name]
-    folder = save(tiny.shared(make), tmp_path / "final", **options)
-    together = ours(folder, TEXTS, "document")
-    alone = np.concatenate([ours(folder, [text], "document") for text in TEXTS[:12:4]])
-    np.testing.assert_allclose(together[:12:4], alone, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert_st, tiny.tiny_qwen3_st])
@@ -232,29 +218,3 @@ def test_weights_are_stored_in_the_dtype_asked_for(tmp_path: Path) -> None:
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert load_in_sentence_transformers(folder).encode(TEXTS).shape == (len(TEXTS), 8)
-
-
-def test_the_saved_description_is_read_back(tmp_path: Path) -> None:
-    folder = save(
-        tiny.shared(tiny.tiny_qwen3),
-        tmp_path / "final",
-        query_prompt="q: ",
-        max_length=11,
-        use_mrl=True,
-        mrl_dims=[32, 16],
-    )
-    description = load_embedder(folder).description
-    assert (description.source, description.query_prompt, description.max_length) == (
-        str(folder.resolve()),
-        "q: ",
-        11,
-    )
-    assert (description.mrl_dims, description.padding_side, description.family) == (
-        (32, 16),
-        "left",
-        "text_decoder",
-    )
-    (feature,) = Featuriser(description).features(
-        [(Item(text=" ".join(TEXTS)), "query")]
-    )
-    assert feature.length == 11

@@ -279,7 +279,7 @@ def test_other_mistakes_of_a_declaration_are_named() -> None:
 
 @pytest.mark.parametrize("name", names_where(negatives="each"))
 def test_data_without_negatives_are_refused(name: str, tmp_path: Path) -> None:
-    from vembed.data.example_store import open_examples
+    from tests.data.files import open_examples
 
     data = tmp_path / "pairs.jsonl"
     data.write_text('{"query": "a", "positive": "b"}\n' * 3)
@@ -289,7 +289,7 @@ def test_data_without_negatives_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_data_where_all_terms_would_be_zero_are_refused(tmp_path: Path) -> None:
-    from vembed.data.example_store import open_examples
+    from tests.data.files import open_examples
 
     data = tmp_path / "pairs.jsonl"
     data.write_text('{"query": "a", "positive": "b"}\n' * 3)

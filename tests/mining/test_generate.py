@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.data.files import open_examples
 from tests.harness import run_ranks
 from tests.mining.data import documents, model, read_lines, write_lines
 from tests.mining.test_judges import endpoint, serve
@@ -14,7 +15,6 @@ from tests.tiny import shared, tiny_qwen3
 from vembed import UserError, generate
 from vembed.cli.commands.make_data import generate as run_generate
 from vembed.config.schema import TrainConfig
-from vembed.data.example_store import open_examples
 from vembed.data_tools.generate.kinds import docstring_function
 from vembed.data_tools.generate.writers import cleaned
 from vembed.errors import RunError

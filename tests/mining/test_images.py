@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.data.files import open_examples
 from tests.mining.data import read_lines, run, write_lines
 from tests.tiny import shared, tiny_clip
 from vembed.config.schema import TrainConfig
-from vembed.data.example_store import open_examples
 
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "orange", "purple")
 

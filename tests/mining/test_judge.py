@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.files import open_examples
 from tests.harness import run_ranks
 from tests.mining.data import read_lines, write_lines
 from tests.mining.test_judges import endpoint, serve, tiny_reranker  # noqa: F401 - a fixture
 from vembed.cli.commands.make_data import judge as run_judge
 from vembed.config.schema import TrainConfig
-from vembed.data.example_store import open_examples
 from vembed.data_tools.judge import judge
 from vembed.errors import UserError
 

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.files import open_examples
 from tests.mining.data import (
     MARGIN,
     NUM_ROWS,
@@ -23,7 +24,6 @@ from tests.mining.data import (
 from tests.tiny import texts
 from vembed import UserError, mine
 from vembed.config.schema import TrainConfig
-from vembed.data.example_store import open_examples
 
 
 @pytest.fixture

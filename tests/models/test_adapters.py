@@ -26,7 +26,6 @@ from vembed.errors import UserError
 from vembed.models.adapters import (
     has_adapters,
     merged_state,
-    name_pattern,
     save_adapter,
 )
 from vembed.models.building import empty_backbone
@@ -108,11 +107,11 @@ def test_adapters_alone_are_trained_and_all_of_them_are(make):
 @pytest.mark.parametrize("make", [*EVERY, COMPOSED])
 @pytest.mark.parametrize(
     "options",
-    [{"lora_variant": "dora"}, {"use_qlora": True}],
+    [{"lora_variant": "dora"}, {"use_lora": True, "quantize_weights": "nf4"}],
     ids=["dora", "qlora"],
 )
 def test_merged_weights_score_as_the_adapter_does(make, options):
-    if make is tiny.tiny_gpt2 and "use_qlora" in options:
+    if make is tiny.tiny_gpt2 and "quantize_weights" in options:
         with pytest.raises(UserError, match="GPT2Model stores its layers transposed"):
             built(make, **options)
         return
@@ -131,7 +130,12 @@ def test_merged_weights_score_as_the_adapter_does(make, options):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"lora_variant": "dora"}, {"lora_variant": "rslora"}, {"use_qlora": True}],
+    [
+        {},
+        {"lora_variant": "dora"},
+        {"lora_variant": "rslora"},
+        {"use_lora": True, "quantize_weights": "nf4"},
+    ],
 )
 @pytest.mark.parametrize(
     "make", [tiny.tiny_bert_st, tiny.tiny_qwen3, tiny.tiny_clip, tiny.tiny_qwen3_vl]
@@ -222,7 +226,14 @@ def test_training_may_go_on_from_an_adapter_saved_alone(tmp_path):
             again(parts)[0], model(parts)[0], atol=1e-5, rtol=1e-5
         )
     with pytest.raises(UserError, match="merge it first"):
-        described(config_for(tiny.tiny_bert, model_name=str(tmp_path), use_qlora=True))
+        described(
+            config_for(
+                tiny.tiny_bert,
+                model_name=str(tmp_path),
+                use_lora=True,
+                quantize_weights="nf4",
+            )
+        )
 
 
 def test_towers_choose_where_adapters_go_and_the_others_stay_frozen():
@@ -302,7 +313,9 @@ def test_the_same_seed_gives_the_same_adapters_and_leaves_the_generator_alone():
 
 
 def test_four_bit_weights_are_stored_in_the_dtype_that_is_computed_in():
-    model = built(tiny.tiny_qwen3, use_qlora=True, mixed_precision="bf16")
+    model = built(
+        tiny.tiny_qwen3, use_lora=True, quantize_weights="nf4", mixed_precision="bf16"
+    )
     packed = [module for module in model.modules() if is_quantized(module)]
     assert len(packed) == 2 * 7
     assert {module.weight.dtype for module in packed} == {torch.bfloat16}
@@ -312,7 +325,7 @@ def test_four_bit_weights_are_stored_in_the_dtype_that_is_computed_in():
 
 
 def test_evaluation_leaves_four_bit_weights_ready_for_training():
-    model = built(tiny.tiny_qwen3, use_qlora=True)
+    model = built(tiny.tiny_qwen3, use_lora=True, quantize_weights="nf4")
     parts = parts_for(model.description)
     before = {name: one.clone() for name, one in model.state_dict().items()}
     with torch.no_grad():
@@ -320,20 +333,6 @@ def test_evaluation_leaves_four_bit_weights_ready_for_training():
     assert all(
         torch.equal(one, before[name]) for name, one in model.state_dict().items()
     )
-
-
-def test_patterns_match_the_names_and_no_others():
-    every = [
-        f"layers.{index}.{part}" for index in range(12) for part in ("q", "k", "q_norm")
-    ] + ["q", "head.q"]
-    assert (
-        name_pattern([f"layers.{index}.q" for index in range(12)], every)
-        == r"(?:layers\.\d+\.q)"
-    )
-    chosen = ["layers.1.q", "layers.11.q"]
-    assert [
-        name for name in every if re.fullmatch(name_pattern(chosen, every), name)
-    ] == chosen
 
 
 def test_meta_models_have_the_same_names_and_no_values():

@@ -103,7 +103,12 @@ def on_gpu(**options: Any) -> Placement:
             "auto: about 30.0 minutes of arithmetic; compiling takes about one",
         ),
         ({}, 1.0, False, "auto: about 1.0 minutes of arithmetic, less than 5"),
-        ({"use_qlora": True}, 30.0, False, "auto: layers of 4 bits are not compiled"),
+        (
+            {"use_lora": True, "quantize_weights": "nf4"},
+            30.0,
+            False,
+            "auto: layers of 4 bits are not compiled",
+        ),
         ({"torch_compile": False}, 30.0, False, "torch_compile"),
         ({"torch_compile": True}, 1.0, True, "torch_compile"),
     ],
@@ -116,15 +121,7 @@ def test_long_runs_on_gpus_are_compiled(
         is_on,
         reason,
     )
-    assert placement.copies_weights is (not is_on and "use_qlora" not in options)
-
-
-def test_cpus_compile_only_where_asked() -> None:
-    config = TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="-")
-    placement = place(
-        resolve_run(config, env={}), RankInfo(0, 1, 0, 1), torch.device("cpu"), 2**34
-    )
-    assert placement.for_work(1e30).compilation.value is False
+    assert placement.copies_weights is (not is_on and "quantize_weights" not in options)
 
 
 def test_a_dry_run_says_what_is_left_to_a_gpu() -> None:

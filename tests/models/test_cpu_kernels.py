@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from vembed.models import cpu_kernels
-from vembed.models.cpu_kernels import CpuDropout, attention, keep_mask, scale_of
+from vembed.models.cpu_kernels import CpuDropout, attention, kept_ones, scale_of
 
 
 @pytest.mark.parametrize(
@@ -15,9 +15,9 @@ from vembed.models.cpu_kernels import CpuDropout, attention, keep_mask, scale_of
 )
 def test_share_of_kept_elements_and_expectation(p: float, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    bits = keep_mask(torch.Size([1001, 1003]), p, dtype)
+    bits = kept_ones(torch.Size([1001, 1003]), p, dtype)
     assert bits.dtype.itemsize == dtype.itemsize
-    assert set(bits.unique().tolist()) == {-1, 0}
+    assert set(bits.unique().tolist()) == {1, 0}
     mask = bits != 0
     assert float(mask.float().mean()) == pytest.approx(1 - p, abs=2e-3)
     assert scale_of(p) == pytest.approx(1 / (1 - p), rel=1e-4)
@@ -82,7 +82,7 @@ def test_attention_is_that_of_the_formula(
             else scores + mask
         )
     step = max(1, cpu_kernels.SCORE_BYTES // (8 * heads * length * length))
-    kept = [keep_mask(part.shape, 0.2, part.dtype) != 0 for part in scores.split(step)]
+    kept = [kept_ones(part.shape, 0.2, part.dtype) != 0 for part in scores.split(step)]
     dropped = scores.softmax(-1) * torch.cat(kept) * scale_of(0.2)
     plain = (dropped @ value).transpose(1, 2)
     wanted = torch.autograd.grad((plain * weights).sum(), (query, key, value))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import vembed.models.poolings
 from tests import tiny
-from tests.built import described, model_of
+from tests.built import model_of
 from tests.files.saving import load_in_sentence_transformers, ours
 from tests.models.families import text_inputs
 from tests.parts import unlisted_classes
@@ -265,9 +265,3 @@ def test_state_that_no_part_saves_is_refused_by_name(tmp_path):
         with pytest.raises(RuntimeError, match="scale"):
             save_model(tmp_path / "final", model, state)
     assert not (tmp_path / "final").exists()
-
-
-def test_each_pooling_is_described():
-    for name, pooling in POOLINGS.items():
-        assert type(pooling).__doc__, f"{name} has no docstring"
-        assert described(config_of(name)).pooling == name

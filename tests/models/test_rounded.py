@@ -73,7 +73,7 @@ def test_a_run_ends_with_the_weights_it_was_scored_with(tmp_path: Path) -> None:
 def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match="quantize_weights: int8 rounds the weights that are trained, and use_lora: true",
+        match="quantize_weights: int8 rounds weights that are trained, and use_lora: true",
     ):
         load_config(
             {

@@ -33,8 +33,8 @@ KINDS = [
 ]
 OTHERS = [
     *((make, LORA) for make in KINDS),
-    (tiny.tiny_qwen3, {**LORA, "use_qlora": True}),
-    (tiny.tiny_qwen3_vl, {**LORA, "use_qlora": True}),
+    (tiny.tiny_qwen3, {**LORA, "quantize_weights": "nf4"}),
+    (tiny.tiny_qwen3_vl, {**LORA, "quantize_weights": "nf4"}),
     (tiny.tiny_bert, {**LORA, "lora_variant": "dora"}),
     (tiny.tiny_clip, {"freeze": ["vision"], "use_mrl": True, "mrl_dims": [8]}),
     (tiny.tiny_bert, {"freeze": ["first_n_layers=1"]}),

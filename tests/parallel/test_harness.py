@@ -2,15 +2,12 @@
 
 import os
 import signal
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.commands import CODE, command
 from tests.harness import RankFailed, rank_outcomes, result_of, run_cases, run_ranks
 
 
@@ -64,60 +61,10 @@ def test_killed_rank_is_told_from_one_that_raised() -> None:
     assert outcomes[0].result == "alive"
 
 
-def imported() -> list[str]:
-    return [
-        name
-        for name in ("torch", "peft", "vembed.training.run", "tests.preloaded")
-        if name in sys.modules
-    ]
-
-
-def test_a_rank_has_imported_what_it_needs() -> None:
-    (names,) = run_ranks(imported, 1, process_group=False)
-    assert names == ["torch", "peft", "vembed.training.run", "tests.preloaded"]
-
-
-def test_a_command_has_its_words_folder_variables_streams_and_exit_code(
-    tmp_path: Path,
-) -> None:
-    program = "import os, sys; print(sys.argv, os.getcwd(), os.environ['MINE']); sys.stderr.write('no\\n'); sys.exit(7)"
-    done = command(program, "a b", module=CODE, folder=tmp_path, env={"MINE": "1"})
-    assert (done.returncode, done.stdout, done.stderr) == (
-        7,
-        f"['-c', 'a b'] {tmp_path} 1\n",
-        "no\n",
-    )
-
-
-PARENT = """
-import subprocess, sys
-child = "import sys; print('torch' in sys.modules); sys.exit(3)"
-done = subprocess.run([sys.executable, "-c", child], stdout=subprocess.PIPE, text=True)
-print(done.returncode, done.stdout.strip())
-"""
-
-
-def test_a_python_that_a_command_starts_is_forked_too() -> None:
-    done = command(PARENT, module=CODE)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "3 True\n", "")
-
-
 def halved(number: int) -> tuple[int, float]:
     if number < 0:
         raise ValueError(f"{number} is negative")
     return int(os.environ["MASTER_PORT"]), number / 2
-
-
-def test_cases_run_on_the_same_ranks_with_ports_of_their_own() -> None:
-    found = run_cases(halved, 2, {"four": (4,), "six": (6,)}, process_group=False)
-    ports = {name: {port for port, _ in result_of(found, name)} for name in found}
-    assert (
-        all(len(own) == 1 for own in ports.values()) and ports["four"] != ports["six"]
-    )
-    assert [[half for _, half in result_of(found, name)] for name in found] == [
-        [2, 2],
-        [3, 3],
-    ]
 
 
 def test_a_case_that_fails_takes_no_other_with_it() -> None:

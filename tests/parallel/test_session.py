@@ -168,9 +168,9 @@ def test_auto_chooses_by_size_and_says_why() -> None:
 def test_advice_where_fsdp_is_pointless() -> None:
     small = placed(SMALL, strategy="fsdp")
     assert small.strategy.value == "fsdp"
-    assert small.advice is not None
-    assert small.advice.startswith("FSDP is not needed here: 1,000 parameters need")
-    assert placed(LARGE, strategy="fsdp").advice is None
+    (advice,) = small.notes
+    assert advice.startswith("FSDP is not needed here: 1,000 parameters need")
+    assert placed(LARGE, strategy="fsdp").notes == ()
 
 
 @pytest.mark.promise("A01", "C34")
@@ -225,7 +225,7 @@ def test_the_estimate_counts_weights_gradients_and_optimizer() -> None:
     assert states(optim="sgd")[0] == pytest.approx(8 * total, rel=0.04)
     adapted, with_adapters = states(use_lora=True, lora_r=1)
     assert 4 * total < adapted < 4 * with_adapters + 12 * (with_adapters - total) + 1
-    assert states(use_qlora=True, use_lora=True, lora_r=1)[0] < adapted
+    assert states(quantize_weights="nf4", use_lora=True, lora_r=1)[0] < adapted
 
 
 def test_the_estimate_of_an_adapter_saved_alone_counts_the_weights_below_it(

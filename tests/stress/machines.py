@@ -1,7 +1,6 @@
 """python -m tests.stress.machines: runs over several machines: network namespaces with addresses of their own.
 
-Each machine has a link of 1 Gbit/s that delays what it sends by 20 ms: by `tc ... netem`, else by TUN devices and this
-process, and where the kernel has neither without a delay. Each is started by
+Each machine has a link of 1 Gbit/s that delays what it sends by 20 ms, where the kernel has `tc ... netem`. Each is started by
 the command of docs/multi-node.md; one is killed and all are started again; losses and weights are those of one process.
 Needs root on Linux, `ip` and `tc`.
 """
@@ -19,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from tests.stress.chaos import (
@@ -30,13 +28,11 @@ from tests.stress.chaos import (
     wait_for_steps,
     write_run,
 )
-from tests.stress.slow_links import delayed_links, has_tun
 
 NUM_STEPS = 8
 KILLED_AFTER = 3
 SECONDS_TO_NOTICE = 90.0
-LINK = ("netem", "delay", "20ms", "rate", "1gbit")
-DELAY, BITS_PER_SECOND = 0.020, 1e9
+LINK = "netem delay 20ms rate 1gbit"
 
 
 @dataclass(frozen=True)
@@ -82,136 +78,37 @@ def why_not() -> str | None:
 @contextmanager
 def namespaces(count: int) -> Iterator[list[str]]:
     """Lay out machines 10.77.0.1, 10.77.0.2, ... with links between all, and give the names of their namespaces."""
-    if not has_delay() and has_tun():
-        with (
-            bare_namespaces(count) as names,
-            delayed_links(names, DELAY, BITS_PER_SECOND),
-        ):
-            yield names
-        return
-    with bare_namespaces(count + 1) as (*names, hub):
-        run("ip", "-n", hub, "link", "add", "switch", "type", "bridge")
-        run("ip", "-n", hub, "link", "set", "switch", "up")
-        for number, name in enumerate(names):
-            run(
-                "ip",
-                "-n",
-                hub,
-                "link",
-                "add",
-                f"port{number}",
-                "type",
-                "veth",
-                "peer",
-                "name",
-                "eth0",
-                "netns",
-                name,
-            )
-            run(
-                "ip",
-                "-n",
-                hub,
-                "link",
-                "set",
-                f"port{number}",
-                "master",
-                "switch",
-                "up",
-            )
-            run(
-                "ip",
-                "-n",
-                name,
-                "addr",
-                "add",
-                f"10.77.0.{number + 1}/24",
-                "dev",
-                "eth0",
-            )
-            run("ip", "-n", name, "link", "set", "eth0", "up")
-            if has_delay():
-                run(
-                    "ip",
-                    "netns",
-                    "exec",
-                    name,
-                    "tc",
-                    "qdisc",
-                    "add",
-                    "dev",
-                    "eth0",
-                    "root",
-                    *LINK,
-                )
-        yield names
-
-
-@contextmanager
-def bare_namespaces(count: int) -> Iterator[list[str]]:
-    """Make namespaces that reach nothing but themselves."""
     made: list[str] = []
     try:
-        for number in range(count):
+        for number in range(count + 1):
             name = f"vembed-{os.getpid()}-{number}"
-            run("ip", "netns", "add", name)
+            run(f"ip netns add {name}")
             made.append(name)
-            run("ip", "-n", name, "link", "set", "lo", "up")
-        yield made
+            run(f"ip -n {name} link set lo up")
+        *names, hub = made
+        run(f"ip -n {hub} link add switch type bridge")
+        run(f"ip -n {hub} link set switch up")
+        for number, name in enumerate(names):
+            port = f"port{number}"
+            run(f"ip -n {hub} link add {port} type veth peer name eth0 netns {name}")
+            run(f"ip -n {hub} link set {port} master switch up")
+            run(f"ip -n {name} addr add 10.77.0.{number + 1}/24 dev eth0")
+            run(f"ip -n {name} link set eth0 up")
+            try:
+                run(f"ip netns exec {name} tc qdisc add dev eth0 root {LINK}")
+            except subprocess.CalledProcessError as error:
+                print(
+                    f"link without delay: {error.stderr.decode().strip()}", flush=True
+                )
+        yield names
     finally:
         for name in reversed(made):
-            run("ip", "netns", "delete", name)
+            run(f"ip netns delete {name}")
 
 
-@cache
-def has_delay() -> bool:
-    """Return whether this kernel can delay packets by itself."""
-    name = f"vembed-{os.getpid()}-probe"
-    run("ip", "netns", "add", name)
-    try:
-        run(
-            "ip",
-            "-n",
-            name,
-            "link",
-            "add",
-            "one",
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "two",
-        )
-        run(
-            "ip",
-            "netns",
-            "exec",
-            name,
-            "tc",
-            "qdisc",
-            "add",
-            "dev",
-            "one",
-            "root",
-            *LINK,
-        )
-    except subprocess.CalledProcessError as error:
-        instead = (
-            f"delayed by {DELAY:.3f} s in this process"
-            if has_tun()
-            else "without delay"
-        )
-        said = error.stderr.decode().strip()
-        print(f"links {instead}: {said} (tc qdisc ... {' '.join(LINK)})", flush=True)
-        return False
-    finally:
-        run("ip", "netns", "delete", name)
-    return True
-
-
-def run(*words: str) -> None:
+def run(command: str) -> None:
     """Run a command; CalledProcessError has what it said."""
-    subprocess.run(words, check=True, capture_output=True)
+    subprocess.run(command.split(), check=True, capture_output=True)
 
 
 def start(
@@ -220,30 +117,12 @@ def start(
     """Start every machine by the command of the docs."""
     machines = []
     for number, name in enumerate(names):
-        command = [
-            "ip",
-            "netns",
-            "exec",
-            name,
-            sys.executable,
-            "-m",
-            "vembed",
-            "train",
-            str(config),
-            f"output_dir={output}",
-            "--num-machines",
-            str(row.machines),
-            "--machine-rank",
-            str(number),
-            "--main-process-ip",
-            "10.77.0.1",
-            "--run-id",
-            "friday",
-            "--nproc",
-            str(row.nproc),
-            *row.options,
-            "dist_timeout_minutes=2",
-        ]
+        options = (
+            f"output_dir={output} --num-machines {row.machines} --machine-rank {number} "
+            f"--main-process-ip 10.77.0.1 --run-id friday --nproc {row.nproc}"
+        )
+        command = f"ip netns exec {name} {sys.executable} -m vembed train {config} {options}".split()
+        command += [*row.options, "dist_timeout_minutes=2"]
         with (output.parent / f"{output.name}-{number}.txt").open("ab") as console:
             machines.append(
                 subprocess.Popen(

@@ -35,7 +35,7 @@ def train(folder, images, **more):
 
 def test_an_image_that_breaks_during_a_run(tmp_path, monkeypatch):
     """It is decoded by a process, which ends with the run."""
-    monkeypatch.setattr(decoders, "WAITED_FOR", 1)
+    monkeypatch.setattr(decoders, "DECODED_BY_THREADS", 1)
     monkeypatch.setattr(setup, "num_cores", lambda: 2)
     made = []
     original = decoders.Decoders.start

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 import vembed
+from tests.data.files import open_examples
 from tests.tiny import shared, texts, tiny_bert
 from vembed.config.schema import TrainConfig
-from vembed.data.example_store import open_examples
 from vembed.data.in_memory import as_path
 
 WORDS = texts(64)

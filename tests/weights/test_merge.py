@@ -37,7 +37,7 @@ def weights_of(folder):
     }
 
 
-def test_mean_and_slerp_of_three_models_against_numpy(models, tmp_path, monkeypatch):
+def test_mean_of_three_models_against_numpy(models, tmp_path, monkeypatch):
     monkeypatch.setattr(methods, "PIECE", 100)
     given = [weights_of(one) for one in models]
     result = vembed.merge(models, tmp_path / "mean")
@@ -47,47 +47,17 @@ def test_mean_and_slerp_of_three_models_against_numpy(models, tmp_path, monkeypa
         np.testing.assert_allclose(
             value, np.mean([one[name] for one in given], axis=0), rtol=0, atol=1e-6
         )
-    vembed.merge(models[:2], tmp_path / "slerp", "slerp", weights=[0.25, 0.75])
-    found = weights_of(tmp_path / "slerp")
-    for name, value in found.items():
-        a, b = (one[name].ravel() for one in given[:2])
-        if (
-            np.issubdtype(
-                load_file(models[0] / "model.safetensors")[name].dtype, np.floating
-            )
-            and a.any()
-        ):
-            angle = np.arccos(
-                np.clip(a @ b / np.linalg.norm(a) / np.linalg.norm(b), -1, 1)
-            )
-            expected = (np.sin(0.25 * angle) * a + np.sin(0.75 * angle) * b) / np.sin(
-                angle
-            )
-            np.testing.assert_allclose(value.ravel(), expected, rtol=0, atol=1e-6)
-
-
-def test_slerp_whose_first_models_have_no_weight_is_the_last_one(models, tmp_path):
-    found = weights_of(
-        vembed.merge(models, tmp_path / "slerp", "slerp", weights=[0, 0, 1]).model_dir
-    )
-    for name, value in weights_of(models[2]).items():
-        np.testing.assert_allclose(found[name], value, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("options", "of_differences"),
     [({}, False), ({"base": 0}, True), ({"base": 0, "of": "weights"}, False)],
 )
-def test_slerp_logs_what_it_interpolates(
-    options, of_differences, models, tmp_path, caplog
-):
-    caplog.set_level("INFO", logger="vembed")
+def test_what_slerp_interpolates(options, of_differences, models, tmp_path):
     if "base" in options:
         options = options | {"base": models[2]}
     result = vembed.merge(models[:2], tmp_path / "out", "slerp", **options)
     assert result.recipe.of_differences == of_differences
-    (line,) = [line for line in caplog.messages if line.startswith("slerp: ")]
-    assert ("differences from the base" in line) == of_differences
 
 
 def test_the_merged_folder_is_a_model(models, tmp_path):
@@ -348,7 +318,11 @@ def test_what_does_not_fit_is_one_sentence(models, tmp_path):
     [
         ({"method": "soup"}, "chooses by evaluation data"),
         ({"method": "weighted"}, "needs weights"),
-        ({"weights": [1.0]}, "1 weights are given for 3 models"),
+        (
+            {"method": "weighted", "weights": [1.0]},
+            "1 weights are given for 3 models",
+        ),
+        ({"weights": [1.0]}, "method: mean has no weights"),
         ({"method": "weighted", "weights": [0, 0, 0]}, "not only zeros"),
         ({"sweep_points": [0, 1], "data": "x"}, "line between two models"),
         ({"method": "ties"}, "give it as base"),

@@ -65,6 +65,7 @@ def test_slerp_of_two_and_three(values):
     base, (a, b, c) = values
     close(merged(values, "slerp", (0.7, 0.3)), slerp(a, b, 0.3), [a, b])
     close(merged(values, "slerp"), slerp(slerp(a, b, 1 / 2), c, 1 / 3), [a, b, c])
+    close(merged(values, "slerp", (0.0, 0.0, 1.0)), c, c)
     expected = base + slerp(slerp(a - base, b - base, 1 / 2), c - base, 1 / 3)
     close(merged(values, "slerp", of_differences=True), expected, [a, b, c])
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,12 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.models.custom.classes import OwnCode, find_class
+from vembed.models.custom.classes import find_class
 from vembed.models.custom.folder import settings_of
 from vembed.models.custom.modeling import (
     PACKED,
     OwnConfig,
     OwnModel,
-    OwnOutput,
     accepted_inputs,
     load_weights,
 )
@@ -35,105 +33,80 @@ def check_model(
     named: str, arguments: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, str | None]]:
     """Yield each rule, and the sentence that says how the class breaks it; None where it keeps it."""
-    code = find_class(named)
-    trial = ClassTrial(code, arguments or {})
+    trial = ClassTrial(named, arguments or {})
     yield "its forward takes texts or images and gives hidden states or vectors", None
-    rules: list[tuple[str, Callable[[], str | None]]] = [
-        (
-            "the size of what it gives does not depend on the number of inputs and tokens",
-            trial.shapes,
-        ),
-        ("in evaluation it gives the same result twice", trial.same_twice),
-        ("in training it gives the same result under the same seed", trial.replays),
-        ("padding does not change the result", trial.padding),
-        *(
-            [("texts in one row, without padding, give the same result", trial.packed)]
-            if trial.packs
-            else []
-        ),
-        ("the gradient reaches every parameter", trial.gradients),
-        ("its own losses add up over micro-batches", trial.losses),
-        (
-            "it can be built without values, for processes that receive their weights",
-            trial.builds_empty,
-        ),
-        ("saved and loaded it gives the same result", trial.loads),
-    ]
-    for rule, check in rules:
-        yield rule, check()
+    rules = {
+        "the size of what it gives does not depend on the number of inputs and tokens": trial.shapes,
+        "in evaluation it gives the same result twice": trial.same_twice,
+        "in training it gives the same result under the same seed": trial.replays,
+        "padding does not change the result": trial.padding,
+        "texts in one row, without padding, give the same result": trial.packed,
+        "the gradient reaches every parameter": trial.gradients,
+        "its own losses add up over micro-batches": trial.losses,
+        "it can be built without values, for processes that receive their weights": trial.builds_empty,
+        "saved and loaded it gives the same result": trial.loads,
+    }
+    for rule, check in rules.items():
+        if check != trial.packed or trial.packs:
+            yield rule, check()
     layers = sorted({type(layer).__name__ for layer in layers_of(trial.model)})
-    yield (
-        f"layers for FSDP units and recomputation: {', '.join(layers) or 'none found, so it is one unit'}",
-        None,
-    )
+    names = ", ".join(layers) or "none found, so it is one unit"
+    yield f"layers for FSDP units and recomputation: {names}", None
 
 
 class ClassTrial:
     """A module of the class on the CPU, and small inputs for it."""
 
-    def __init__(self, code: OwnCode, arguments: Mapping[str, Any]) -> None:
-        self.code = code
+    def __init__(self, named: str, arguments: Mapping[str, Any]) -> None:
+        code = find_class(named)
         self.name = code.name
-        values = settings_of(code, arguments)
-        self.config = OwnConfig(
-            **{
-                name: value
-                for name, value in values.items()
-                if name not in ("model_type", "auto_map")
-            }
-        )
+        values = dict(settings_of(code, arguments))
+        for key in ("model_type", "auto_map"):
+            values.pop(key, None)
+        self.config = OwnConfig(**values)
         self.kind = OwnModel.of(code.value)
-        self.model = self._built(0)
+        self.model = self._build(0)
         accepted = accepted_inputs(code.value)
-        self.kinds = [
-            kind
-            for kind, name in (("text", "input_ids"), ("image", "pixel_values"))
-            if name in accepted
-        ]
+        self.kinds = []
+        if "input_ids" in accepted:
+            self.kinds.append("text")
+        if "pixel_values" in accepted:
+            self.kinds.append("image")
         self.packs = PACKED in accepted and "text" in self.kinds
-        tables = [
-            module.num_embeddings
-            for module in self.model.modules()
-            if isinstance(module, nn.Embedding)
-        ]
-        self.num_ids = min(max(tables, default=100), 100)
+        self.num_ids = 100
+        for module in self.model.modules():
+            if isinstance(module, nn.Embedding):
+                self.num_ids = min(self.num_ids, module.num_embeddings)
 
     # ---- rules -------------------------------------------------------------------------------------------------
 
     def shapes(self) -> str | None:
         """Try other numbers of inputs and of tokens."""
-        for kind, (count, length) in itertools.product(self.kinds, ((1, 4), (3, 7))):
-            hidden = self._run(self.model, self._inputs(kind, count, length))
-            assert hidden.last_hidden_state is not None
-            output = tuple(hidden.last_hidden_state.shape)
-            expected = (count, length, self.config.hidden_size)
-            if kind == "text" and output != expected:
-                return (
-                    f"{self.name} gives {list(output)} for {count} texts of {length} tokens, and must give "
-                    f"{list(expected)} (or one vector for each)"
-                )
-            if output[0] != count or output[-1] != self.config.hidden_size:
-                size = self.config.hidden_size
-                return f"{self.name} gives {list(output)} for {count} {kind}s, not {size} numbers for each"
+        for kind in self.kinds:
+            for count, length in ((1, 4), (3, 7)):
+                states = self._states(self._inputs(kind, count, length))
+                shape = list(states.shape)
+                expected = [count, length, self.config.hidden_size]
+                if kind == "text" and shape != expected:
+                    return (
+                        f"{self.name} gives {shape} for {count} texts of {length} tokens, and must give {expected} (or "
+                        "one vector for each)"
+                    )
+                if shape[0] != count or shape[-1] != self.config.hidden_size:
+                    return f"{self.name} gives {shape} for {count} {kind}s, not {self.config.hidden_size} numbers for each"
         return None
 
     def same_twice(self) -> str | None:
         """Run twice in evaluation mode, without setting a seed."""
-        for inputs in self._every(3, 7):
-            if (
-                self._distance(
-                    self._run(self.model, inputs), self._run(self.model, inputs)
-                )
-                > 0
-            ):
+        for inputs in self._all_inputs(3, 7):
+            if _differ(self._states(inputs), self._states(inputs)):
                 return f"{self.name} draws at random in evaluation mode too: let it do so only while self.training is true"
         return None
 
     def replays(self) -> str | None:
         """Run twice in training mode under one seed, as Gradient Cache does."""
-        for inputs in self._every(3, 7):
-            first, second = (self._run(self.model, inputs, seed=5) for _ in range(2))
-            if self._distance(first, second) > 0:
+        for inputs in self._all_inputs(3, 7):
+            if _differ(self._states(inputs, seed=5), self._states(inputs, seed=5)):
                 return (
                     f"{self.name} draws from a hidden generator or changes its own state: under the same seed its "
                     "second forward pass differs, and Gradient Cache runs it twice; draw with torch's default generator"
@@ -150,119 +123,83 @@ class ClassTrial:
         padded["attention_mask"][0, 4:] = 0
         # Token 0, not a padding token: a model that masks must not care which it is.
         padded["input_ids"][0, 4:] = 0
-        expected = self._run(self.model, alone)
-        output = self._run(self.model, padded)
-        assert (
-            expected.last_hidden_state is not None
-            and output.last_hidden_state is not None
+        difference = self._states(alone)[0] - self._states(padded)[0, :4]
+        error = float(difference.abs().max())
+        if error <= TOLERANCE:
+            return None
+        return (
+            f"padding changes the result of {self.name} (by {error:.2g}): mask what it adds up or attends to by "
+            "attention_mask, and count positions from the first token"
         )
-        error = float(
-            (expected.last_hidden_state[0] - output.last_hidden_state[0, :4])
-            .abs()
-            .max()
-        )
-        if not error <= TOLERANCE:
-            return (
-                f"padding changes the result of {self.name} (by {error:.2g}): mask what it adds up or attends to by "
-                "attention_mask, and count positions from the first token"
-            )
-        return None
 
     def packed(self) -> str | None:
         """Compare texts of three lengths in one row with each of them alone."""
         texts = [self._inputs("text", 1, length) for length in (4, 7, 5)]
         row = {
-            name: torch.cat([parameter[name] for parameter in texts], dim=1)
-            for name in texts[0]
+            name: torch.cat([text[name] for text in texts], dim=1) for name in texts[0]
         }
-        starts = torch.tensor([0, 4, 11, 16], dtype=torch.int32)
-        output = self._run(self.model, {**row, PACKED: starts}).last_hidden_state
-        expected = torch.cat(
-            [_states(self._run(self.model, text)) for text in texts], dim=1
+        row[PACKED] = torch.tensor([0, 4, 11, 16], dtype=torch.int32)
+        expected = torch.cat([self._states(text) for text in texts], dim=1)
+        states = self._run(self.model, row).last_hidden_state
+        if states is None or states.shape != expected.shape:
+            shape = None if states is None else list(states.shape)
+            return (
+                f"{self.name} takes {PACKED} and gives {shape} for three texts of 16 tokens in one row: return "
+                f"{list(expected.shape)}, or one vector for each text"
+            )
+        error = float((states - expected).abs().max())
+        if error <= TOLERANCE:
+            return None
+        return (
+            f"{self.name} takes {PACKED}, and texts in one row change each other (by {error:.2g}): let each text see only "
+            f"the tokens between two of these positions, or leave {PACKED} out of the forward"
         )
-        if output is None or output.shape != expected.shape:
-            return (
-                f"{self.name} takes {PACKED} and gives {None if output is None else list(output.shape)} for three texts "
-                f"of 16 tokens in one row: return {list(expected.shape)}, or one vector for each text"
-            )
-        error = float((output - expected).abs().max())
-        if not error <= TOLERANCE:
-            return (
-                f"{self.name} takes {PACKED}, and texts in one row change each other (by {error:.2g}): let each text "
-                f"see only the tokens between two of these positions, or leave {PACKED} out of the forward"
-            )
-        return None
 
     def gradients(self) -> str | None:
         """Backpropagate from everything that the module gives."""
         self.model.zero_grad(set_to_none=True)
-        for inputs in self._every(3, 7):
+        for inputs in self._all_inputs(3, 7):
             output = self._run(self.model, inputs, seed=1, with_graph=True)
-            states = _states(output)
-            total = (
-                states
-                * torch.randn(states.shape, generator=torch.Generator().manual_seed(0))
-            ).sum()
+            states = output.last_hidden_state
+            draw = torch.Generator().manual_seed(0)
+            total = (states * torch.randn(states.shape, generator=draw)).sum()
             for values in self._losses(output, 3).values():
                 total = total + values[0].sum()
-            torch.autograd.backward(total)
+            total.backward()
         without = [
             name.removeprefix("own.")
             for name, parameter in self.model.named_parameters()
             if parameter.grad is None
         ]
-        if without:
-            more = (
-                f" and {len(without) - MAX_NAMED} more"
-                if len(without) > MAX_NAMED
-                else ""
-            )
-            return (
-                f"no gradient reaches {', '.join(without[:MAX_NAMED])}{more} of {self.name}: the forward does not use "
-                "them; use them, or leave them out"
-            )
-        return None
+        if not without:
+            return None
+        names = ", ".join(without[:MAX_NAMED])
+        if len(without) > MAX_NAMED:
+            names += f" and {len(without) - MAX_NAMED} more"
+        return (
+            f"no gradient reaches {names} of {self.name}: the forward does not use them; use them, or leave "
+            "them out"
+        )
 
     def losses(self) -> str | None:
         """Compare sums and counts of a batch with those of its inputs one by one."""
-        return next(
-            (
-                output
-                for inputs in self._every(3, 6)
-                if (output := self._added(inputs)) is not None
-            ),
-            None,
-        )
-
-    def _added(self, inputs: Inputs) -> str | None:
-        if (
-            self._distance(
-                *(self._run(self.model, inputs, seed=seed) for seed in (1, 2))
-            )
-            > 0
-        ):
-            return (
-                None  # with dropout, or another draw, the parts differ from the whole
-            )
-        whole = self._losses(self._run(self.model, inputs, seed=1), 3)
-        parts = [
-            self._losses(
-                self._run(
-                    self.model,
-                    {name: input_[[row]] for name, input_ in inputs.items()},
-                    seed=1,
-                ),
-                1,
-            )
-            for row in range(3)
-        ]
-        for name, values in whole.items():
-            added = torch.stack([part[name].sum(dim=1) for part in parts]).sum(dim=0)
-            if not torch.allclose(values.sum(dim=1), added, rtol=1e-4, atol=1e-5):
-                return (
-                    f"the loss {name} of {self.name} is no sum over its inputs, so it depends on the micro-batches: "
-                    "return (sums, counts), the numbers before their division"
-                )
+        for inputs in self._all_inputs(3, 6):
+            if _differ(self._states(inputs, seed=1), self._states(inputs, seed=2)):
+                continue  # with dropout, or another draw, the parts differ from the whole
+            whole = self._losses(self._run(self.model, inputs, seed=1), 3)
+            sums = dict.fromkeys(whole, torch.zeros(()))
+            for row in range(3):
+                part = {name: values[[row]] for name, values in inputs.items()}
+                losses = self._losses(self._run(self.model, part, seed=1), 1)
+                for name in whole:
+                    sums[name] = sums[name] + losses[name].sum(dim=1)
+            for name, values in whole.items():
+                expected = values.sum(dim=1)
+                if not torch.allclose(expected, sums[name], rtol=1e-4, atol=1e-5):
+                    return (
+                        f"the loss {name} of {self.name} is no sum over its inputs, so it depends on the micro-batches: "
+                        "return (sums, counts), the numbers before their division"
+                    )
         return None
 
     def builds_empty(self) -> str | None:
@@ -272,32 +209,24 @@ class ClassTrial:
             with init_empty_weights(include_buffers=False):
                 model = self.kind(self.config)
         except (RuntimeError, NotImplementedError) as error:
-            return f"the constructor of {self.name} reads values of its parameters ({_first_line(error)}); only set them"
-        real = [
-            name
-            for name, parameter in model.named_parameters()
-            if parameter.device.type != "meta"
-        ]
-        return (
-            f"{real[0]} of {self.name} is made outside of register_parameter"
-            if real
-            else None
-        )
+            reason = str(error).strip().split("\n", 1)[0]
+            return f"the constructor of {self.name} reads values of its parameters ({reason}); only set them"
+        for name, parameter in model.named_parameters():
+            if parameter.device.type != "meta":
+                return f"{name} of {self.name} is made outside of register_parameter"
+        return None
 
     def loads(self) -> str | None:
         """Save, load into a module with other weights, and compare."""
         with tempfile.TemporaryDirectory() as folder:
             self.model.save_pretrained(folder)
-            other = self._built(1)
+            other = self._build(1)
             info = load_weights(other, Path(folder))
-        if info["missing_keys"] or info["unexpected_keys"]:
-            names = [*info["missing_keys"], *info["unexpected_keys"]]
-            return f"{self.name} does not load what it saves: {names[0].removeprefix('own.')} differs"
-        for inputs in self._every(2, 5):
-            if (
-                self._distance(self._run(self.model, inputs), self._run(other, inputs))
-                > 0
-            ):
+        for name in (*info["missing_keys"], *info["unexpected_keys"]):
+            return f"{self.name} does not load what it saves: {name.removeprefix('own.')} differs"
+        for inputs in self._all_inputs(2, 5):
+            loaded = self._run(other, inputs).last_hidden_state
+            if _differ(self._states(inputs), loaded):
                 return (
                     f"{self.name} gives something else after saving and loading: a random tensor is neither a "
                     "parameter nor a persistent buffer"
@@ -306,12 +235,12 @@ class ClassTrial:
 
     # ---- parts -------------------------------------------------------------------------------------------------
 
-    def _built(self, seed: int) -> Any:
+    def _build(self, seed: int) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.kind(self.config).eval()
 
-    def _every(self, count: int, length: int) -> list[Inputs]:
+    def _all_inputs(self, count: int, length: int) -> list[Inputs]:
         """Return inputs of each kind that the module takes."""
         return [self._inputs(kind, count, length) for kind in self.kinds]
 
@@ -324,14 +253,18 @@ class ClassTrial:
         side = side if isinstance(side, int) else 32
         return {"pixel_values": torch.rand(count, 3, side, side, generator=draw)}
 
+    def _states(self, inputs: Inputs, seed: int | None = None) -> Tensor:
+        states: Tensor = self._run(self.model, inputs, seed).last_hidden_state
+        return states
+
     def _run(
         self,
         model: Any,
         inputs: Inputs,
-        *,
         seed: int | None = None,
+        *,
         with_graph: bool = False,
-    ) -> OwnOutput:
+    ) -> Any:
         """Run in evaluation mode, or, with a seed, in training mode."""
         model.train(seed is not None)
         # Without a seed the generator runs on, so that a draw in evaluation mode shows.
@@ -341,24 +274,16 @@ class ClassTrial:
         ):
             if seed is not None:
                 torch.manual_seed(seed)
-            output: OwnOutput = model(**inputs)
+            output = model(**inputs)
         model.eval()
         return output
 
-    def _losses(self, output: OwnOutput, count: int) -> dict[str, Tensor]:
+    def _losses(self, output: Any, count: int) -> dict[str, Tensor]:
         try:
             return sums_and_counts(output.auxiliary or {}, count)
         except TypeError as error:
             raise UserError(f"model_class: {self.name}: {error}") from error
 
-    def _distance(self, first: OwnOutput, other: OwnOutput) -> float:
-        return float((_states(first) - _states(other)).abs().max())
 
-
-def _states(output: OwnOutput) -> Tensor:
-    assert output.last_hidden_state is not None
-    return output.last_hidden_state
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
+def _differ(first: Tensor, second: Tensor) -> bool:
+    return float((first - second).abs().max()) > 0

@@ -2,65 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import vembed
-from vembed.config.aliases import WeakDefault, target_of
-from vembed.config.options import all_options, checked, join_words, nearest, quoted
-from vembed.config.parsing import Node, parse_value, read_tree
+from vembed.config.aliases import target_of
+from vembed.config.layers import Layer, Level, plain_layer
+from vembed.config.options import all_options, join_words, nearest, quoted
+from vembed.config.parsing import Node, read_tree
 from vembed.config.spelling import as_bool, normalise
 from vembed.errors import UserError
 
 Distribution = Literal["single", "ddp", "fsdp"]
 
-TOP_KEYS = frozenset(
-    {
-        *(
-            "command_file",
-            "commands",
-            "compute_environment",
-            "debug",
-            "deepspeed_config",
-            "distributed_type",
-        ),
-        *(
-            "downcast_bf16",
-            "dynamo_config",
-            "enable_cpu_affinity",
-            "fp8_config",
-            "fsdp_config",
-            "gpu_ids",
-        ),
-        *(
-            "machine_rank",
-            "main_process_ip",
-            "main_process_port",
-            "main_training_function",
-            "megatron_lm_config",
-        ),
-        *(
-            "mixed_precision",
-            "mpirun_config",
-            "num_machines",
-            "num_processes",
-            "parallelism_config",
-            "rdzv_backend",
-        ),
-        *(
-            "same_network",
-            "tpu_env",
-            "tpu_name",
-            "tpu_use_cluster",
-            "tpu_use_sudo",
-            "tpu_vm",
-            "tpu_zone",
-            "use_cpu",
-        ),
-    }
-)
+_TOP_KEYS = """
+    command_file commands compute_environment debug deepspeed_config distributed_type downcast_bf16 dynamo_config
+    enable_cpu_affinity fp8_config fsdp_config gpu_ids machine_rank main_process_ip main_process_port
+    main_training_function megatron_lm_config mixed_precision mpirun_config num_machines num_processes
+    parallelism_config rdzv_backend same_network tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_vm tpu_zone use_cpu
+"""
+TOP_KEYS = frozenset(_TOP_KEYS.split())
 """Keys that Accelerate's own reader accepts; a test compares them with the installed version."""
 LAUNCHER_ONLY = frozenset({"activation_checkpointing_offload", "ignored_modules"})
 """Keys of fsdp_config that Accelerate accepts and vembed ignores."""
@@ -72,26 +35,21 @@ IGNORED = (
     "deepspeed_config",
     "parallelism_config",
 )
-
+DISTRIBUTIONS: dict[str, Distribution] = {
+    "FSDP": "fsdp",
+    "NO": "single",
+    # An unquoted NO that another tool has read by YAML 1.1 and written again.
+    "FALSE": "single",
+    "MULTI_GPU": "ddp",
+    "MULTI_CPU": "ddp",
+    "MULTI_XPU": "ddp",
+    "MULTI_NPU": "ddp",
+    "MULTI_MLU": "ddp",
+    "MULTI_HPU": "ddp",
+}
 ACCELERATE_MIN_NUM_PARAMS = 100_000_000
 """Size that `accelerate launch` exports if its file gives none."""
-
-ENVIRONMENT = {
-    "FSDP_VERSION": "fsdp_version",
-    "FSDP_SHARDING_STRATEGY": "fsdp_sharding_strategy",
-    "FSDP_OFFLOAD_PARAMS": "fsdp_offload_params",
-    "FSDP_AUTO_WRAP_POLICY": "fsdp_auto_wrap_policy",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp_transformer_layer_cls_to_wrap",
-    "FSDP_MIN_NUM_PARAMS": "fsdp_min_num_params",
-    "FSDP_BACKWARD_PREFETCH": "fsdp_backward_prefetch",
-    "FSDP_FORWARD_PREFETCH": "fsdp_forward_prefetch",
-    "FSDP_STATE_DICT_TYPE": "fsdp_state_dict_type",
-    "FSDP_USE_ORIG_PARAMS": "fsdp_use_orig_params",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "fsdp_cpu_ram_efficient_loading",
-    "FSDP_SYNC_MODULE_STATES": "fsdp_sync_module_states",
-    "FSDP_ACTIVATION_CHECKPOINTING": "gradient_checkpointing",
-}
-"""Map from the launcher's environment variables to the options that they set."""
+LAUNCHER = "accelerate launch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,148 +115,157 @@ def find_accelerate_file(name: str) -> Path:
 def read_accelerate_file(name: str) -> AccelerateFile:
     """Read a preset or a file. Unknown keys are errors, also inside fsdp_config, where Accelerate ignores them."""
     path = find_accelerate_file(name)
-    shown_path = (
-        f"configs/{path.name}" if path.parent == presets_folder() else str(path)
-    )
-    tree = read_tree(path)
+    source = str(path)
+    if path.parent == presets_folder():
+        source = f"configs/{path.name}"
     notes: list[str] = []
-    keys = _known_keys(tree, shown_path, notes)
+    keys = _known_keys(read_tree(path), source, notes)
     value = {key: node.plain() for key, node in keys.items()}
-    distribution = _distribution(value.get("distributed_type"), shown_path)
-    num_machines = _number(value, "num_machines", shown_path) or None
-    fsdp = (
-        _fsdp_options(keys["fsdp_config"], shown_path, notes)
-        if value.get("fsdp_config")
-        else {}
-    )
+    distribution = DISTRIBUTIONS.get(str(value.get("distributed_type")).upper())
+    if distribution is None:
+        raise UserError(
+            f"{source}: distributed_type must be FSDP, MULTI_GPU, MULTI_CPU or NO for vembed, but is "
+            f"{quoted(value.get('distributed_type'))}"
+        )
+    fsdp = {}
+    if value.get("fsdp_config"):
+        fsdp = _fsdp_options(keys["fsdp_config"], source, notes)
     if distribution == "fsdp" and "fsdp_version" not in fsdp:
         fsdp["fsdp_version"] = 1
         notes.append(
-            f"{shown_path} gives no fsdp_version, which means 1 to Accelerate, and so it does here: fsdp_version: 2 in "
+            f"{source} gives no fsdp_version, which means 1 to Accelerate, and so it does here: fsdp_version: 2 in "
             "the file or in the training config chooses the newer one"
         )
-    precision = _mixed_precision(value.get("mixed_precision"), shown_path)
+    precision = value.get("mixed_precision")
+    if precision is not None:
+        precision = normalise("mixed_precision", precision)
+        if precision not in ("no", "bf16", "fp16"):
+            raise UserError(
+                f"{source}: mixed_precision must be no, bf16 or fp16, but is {quoted(precision)}"
+            )
     if precision == "no":
-        notes.append(
-            f"mixed_precision: no in {shown_path} is what Accelerate writes where nobody has answered, so it does not "
-            "count here; the training config can say it"
+        notes.append(_not_counted(f"mixed_precision: no in {source}"))
+    numbers: dict[str, int | None] = {}
+    for key in ("num_machines", "machine_rank", "main_process_port", "num_processes"):
+        number = value.get(key)
+        if key == "num_processes" and str(number) in ("auto", "gpu", "-1"):
+            number = None
+        is_number = isinstance(number, int) and not isinstance(number, bool)
+        if number is not None and not (is_number and 0 <= number < 2**20):
+            raise UserError(
+                f"{source}: {key} must be a whole number, but is {quoted(number)}"
+            )
+        numbers[key] = number
+    # Accelerate counts the processes of all machines together.
+    machines = numbers["num_machines"] or 1
+    processes = numbers["num_processes"]
+    if processes is not None and (processes < 1 or processes % machines):
+        raise UserError(
+            f"{source}: num_processes: {processes} (over all machines) must be a multiple of num_machines: {machines}"
         )
+    try:
+        use_cpu = as_bool(value.get("use_cpu") or False)
+    except ValueError as error:
+        raise UserError(f"{source}: use_cpu {error}") from None
+    address = value.get("main_process_ip")
+    gpu_ids = str(value.get("gpu_ids", "all"))
     return AccelerateFile(
-        source=shown_path,
+        source=source,
         distribution=distribution,
         fsdp=fsdp,
         mixed_precision=precision,
-        num_processes=_processes_per_machine(value, num_machines or 1, shown_path),
-        num_machines=num_machines,
-        machine_rank=_number(value, "machine_rank", shown_path) or 0,
-        main_process_ip=str(value["main_process_ip"])
-        if value.get("main_process_ip")
-        else None,
-        main_process_port=_number(value, "main_process_port", shown_path),
-        use_cpu=_switch(value.get("use_cpu"), shown_path),
-        gpu_ids=None
-        if str(value.get("gpu_ids", "all")) in ("all", "None")
-        else str(value["gpu_ids"]),
+        num_processes=None if processes is None else processes // machines,
+        num_machines=numbers["num_machines"] or None,
+        machine_rank=numbers["machine_rank"] or 0,
+        main_process_ip=str(address) if address else None,
+        main_process_port=numbers["main_process_port"],
+        use_cpu=use_cpu,
+        gpu_ids=None if gpu_ids in ("all", "None") else gpu_ids,
         notes=tuple(notes),
     )
 
 
-def file_options(file: AccelerateFile) -> dict[str, Any]:
-    """The options of the schema that a file decides. bf16 is what `auto` means on a GPU that has it, and the same file
-    is to run on a CPU too; "no" is what Accelerate writes where nobody has answered: neither is a decision."""
-    options: dict[str, Any] = {"strategy": file.distribution, **file.fsdp}
-    if file.mixed_precision == "fp16":
-        options["mixed_precision"] = "fp16"
-    if file.num_processes is not None:
-        options["num_processes"] = file.num_processes
-    if file.num_machines is not None:
-        options["num_machines"] = file.num_machines
-    return options
+def file_layer(file: AccelerateFile, level: Level) -> Layer:
+    """Return the layer of an Accelerate file. bf16 is what `auto` means on a GPU that has it, and the same file is to
+    run on a CPU too; "no" is what Accelerate writes where nobody has answered: neither is a decision."""
+    options: dict[str, Any] = dict(file.fsdp)
+    if level is not Level.PRESET:
+        options["strategy"] = file.distribution
+        if file.mixed_precision == "fp16":
+            options["mixed_precision"] = "fp16"
+        if file.num_processes is not None:
+            options["num_processes"] = file.num_processes
+        if file.num_machines is not None:
+            options["num_machines"] = file.num_machines
+    return plain_layer(file.source, level, options)
 
 
-def launcher_options(env: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """The options that `accelerate launch` has set in the environment, and notes for the log.
+def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
+    """Return the layer of what `accelerate launch` has set in the environment, and notes for the log.
 
     Accelerate exports its defaults too. Defaults that only switch something off, and options that FSDP2 does not have,
     are left out: they cannot be told from the user's own settings.
     """
-    options: dict[str, Any] = {}
-    if env.get("ACCELERATE_MIXED_PRECISION") == "fp16":
-        options["mixed_precision"] = "fp16"
-    defaults = (
-        ["mixed_precision: no"] if env.get("ACCELERATE_MIXED_PRECISION") == "no" else []
-    )
+    layer = Layer(LAUNCHER, Level.LAUNCHER)
+    notes = []
+    precision = env.get("ACCELERATE_MIXED_PRECISION")
+    if precision == "fp16":
+        layer.enter("mixed_precision", "fp16", "mixed_precision", LAUNCHER)
+    if precision == "no":
+        notes.append(_not_counted(f"mixed_precision: no, set by {LAUNCHER},"))
     if env.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
-        return options, _unsaid(defaults)
-    for variable, name in ENVIRONMENT.items():
-        if env.get(variable):
-            value = parse_value(
-                env[variable],
-                f"{variable}={env[variable][:60]}, set by accelerate launch",
-            )
-            try:
-                options[name] = checked(name, normalise(name, value))
-            except ValueError as error:
-                raise UserError(
-                    f"{variable}={env[variable]}, set by accelerate launch: {error}"
-                ) from None
-    options["strategy"] = "fsdp"
+        return layer, notes
+    variables = {}
+    for variable, text in env.items():
+        name = variable.lower()
+        if variable.startswith("FSDP_") and text and target_of(name) is not None:
+            variables[name] = text
     # As Accelerate itself does where the variable is missing.
-    version = options.setdefault("fsdp_version", 1)
-    reshard = env.get("FSDP_RESHARD_AFTER_FORWARD", "").lower()
-    # Under FSDP2 Accelerate has the switch alone, and FULL_SHARD in the environment is the default that nobody has
-    # changed.
-    if version == 2:
-        if options.get("fsdp_sharding_strategy") == "FULL_SHARD" and reshard == "false":
-            options["fsdp_sharding_strategy"] = "SHARD_GRAD_OP"
+    version = variables.setdefault("fsdp_version", "1")
+    reshard = variables.get("fsdp_reshard_after_forward", "").lower()
+    if reshard == "true" or (version == "1" and reshard == "false"):
+        del variables["fsdp_reshard_after_forward"]
+    elif reshard and variables.get("fsdp_sharding_strategy") == "FULL_SHARD":
+        # The default that nobody has changed, beside the newer spelling.
+        del variables["fsdp_sharding_strategy"]
+    if version == "2":
         for name in (
             "fsdp_use_orig_params",
             "fsdp_sync_module_states",
             "fsdp_backward_prefetch",
         ):
-            options.pop(name, None)
-    elif reshard in (
-        "shard_grad_op",
-        "no_shard",
-        "hybrid_shard",
-    ):  # Accelerate's newer spelling for FSDP1
-        options["fsdp_sharding_strategy"] = reshard.upper()
+            variables.pop(name, None)
+    for name in ("fsdp_forward_prefetch", "fsdp_activation_checkpointing"):
+        if variables.get(name, "").lower() == "false":
+            del variables[name]
+            notes.append(_not_counted(f"{name}: false, set by {LAUNCHER},"))
+    for name, text in variables.items():
+        try:
+            layer.take([name], text)
+        except UserError as error:
+            raise UserError(f"{LAUNCHER}: {name}: {error}") from None
+    layer.translated.clear()
     # Accelerate exports a size with every policy; layers are units whatever their size unless somebody asks otherwise.
-    if options.get("fsdp_auto_wrap_policy") != "SIZE_BASED_WRAP":
-        options.pop("fsdp_min_num_params", None)
-    unsaid = [
-        name
-        for name in ("fsdp_forward_prefetch", "gradient_checkpointing")
-        if options.get(name) is False
-    ]
-    for name in unsaid:
-        del options[name]
-    said = ", ".join(
-        f"{name}: {value}" for name, value in options.items() if name != "strategy"
-    )
-    notes = [f"FSDP options set by accelerate launch: {said}"]
-    defaults += [f"{name}: false" for name in unsaid]
-    defaults += (
-        ["fsdp_reshard_after_forward: true"]
-        if version == 2 and reshard == "true"
-        else []
-    )
-    notes += _unsaid(defaults)
+    policy = layer.values.get("fsdp_auto_wrap_policy")
+    if policy is None or policy.value != "SIZE_BASED_WRAP":
+        layer.values.pop("fsdp_min_num_params", None)
+    options = {name: value.value for name, value in layer.values.items()}
+    listed = ", ".join(f"{name}: {value}" for name, value in options.items())
+    notes.append(f"FSDP options set by {LAUNCHER}: {listed}")
     if options.get("fsdp_min_num_params") == ACCELERATE_MIN_NUM_PARAMS:
         notes.append(
             f"fsdp_min_num_params: {ACCELERATE_MIN_NUM_PARAMS:,d} is what accelerate launch sets when its file does "
             "not say; smaller modules do not become units"
         )
-    return options, notes
+    layer.enter("strategy", "fsdp", "strategy", LAUNCHER)
+    return layer, notes
 
 
-def _unsaid(defaults: Sequence[str]) -> list[str]:
-    if not defaults:
-        return []
-    return [
-        f"{', '.join(defaults)}: accelerate launch sets this also where nobody has asked for it, so it does not count "
-        "here; the training config can say it"
-    ]
+def _not_counted(setting: str) -> str:
+    return (
+        f"{setting} is what Accelerate writes where nobody has answered, so it does not count here; the training "
+        "config can say it"
+    )
 
 
 def _known_keys(tree: Node, source: str, notes: list[str]) -> dict[str, Node]:
@@ -321,97 +288,30 @@ def _known_keys(tree: Node, source: str, notes: list[str]) -> dict[str, Node]:
     return keys
 
 
-def _distribution(kind: Any, source: str) -> Distribution:
-    # FALSE: an unquoted NO that another tool has read by YAML 1.1 and written again.
-    known: dict[str, Distribution] = {"FSDP": "fsdp", "NO": "single", "FALSE": "single"}
-    known |= dict.fromkeys(
-        ("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU"),
-        "ddp",
-    )
-    if str(kind).upper() not in known:
-        raise UserError(
-            f"{source}: distributed_type must be FSDP, MULTI_GPU, MULTI_CPU or NO for vembed, but is {quoted(kind)}"
-        )
-    return known[str(kind).upper()]
-
-
-def _mixed_precision(value: Any, source: str) -> Literal["no", "bf16", "fp16"] | None:
-    if value is None:
-        return None
-    precision = normalise("mixed_precision", value)
-    if precision not in ("no", "bf16", "fp16"):
-        raise UserError(
-            f"{source}: mixed_precision must be no, bf16 or fp16, but is {quoted(value)}"
-        )
-    return precision  # type: ignore[no-any-return]
-
-
-def _number(value: Mapping[str, Any], key: str, source: str) -> int | None:
-    number = value.get(key)
-    if number is None:
-        return None
-    if (
-        isinstance(number, bool)
-        or not isinstance(number, int)
-        or not 0 <= number < 2**20
-    ):
-        raise UserError(
-            f"{source}: {key} must be a whole number, but is {quoted(number)}"
-        )
-    return number
-
-
-def _switch(value: Any, source: str) -> bool:
-    try:
-        return as_bool(value or False)
-    except ValueError as error:
-        raise UserError(f"{source}: use_cpu {error}, but is {quoted(value)}") from None
-
-
-def _processes_per_machine(
-    value: Mapping[str, Any], num_machines: int, source: str
-) -> int | None:
-    if str(value.get("num_processes", "auto")) in ("auto", "gpu", "-1", "None"):
-        return None
-    # Accelerate counts the processes of all machines together.
-    total = _number(value, "num_processes", source) or 0
-    if total < 1 or total % num_machines:
-        raise UserError(
-            f"{source}: num_processes: {total} (over all machines) must be a multiple of num_machines: {num_machines}"
-        )
-    return total // num_machines
-
-
 def _fsdp_options(block: Node, source: str, notes: list[str]) -> dict[str, Any]:
     if not isinstance(block.value, dict):
         raise UserError(
             f"{source}, line {block.line}: fsdp_config must hold keys with values"
         )
-    options: dict[str, Any] = {}
+    layer = Layer(source)
     for key, node in block.value.items():
-        where = f"{source}, line {node.line}"
-        if key.removeprefix("fsdp_") in LAUNCHER_ONLY:
+        name = key if key.startswith("fsdp_") else f"fsdp_{key}"
+        if name.removeprefix("fsdp_") in LAUNCHER_ONLY:
             notes.append(f"{key} in {source} has no effect: vembed does not use it")
             continue
-        name = target_of(key, "fsdp")
-        value = node.plain()
-        if key.removeprefix("fsdp_") == "reshard_after_forward" and callable(name):
-            [(name, value)] = name(value)
-            if isinstance(name, WeakDefault) and name in options:
-                continue
-        is_known = name == "gradient_checkpointing" or str(name).startswith("fsdp_")
-        if not isinstance(name, str) or not is_known:
+        target = target_of(key, "fsdp")
+        is_known = name == "fsdp_reshard_after_forward" or (
+            target == "gradient_checkpointing" or str(target).startswith("fsdp_")
+        )
+        if not is_known:
             names = [option for option in all_options() if option.startswith("fsdp_")]
-            near = nearest(key if key.startswith("fsdp_") else f"fsdp_{key}", names)
+            near = nearest(name, names)
+            hint = f", did you mean {near!r}?" if near else ""
             raise UserError(
-                f"{where}: unknown key {key!r} in fsdp_config"
-                + (f", did you mean {near!r}?" if near else "")
+                f"{source}, line {node.line}: unknown key {key!r} in fsdp_config{hint}"
             )
-        name = str(name)
-        if value is None:
-            continue
-        try:
-            options[name] = checked(name, normalise(name, value))
-        except ValueError as error:
-            raise UserError(f"{where}: {error}") from None
-    return options
+        if node.plain() is not None:
+            layer.take([key], node, node.line or 0, block="fsdp")
+    if layer.problems:
+        raise UserError(layer.problems[0][1])
+    return {name: value.value for name, value in layer.values.items()}

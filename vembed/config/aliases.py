@@ -41,7 +41,6 @@ ALIASES: dict[str, str] = {
     "mrl_weights": "matryoshka_weights",
     "lora_r": "lora_rank",
     "lora_target_modules": "target_modules",
-    "use_qlora": "load_in_4bit",
     # data
     "data_path": "data train_data train_file train_path train_data_path train_dataset dataset dataset_name",
     "val_data_path": "val_data val_file val_path eval_data eval_file eval_data_path validation_data validation_file",
@@ -152,9 +151,20 @@ def _shard_switch(value: Any) -> list[Setting]:
     return [(WeakDefault("strategy"), "ddp")]
 
 
+def _qlora(value: Any) -> list[Setting]:
+    if as_bool(value):
+        return [("quantize_weights", "nf4"), (WeakDefault("use_lora"), True)]
+    return []
+
+
 def _reshard(value: Any) -> list[Setting]:
     # Accelerate writes FSDP1's sharding strategies under this name too.
-    if not isinstance(value, bool) and str(value).lower() not in ("true", "false"):
+    if str(value).lower() in (
+        "full_shard",
+        "shard_grad_op",
+        "no_shard",
+        "hybrid_shard",
+    ):
         return [("fsdp_sharding_strategy", value)]
     if as_bool(value):
         return [(WeakDefault("fsdp_sharding_strategy"), "FULL_SHARD")]
@@ -187,12 +197,9 @@ def _fsdp_switch(value: Any) -> list[Setting]:
     return [("strategy", "fsdp"), *(words[word] for word in str(value).lower().split())]
 
 
-WANDB = "use_wandb"
-"""Switch that adds an entry to `report_to`. It is not an option: `Layer.merge_wandb` resolves it after all keys."""
-
-
 def _wandb_switch(value: Any) -> list[Setting]:
-    return [(WANDB, as_bool(value))]
+    trackers = ["tensorboard", "wandb"] if as_bool(value) else ["tensorboard"]
+    return [(WeakDefault("report_to"), trackers)]
 
 
 TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
@@ -211,6 +218,8 @@ TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
     "fsdp_mixed_precision": _fsdp_mixed_precision,
     "fsdp_reshard_after_forward": _reshard,
     "reshard_after_forward": _reshard,
+    "use_qlora": _qlora,
+    "load_in_4bit": _qlora,
     "use_rslora": _flag("lora_variant", "rslora", "lora"),
     "use_dora": _flag("lora_variant", "dora", "lora"),
     "warmup_ratio": _warmup_ratio,

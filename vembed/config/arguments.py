@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vembed.config.aliases import BLOCKS, target_of
+from vembed.config.aliases import BLOCKS, option_of, target_of
 from vembed.config.options import all_options, nearest, quoted
 from vembed.config.spelling import BOOLS
 from vembed.errors import UserError
@@ -16,9 +16,6 @@ CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
 VALUED_NAMES = frozenset({"precision", "scale", "ddp_timeout", "sampling_alpha"})
 """Translated names that are not switches; as flags they need a value."""
-COUNTED_OTHERWISE = frozenset({"effective_batch_size"})
-"""Aliases whose number has another meaning than the option's own."""
-
 LAUNCH_FLAGS = {
     "config": ("FILE", "The config file, where it is not the first word."),
     "set": ("KEY=VALUE", "An option, as key=value alone."),
@@ -63,6 +60,17 @@ LAUNCH_FLAGS = {
     "all": ("", "With --dry-run: the options that have their default too."),
 }
 """Flags that `--help` lists. Every option of the config is a flag as well."""
+
+LAUNCH_FIELDS = {
+    "stage": "stage",
+    "from": "first_stage",
+    "until": "last_stage",
+    "machine_rank": "machine_rank",
+    "main_process_ip": "main_process_ip",
+    "main_process_port": "main_process_port",
+    "run_id": "run_id",
+}
+"""Flags with a value that are no options -> fields of TrainArguments."""
 
 _JSON = {"json": LAUNCH_FLAGS["json"]}
 COMMAND_FLAGS = {
@@ -116,38 +124,22 @@ class TrainArguments:
         return [*config, *stage, *(f"--set={override}" for override in self.overrides)]
 
     def shown_command_line(self) -> list[str]:
-        """Return `words` for display, with aliases replaced by the option names."""
-        return replace(
-            self, overrides=tuple(map(_under_its_own_name, self.overrides))
-        ).command_line()
+        """Return the command line for display, with aliases replaced by the option names: nproc=8 ->
+        num_processes=8."""
+        overrides = []
+        for override in self.overrides:
+            key, _, value = override.partition("=")
+            name = option_of(key)
+            # An effective batch counts something else.
+            if name is None or key == "effective_batch_size":
+                name = key
+            overrides.append(f"{name}={value}")
+        return replace(self, overrides=tuple(overrides)).command_line()
 
 
 def parse_train_arguments(args: Sequence[str]) -> TrainArguments:
     """Parse the arguments. Raise UserError for anything that is not a config, option or flag."""
-    return _Parser(args).result()
-
-
-def _under_its_own_name(override: str) -> str:
-    """Replace an alias: `nproc=8` -> `num_processes=8`. Aliases whose value has another meaning are kept."""
-    key, _, value = override.partition("=")
-    *blocks, last = key.split(".")
-    if blocks and blocks[-1] not in BLOCKS:
-        return override
-    target = target_of(last, blocks[-1] if blocks else None)
-    return (
-        f"{target}={value}"
-        if isinstance(target, str) and last not in COUNTED_OTHERWISE
-        else override
-    )
-
-
-def _takes(translation: Callable[[Any], Any], word: str) -> bool:
-    """Return whether a word is a value of a translated name, as `full_shard auto_wrap` is one of `fsdp`."""
-    try:
-        translation(word)
-    except ValueError:
-        return False
-    return bool(word)
+    return _Parser(args).parse()
 
 
 def train_help() -> str:
@@ -189,17 +181,14 @@ def command_help(command_name: str, about: str) -> str:
 
 class _Parser:
     def __init__(self, args: Sequence[str]) -> None:
-        self.words = list(args)
-        self.position = 0
+        self.args = list(args)
         self.config: str | None = None
         self.overrides: list[str] = []
-        self.launch: dict[str, str] = {}
-        self.is_dry_run = False
-        self.shows_all = False
+        self.launch: dict[str, Any] = {}
 
-    def result(self) -> TrainArguments:
-        while self.position < len(self.words):
-            word = self._take()
+    def parse(self) -> TrainArguments:
+        while self.args:
+            word = self.args.pop(0)
             # A letter must follow: `-1` and `--` are no flags.
             if re.match(r"--?[A-Za-z]", word):
                 self._flag(word)
@@ -211,31 +200,19 @@ class _Parser:
             raise UserError(
                 "which config? Give its file: `vembed train cfg.yaml` (`vembed init` writes one)"
             )
-        if self.shows_all and not self.is_dry_run:
+        if "shows_all" in self.launch and not self.launch.get("is_dry_run"):
             raise UserError(
                 "--all belongs to --dry-run: it lists the options that have their default too"
             )
-        return TrainArguments(
-            config=self.config,
-            overrides=tuple(self.overrides),
-            stage=self.launch.get("stage"),
-            first_stage=self.launch.get("from"),
-            last_stage=self.launch.get("until"),
-            machine_rank=self._number("machine_rank"),
-            main_process_ip=self.launch.get("main_process_ip"),
-            main_process_port=self._number("main_process_port"),
-            run_id=self.launch.get("run_id"),
-            is_dry_run=self.is_dry_run,
-            shows_all=self.shows_all,
-        )
+        return TrainArguments(self.config, tuple(self.overrides), **self.launch)
 
     def _flag(self, word: str) -> None:
         name, has_value, value = word.lstrip("-").partition("=")
         key = name.replace("-", "_")
         if key == "dry_run":
-            self.is_dry_run = not has_value or BOOLS.get(value.lower(), True)
+            self.launch["is_dry_run"] = not has_value or BOOLS.get(value.lower(), True)
         elif key == "all" and not has_value:
-            self.shows_all = True
+            self.launch["shows_all"] = True
         elif key in ("verbose", "quiet") and not has_value:
             self.overrides.append(f"console={key}")
         elif key == "set":
@@ -247,74 +224,59 @@ class _Parser:
             self.overrides.append(pair)
         elif key == "config":
             self._take_config(value if has_value else self._value(word))
-        elif key in (
-            "stage",
-            "from",
-            "until",
-            "machine_rank",
-            "main_process_ip",
-            "main_process_port",
-            "run_id",
-        ):
-            self.launch[key] = value if has_value else self._value(word)
+        elif key in LAUNCH_FIELDS:
+            text = value if has_value else self._value(word)
+            self.launch[LAUNCH_FIELDS[key]] = text
+            if key in ("machine_rank", "main_process_port"):
+                if not text.isdecimal() or len(text) > 5:
+                    raise UserError(
+                        f"--{name} must be a whole number, but is {quoted(text)}"
+                    )
+                self.launch[key] = int(text)
         else:
-            self.overrides.append(
-                f"{key}={value if has_value else self._option_value(key, word)}"
-            )
+            if not has_value:
+                value = self._option_value(key, word)
+            self.overrides.append(f"{key}={value}")
 
     def _option_value(self, key: str, word: str) -> str:
         """Return the value of an option's flag. A switch takes the next word only if that word is a valid value."""
         *blocks, last = key.split(".")
         block = blocks[-1] if blocks and blocks[-1] in BLOCKS else None
         target = target_of(last, block)
-        option = all_options().get(target) if isinstance(target, str) else None
         if target is None:
-            return self._value_of_unknown(word)
-        needs_value = (
-            last in VALUED_NAMES if option is None else "bool" not in option.kinds
-        )
-        if needs_value:
+            names = [name.replace("_", "-") for name in all_options()]
+            near = nearest(word.lstrip("-"), [*LAUNCH_FLAGS, *names])
+            hint = "; `vembed train --help` and `vembed schema` list what there is"
+            if near:
+                hint = f", did you mean --{near}?"
+            raise UserError(f"unknown option {word}{hint}")
+        follower = self.args[0] if self.args else "-"
+        is_value = follower.lower() in BOOLS
+        if isinstance(target, str):
+            option = all_options()[target]
+            if "bool" not in option.kinds:
+                return self._value(word)
+            is_value = is_value or follower.lower() in option.choices
+            if "text" in option.kinds and not follower.startswith("-"):
+                is_file = follower.lower().endswith(CONFIG_SUFFIXES)
+                is_config = self.config is None and is_file
+                is_value = is_value or not (PAIR.match(follower) or is_config)
+        elif last in VALUED_NAMES:
             return self._value(word)
-        follower = self.words[self.position] if self.position < len(self.words) else "-"
-        is_value = follower.lower() in BOOLS or (
-            option is not None and follower.lower() in option.choices
-        )
-        if not isinstance(target, str):
-            is_value = is_value or _takes(target, follower)
-        if (
-            option is not None
-            and "text" in option.kinds
-            and not follower.startswith("-")
-        ):
-            is_config = self.config is None and follower.lower().endswith(
-                CONFIG_SUFFIXES
-            )
-            is_value = is_value or not (PAIR.match(follower) or is_config)
-        return self._take() if is_value else "true"
-
-    def _value_of_unknown(self, word: str) -> str:
-        near = nearest(
-            word.lstrip("-").partition("=")[0],
-            [*LAUNCH_FLAGS, *(name.replace("_", "-") for name in all_options())],
-        )
-        hint = (
-            f", did you mean --{near}?"
-            if near
-            else "; `vembed train --help` and `vembed schema` list what there is"
-        )
-        raise UserError(f"unknown option {word}{hint}")
+        else:
+            # A value of a translated name, as `full_shard auto_wrap` is of `fsdp`.
+            try:
+                target(follower)
+                is_value = is_value or bool(follower)
+            except ValueError:
+                pass
+        return self.args.pop(0) if is_value else "true"
 
     def _value(self, word: str) -> str:
         # Values may begin with one dash: `--num-processes -1`.
-        if self.position >= len(self.words) or re.match(
-            r"--[A-Za-z]", self.words[self.position]
-        ):
+        if not self.args or re.match(r"--[A-Za-z]", self.args[0]):
             raise UserError(f"{word} needs a value")
-        return self._take()
-
-    def _take(self) -> str:
-        self.position += 1
-        return self.words[self.position - 1]
+        return self.args.pop(0)
 
     def _take_config(self, word: str) -> None:
         if self.config is not None:
@@ -322,13 +284,3 @@ class _Parser:
                 f"unexpected {quoted(word)} beside the config {quoted(self.config)}: options are key=value or --key value"
             )
         self.config = word
-
-    def _number(self, key: str) -> int | None:
-        text = self.launch.get(key)
-        if text is None:
-            return None
-        if not text.isdecimal() or len(text) > 5:
-            raise UserError(
-                f"--{key.replace('_', '-')} must be a whole number, but is {quoted(text)}"
-            )
-        return int(text)

@@ -70,6 +70,11 @@ FSDP1_ONLY = {
     "fsdp_sync_module_states": "FSDP2 always starts from the weights of the first process",
 }
 """Options that FSDP2 does not have, with its own behaviour."""
+FIELD_NAMES = {
+    "fsdp_offload_params": "offload",
+    "fsdp_cpu_ram_efficient_loading": "ram_efficient_loading",
+}
+"""Option -> field of FsdpConfig, where it is not the option's name without `fsdp_`."""
 FSDP_OPTIONS = tuple(name for name in option_fields() if name.startswith("fsdp_"))
 
 
@@ -84,128 +89,78 @@ def resolve_fsdp(
 
     `values`: the fsdp_* options that somebody has given, the preset's included; `source`: what they start from.
     """
-    version: Literal[1, 2] = values.get("fsdp_version", 2)
-    offload = bool(values.get("fsdp_offload_params"))
-    sharding: Sharding = values.get("fsdp_sharding_strategy") or "FULL_SHARD"
-    policy = values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    names_function = ":" in policy
-    precision, why = _precision(mixed_precision, values)
-    _check(values, version, trains_adapters=trains_adapters)
-    settings = FsdpConfig(
-        version=version,
-        sharding_strategy=sharding,
-        offload=offload,
-        wrap_policy="NO_WRAP" if names_function else policy,
-        layer_classes=_layer_classes(values.get("fsdp_transformer_layer_cls_to_wrap")),
-        wrap_function=policy if names_function else None,
-        # One option with two meanings: SIZE_BASED_WRAP cannot do without a size; layers are all units unless one is
-        # given.
-        min_num_params=values.get("fsdp_min_num_params") or DEFAULT_MIN_NUM_PARAMS,
-        min_layer_params=values.get("fsdp_min_num_params") or 0,
-        reshard_after_forward=sharding != "SHARD_GRAD_OP",
-        backward_prefetch=values.get("fsdp_backward_prefetch", "BACKWARD_PRE"),
-        forward_prefetch=values.get("fsdp_forward_prefetch", False),
-        limit_all_gathers=values.get("fsdp_limit_all_gathers", True),
-        use_orig_params=values.get("fsdp_use_orig_params", True),
-        state_dict_type=values.get("fsdp_state_dict_type", "SHARDED_STATE_DICT"),
-        ram_efficient_loading=values.get("fsdp_cpu_ram_efficient_loading", True),
-        sync_module_states=values.get("fsdp_sync_module_states", True),
-        mixed_precision=precision,
-        precision_reason=why,
-        param_dtype=values.get("fsdp_param_dtype"),
-        reduce_dtype=values.get("fsdp_reduce_dtype", "float32"),
-        buffer_dtype=values.get("fsdp_buffer_dtype", "float32"),
-        source=source,
-    )
-    return settings, _without_effect(mixed_precision, values, version)
-
-
-def _check(values: Mapping[str, Any], version: int, *, trains_adapters: bool) -> None:
-    if version == 2 and values.get("fsdp_state_dict_type") == "LOCAL_STATE_DICT":
-        raise UserError(
-            "fsdp_state_dict_type: LOCAL_STATE_DICT does not exist in FSDP2: use SHARDED_STATE_DICT (each process "
-            "writes its own part, and any number of processes can read them), or fsdp_version: 1"
+    settings: dict[str, Any] = {"source": source}
+    for name, value in values.items():
+        settings[FIELD_NAMES.get(name, name.removeprefix("fsdp_"))] = value
+    policy = settings.pop("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    classes = settings.pop("transformer_layer_cls_to_wrap", None)
+    size = settings.pop("min_num_params", 0)
+    notes = []
+    if ":" in policy:
+        settings["wrap_function"] = policy
+        settings["wrap_policy"] = "NO_WRAP"
+    else:
+        settings["wrap_policy"] = policy
+    if classes:
+        settings["layer_classes"] = tuple(
+            [classes] if isinstance(classes, str) else classes
         )
-    if version == 1 and values.get("fsdp_use_orig_params") is False and trains_adapters:
+        if policy != "TRANSFORMER_BASED_WRAP":
+            notes.append(
+                f"fsdp_transformer_layer_cls_to_wrap: {classes} has no effect with fsdp_auto_wrap_policy: {policy}"
+            )
+    # One option with two meanings: SIZE_BASED_WRAP cannot do without a size; layers are all units unless one is given.
+    if size:
+        settings["min_num_params"] = size
+        settings["min_layer_params"] = size
+        if policy not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
+            notes.append(
+                f"fsdp_min_num_params: {size:,d} has no effect with fsdp_auto_wrap_policy: {policy}"
+            )
+    elif policy == "SIZE_BASED_WRAP":
+        notes.append(
+            f"fsdp_min_num_params: {size} with SIZE_BASED_WRAP counts as {DEFAULT_MIN_NUM_PARAMS:,d} (without a size "
+            "nothing would be wrapped as it should)"
+        )
+    sharding = settings.get("sharding_strategy", "FULL_SHARD")
+    settings["reshard_after_forward"] = sharding != "SHARD_GRAD_OP"
+    # The most specific option first.
+    settings["mixed_precision"] = mixed_precision
+    if mixed_precision != "auto":
+        settings["precision_reason"] = f"mixed_precision: {mixed_precision}"
+    dtype = settings.get("param_dtype")
+    if dtype is not None:
+        precision = PRECISION_OF_DTYPE[dtype]
+        settings["mixed_precision"] = precision
+        settings["precision_reason"] = f"fsdp_param_dtype: {dtype}"
+        if mixed_precision not in ("auto", precision):
+            notes.append(
+                f"mixed_precision: {mixed_precision} has no effect: fsdp_param_dtype: {dtype} is the dtype of the "
+                "arithmetic"
+            )
+    fsdp = FsdpConfig(**settings)
+    if fsdp.version == 2:
+        for name, instead in FSDP1_ONLY.items():
+            if name in values:
+                word = str(values[name])
+                if isinstance(values[name], bool):
+                    word = word.lower()
+                notes.append(f"{name}: {word} has no effect under FSDP2: {instead}")
+        if fsdp.state_dict_type == "LOCAL_STATE_DICT":
+            raise UserError(
+                "fsdp_state_dict_type: LOCAL_STATE_DICT does not exist in FSDP2: use SHARDED_STATE_DICT (each process "
+                "writes its own part, and any number of processes can read them), or fsdp_version: 1"
+            )
+        return fsdp, notes
+    if trains_adapters and not fsdp.use_orig_params:
         raise UserError(
             "fsdp_use_orig_params: false with use_lora: true cannot work under fsdp_version: 1, which would flatten "
             "trained and frozen weights together: set fsdp_use_orig_params: true, or use fsdp_version: 2"
         )
-    if (
-        version == 1
-        and values.get("fsdp_sync_module_states") is False
-        and values.get("fsdp_cpu_ram_efficient_loading") is True
-    ):
+    reads_once = values.get("fsdp_cpu_ram_efficient_loading") is True
+    if reads_once and not fsdp.sync_module_states:
         raise UserError(
             "fsdp_sync_module_states: false with fsdp_cpu_ram_efficient_loading: true leaves all processes but the "
             "first without weights: set fsdp_sync_module_states: true"
         )
-
-
-def _without_effect(
-    mixed_precision: AskedPrecision, values: Mapping[str, Any], version: int
-) -> list[str]:
-    """Return one note for each option that these settings do not look at."""
-
-    def said(name: str) -> str:
-        value = values[name]
-        if isinstance(value, bool):
-            return f"{name}: {str(value).lower()}"
-        return f"{name}: {value:,d}" if isinstance(value, int) else f"{name}: {value}"
-
-    notes = []
-    if version == 2:
-        for name, instead in FSDP1_ONLY.items():
-            if name in values:
-                notes.append(f"{said(name)} has no effect under FSDP2: {instead}")
-    policy = values.get("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
-    if (
-        values.get("fsdp_transformer_layer_cls_to_wrap")
-        and policy != "TRANSFORMER_BASED_WRAP"
-    ):
-        notes.append(
-            f"{said('fsdp_transformer_layer_cls_to_wrap')} has no effect with fsdp_auto_wrap_policy: {policy}: only "
-            "TRANSFORMER_BASED_WRAP looks at it"
-        )
-    if values.get("fsdp_min_num_params") and policy not in (
-        "TRANSFORMER_BASED_WRAP",
-        "SIZE_BASED_WRAP",
-    ):
-        notes.append(
-            f"{said('fsdp_min_num_params')} has no effect with fsdp_auto_wrap_policy: {policy}"
-        )
-    if policy == "SIZE_BASED_WRAP" and not values.get("fsdp_min_num_params"):
-        notes.append(
-            f"fsdp_min_num_params: {values.get('fsdp_min_num_params') or 0} with SIZE_BASED_WRAP counts as "
-            f"{DEFAULT_MIN_NUM_PARAMS:,d} (without a size nothing would be wrapped as it should)"
-        )
-    dtype = values.get("fsdp_param_dtype")
-    if dtype and mixed_precision not in (
-        "auto",
-        PRECISION_OF_DTYPE[dtype],
-    ):
-        notes.append(
-            f"mixed_precision: {mixed_precision} has no effect: fsdp_param_dtype: {dtype} is the dtype of the "
-            "arithmetic"
-        )
-    return notes
-
-
-def _precision(
-    mixed_precision: AskedPrecision, values: Mapping[str, Any]
-) -> tuple[AskedPrecision, str]:
-    """Return the precision of a sharded model's arithmetic, and why: the most specific option first."""
-    if dtype := values.get("fsdp_param_dtype"):
-        return PRECISION_OF_DTYPE[dtype], f"fsdp_param_dtype: {dtype}"
-    if mixed_precision != "auto":
-        return (
-            mixed_precision,
-            f"mixed_precision: {mixed_precision}",
-        )
-    return "auto", "auto"
-
-
-def _layer_classes(value: str | list[str] | None) -> tuple[str, ...] | None:
-    if not value:
-        return None
-    return (value,) if isinstance(value, str) else tuple(value)
+    return fsdp, notes

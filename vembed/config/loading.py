@@ -12,30 +12,26 @@ import yaml
 
 from vembed.config import rules
 from vembed.config.accelerate_file import (
-    AccelerateFile,
+    file_layer,
+    launcher_layer,
     preset_names,
     read_accelerate_file,
 )
 from vembed.config.entries import DataSource
-from vembed.config.fsdp import FSDP1_ONLY
 from vembed.config.layers import (
     COMMAND_LINE,
     RESULT_OF,
     SLOTS,
+    USER_PRESETS,
     Layer,
     Level,
     OptionValue,
     command_line_layer,
-    file_layer,
-    launcher_layer,
-    over_the_stage,
-    slot_of,
     source_layers,
-    user_preset_layers,
 )
 from vembed.config.options import all_options
 from vembed.config.output_folder import expand_output_dir
-from vembed.config.parsing import CoreDumper
+from vembed.config.parsing import CoreDumper, Node
 from vembed.config.resolved import DEFAULT, ResolvedRun, decide
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
@@ -76,41 +72,64 @@ def resolve_run(
         if not overrides:
             return source
         source = source.config
-    file_path = Path(source) if isinstance(source, str | Path) else None
+    config_file = Path(source) if isinstance(source, str | Path) else None
     notes: list[str] = []
     command_line, chosen_stage = command_line_layer(overrides)
-    configs = source_layers(source, stage or chosen_stage)
-    if file_path is not None:
+    configs, presets = source_layers(source, stage or chosen_stage)
+    for layer in configs:
         # Before the layers are merged, since the Accelerate file is read for that.
-        for layer in configs:
-            find_beside_file(layer.values, ("accelerate_config",), file_path, notes)
-    strongest_first = [command_line, *reversed(configs)]
-    configs += user_preset_layers(source, strongest_first)
+        find_beside_file(layer.values, ("accelerate_config",), config_file, notes)
+    if presets:
+        configs += _user_preset(
+            presets, [command_line, *reversed(configs)], config_file
+        )
+
+    # Where nobody names a file, FSDP starts from the default preset, unless `accelerate
+    # launch` has brought FSDP options.
     launcher, launcher_notes = launcher_layer(env)
-    file, weaker, stronger = _accelerate_layers(configs, command_line, launcher)
-    if file is not None:
+    naming = _naming_layer([command_line, *reversed(configs)])
+    file = None
+    files = []
+    if naming is not None:
+        file = read_accelerate_file(naming.values["accelerate_config"].value)
         notes += file.notes
+        files.append(file_layer(file, Level.FILE))
+    base = files[0].name if files else ""
+    if "strategy" in launcher.values:
+        base = launcher.name
+    elif file is None or file.distribution != "fsdp":
+        preset = read_accelerate_file(DEFAULT_PRESET)
+        files.insert(0, file_layer(preset, Level.PRESET))
+        base = preset.source
     notes += launcher_notes
-    # Weakest first: in `_merge` a later layer wins.
-    layers = [*weaker, launcher, *configs, *stronger, command_line]
+    if naming is command_line and len(configs) > 1:
+        _override_stage(files[-1], configs, notes)
+
+    layers = [*files, launcher, *configs, command_line]
     problems = []
     translated: list[str] = []
+    refused: set[str] = set()
     for layer in layers:
         problems += [sentence for _, sentence in sorted(layer.problems)]
         translated += layer.translated
+        refused |= layer.refused
     values = _merge(layers, notes)
-    _add_implied_options(values, problems)
+    _divide_effective_batch(values, problems)
     notes += _moved_stage_notes(values)
-    if file_path is not None:
-        find_beside_file(values, PATH_OPTIONS, file_path, notes)
+    find_beside_file(values, PATH_OPTIONS, config_file, notes)
     # After its path is resolved: without weights, the class is the model's name too.
     model_class = values.get("model_class")
     if model_class is not None and model_class.value and "model_name" not in values:
         values["model_name"] = replace(model_class, option="model_name")
     _expand_output_dir(values, env, notes, problems)
-    problems += _missing_options(source, layers, values)
-    if problems:
-        raise _user_error(problems)
+    for name, option in all_options().items():
+        if option.is_required and name not in values and name not in refused:
+            place = f"{config_file or 'the config'}: " if source != {} else ""
+            problems.append(
+                f"{place}{name} is missing: add `{name}: ...` to a config file, or give {name}=... ({option.accepts})"
+            )
+    _raise(problems)
+
     # Nobody has named the default preset. `decide` uses it only where FSDP is on.
     named = {}
     for name, value in values.items():
@@ -118,14 +137,10 @@ def resolve_run(
             named[name] = value
     config = TrainConfig(**{name: value.value for name, value in named.items()})
     places = {name: value.place for name, value in named.items()}
-    problems = [violation.text(places) for violation in rules.violations(config)]
-    if problems:
-        raise _user_error(problems)
+    _raise(rules.violations(config, places))
     origins = dict.fromkeys(all_options(), DEFAULT)
     for name, value in named.items():
         origins[name] = value.source
-    # `weaker` is empty only beside a launcher with FSDP options.
-    base = launcher.name if _shards(launcher) else weaker[0].name
     return decide(
         config,
         values,
@@ -138,57 +153,57 @@ def resolve_run(
     )
 
 
-def _shards(launcher: Layer) -> bool:
-    strategy = launcher.values.get("strategy")
-    return strategy is not None and strategy.value == "fsdp"
+def _raise(problems: Sequence[str]) -> None:
+    if problems:
+        raise UserError("\nalso: ".join(problems))
 
 
-def _accelerate_layers(
-    configs: Sequence[Layer], command_line: Layer, launcher: Layer
-) -> tuple[AccelerateFile | None, list[Layer], list[Layer]]:
-    """Return the named Accelerate file, the layers of it below the config, and those above.
-
-    Where nobody names a file, FSDP starts from the default preset, unless `accelerate
-    launch` has brought FSDP options.
-    """
-    naming = None
-    for layer in (command_line, *reversed(configs)):
-        if naming is None and "accelerate_config" in layer.values:
-            naming = layer
-    name = None if naming is None else naming.values["accelerate_config"].value
-    file = None
-    weaker: list[Layer] = []
-    stronger: list[Layer] = []
-    if name is not None:
-        file = read_accelerate_file(name)
-        weaker = [file_layer(file, Level.FILE)]
-        if naming is command_line and len(configs) > 1:
-            stronger = [over_the_stage(weaker[0], configs[-1])]
-    is_base_known = file is not None and file.distribution == "fsdp"
-    if not is_base_known and not _shards(launcher):
-        preset = file_layer(read_accelerate_file(DEFAULT_PRESET), Level.PRESET)
-        weaker = [preset, *weaker]
-    return file, weaker, stronger
+def _naming_layer(strongest_first: Sequence[Layer]) -> Layer | None:
+    """Return the layer that names the Accelerate file."""
+    for layer in strongest_first:
+        if "accelerate_config" in layer.values:
+            value = layer.values["accelerate_config"].value
+            return None if value is None else layer
+    return None
 
 
-def _missing_options(
-    source: Source, layers: Sequence[Layer], values: Mapping[str, OptionValue]
-) -> list[str]:
-    refused: set[str] = set()
-    for layer in layers:
-        refused |= layer.refused
-    problems = []
-    for name, option in all_options().items():
-        if not option.is_required or name in values or name in refused:
+def _user_preset(
+    presets: Mapping[str, Node], strongest_first: Sequence[Layer], file: Path | None
+) -> list[Layer]:
+    """Return the layer of the block of `distributed_examples` that `accelerate_config` names, which is taken out of
+    its layer; none if it names a file."""
+    layer = _naming_layer(strongest_first)
+    if layer is None:
+        return []
+    named = layer.values["accelerate_config"]
+    if named.value in presets:
+        del layer.values["accelerate_config"]
+        block = {"distributed": presets[named.value]}
+        prefix = f"{USER_PRESETS}.{named.value}."
+        return [Layer(str(file or "the config")).take_all(block, prefix)]
+    if named.value in preset_names() or Path(str(named.value)).exists():
+        return []
+    known = ", ".join([*presets, *preset_names()])
+    raise UserError(
+        f"accelerate_config: {named.value!r} ({named.place}) is neither a file nor "
+        f"a preset ({known})"
+    )
+
+
+def _override_stage(file: Layer, configs: Sequence[Layer], notes: list[str]) -> None:
+    """Take out of the config what the stage's block and the file give: the command line named the file for this
+    launch, and the block is for any."""
+    slots = {SLOTS.get(name, name) for name in configs[-1].values}
+    for name in file.values:
+        if SLOTS.get(name, name) not in slots:
             continue
-        if source == {}:
-            way_out = f"give a config file, or {name}=... ({option.accepts})"
-            problems.append(f"{name} is missing: {way_out}")
-        else:
-            place = source if isinstance(source, str | Path) else "the config"
-            way_out = f"add `{name}: ...` ({option.accepts})"
-            problems.append(f"{place}: {name} is missing: {way_out}")
-    return problems
+        new = replace(
+            file.values[name], place=f"{file.name}, named on the command line"
+        )
+        for layer in configs:
+            for other in list(layer.values):
+                if SLOTS.get(other, other) == SLOTS.get(name, name):
+                    notes.append(f"{new} overrides {layer.values.pop(other)}")
 
 
 def require_earlier_stage(resolved: ResolvedRun) -> None:
@@ -264,74 +279,42 @@ def one_line_yaml(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def _user_error(problems: Sequence[str]) -> UserError:
-    first, *others = problems
-    return UserError("\n".join([first, *(f"also: {problem}" for problem in others)]))
-
-
 def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, OptionValue]:
     """Let the stronger layers, which come later, override the weaker ones.
 
     Each value that loses gets a note.
     """
-    version = 2
-    for layer in layers:
-        if "fsdp_version" in layer.values:
-            version = layer.values["fsdp_version"].value
     merged: dict[str, OptionValue] = {}
     for layer in layers:
-        for new in _values_of_version(layer, version, notes):
+        for new in layer.values.values():
             old = merged.get(new.option)
             # `auto` leaves an option to what the file or the launcher says.
             if old is not None and new.value == "auto" and old.level < Level.CONFIG:
                 continue
-            for name in list(merged):
+            slot = SLOTS.get(new.option, new.option)
+            for name in [name for name in merged if SLOTS.get(name, name) == slot]:
                 old = merged[name]
-                if slot_of(name) != slot_of(new.option):
-                    continue
-                is_same_option = name == new.option
+                is_other = name != new.option
                 is_auto = "auto" in (new.value, old.value)
-                if not is_same_option and (name in layer.values or is_auto):
+                if is_other and (name in layer.values or is_auto):
                     continue
-                is_other_source = not is_same_option or old.level != new.level
-                is_seen = old.level > Level.PRESET and is_other_source
-                if old.value != new.value and is_seen:
+                is_seen = old.level > Level.PRESET
+                is_stronger = is_other or old.level != new.level
+                if is_seen and is_stronger and old.value != new.value:
                     notes.append(f"{new} overrides {old}")
                 del merged[name]
             merged[new.option] = new
     return merged
 
 
-def _values_of_version(
-    layer: Layer, version: int, notes: list[str]
-) -> list[OptionValue]:
-    """Return a layer's values. Of a file for the other FSDP version, those that both have."""
-    values = list(layer.values.values())
-    version_of_layer = layer.values.get("fsdp_version")
-    if layer.level >= Level.CONFIG or version_of_layer is None:
-        return values
-    if version_of_layer.value == version:
-        return values
-    special = sorted(layer.values.keys() & FSDP1_ONLY.keys())
-    if special and layer.level > Level.PRESET:
-        notes.append(
-            f"{', '.join(special)} of {layer.name} not used: the run has fsdp_version: "
-            f"{version}"
-        )
-    return [value for value in values if value.option not in special]
-
-
-def _add_implied_options(values: dict[str, OptionValue], problems: list[str]) -> None:
-    """Set the options that follow from another option, so that nothing derives them later."""
-    qlora = values.get("use_qlora")
-    if qlora is not None and qlora.value and "use_lora" not in values:
-        place = f"implied by use_qlora, {qlora.place}"
-        values["use_lora"] = OptionValue("use_lora", True, "use_qlora", place)
+def _divide_effective_batch(
+    values: dict[str, OptionValue], problems: list[str]
+) -> None:
+    """Elsewhere an effective batch counts the accumulated batches. Here it is one of them."""
     batch = values.get("global_batch_size")
     parts = values.get("gradient_accumulation_steps")
     if batch is None or parts is None or not batch.key.endswith("effective_batch_size"):
         return
-    # Elsewhere an effective batch counts the accumulated batches. Here it is one of them.
     if batch.value % parts.value:
         problems.append(
             f"{batch.place}: {batch.key}: {batch.value} must be a multiple of "
@@ -369,9 +352,8 @@ def _expand_output_dir(
     if template is None:
         return
     plain = {name: value.value for name, value in values.items()}
-    resume = plain.get("resume", False)
     try:
-        folder = expand_output_dir(template.value, plain, env, resume=resume)
+        folder = expand_output_dir(template.value, plain, env)
     except ValueError as error:
         problems.append(f"output_dir: {template.value}: {error} ({template.place})")
         return
@@ -381,9 +363,14 @@ def _expand_output_dir(
 
 
 def find_beside_file(
-    values: dict[str, OptionValue], names: Sequence[str], file: Path, notes: list[str]
+    values: dict[str, OptionValue],
+    names: Sequence[str],
+    file: Path | None,
+    notes: list[str],
 ) -> None:
     """Resolve relative paths in the current directory, else in the config file's folder."""
+    if file is None:
+        return
 
     def find(name: str, path: str) -> str:
         beside = file.parent / path

@@ -17,8 +17,9 @@ from pydantic_core import PydanticUndefined
 
 from vembed.config.entries import DataSource, LossTerm, Teacher
 from vembed.config.negatives import EpochMining
-from vembed.config.schema import option_fields, section_titles
+from vembed.config.schema import option_fields, section_title
 from vembed.config.values import Form, Frozen
+from vembed.losses.table import with_constraints
 
 LARGEST = 2**63
 
@@ -51,9 +52,8 @@ class Option:
 @cache
 def all_options() -> dict[str, Option]:
     """Return every option by name, in the order of the schema."""
-    titles = section_titles()
     return {
-        name: field_option(name, field, titles[name])
+        name: field_option(name, field, section_title(name))
         for name, field in option_fields().items()
     }
 
@@ -104,66 +104,49 @@ _BLOCKS: dict[str, type[Frozen]] = {"mine": EpochMining}
 """Models of options that hold options of their own."""
 _ENTRIES: dict[str, type[Frozen]] = {"losses": LossTerm, "teachers": Teacher, **_BLOCKS}
 """The same, and models of the entries of options that are lists; `data_path` has DataSource."""
-_BLOCK_NAMES = frozenset(
-    name for block in _BLOCKS.values() for name in block.model_fields
-)
 
 
 @cache
 def _adapter(name: str) -> TypeAdapter[Any]:
-    field = option_fields()[name]
-    # Pydantic moves the constraints of `Annotated` into the field's metadata; the adapter needs them back.
-    kept: Any = field.annotation
-    for item in field.metadata:
-        kept = Annotated[kept, item]
-    return TypeAdapter(kept, config={"coerce_numbers_to_str": True})
+    annotation = with_constraints(option_fields()[name])
+    return TypeAdapter(annotation, config={"coerce_numbers_to_str": True})
 
 
 def _refusal(option: Option, value: Any, error: ValidationError) -> str:
+    name = option.name
     # Of a union pydantic lists the problems with each member; an unknown key says more than that the value is no text.
     for problem in error.errors():
         *inside, key = problem["loc"] or ("",)
         if problem["type"] == "extra_forbidden":
-            keys = list(_ENTRIES.get(option.name, DataSource).model_fields)
+            keys = list(_ENTRIES.get(name, DataSource).model_fields)
             near = nearest(str(key), keys)
-            known = f"; an entry may have {', '.join(keys[:-1])} and {keys[-1]}"
-            place = "".join(
+            hint = f", did you mean {near!r}?" if near else ""
+            numbers = [
                 f", entry {part + 1}" for part in inside if isinstance(part, int)
-            )
-            return (
-                f"{option.name}{place}: unknown key {key!r}"
-                + (f", did you mean {near!r}?" if near else "")
-                + known
-            )
-    if option.name in _BLOCKS and isinstance(value, Mapping):
-        return f"{option.name}: {_inside(error)}"
+            ]
+            place = name + "".join(numbers)
+            return f"{place}: unknown key {key!r}{hint}; an entry may have {', '.join(keys)}"
+    if name in _BLOCKS and isinstance(value, Mapping):
+        problem = error.errors()[0]
+        if problem["type"] == "value_error":
+            return f"{name}: {problem['msg'].removeprefix('Value error, ')}"
+        key = next(
+            (part for part in problem["loc"] if part in _BLOCKS[name].model_fields), ""
+        )
+        message = problem["msg"].replace("Input should be", "must be")
+        return f"{name}: {key} {message}, but is {quoted(problem['input'])}"
     if value is None:
-        return f"{option.name} has no value; give {option.accepts}, or leave the line out for {quoted(option.default)}"
+        return f"{name} has no value; give {option.accepts}, or leave the line out for {quoted(option.default)}"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # 2^63 as a float too: YAML and JSON give 1e30.
-    if (
-        is_number
-        and "whole number" in option.accepts
-        and abs(value) >= 2**63
-        and value == value // 1
-    ):
-        return f"{option.name}: {quoted(value)} is too large; a whole number must be below 2^63"
+    is_whole = is_number and value == value // 1
+    if is_whole and "whole number" in option.accepts and abs(value) >= LARGEST:
+        return (
+            f"{name}: {quoted(value)} is too large; a whole number must be below 2^63"
+        )
     near = nearest(str(value), option.choices) if isinstance(value, str) else None
     hint = f"; did you mean {near!r}?" if near else ""
-    return f"{option.name} must be {option.accepts}, but is {quoted(value)}{hint}"
-
-
-def _inside(error: ValidationError) -> str:
-    """Return the first problem of an option that holds options: which one, what it must be, what it is."""
-    problem = error.errors()[0]
-    if problem["type"] == "value_error":
-        return problem["msg"].removeprefix("Value error, ")
-    name = ".".join(
-        str(part)
-        for part in problem["loc"]
-        if isinstance(part, int) or part in _BLOCK_NAMES
-    )
-    return f"{name} {problem['msg'].replace('Input should be', 'must be')}, but is {quoted(problem['input'])}"
+    return f"{name} must be {option.accepts}, but is {quoted(value)}{hint}"
 
 
 def join_words(words: Sequence[str]) -> str:
@@ -213,30 +196,23 @@ def _simple(
     if annotation is bool:
         return ["true", "false"], [], {"bool"}
     if annotation is str:
-        return (
-            [next((str(item) for item in metadata if isinstance(item, Form)), "text")],
-            [],
-            {"text"},
-        )
+        forms = [str(item) for item in metadata if isinstance(item, Form)]
+        return forms[:1] or ["text"], [], {"text"}
     if annotation in (None, type(None)):
         return [], [], {"null"}
-    noun = {int: "a whole number", float: "a number"}[annotation]
-    return [noun + _range(metadata)], [], {"int" if annotation is int else "float"}
-
-
-def _range(metadata: Iterable[Any]) -> str:
-    """Return the limits of a number in words, without the technical limit of 64-bit integers."""
-    low = high = ""
+    # The limits of a number, without the technical one of 64-bit integers.
+    limits = []
     for item in metadata:
         for bound in item.metadata if isinstance(item, FieldInfo) else [item]:
             if isinstance(bound, Gt):
-                low = f"above {bound.gt:g}"
+                limits.append(f"above {bound.gt:g}")
             elif isinstance(bound, Ge):
-                low = f"{bound.ge:g} or above"
+                limits.append(f"{bound.ge:g} or above")
             elif isinstance(bound, Le):
-                high = f"at most {bound.le:g}"
+                limits.append(f"at most {bound.le:g}")
             elif isinstance(bound, Lt) and bound.lt != LARGEST:
-                high = f"below {bound.lt:g}"
-    return (
-        f" ({', '.join(part for part in (low, high) if part)})" if low or high else ""
-    )
+                limits.append(f"below {bound.lt:g}")
+    range_text = f" ({', '.join(limits)})" if limits else ""
+    if annotation is int:
+        return [f"a whole number{range_text}"], [], {"int"}
+    return [f"a number{range_text}"], [], {"float"}

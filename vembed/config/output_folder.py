@@ -19,11 +19,7 @@ _GENERAL = frozenset({"model", "final", "merged", ""})
 
 
 def expand_output_dir(
-    template: str,
-    values: Mapping[str, Any],
-    env: Mapping[str, str] = os.environ,
-    *,
-    resume: Any = False,
+    template: str, values: Mapping[str, Any], env: Mapping[str, str] = os.environ
 ) -> str:
     """Return the folder that a template names. `values`: the options by name. Raise ValueError for a bad template."""
     # Not str.format: other braces, format specs and attributes in a folder's name stay as they are.
@@ -35,7 +31,9 @@ def expand_output_dir(
         raise ValueError(
             f"{{{unknown[0]}}} is not known; a folder's name may contain {{{'}, {'.join(FIELDS)}}}"
         )
+    start = ""
     if "time" in names:
+        resume = values.get("resume", False)
         if resume in (True, "auto", "force"):
             raise ValueError(
                 f"{{time}} names a new folder at each start, so resume: {str(resume).lower()} finds no checkpoint "
@@ -45,6 +43,13 @@ def expand_output_dir(
             raise ValueError(
                 "{time} differs between machines; give all of them one fixed folder"
             )
+        seconds = time.time()
+        if env.get("LOCAL_RANK") is not None:
+            # Ranks take the start of the process that started them, which they share.
+            import psutil
+
+            seconds = float(psutil.Process(os.getppid()).create_time())
+        start = datetime.fromtimestamp(seconds).strftime("%Y%m%d-%H%M%S")
     data = values.get("data_path")
     first = data[0] if isinstance(data, list) and data else data
     path = first.path if isinstance(first, DataSource) else str(first)
@@ -52,21 +57,9 @@ def expand_output_dir(
         "model": _short(str(values.get("model_name", ""))),
         "data": _short(path).partition(".")[0],
         "seed": str(values.get("seed", 42)),
-        "time": datetime.fromtimestamp(_start_time(env)).strftime("%Y%m%d-%H%M%S")
-        if "time" in names
-        else "",
+        "time": start,
     }
     return _FIELD.sub(lambda match: known[match[1]], template)
-
-
-def _start_time(env: Mapping[str, str]) -> float:
-    """Return the start of this run. Ranks take the start of the process that started them, which they share."""
-    if env.get("LOCAL_RANK") is None:
-        return time.time()
-    # Loaded only here: a dry run and `--help` do without it.
-    import psutil
-
-    return float(psutil.Process(os.getppid()).create_time())
 
 
 def _short(name: str) -> str:

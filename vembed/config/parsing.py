@@ -17,6 +17,7 @@ MAX_BYTES = 300_000
 """Largest config file in bytes."""
 MAX_VALUES = 5_000
 """Most values after the expansion of anchors; protects against YAML bombs."""
+MAX_TOML_KEYS = 2_500
 MAX_DEPTH = 40
 
 CORE_TAGS = ("str", "int", "float", "bool", "null", "seq", "map")
@@ -80,7 +81,25 @@ def read_tree(path: Path) -> Node:
         raise UserError(
             f"{path}: a config file ends in .yaml, .yml, .toml or .json.{hint}"
         )
-    text = _read_text(path)
+    try:
+        if not path.exists():
+            raise UserError(f"{path}: there is no such config file.")
+        if not path.is_file():
+            raise UserError(f"{path}: this is not a file.")
+        raw = path.read_bytes()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}.") from None
+    if len(raw) > MAX_BYTES:
+        raise UserError(
+            f"{path}: {len(raw):,d} bytes are too many for a config (at most {MAX_BYTES:,d})."
+        )
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"{path}, line {line}: not UTF-8 text; save it as UTF-8."
+        ) from None
     if suffix == ".toml":
         return parse_toml(text, str(path))
     if suffix == ".json":
@@ -89,38 +108,25 @@ def read_tree(path: Path) -> Node:
     return parse_yaml(text, str(path))
 
 
-def _read_text(path: Path) -> str:
-    try:
-        if not path.is_file():
-            raise UserError(
-                f"{path}: there is no such config file."
-                if not path.exists()
-                else f"{path}: this is not a file."
-            )
-        if path.stat().st_size > MAX_BYTES:
-            raise UserError(
-                f"{path}: {path.stat().st_size:,d} bytes are too many for a config (at most {MAX_BYTES:,d})."
-            )
-        raw = path.read_bytes()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read: {error}.") from None
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise UserError(
-            f"{path}, line {line}: not UTF-8 text (byte {raw[error.start]:#04x}); save it as UTF-8."
-        ) from None
-
-
 def parse_yaml(text: str, name: str) -> Node:
     """Return the tree of YAML text. Raise UserError on tags other than YAML's core scalars, lists and mappings."""
     try:
         # Composed, not loaded: no tag makes an object, and the nodes know their lines.
         root = yaml.compose(text, Loader=CoreLoader)
-    except yaml.YAMLError as error:
+    except yaml.MarkedYAMLError as error:
+        problem = str(error.problem)
+        if error.context_mark is not None:
+            begin = error.context_mark.line + 1
+            problem = f"{error.context} begun in line {begin}, {problem}"
+        if "'\\t'" in problem:
+            problem += ", YAML takes spaces, not tabs"
+        mark = error.problem_mark
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        raise UserError(f"{name}{where}: not valid YAML: {problem}.") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
         raise UserError(
-            f"{name}{_yaml_position(error, text)}: not valid YAML: {_yaml_problem(error)}."
+            f"{name}, line {line}: not valid YAML: {error.reason}."
         ) from None
     except RecursionError:
         raise UserError(f"{name}: nested deeper than {MAX_DEPTH} levels.") from None
@@ -153,6 +159,7 @@ class _YamlTree:
 
     def node(self, source: yaml.Node, depth: int) -> Node:
         line = source.start_mark.line + 1
+        where = f"{self.name}, line {line}"
         # compose() keeps an alias as the node it stands for, so each mention is converted and counted again.
         self.num_values += 1
         if self.num_values > MAX_VALUES:
@@ -160,110 +167,86 @@ class _YamlTree:
                 f"{self.name}: its anchors expand to more than {MAX_VALUES:,d} values."
             )
         if depth > MAX_DEPTH:
-            raise UserError(
-                f"{self.name}, line {line}: nested deeper than {MAX_DEPTH} levels."
-            )
-        if source.tag.removeprefix(_TAG) not in CORE_TAGS or not source.tag.startswith(
-            _TAG
-        ):
+            raise UserError(f"{where}: nested deeper than {MAX_DEPTH} levels.")
+        kind = source.tag.removeprefix(_TAG)
+        if kind == source.tag or kind not in CORE_TAGS:
             tag = source.tag.replace(_TAG, "!!")
             raise UserError(
-                f"{self.name}, line {line}: the tag {tag} is not allowed in a config; write a plain value."
+                f"{where}: the tag {tag} is not allowed in a config; write a plain value."
             )
         if isinstance(source, yaml.MappingNode):
             return Node(self._mapping(source, depth), line)
         if isinstance(source, yaml.SequenceNode):
-            return Node(
-                [self.node(entry, depth + 1).plain() for entry in source.value], line
-            )
-        return Node(self._scalar(source, line), line)
+            entries = [self.node(entry, depth + 1).plain() for entry in source.value]
+            return Node(entries, line)
+        text = str(source.value)
+        try:
+            return Node(_scalar(text, kind), line)
+        except (ValueError, KeyError):
+            raise UserError(f"{where}: {text[:60]!r} is not a valid {kind}.") from None
 
     def _mapping(self, source: yaml.MappingNode, depth: int) -> dict[str, Node]:
         pairs: dict[str, Node] = {}
         merged: dict[str, Node] = {}
         for key_node, value_node in source.value:
             line = key_node.start_mark.line + 1
+            where = f"{self.name}, line {line}"
             if not isinstance(key_node, yaml.ScalarNode):
                 raise UserError(
-                    f"{self.name}, line {line}: a key must be a word, not a list or a mapping."
+                    f"{where}: a key must be a word, not a list or a mapping."
                 )
             key = str(key_node.value)
             value = self.node(value_node, depth + 1)
             # In quotes it is a key like others. Own keys win over merged ones, and earlier bases over later ones.
             if key == "<<" and key_node.style is None:
-                for base in (
-                    value.value if isinstance(value.value, list) else [value.plain()]
-                ):
+                bases = value.plain()
+                for base in bases if isinstance(bases, list) else [bases]:
                     if not isinstance(base, dict):
-                        raise UserError(
-                            f"{self.name}, line {line}: `<<` merges mappings, not {base!r}."
-                        )
-                    merged = {
-                        name: _at_line(inner, line) for name, inner in base.items()
-                    } | merged
-                continue
-            if key in pairs:
+                        raise UserError(f"{where}: `<<` merges mappings, not {base!r}.")
+                    merged = {**_at_line(base, line).value, **merged}
+            elif key in pairs:
                 raise UserError(
-                    f"{self.name}, line {line}: {key!r} is already given in line {pairs[key].line}; keep one of the two."
+                    f"{where}: {key!r} is already given in line {pairs[key].line}; keep one of the two."
                 )
-            pairs[key] = Node(value.value, line)
+            else:
+                pairs[key] = Node(value.value, line)
         return merged | pairs
 
-    def _scalar(self, source: yaml.Node, line: int) -> Any:
-        text = str(source.value)
-        kind = source.tag.removeprefix(_TAG)
-        if kind == "str":
-            # JSON writes characters beyond U+FFFF as two escapes.
-            text = text.encode("utf-16", "surrogatepass").decode(
-                "utf-16", "surrogatepass"
-            )
-        try:
-            if kind == "null":
-                return None
-            if kind == "bool":
-                return {"true": True, "false": False}[text.lower()]
-            if kind == "int":
-                prefix = text.lower()[:2]
-                return int(text.replace("_", ""), {"0o": 8, "0x": 16}.get(prefix, 10))
-            if kind == "float":
-                return float(
-                    text.replace("_", "")
-                    .lower()
-                    .replace(".inf", "inf")
-                    .replace(".nan", "nan")
-                )
-        except (ValueError, KeyError):
-            raise UserError(
-                f"{self.name}, line {line}: {text[:60]!r} is not a valid {kind}."
-            ) from None
-        return text
+
+def _scalar(text: str, kind: str) -> Any:
+    if kind == "null":
+        return None
+    if kind == "bool":
+        return {"true": True, "false": False}[text.lower()]
+    if kind == "int":
+        base = {"0o": 8, "0x": 16}.get(text.lower()[:2], 10)
+        return int(text.replace("_", ""), base)
+    if kind == "float":
+        number = text.replace("_", "").lower()
+        return float(number.replace(".inf", "inf").replace(".nan", "nan"))
+    # JSON writes characters beyond U+FFFF as two escapes.
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
 
 
 def parse_toml(text: str, name: str) -> Node:
     """Return the tree of TOML text."""
     # Counted before parsing, since tomllib's time grows with the square of nested keys.
     most_dots = max(line.partition("=")[0].count(".") for line in text.split("\n"))
-    if most_dots > MAX_DEPTH or text.count("=") > MAX_VALUES:
+    if most_dots > MAX_DEPTH or text.count("=") > MAX_TOML_KEYS:
         raise UserError(
-            f"{name}: more than {MAX_VALUES:,d} values, or nested deeper than "
-            f"{MAX_DEPTH} levels."
+            f"{name}: more than {MAX_TOML_KEYS:,d} keys, or nested deeper than {MAX_DEPTH} levels."
         )
     try:
         data = tomllib.loads(text)
+        if not data:
+            raise UserError(
+                f"{name}: has no options; write one `key = value` per line."
+            )
+        return _with_lines(data, text.split("\n"), 0)
     except RecursionError:
         raise UserError(f"{name}: nested deeper than {MAX_DEPTH} levels.") from None
     except ValueError as error:
         raise UserError(f"{name}: not valid TOML: {error}.") from None
-    if not data:
-        raise UserError(f"{name}: has no options; write one `key = value` per line.")
-    if _num_values(data) > MAX_VALUES:
-        raise UserError(f"{name}: more than {MAX_VALUES:,d} values.")
-    return _with_lines(data, text.split("\n"), 0)
-
-
-def _num_values(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else ()
-    return 1 + sum(_num_values(entry) for entry in inner)
 
 
 def _with_lines(table: Mapping[str, Any], lines: list[str], start: int) -> Node:
@@ -283,42 +266,24 @@ def _with_lines(table: Mapping[str, Any], lines: list[str], start: int) -> Node:
     return Node(nodes, start + 1)
 
 
+def source_tree(source: str | Path | Mapping[Any, Any]) -> tuple[Node, str]:
+    """Return the tree of a config file or dict, and its name in messages."""
+    if isinstance(source, Mapping):
+        return tree_of_mapping(source), "the config"
+    if not isinstance(source, str | Path):
+        raise UserError(
+            f"the config is {source!r:.80}: give a path, a dict or a TrainConfig"
+        )
+    return read_tree(Path(source)), str(source)
+
+
 def tree_of_mapping(data: Mapping[Any, Any]) -> Node:
     """Return the tree of a Python dict, without line numbers."""
-    return _at_line(dict(data), None)
+    return _at_line(data, None)
 
 
 def _at_line(value: Any, line: int | None) -> Node:
-    if isinstance(value, Mapping):
-        return Node(
-            {str(key): _at_line(inner, line) for key, inner in value.items()}, line
-        )
-    return Node(value, line)
-
-
-def _yaml_position(error: yaml.YAMLError, text: str) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f", line {error.problem_mark.line + 1}"
-    if isinstance(error, yaml.reader.ReaderError):
-        return f", line {text.count(chr(10), 0, error.position) + 1}"
-    return ""
-
-
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError):
-        opened = (
-            f"{error.context} begun in line {error.context_mark.line + 1}"
-            if error.context_mark
-            else error.context
-        )
-        spaces = (
-            "YAML takes spaces, not tabs" if "'\\t'" in (error.problem or "") else ""
-        )
-        return ", ".join(part for part in (opened, error.problem, spaces) if part)
-    if isinstance(error, yaml.reader.ReaderError):
-        return (
-            f"the character {error.character:#06x} is not allowed"
-            if isinstance(error.character, int)
-            else error.reason
-        )
-    return " ".join(str(error).split())
+    if not isinstance(value, Mapping):
+        return Node(value, line)
+    nodes = {str(key): _at_line(inner, line) for key, inner in value.items()}
+    return Node(nodes, line)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
 from vembed.config.accelerate_file import AccelerateFile
 from vembed.config.fsdp import FSDP_OPTIONS, AskedPrecision, FsdpConfig, resolve_fsdp
 from vembed.config.layers import Level, OptionValue, yaml_word
-from vembed.config.schema import ModelSection, ParallelSection, TrainConfig
+from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 
 T = TypeVar("T")
@@ -124,8 +124,36 @@ def decide(
     `values`: each option that any source gives, as the strongest source gives it.
     `base`: the file or launcher that the FSDP settings start from.
     """
-    _check_file(config.parallel, values, file)
-    strategy = _strategy(config.parallel, values, base)
+    parallel = config.parallel
+    sharding = values.get("fsdp_sharding_strategy")
+    strategy: Decision[AskedStrategy]
+    if parallel.strategy == "auto":
+        reason = "decided by the size of the model: ddp where it fits, fsdp where it does not"
+        strategy = Decision("auto", reason)
+    else:
+        asked = values["strategy"]
+        is_sharded = parallel.strategy == "fsdp"
+        # Refused beside a file without FSDP, unless a stronger source than the file asks for it.
+        is_other_file = file is not None and file.distribution != "fsdp"
+        is_weaker = (
+            file is not None and asked.level <= values["accelerate_config"].level
+        )
+        if file is not None and is_sharded and is_other_file and is_weaker:
+            raise UserError(
+                f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {file.source} is for "
+                f"{file.distribution}: name a file with distributed_type: FSDP (for example accelerate_config: "
+                f"accelerate_fsdp), or leave {asked.key} out"
+            )
+        reason = "asked for" if asked.key == "strategy" else f"asked for by {asked.key}"
+        strategy = Decision(parallel.strategy, reason, asked.source)
+        if is_sharded and sharding is not None and sharding.value == "NO_SHARD":
+            # A copy on each process, which ddp gives without wrapping.
+            reason = "asked for by fsdp_sharding_strategy: NO_SHARD"
+            strategy = Decision("ddp", reason, asked.source)
+        elif is_sharded:
+            reason = f"asked for, with the options of {base}"
+            strategy = Decision("fsdp", reason, asked.source)
+
     fsdp_values = {}
     fsdp_given = []
     for name in FSDP_OPTIONS:
@@ -140,14 +168,13 @@ def decide(
     lines = list(notes)
     # Also for `auto`: the placement may choose FSDP, and needs its settings then.
     if strategy.value in ("auto", "fsdp"):
-        adapters = config.adapters
         fsdp, fsdp_notes = resolve_fsdp(
             config.model.mixed_precision,
             fsdp_values,
             base,
-            trains_adapters=adapters.use_lora or adapters.use_qlora,
+            trains_adapters=config.adapters.use_lora,
         )
-    elif config.parallel.strategy == "fsdp":
+    elif parallel.strategy == "fsdp":
         fsdp_notes = [
             "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy "
             "on each process)"
@@ -155,7 +182,24 @@ def decide(
     else:
         for text in fsdp_given:
             lines.append(f"{text} has no effect with strategy: {strategy.value}")
-    parallel = config.parallel
+
+    word = "with" if strategy.value == "fsdp" else "without"
+    recomputation = Decision(word == "with", f"default {word} strategy: fsdp")
+    if config.model.gradient_checkpointing is not None:
+        recomputes = config.model.gradient_checkpointing
+        recomputation = _asked("gradient_checkpointing", recomputes, values)
+    precision = _asked("mixed_precision", config.model.mixed_precision, values)
+    if precision.value == "auto":
+        precision = replace(precision, reason="auto")
+    else:
+        place = (
+            ""
+            if precision.reason == "mixed_precision"
+            else f", set by {precision.reason}"
+        )
+        precision = replace(
+            precision, reason=f"mixed_precision: {precision.value}{place}"
+        )
     return ResolvedRun(
         config=config,
         origins=origins,
@@ -164,32 +208,14 @@ def decide(
         fsdp=fsdp,
         fsdp_notes=tuple(fsdp_notes),
         fsdp_given=tuple(fsdp_given),
-        recomputation=_recomputation(values, strategy),
-        precision=_precision(config.model, values),
+        recomputation=recomputation,
+        precision=precision,
         processes=_asked("num_processes", parallel.num_processes, values),
         machines=_asked("num_machines", parallel.num_machines, values),
-        timeout_minutes=_timeout(parallel, values, env, lines),
+        timeout_minutes=_timeout(parallel.dist_timeout_minutes, values, env, lines),
         notes=tuple(lines),
         file=file,
     )
-
-
-def _check_file(
-    parallel: ParallelSection,
-    values: Mapping[str, OptionValue],
-    file: AccelerateFile | None,
-) -> None:
-    """Refuse FSDP beside a file without it, unless a stronger source than the file asks for it."""
-    if file is None or file.distribution == "fsdp" or parallel.strategy != "fsdp":
-        return
-    asked = values["strategy"]
-    if asked.level <= values["accelerate_config"].level:
-        raise UserError(
-            f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {file.source} "
-            f"is for {file.distribution}: name a file with distributed_type: FSDP (for "
-            "example accelerate_config: accelerate_fsdp), or leave "
-            f"{asked.key} out"
-        )
 
 
 def _asked(name: str, value: T, values: Mapping[str, OptionValue]) -> Decision[T]:
@@ -201,56 +227,17 @@ def _asked(name: str, value: T, values: Mapping[str, OptionValue]) -> Decision[T
     return Decision(value, reason, asked.source)
 
 
-def _strategy(
-    parallel: ParallelSection, values: Mapping[str, OptionValue], base: str
-) -> Decision[AskedStrategy]:
-    """Return how processes share the model, as far as a source says it."""
-    if parallel.strategy == "auto":
-        reason = "decided by the size of the model: ddp where it fits, fsdp where it does not"
-        return Decision("auto", reason)
-    asked = values["strategy"]
-    if parallel.strategy != "fsdp":
-        reason = "asked for" if asked.key == "strategy" else f"asked for by {asked.key}"
-        return Decision(parallel.strategy, reason, asked.source)
-    sharding = values.get("fsdp_sharding_strategy")
-    # FSDP with NO_SHARD is a copy on each process, which ddp gives without wrapping.
-    if sharding is not None and sharding.value == "NO_SHARD":
-        reason = "asked for by fsdp_sharding_strategy: NO_SHARD"
-        return Decision("ddp", reason, asked.source)
-    return Decision("fsdp", f"asked for, with the options of {base}", asked.source)
-
-
-def _recomputation(
-    values: Mapping[str, OptionValue], strategy: Decision[AskedStrategy]
-) -> Decision[bool]:
-    asked = values.get("gradient_checkpointing")
-    if asked is not None and asked.value is not None:
-        return _asked("gradient_checkpointing", bool(asked.value), values)
-    if strategy.value == "fsdp":
-        return Decision(True, "default with strategy: fsdp")
-    return Decision(False, "default without strategy: fsdp")
-
-
-def _precision(
-    model: ModelSection, values: Mapping[str, OptionValue]
-) -> Decision[AskedPrecision]:
-    asked = _asked("mixed_precision", model.mixed_precision, values)
-    if asked.value == "auto":
-        return Decision("auto", "auto", asked.source)
-    place = "" if asked.reason == "mixed_precision" else f", set by {asked.reason}"
-    return Decision(asked.value, f"mixed_precision: {asked.value}{place}", asked.source)
-
-
 def _timeout(
-    parallel: ParallelSection,
+    minutes: float,
     values: Mapping[str, OptionValue],
     env: Mapping[str, str],
     notes: list[str],
 ) -> Decision[float]:
-    asked = _asked("dist_timeout_minutes", parallel.dist_timeout_minutes, values)
+    asked = values.get("dist_timeout_minutes")
+    decision = _asked("dist_timeout_minutes", minutes, values)
     text = env.get(TIMEOUT_VARIABLE)
     if not text:
-        return asked
+        return decision
     try:
         seconds = float(text)
     except ValueError:
@@ -261,11 +248,8 @@ def _timeout(
             "dist_timeout_minutes"
         )
     # The config is more specific than the environment, also with the default's value.
-    if "dist_timeout_minutes" not in values:
+    if asked is None:
         return Decision(seconds / 60, f"{TIMEOUT_VARIABLE}={text}", "environment")
-    if seconds != 60 * asked.value:
-        notes.append(
-            f"{values['dist_timeout_minutes']} overrides {TIMEOUT_VARIABLE}={text} "
-            "(environment)"
-        )
-    return asked
+    if seconds != 60 * minutes:
+        notes.append(f"{asked} overrides {TIMEOUT_VARIABLE}={text} (environment)")
+    return decision

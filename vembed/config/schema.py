@@ -79,9 +79,6 @@ class ModelSection(Section, title="model"):
     """Dtype in which weights are loaded. Trainable weights are kept as float32 master weights. `auto`: float32 for
     towers with trained weights, the file's own dtype for frozen ones. `pure_bfloat16`: no master weights, half the
     memory of training. Needs optim: adamw, whose updates are then rounded stochastically, so that few vanish."""
-    quantize_weights: Literal["int8"] | None = None
-    """Round the weights of the layers' linear maps to int8 in each forward pass, a scale per row, and train through the
-    rounding, for a model that is served in int8. `final/` has the rounded weights. Not with `use_lora`."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Dtype of computation. `auto`: bf16 on GPUs that support it, and on CPUs with AMX or AVX512-BF16 for models with a
     hidden size of at least 256 that are not sharded. Otherwise no. Trained weights, gradients, norms, pooling and loss
@@ -145,13 +142,20 @@ class AdapterSection(Section, title="adapters and frozen parts"):
     lora_variant: Literal["lora", "rslora", "dora"] = "lora"
     """rslora: scale by alpha / sqrt(r) instead, which suits large ranks (also `use_rslora`). dora: weight-decomposed
     adapters, slower, often better at small ranks (also `use_dora`)."""
-    use_qlora: bool = False
-    """Keep the frozen base weights in 4 bits (nf4). This implies `use_lora`. Needs bitsandbytes."""
+    quantize_weights: Literal["int8", "nf4"] | None = None
+    """nf4: keep the frozen base weights in 4 bits below the adapters (also `use_qlora: true`, which implies `use_lora`).
+    Needs bitsandbytes. int8: round the weights of the layers' linear maps to int8 in each forward pass, a scale per row,
+    and train through the rounding, for a model that is served in int8. `final/` has the rounded weights."""
     save_merged: bool = True
     """After a LoRA run, save the merged model in `final/`, with the adapter beside it. false: only the adapter."""
     freeze: list[str] = Field(default_factory=list)
     """Parts not to train: `text`, `vision`, `embeddings`, `first_n_layers=6` (of every tower),
     `vision.first_n_layers=6` (of one), or prefixes of parameter names."""
+
+    @property
+    def use_qlora(self) -> bool:
+        """True if adapters are trained over base weights in 4 bits."""
+        return self.quantize_weights == "nf4"
 
 
 class DataSection(Section, title="data"):
@@ -523,21 +527,21 @@ class TrainConfig(Frozen):
     def given(self) -> set[str]:
         """Names of the options that were set, rather than left at their default."""
         names: set[str] = set()
-        for section in self._sections():
+        for _, section in self:
             names |= section.model_fields_set
         return names
 
     def options(self) -> dict[str, Any]:
         """Return all options by their flat names, in the order of the schema."""
         values: dict[str, Any] = {}
-        for section in self._sections():
+        for _, section in self:
             values |= dict(section)
         return values
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options as plain values, as written to config.yaml."""
         values: dict[str, Any] = {}
-        for section in self._sections():
+        for _, section in self:
             values |= section.model_dump(mode="json")
         return values
 
@@ -551,48 +555,33 @@ class TrainConfig(Frozen):
             sections[name] = sections[name].model_copy(update=update)
         return TrainConfig(**sections)
 
-    def _sections(self) -> list[Section]:
-        return [section for _, section in self]
-
 
 @cache
-def sections_by_option() -> dict[str, str]:
-    """Return a map from the name of each option to the name of its section."""
-    sections: dict[str, str] = {}
+def _sections_by_option() -> dict[str, tuple[str, type[Section], FieldInfo]]:
+    """Return name and class of the section and the field of every option, in the order of the schema."""
+    options: dict[str, tuple[str, type[Section], FieldInfo]] = {}
     for name, field in TrainConfig.model_fields.items():
-        assert field.annotation is not None
-        for option in field.annotation.model_fields:
-            sections[option] = name
-    return sections
+        section: Any = field.annotation
+        for option, option_field in section.model_fields.items():
+            options[option] = (name, section, option_field)
+    return options
 
 
 def section_of(option: str) -> str:
     """Return the name of the section that an option belongs to."""
-    sections = sections_by_option()
-    if option not in sections:
+    if option not in _sections_by_option():
         raise ValueError(f"there is no option {option!r}")
-    return sections[option]
+    return _sections_by_option()[option][0]
+
+
+def section_title(option: str) -> str:
+    """Return the title of the section that an option belongs to."""
+    return str(_sections_by_option()[option][1].model_config["title"])
 
 
 def option_fields() -> dict[str, FieldInfo]:
     """Return the pydantic field of every option, in the order of the schema."""
-    fields: dict[str, FieldInfo] = {}
-    for field in TrainConfig.model_fields.values():
-        assert field.annotation is not None
-        fields |= field.annotation.model_fields
-    return fields
-
-
-def section_titles() -> dict[str, str]:
-    """Return the title of each option's section."""
-    titles: dict[str, str] = {}
-    for field in TrainConfig.model_fields.values():
-        section = field.annotation
-        assert section is not None
-        title = str(section.model_config["title"])
-        for option in section.model_fields:
-            titles[option] = title
-    return titles
+    return {name: field for name, (_, _, field) in _sections_by_option().items()}
 
 
 def json_schema() -> dict[str, Any]:

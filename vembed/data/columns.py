@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from vembed.data.conversations import POSITIVE_MESSAGES, QUERY, fields_of
@@ -13,98 +13,45 @@ from vembed.data.messages import listed, printable
 from vembed.errors import UserError
 
 COLUMNS: dict[str, tuple[str, ...]] = {
-    "query": ("query", "anchor", "question", "sentence1"),
-    "query_image": ("query_image", "query_images"),
-    "query_prompt": ("query_prompt",),
-    "positive": (
-        "positive",
-        "positives",
-        "pos",
-        "positive_passages",
-        "document",
-        "passage",
-        "answer",
-        "response",
-        "sentence2",
-    ),
-    "positive_image": ("positive_image", "positive_images", "document_image", "image"),
-    "negative": (
-        "negative",
-        "negatives",
-        "neg",
-        "hard_negatives",
-        "negative_passages",
-        "rejected_response",
-    ),
-    "negative_image": ("negative_image", "negative_images"),
-    "score": (
-        "score",
-        "scores",
-        "similarity_score",
-        "positive_scores",
-        "pos_scores",
-        "label",
-    ),
-    "negative_score": ("negative_score", "negative_scores", "neg_scores"),
+    role: tuple(names.split())
+    for role, names in {
+        "query": "query anchor question sentence1",
+        "query_image": "query_image query_images",
+        "query_prompt": "query_prompt",
+        "positive": (
+            "positive positives pos positive_passages document passage answer response sentence2"
+        ),
+        "positive_image": "positive_image positive_images document_image image",
+        "negative": (
+            "negative negatives neg hard_negatives negative_passages rejected_response"
+        ),
+        "negative_image": "negative_image negative_images",
+        "score": "score scores similarity_score positive_scores pos_scores label",
+        "negative_score": "negative_score negative_scores neg_scores",
+    }.items()
 }
 """Accepted column names of each part of a record. If a record has several columns for one part, the first is read; all
 are read for negatives, and `negative_1`, `negative_2` ... are negatives too. `label` is a score beside sentence1 and
 sentence2, a class beside a text or image without a pair, and not read elsewhere."""
 
 GUESSES: dict[str, tuple[str, ...]] = {
-    "query": (
-        "instruction",
-        "search",
-        "title",
-        "subject",
-        "caption",
-        "prompt",
-        "source",
-        "query_text",
-        "text1",
-        "premise",
-        "input",
-        "question_text",
-        "q",
-        "question1",
-        "sentence_a",
-        "text_a",
-        "sent1",
-    ),
-    "positive": (
-        "context",
-        "text",
-        "content",
-        "body",
-        "description",
-        "resolution",
-        "solution",
-        "target",
-        "text2",
-        "hypothesis",
-        "output",
-        "completion",
-        "doc",
-        "a",
-        "question2",
-        "sentence_b",
-        "text_b",
-        "sent2",
-    ),
-    "positive_image": (
-        "image_path",
-        "image_file",
-        "file_name",
-        "filename",
-        "img",
-        "picture",
-        "photo",
-    ),
+    role: tuple(names.split())
+    for role, names in {
+        "query": (
+            "instruction search title subject caption prompt source query_text text1 premise input question_text q "
+            "question1 sentence_a text_a sent1"
+        ),
+        "positive": (
+            "context text content body description resolution solution target text2 hypothesis output completion doc a "
+            "question2 sentence_b text_b sent2"
+        ),
+        "positive_image": "image_path image_file file_name filename img picture photo",
+    }.items()
 }
 """Likely column names that are not read automatically; used for advice and by `vembed init`."""
 
 JUDGEMENTS = frozenset(
-    {
+    [
         "label",
         "labels",
         "gold",
@@ -122,15 +69,29 @@ JUDGEMENTS = frozenset(
         "judgement",
         "judgments",
         "judgements",
-    }
+    ]
 )
 """Words in likely names of columns that say which pairs match. None of them is read beside a query and a positive."""
-_NO_JUDGEMENTS = frozenset({"id", "ids", "text", "name", "names", "url", "date"})
+_NO_JUDGEMENTS = frozenset(["id", "ids", "text", "name", "names", "url", "date"])
 """Words in names of columns that only tell something about a judgement."""
-_NEGATIVES = frozenset({"neg", "negs", "negative", "negatives", "rejected"})
+_NEGATIVES = frozenset(["neg", "negs", "negative", "negatives", "rejected"])
 """Words in likely names of columns with negatives."""
-_NO_NEGATIVES = _NO_JUDGEMENTS - {"text"} | {"is", "num", "count", "score", "scores"}
-PROMPTS = frozenset({"prompt", "instruction", "query_instruction", "instruct"})
+_NO_NEGATIVES = frozenset(
+    [
+        "id",
+        "ids",
+        "name",
+        "names",
+        "url",
+        "date",
+        "is",
+        "num",
+        "count",
+        "score",
+        "scores",
+    ]
+)
+PROMPTS = frozenset(["prompt", "instruction", "query_instruction", "instruct"])
 """Likely names of columns with a prompt of the query, beside a query."""
 INSIDE = " (inside of an item)"
 """Behind the name of a field that an object for a query or document has, in lists of what is not read."""
@@ -157,29 +118,16 @@ class Layout:
     query_prompt: str | None
     positive: str | None
     positive_image: str | None
-    negatives: tuple[str, ...]
     negative_image: str | None
     score: str | None
     negative_score: str | None
+    negatives: tuple[str, ...]
+    label: str | None
+    """Class of the query; there is no positive then."""
     are_sentences: bool
     problem: str | None
-    label: str | None = None
-    """Class of the query; there is no positive then."""
-
-    def columns(self) -> list[str]:
-        """Return all columns that are read."""
-        single = (
-            self.query,
-            self.query_image,
-            self.query_prompt,
-            self.positive,
-            self.positive_image,
-            self.negative_image,
-            self.score,
-            self.negative_score,
-            self.label,
-        )
-        return [name for name in (*single, *self.negatives) if name is not None]
+    read: tuple[str, ...]
+    """All columns that are read, once each."""
 
 
 class Columns:
@@ -195,10 +143,9 @@ class Columns:
         """`mapping`: column_mapping, names in the file -> names in COLUMNS. `may_miss`: the mapping serves several
         sources, and a table need not have all of its names. `texts_alone`: a record may be a single `text`, which is
         query and positive then."""
-        self._mapping = _roles(mapping or {})
-        self._labels = [
-            name for name, target in (mapping or {}).items() if target == LABEL
-        ]
+        mapping = mapping or {}
+        self._mapping = _roles(mapping)
+        self._labels = [name for name, target in mapping.items() if target == LABEL]
         self._texts_alone = texts_alone
         self._layouts: dict[tuple[str, ...], Layout] = {}
         self._unused: dict[str, None] = {}
@@ -231,19 +178,16 @@ class Columns:
         names = tuple(dict.fromkeys(fields_of(columns).values()))
         layout = self.layout(names)
         if self._not_seen and not self._may_miss:
-            near = self.nearest(names)
             raise UserError(
-                f"column_mapping names {listed(sorted(self._not_seen))}, but the file has {listed(names)}{near}"
+                f"column_mapping names {listed(self.mapped_but_missing)}, but the file has {listed(names)}"
+                f"{self.nearest()}"
             )
         if layout.problem:
             raise UserError(layout.problem)
 
-    def nearest(self, columns: Iterable[str] = ()) -> str:
+    def nearest(self) -> str:
         """Return a hint at the column that the first missing name of column_mapping may mean, or nothing."""
-        names = [
-            *columns,
-            *dict.fromkeys(name for layout in self._layouts for name in layout),
-        ]
+        names = dict.fromkeys(name for layout in self._layouts for name in layout)
         missing = min(self._not_seen, default="")
         near = difflib.get_close_matches(missing, names, n=1, cutoff=0.4)
         return f"; for {printable(missing)} did you mean {near[0]!r}?" if near else ""
@@ -251,7 +195,7 @@ class Columns:
     def needed(self, columns: Iterable[str]) -> list[str]:
         """Return the columns of a table that are read, in the table's order."""
         fields = fields_of(columns)
-        read = set(self.layout(tuple(dict.fromkeys(fields.values()))).columns())
+        read = self.layout(tuple(dict.fromkeys(fields.values()))).read
         return [name for name, field in fields.items() if field in read]
 
     def layout(self, columns: tuple[str, ...]) -> Layout:
@@ -264,65 +208,69 @@ class Columns:
             self._unused[printable(name)] = None
 
     def _find(self, columns: tuple[str, ...]) -> Layout:
-        mapped = {
-            name: self._mapping[name] for name in columns if name in self._mapping
-        }
         names_of: dict[str, list[str]] = {role: [] for role in (*COLUMNS, TEXT)}
-        for name, role in mapped.items():
-            names_of[role].append(name)
-        are_sentences = (
-            "sentence1" in columns and "sentence2" in columns and not names_of["query"]
-        )
-        present = set(columns)
+        free = []
+        for name in columns:
+            if name in self._mapping:
+                names_of[self._mapping[name]].append(name)
+            else:
+                free.append(name)
+        are_sentences = not names_of["query"] and {"sentence1", "sentence2"} <= {
+            *columns
+        }
         for role, names in COLUMNS.items():
             # A mapped column takes precedence over the table; of negatives all are read.
             if not names_of[role] or role == "negative":
-                names_of[role] += [
-                    name for name in names if name in present and name not in mapped
-                ]
+                names_of[role] += [name for name in names if name in free]
+        numbered = [name for name in free if _NUMBERED_NEGATIVE.fullmatch(name)]
         names_of["negative"] += sorted(
-            (
-                name
-                for name in columns
-                if _NUMBERED_NEGATIVE.fullmatch(name) and name not in mapped
-            ),
-            key=_number_of,
+            numbered, key=lambda name: int(name.rpartition("_")[2])
         )
         # Many data sets have a column `label`; it is a score only beside sentence1 and sentence2.
-        if not are_sentences and "label" not in mapped:
-            names_of["score"] = [name for name in names_of["score"] if name != "label"]
-        text = names_of.pop(TEXT) or [
-            name for name in (TEXT,) if name in present and name not in mapped
-        ]
-        label = None if self._texts_alone else self._label(names_of, text, present)
-        if label is not None:
-            images = names_of["query_image"] or names_of["positive_image"]
-            names_of = {role: [] for role in COLUMNS} | {
-                "query": text or names_of["query"],
-                "query_image": images,
-                "query_prompt": names_of["query_prompt"],
-            }
+        if not are_sentences and LABEL in free and LABEL in names_of["score"]:
+            names_of["score"].remove(LABEL)
+        text = names_of.pop(TEXT)
+        if not text and TEXT in free:
+            text = [TEXT]
+        queries = names_of["query"] + names_of["query_image"]
+        images = names_of["positive_image"]
+        is_pair = bool(names_of["positive"] or (queries and images))
+        label = None
         if self._texts_alone:
-            if not names_of["query"] and not names_of["query_image"]:
+            if not queries:
                 names_of["query"] = text
-            if not names_of["positive"] and not names_of["positive_image"]:
+            if not names_of["positive"] and not images:
                 names_of["positive"] = names_of["query"]
                 names_of["positive_image"] = names_of["query_image"]
+        elif not is_pair and (text or queries or images):
+            # A record that has a class and is no pair.
+            labels = [name for name in (*self._labels, LABEL) if name in columns]
+            label = labels[0] if labels else None
+        if label is not None:
+            names_of = {role: [] for role in COLUMNS} | {
+                "query": text or names_of["query"],
+                "query_image": names_of["query_image"] or images,
+                "query_prompt": names_of["query_prompt"],
+            }
+        negatives = tuple(names_of["negative"])
+        single = {}
+        for role in COLUMNS:
+            if role != "negative":
+                single[role] = names_of[role][0] if names_of[role] else None
+        named = dict.fromkeys([*single.values(), label, *negatives])
+        read = tuple(name for name in named if name is not None)
+        problem = None if label is not None else _problem(names_of, columns)
         layout = Layout(
-            **{
-                role: names_of[role][0] if names_of[role] else None
-                for role in COLUMNS
-                if role != "negative"
-            },
-            negatives=tuple(names_of["negative"]),
-            are_sentences=are_sentences and names_of["query"] == ["sentence1"],
-            problem=None if label is not None else _problem(names_of, columns),
+            **single,
+            negatives=negatives,
             label=label,
+            are_sentences=are_sentences and names_of["query"] == ["sentence1"],
+            problem=problem,
+            read=read,
         )
-        self._not_seen.difference_update(mapped)
-        read = set(layout.columns())
+        self._not_seen.difference_update(columns)
         # Of a record that cannot be read, nothing is called unused.
-        if not layout.problem:
+        if not problem:
             for name in columns:
                 if name not in read:
                     self.note_unused(name)
@@ -331,31 +279,17 @@ class Columns:
             self._layouts[columns] = layout
         return layout
 
-    def _label(
-        self, names_of: Mapping[str, list[str]], text: list[str], present: set[str]
-    ) -> str | None:
-        """Return the column with the class, of a record that has one and is no pair; None otherwise."""
-        label = next((name for name in (*self._labels, LABEL) if name in present), None)
-        queries = names_of["query"] + names_of["query_image"]
-        is_pair = bool(names_of["positive"] or (queries and names_of["positive_image"]))
-        return (
-            None
-            if is_pair or not (text or queries or names_of["positive_image"])
-            else label
-        )
-
 
 def is_negative_name(name: str) -> bool:
     """Return True for the name of a field that holds negatives."""
-    names = (*COLUMNS["negative"], *COLUMNS["negative_image"], "negatives")
+    names = (*COLUMNS["negative"], *COLUMNS["negative_image"])
     return name in names or _NUMBERED_NEGATIVE.fullmatch(name) is not None
 
 
 def refuse_repeated(name: str, columns: Iterable[str]) -> None:
     """Raise UserError if two columns of a table have one name. Columns without a name are not read."""
-    twice = [
-        column for column, count in Counter(columns).items() if count > 1 and column
-    ]
+    counts = Counter(columns)
+    twice = [column for column in counts if counts[column] > 1 and column]
     if twice:
         raise UserError(f"{name} has more than one column named {listed(twice)}")
 
@@ -378,9 +312,8 @@ def unread_judgement(unused: Iterable[str]) -> str | None:
 
 def classes_as_scores(values: Collection[float]) -> str | None:
     """Return a doubt about the values, once each, of a column `label` that is read as a score; None without one."""
-    if len(values) not in NUM_CLASSES or not all(
-        value >= 0 and float(value).is_integer() for value in values
-    ):
+    are_whole = all(value >= 0 and float(value).is_integer() for value in values)
+    if len(values) not in NUM_CLASSES or not are_whole:
         return None
     return (
         f"label ({', '.join(f'{value:.0f}' for value in sorted(values))}) is taken for a score, the higher the more "
@@ -395,32 +328,33 @@ def unread_negatives(unused: Iterable[str]) -> str | None:
     if not names:
         return None
     entries = ", ".join(f"{_quoted(name)}: negative" for name in names)
-    are, hold = ("is", "it holds") if len(names) == 1 else ("are", "they hold")
-    return f"{listed(names)} {are} not read: if {hold} negatives, set column_mapping: {{{entries}}}"
+    return (
+        f"not read: {listed(names)}. For negatives, set column_mapping: {{{entries}}}"
+    )
 
 
 def unread_prompt(unused: Iterable[str]) -> str | None:
     """Return what is wrong where a column that is not read probably holds prompts; None without one."""
-    name = next((column for column in unused if _plain(column) in PROMPTS), None)
-    if name is None:
-        return None
-    return f"{name} is not read: if it goes before the query, set column_mapping: {{{_quoted(name)}: query_prompt}}"
+    for name in unused:
+        if _plain(name) in PROMPTS:
+            return (
+                f"{name} is not read: if it goes before the query, set column_mapping: "
+                f"{{{_quoted(name)}: query_prompt}}"
+            )
+    return None
 
 
 def _named(
     names: Iterable[str], words: frozenset[str], others: frozenset[str]
 ) -> list[str]:
     """Return the names of columns with one of the words and none of the others. A number at the end does not count."""
-    words_of_names = (
-        (name, set(_plain(name).rstrip("0123456789").split("_")))
-        for name in names
-        if not name.endswith(INSIDE)
-    )
-    return [
-        name
-        for name, words_of_name in words_of_names
-        if words_of_name & words and not words_of_name & others
-    ]
+    named = []
+    for name in names:
+        words_of_name = set(_plain(name).rstrip("0123456789").split("_"))
+        is_named = words_of_name & words and not words_of_name & others
+        if is_named and not name.endswith(INSIDE):
+            named.append(name)
+    return named
 
 
 def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
@@ -428,48 +362,34 @@ def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
     roles: dict[str, str] = {}
     for name, target in mapping.items():
         role = _ROLE_OF.get(target)
+        entry = f"column_mapping: {{{name}: {target}}}"
         if role is None:
-            is_ours = (
-                name in _ROLE_OF
-            )  # then only a typing error speaks against a mapping that is turned round
-            near = difflib.get_close_matches(
-                target, _ROLE_OF, n=1, cutoff=0.8 if is_ours else 0.6
-            )
-            if is_ours and not near:
+            # Where the name is ours, only a typing error speaks against a mapping that is turned round.
+            cutoff = 0.8 if name in _ROLE_OF else 0.6
+            near = difflib.get_close_matches(target, _ROLE_OF, n=1, cutoff=cutoff)
+            if name in _ROLE_OF and not near:
                 raise UserError(
-                    f"column_mapping: {{{name}: {target}}} is the wrong way round: the name in the file comes first, "
-                    f"{{{_quoted(target)}: {name}}}"
+                    f"{entry} is the wrong way round: the name in the file comes first, {{{_quoted(target)}: {name}}}"
                 )
-            raise UserError(
-                f"column_mapping: {{{name}: {target}}} leads to a name that vembed does not read"
-                + (
-                    f"; did you mean '{near[0]}'?"
-                    if near
-                    else f" (it reads {listed(COLUMNS)})"
+            hint = f" (it reads {listed(COLUMNS)})"
+            if near:
+                hint = f"; did you mean '{near[0]}'?"
+            raise UserError(f"{entry} leads to a name that vembed does not read{hint}")
+        for other, known in roles.items():
+            if known == role != "negative":
+                raise UserError(
+                    f"column_mapping: {other} and {name} both become {role}, which can be one column alone"
                 )
-            )
-        other = next(
-            (
-                earlier
-                for earlier, known in roles.items()
-                if known == role and role != "negative"
-            ),
-            None,
-        )
-        if other is not None:
-            raise UserError(
-                f"column_mapping: {other} and {name} both become {role}, which can be one column alone"
-            )
         roles[name] = role
     return roles
 
 
 def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | None:
-    missing = [
-        role
-        for role in ("query", "positive")
-        if not names_of[role] and not names_of[f"{role}_image"]
-    ]
+    """Return what a record without a query or a positive lacks, and how to say which column it is."""
+    missing = []
+    for role in ("query", "positive"):
+        if not names_of[role] and not names_of[f"{role}_image"]:
+            missing.append(role)
     if not missing:
         return None
     if QUERY in columns and "query" in missing:
@@ -477,49 +397,37 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
             f"{QUERY} without {POSITIVE_MESSAGES} (it has {listed(columns)}): a record of messages needs both, "
             "or write query and positive"
         )
-    free = [
-        name
-        for name in columns
-        if not any(name in names for names in names_of.values())
-    ]
+    used = {name for names in names_of.values() for name in names}
+    free = [name for name in columns if name not in used]
     images = names_of["positive_image"]
     if missing == ["query"] and names_of["positive"] and images:
-        example = {
-            images[0]: "query_image"
-        }  # two columns of documents, of which one must be the query
+        # Two columns of documents, of which one must be the query.
+        example = {images[0]: "query_image"}
     elif missing == ["query"] and TEXT in free:
         example = {TEXT: "query"}
     else:
         example = guess_mapping(free, missing)
     for role in missing:
         if not any(target.startswith(role) for target in example.values()):
-            example[f"your_{role}"] = (
-                role  # any other column would be a guess by its position alone
-            )
-    shown_example = ", ".join(
-        f"{_quoted(name)}: {role}" for name, role in example.items()
-    )
+            # Any other column would be a guess by its position alone.
+            example[f"your_{role}"] = role
+    entries = ", ".join(f"{_quoted(name)}: {role}" for name, role in example.items())
     return (
         f"no {' and no '.join(missing)} (it has {listed(columns) or 'no fields'}): say which column it is with "
-        f"column_mapping: {{{shown_example}}}{_otherwise(columns, missing, has_images=bool(images))}"
+        f"column_mapping: {{{entries}}}"
+        + ("" if images or "query" not in missing else _without_query(columns))
     )
 
 
-def _otherwise(
-    columns: tuple[str, ...], missing: Sequence[str], *, has_images: bool
-) -> str:
+def _without_query(columns: tuple[str, ...]) -> str:
     """Return what a record without a query may be instead: a text with a class, or a text alone."""
-    if "query" not in missing or has_images:
-        return ""
-    if len(columns) == 1 and _plain(columns[0]) in (
-        *COLUMNS["positive"],
-        *GUESSES["positive"],
-    ):
+    texts = COLUMNS["positive"] + GUESSES["positive"]
+    if len(columns) == 1 and _plain(columns[0]) in texts:
         return ", or make pairs of texts alone with `vembed generate`"
-    ours = next((name for name in (TEXT, LABEL) if name in columns), None)
-    if ours is None or len(columns) != 2:
+    if len(columns) != 2 or not {TEXT, LABEL} & {*columns}:
         return ""
-    other = next(name for name in columns if name != ours)
+    ours = TEXT if TEXT in columns else LABEL
+    other = columns[1] if columns[0] == ours else columns[0]
     entry = f"{_quoted(other)}: {LABEL if ours == TEXT else TEXT}"
     which = other if ours == TEXT else LABEL
     return f", or, if {printable(which)} is the class of a text, with column_mapping: {{{entry}}}"
@@ -530,18 +438,14 @@ def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, s
     free = list(columns)
     mapping = dict[str, str]()
     for role in missing:
-        targets = [target for target in (role, f"{role}_image") if target in GUESSES]
-        # The names of the table too: `Question`, ` Answer ` and `sentence1` without its partner are near misses.
-        guesses = (
-            (name, target)
-            for target in targets
-            for name in free
-            if _plain(name) in GUESSES[target] or _plain(name) in COLUMNS[target]
-        )
-        name, target = next(guesses, ("", ""))
-        if name:
-            mapping[name] = target
-            free.remove(name)
+        for target in (role, f"{role}_image"):
+            # The names of the table too: `Question`, ` Answer ` and `sentence1` without its partner are near misses.
+            likely = {*GUESSES.get(target, ()), *COLUMNS[target]}
+            names = [name for name in free if _plain(name) in likely]
+            if names and target in GUESSES:
+                mapping[names[0]] = target
+                free.remove(names[0])
+                break
     return mapping
 
 
@@ -553,8 +457,3 @@ def _quoted(name: str) -> str:
 def _plain(name: str) -> str:
     """Return a column's name as the tables of names write it."""
     return "_".join(name.strip(" \"'").lower().replace("-", " ").split())
-
-
-def _number_of(name: str) -> int:
-    match = _NUMBERED_NEGATIVE.fullmatch(name)
-    return int(match[2]) if match else 0

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from vembed.config.entries import DataSource
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.config.terms import (
+    Term,
     lacks_comparisons,
     loss_names,
     loss_terms,
@@ -314,30 +315,40 @@ class ExampleStore:
 
 
 def open_examples(
-    config: TrainConfig,
+    data: DataSection,
     path_spec: str | Sequence[str | DataSource],
+    objective: ObjectiveSection | None = None,
     *,
+    model_name: str = "",
     role: Role = "train",
     cache_dir: Path | None = None,
 ) -> ExampleStore:
     """Check every record of `path_spec` and return the good ones. Raise UserError with the first ten bad ones.
 
-    For validation data, `max_train_examples`, `max_negatives` and the requirements of the loss do not apply.
+    `objective` and `model_name` say what the losses need; without them, it is the default loss. For validation data,
+    `max_train_examples`, `max_negatives` and the requirements of the loss do not apply.
     """
     specs = [path_spec] if isinstance(path_spec, str) else path_spec
     if not specs:
         raise UserError(
             "data_path is an empty list: name at least one file, folder or dataset"
         )
-    data = config.data
+    objective = objective or ObjectiveSection()
     is_training = role == "train"
     sources = []
     missing: list[set[str]] = []
     identities = []
     for spec in specs:
         entry = DataSource(path=spec) if isinstance(spec, str) else spec
+        terms = loss_terms(objective, model_name, entry)
         source = _open_source(
-            config, entry, role, cache_dir or cache_folder(), alone=len(specs) == 1
+            data,
+            entry,
+            terms,
+            role,
+            cache_dir or cache_folder(),
+            alone=len(specs) == 1,
+            has_cosines=objective.similarity == "cosine",
         )
         sources.append(source)
         if entry.column_mapping is None:
@@ -346,7 +357,7 @@ def open_examples(
         identities.append([*identity, *astuple(source.read_as)])
     for source in sources:
         _refuse_missing_negatives(source)
-    terms = run_terms(config.objective, data, config.model.model_name)
+    terms = run_terms(objective, data, model_name)
     has_negatives = any(source.index.counts["negatives"] for source in sources)
     if (
         is_training
@@ -389,10 +400,15 @@ def open_examples(
 
 
 def _open_source(
-    config: TrainConfig, entry: DataSource, role: Role, cache: Path, *, alone: bool
+    data: DataSection,
+    entry: DataSource,
+    terms: Sequence[Term],
+    role: Role,
+    cache: Path,
+    *,
+    alone: bool,
+    has_cosines: bool,
 ) -> _Source:
-    data = config.data
-    terms = loss_terms(config.objective, config.model.model_name, entry)
     mapping = entry.column_mapping
     if mapping is None:
         mapping = data.column_mapping
@@ -406,11 +422,11 @@ def _open_source(
         max_negatives = entry.max_negatives
         if max_negatives is None:
             max_negatives = data.max_negatives
-        has_cosines = any(term.loss.needs_cosine_scores for term in terms)
+        needs_cosines = any(term.loss.needs_cosine_scores for term in terms)
         requirements = {
             "losses": losses,
             "max_negatives": max_negatives,
-            "bounded_scores": has_cosines and config.objective.similarity == "cosine",
+            "bounded_scores": has_cosines and needs_cosines,
             "gets_negatives": data.mine is not None and data.mine.at_start,
         }
         with_keys = data.no_duplicates

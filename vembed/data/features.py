@@ -127,54 +127,46 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
 
     def features(self, units: Sequence[tuple[Item, Kind]]) -> list[Features]:
         """Return the features of each (item, kind), in order. Reads only the headers of images."""
-        addresses: list[Address] = [
-            (item.key(), self._cache_kind[kind], item.prompt, item.max_length)
-            for item, kind in units
-        ]
-        known = {
-            address: self._cache[address]
-            for address in addresses
-            if address in self._cache
-        }
-        missing = {
-            address: item
-            for address, (item, _) in zip(addresses, units, strict=True)
-            if address not in known
-        }
-        for modality in self.description.modalities if missing else ():
-            of_modality = {
-                address: item
-                for address, item in missing.items()
-                if self._modality(item) == modality
-            }
-            made = self._make(modality, of_modality) if of_modality else {}
+        addresses: list[Address] = []
+        known: dict[Address, Features] = {}
+        missing: dict[Modality, dict[Address, Item]] = {}
+        for item, kind in units:
+            address = (
+                item.key(),
+                self._cache_kind[kind],
+                item.prompt,
+                item.max_length,
+            )
+            addresses.append(address)
+            if address in self._cache:
+                known[address] = self._cache[address]
+            else:
+                missing.setdefault(self._modality(item), {})[address] = item
+        for modality, items_of_modality in missing.items():
+            made = self._make(modality, items_of_modality)
             known.update(made)
             self._keep(made)
         return [known[address] for address in addresses]
 
     def finished(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """See BaseFeaturiser. Pixels of 8 bits become numbers on their device."""
-        return (
-            batch
-            if self._pixels is None or PIXELS not in batch
-            else self._pixels.finished(batch)
-        )
+        if self._pixels is None or PIXELS not in batch:
+            return batch
+        return self._pixels.finished(batch)
 
     def joined(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
         """See BaseFeaturiser."""
-        modality = features[0].modality
-        rows = [
-            feature.token_ids for feature in features if feature.token_ids is not None
-        ]
         images = [image for feature in features for image in feature.images]
-        if modality == "image":
-            assert self._pixels is not None
-            return self._pixels.stack(images)
-        if modality == "multimodal":
-            assert self._chat is not None
+        rows = []
+        for feature in features:
+            if feature.token_ids is not None:
+                rows.append(feature.token_ids)
+        if not images:
+            return self._processing.padding.pad(rows)
+        if self._chat is not None:
             return self._chat.collate(rows, images)
-        padding = (self._chat or self._text_processing()).padding
-        return padding.pad(rows)
+        assert self._pixels is not None
+        return self._pixels.stack(images)
 
     def decode_ahead(self, features: Sequence[Features]) -> None:
         """See BaseFeaturiser. It begins as many as the cache holds."""
@@ -190,7 +182,13 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
     @property
     def vocab_size(self) -> int:
         """Return the number of token ids that the tokenizer has."""
-        return (self._chat or self._text_processing()).vocab_size
+        return self._processing.vocab_size
+
+    @property
+    def _processing(self) -> ChatProcessing | TextProcessing:
+        processing = self._chat or self._text
+        assert processing is not None
+        return processing
 
     def forget_images(self) -> None:
         """Empty the cache of decoded images."""
@@ -233,74 +231,54 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
         self, modality: Modality, items: Mapping[Address, Item]
     ) -> dict[Address, Features]:
         """Return the features of items of one modality."""
+        rows: Sequence[np.ndarray | None]
+        prompts = []
+        limits = []
+        for _, kind, prompt, limit in items:
+            prompts.append(self._prompts[kind] if prompt is None else prompt)
+            limits.append(limit)
+        texts = [item.text or "" for item in items.values()]
+        fixed = None
         if modality == "image":
             assert self._pixels is not None
-            length = self._pixels.num_patches
-            return {
-                address: Features(
-                    modality,
-                    length,
-                    input_key(modality, None, item.images),
-                    address[0],
-                    None,
-                    item.images,
-                )
-                for address, item in items.items()
-            }
-        prompts = [
-            self._prompts[kind] if prompt is None else prompt
-            for _, kind, prompt, _ in items
-        ]
-        limits = [limit for _, _, _, limit in items]
-        if modality == "multimodal":
-            assert self._chat is not None
-            texts = [item.text for item in items.values()]
-            images = [item.images for item in items.values()]
-            rows = self._chat.encode_with_images(
-                prompts, texts, images
-            )  # an image has no part to cut
-        elif self._chat is not None:
-            rows = self._chat.encode_texts(
-                prompts, [item.text or "" for item in items.values()], limits
-            )
+            fixed = self._pixels.num_patches
+            rows = [None] * len(items)
         else:
-            rows = self._text_processing().encode(
-                [
-                    prompt + (item.text or "")
-                    for prompt, item in zip(prompts, items.values(), strict=True)
-                ],
-                limits,
+            fixed = self._processing.padding.fixed_length
+            if modality == "multimodal":
+                assert self._chat is not None
+                plain_texts = [item.text for item in items.values()]
+                images = [item.images for item in items.values()]
+                # An image has no part to cut.
+                rows = self._chat.encode_with_images(prompts, plain_texts, images)
+            elif self._chat is not None:
+                rows = self._chat.encode_texts(prompts, texts, limits)
+            else:
+                assert self._text is not None
+                prompted = [
+                    prompt + text for prompt, text in zip(prompts, texts, strict=True)
+                ]
+                rows = self._text.encode(prompted, limits)
+        made = {}
+        for (address, item), row in zip(items.items(), rows, strict=True):
+            length = fixed or (0 if row is None else len(row))
+            key = input_key(modality, row, item.images)
+            made[address] = Features(
+                modality, length, key, address[0], row, item.images
             )
-        fixed = (self._chat or self._text_processing()).padding.fixed_length
-        return {
-            address: Features(
-                modality,
-                fixed or len(row),
-                input_key(modality, row, item.images),
-                address[0],
-                row,
-                item.images,
-            )
-            for (address, item), row in zip(items.items(), rows, strict=True)
-        }
+        return made
 
     def _keep(self, made: Mapping[Address, Features]) -> None:
         # No lock: a race may count or compute an entry twice, which does not change a result.
         for address, features in made.items():
             if features.token_ids is None:
                 continue  # cheap to make again, and may hold the bytes of the image file
-            self._cache_bytes_left -= (
-                _ENTRY_BYTES
-                + features.token_ids.nbytes
-                + sum(len(image.data or b"") for image in features.images)
-            )
+            image_bytes = sum(len(image.data or b"") for image in features.images)
+            size = _ENTRY_BYTES + features.token_ids.nbytes + image_bytes
+            self._cache_bytes_left -= size
             if self._cache_bytes_left < 0:
                 return
             self._cache[address] = features
-
-    def _text_processing(self) -> TextProcessing:
-        assert self._text is not None
-        return self._text
 
 
 def input_key(

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from vembed.data.examples import ImageRef
-from vembed.data.images.files import image_size
+from vembed.data.images.files import image_name, image_size
 from vembed.data.images.pixels import Pixels
 from vembed.data.prompts import ChatText
 from vembed.errors import UserError
@@ -41,42 +41,6 @@ UNKNOWN_SAMPLE_TOKENS = 5_000
 LEAST_SAMPLE_TOKENS = 100
 
 
-class UnknownTokens:
-    """Warns once if more than a tenth of the tokens of the first texts are unknown to the tokeniser."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._name = str(tokenizer.name_or_path)
-        self._unknown: int | None = tokenizer.unk_token_id
-        # Decoders name their end token as the unknown one, too.
-        others = {tokenizer.bos_token_id, tokenizer.eos_token_id}
-        if self._unknown in others:
-            self._unknown = None
-        self._special = [
-            number for number in tokenizer.all_special_ids if number != self._unknown
-        ]
-        self._num_tokens = 0
-        self._num_unknown = 0
-
-    def look_at(self, rows: Sequence[np.ndarray]) -> None:
-        """Count the tokens of some texts, until enough were seen."""
-        if self._unknown is None or self._num_tokens >= UNKNOWN_SAMPLE_TOKENS:
-            return
-        for row in rows[:UNKNOWN_SAMPLE_TOKENS]:
-            self._num_tokens += int((~np.isin(row, self._special)).sum())
-            self._num_unknown += int((row == self._unknown).sum())
-        if self._num_tokens < LEAST_SAMPLE_TOKENS:
-            return
-        share = self._num_unknown / self._num_tokens
-        if share > UNKNOWN_SHARE:
-            log.warning(
-                "the tokenizer of %s does not know %.0f%% of the tokens of the first texts: is it that of the model, and "
-                "of this language?",
-                self._name,
-                100 * share,
-            )
-            self._unknown = None
-
-
 class TextProcessing:
     """Tokeniser of plain texts, with special tokens and truncation at max_length."""
 
@@ -87,24 +51,27 @@ class TextProcessing:
         self._longest = CHARACTERS_PER_TOKEN * description.max_length
         self._cut_left = tokenizer.truncation_side == "left"
         self._tokenizer = tokenizer
-        self._around: tuple[int, int] | None = None
         self.padding = Padding(tokenizer, description)
         self.vocab_size = len(tokenizer)
-        self._unknown = UnknownTokens(tokenizer)
+        self._num_tokens = 0
+        self._num_unknown = 0
+        self._unknown: int | None = tokenizer.unk_token_id
+        # Decoders name their end token as the unknown one, too.
+        if self._unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+            self._unknown = None
 
     def encode(
         self, texts: Sequence[str], limits: Sequence[int | None] = ()
     ) -> list[np.ndarray]:
         """Return the int32 token ids of each text. `limits`: a smaller maximum length for each text."""
         rows = [np.asarray(ids, dtype=np.int32) for ids in self._encoded(texts)]
-        if not all(map(len, rows)):
-            empty = next(
-                text for text, row in zip(texts, rows, strict=True) if not len(row)
-            )
-            raise UserError(
-                f"the text {empty!r:.60} becomes no token at all with this model's tokenizer; take it out"
-            )
-        self._unknown.look_at(rows)
+        for text, row in zip(texts, rows, strict=True):
+            if not len(row):
+                raise UserError(
+                    f"the text {text!r:.60} becomes no token at all with this model's tokenizer; take it out"
+                )
+        if self._unknown is not None and self._num_tokens < UNKNOWN_SAMPLE_TOKENS:
+            self._count_unknown(rows[:UNKNOWN_SAMPLE_TOKENS])
         for position, limit in enumerate(limits):
             if limit is not None and limit < len(rows[position]):
                 rows[position] = self._shorter(rows[position], limit)
@@ -112,46 +79,54 @@ class TextProcessing:
 
     def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text. Of a very long one, only as much as fills `max_length` is tokenised."""
-        if max(map(len, texts), default=0) <= self._longest:
+        length = self._longest
+        if max(map(len, texts), default=0) <= length:
             return self._encode(texts)
-        texts = [
-            cut_words(text, self._longest, from_left=self._cut_left) for text in texts
-        ]
+        texts = [cut_words(text, length, from_left=self._cut_left) for text in texts]
         if self._cut_left:
             return self._encode(texts)
-        length = self._longest
         rows = self._encode([_beginning(text, length) for text in texts])
-        while unfilled := [
-            number
-            for number, row in enumerate(rows)
-            if len(row) < self._max_length and len(texts[number]) > length
-        ]:
+        while True:
+            unfilled = []
+            for number, row in enumerate(rows):
+                if len(row) < self._max_length and len(texts[number]) > length:
+                    unfilled.append(number)
+            if not unfilled:
+                return rows
             length *= 4
-            for number, row in zip(
-                unfilled,
-                self._encode(
-                    [_beginning(texts[number], length) for number in unfilled]
-                ),
-                strict=True,
-            ):
+            longer = [_beginning(texts[number], length) for number in unfilled]
+            for number, row in zip(unfilled, self._encode(longer), strict=True):
                 rows[number] = row
-        return rows
+
+    def _count_unknown(self, rows: Sequence[np.ndarray]) -> None:
+        """Warn once if more than a tenth of the tokens of the first texts are unknown to the tokeniser."""
+        special = {*self._tokenizer.all_special_ids} - {self._unknown}
+        ids = np.concatenate(rows)
+        self._num_tokens += int((~np.isin(ids, list(special))).sum())
+        self._num_unknown += int((ids == self._unknown).sum())
+        share = self._num_unknown / max(self._num_tokens, 1)
+        if self._num_tokens >= LEAST_SAMPLE_TOKENS and share > UNKNOWN_SHARE:
+            log.warning(
+                "the tokenizer of %s does not know %.0f%% of the tokens of the first texts: is it that of the model, and "
+                "of this language?",
+                self._tokenizer.name_or_path,
+                100 * share,
+            )
+            self._unknown = None
 
     def _shorter(self, row: np.ndarray, limit: int) -> np.ndarray:
         """Return the ids that the tokenizer's own truncation at `limit` would have given."""
-        if self._around is None:
-            before, after = _special_tokens_around(self._tokenizer)
-            self._around = len(before), len(after)
-        num_before, num_after = self._around
-        room = limit - num_before - num_after
+        before, after = _special_tokens_around(self._tokenizer)
+        room = limit - len(before) - len(after)
         if room < 1:
             raise UserError(
                 f"max_length: {limit} of a data source leaves no room for text beside this model's "
-                f"{num_before + num_after} special tokens; raise it"
+                f"{len(before) + len(after)} special tokens; raise it"
             )
-        inner = row[num_before : len(row) - num_after]
+        end = len(row) - len(after)
+        inner = row[len(before) : end]
         kept = inner[len(inner) - room :] if self._cut_left else inner[:room]
-        return np.concatenate([row[:num_before], kept, row[len(row) - num_after :]])
+        return np.concatenate([row[: len(before)], kept, row[end:]])
 
 
 class ChatProcessing:
@@ -186,48 +161,37 @@ class ChatProcessing:
 
         If a text is truncated, the template's last tokens are kept, because the model pools over them.
         """
-        rendered, encoded = self._rendered(prompts, texts)
+        # Of a very long text, only as much as fills `max_length` is used.
+        length = CHARACTERS_PER_TOKEN * self._description.max_length
+        texts = [cut_words(text, length, from_left=self._cut_left) for text in texts]
+        begun = list(texts)
+        if not self._cut_left:
+            begun = [_beginning(text, length) for text in texts]
+        rendered = [
+            self._chat.render(prompt, text)
+            for prompt, text in zip(prompts, begun, strict=True)
+        ]
         rows = []
-        all_limits = limits or [None] * len(texts)
-        for prompt, text, ids, limit in zip(
-            prompts, rendered, encoded, all_limits, strict=True
-        ):
+        encoded = self._encode(rendered)
+        for number in range(len(texts)):
+            text = rendered[number]
+            is_cut = len(begun[number]) < len(texts[number])
+            if is_cut and len(encoded[number]) <= self._description.max_length:
+                text = self._chat.render(prompts[number], texts[number])
+                encoded[number] = self._encode([text])[0]
+            ids = encoded[number]
             self._refuse_placeholders(ids, 0)
-            longest = min(
-                limit or self._description.max_length, self._description.max_length
-            )
+            limit = limits[number] if limits else None
+            longest = self._description.max_length
+            if limit is not None:
+                longest = min(limit, longest)
             row = self._cut(text, ids, longest)
             if len(row) >= longest:
-                tail = self._tail(prompt)
+                tail = self._tail(prompts[number])
                 keep = min(len(tail), len(row))
                 row[len(row) - keep :] = tail[len(tail) - keep :]
             rows.append(np.asarray(row, dtype=np.int32))
         return rows
-
-    def _rendered(
-        self, prompts: Sequence[str], texts: Sequence[str]
-    ) -> tuple[list[str], list[list[int]]]:
-        """Return the conversations and their ids. Of a very long text, only as much as fills `max_length` is used."""
-        length = CHARACTERS_PER_TOKEN * self._description.max_length
-        texts = [cut_words(text, length, from_left=self._cut_left) for text in texts]
-        cut = (
-            list(texts)
-            if self._cut_left
-            else [_beginning(text, length) for text in texts]
-        )
-        rendered = [
-            self._chat.render(prompt, text)
-            for prompt, text in zip(prompts, cut, strict=True)
-        ]
-        encoded = self._encode(rendered)
-        for number, ids in enumerate(encoded):
-            if (
-                len(cut[number]) < len(texts[number])
-                and len(ids) <= self._description.max_length
-            ):
-                rendered[number] = self._chat.render(prompts[number], texts[number])
-                encoded[number] = self._encode([rendered[number]])[0]
-        return rendered, encoded
 
     def encode_with_images(
         self,
@@ -246,15 +210,16 @@ class ChatProcessing:
             rendered, self._encode(rendered), images, strict=True
         ):
             self._refuse_placeholders(ids, len(item_images))
-            counts = [self._num_tokens(image) for image in item_images]
+            counts = [
+                self._pixels.num_vision_tokens(image, *image_size(image))
+                for image in item_images
+            ]
             # The template has one placeholder per image; the model expects one per image token.
             compact = np.asarray(ids, dtype=np.int32)
             repeats = np.ones(len(compact), dtype=np.int64)
             repeats[compact == self.image_token_id] = counts
-            row = np.asarray(
-                self._cut(text, np.repeat(compact, repeats).tolist(), longest),
-                dtype=np.int32,
-            )
+            whole = np.repeat(compact, repeats).tolist()
+            row = np.asarray(self._cut(text, whole, longest), dtype=np.int32)
             if int((row == self.image_token_id).sum()) != sum(counts):
                 raise UserError(
                     f"an item with {len(item_images)} image(s) of {sum(counts):,d} tokens does not fit into max_length "
@@ -271,31 +236,23 @@ class ChatProcessing:
         is_image = batch["input_ids"] == self.image_token_id
         pixels = self._pixels.stack(images)
         # grid [images, (time, height, width)] counts patches; the model merges merge_size**2 of them into one token.
-        num_tokens = (
-            int(pixels["image_grid_thw"].prod(dim=1).sum())
-            // self._pixels.merge_size**2
-        )
-        if num_tokens != int(is_image.sum()):
-            named = ", ".join(
-                image.path or f"{len(image.data or b''):,d} bytes"
-                for image in images[:4]
-            )
-            raise UserError(
-                f"an image changed its size since its header was read, one of: {named}"
-            )
         grid = pixels["image_grid_thw"]
+        merge_size = self._pixels.merge_size
+        if int(grid.prod(dim=1).sum()) != int(is_image.sum()) * merge_size**2:
+            names = ", ".join(map(image_name, images[:4]))
+            raise UserError(
+                f"an image changed its size since its header was read, one of: {names}"
+            )
+        positions = token_positions(
+            is_image, batch.get("attention_mask"), grid, merge_size
+        )
         return {
             **batch,
             **pixels,
             **tower_inputs(self._config, grid),
             "mm_token_type_ids": is_image.long(),
-            POSITIONS: token_positions(
-                is_image, batch.get("attention_mask"), grid, self._pixels.merge_size
-            ),
+            POSITIONS: positions,
         }
-
-    def _num_tokens(self, image: ImageRef) -> int:
-        return self._pixels.num_vision_tokens(image, *image_size(image))
 
     def _refuse_placeholders(self, ids: list[int], num_images: int) -> None:
         if ids.count(self.image_token_id) != num_images:
@@ -319,20 +276,13 @@ class ChatProcessing:
         """Return the tokens that the template appends after any text: the common suffix of two renderings."""
         if prompt not in self._tails:
             fillers = [self._chat.render(prompt, filler) for filler in ("0", "1 2 3 4")]
-            first, second = (
-                [*self._before, *ids, *self._after] for ids in self._encode(fillers)
-            )
+            first, second = self._encode(fillers)
+            shortest = min(len(first), len(second))
             count = 0
-            while (
-                count < min(len(first), len(second))
-                and first[-1 - count] == second[-1 - count]
-            ):
+            while count < shortest and first[-1 - count] == second[-1 - count]:
                 count += 1
-            self._tails[prompt] = (
-                first[len(first) - count :]
-                if count < min(len(first), len(second))
-                else []
-            )
+            tail = [*first[len(first) - count :], *self._after]
+            self._tails[prompt] = tail if count < shortest else []
         return self._tails[prompt]
 
 
@@ -355,21 +305,15 @@ class Padding:
         lengths = [len(row) for row in rows]
         longest = self.fixed_length or max(lengths)
         ids = np.full((len(rows), longest), self._pad_id, dtype=np.int64)
-        padded = min(lengths) < longest
-        mask = np.zeros(ids.shape, dtype=np.int64) if padded and self._masked else None
+        mask = np.zeros(ids.shape, dtype=np.int64)
         for at, row in enumerate(rows):
-            place = (
-                slice(longest - len(row), longest) if self._left else slice(0, len(row))
-            )
-            ids[at, place] = row
-            if mask is not None:
-                mask[at, place] = 1
+            start = longest - len(row) if self._left else 0
+            ids[at, start : start + len(row)] = row
+            mask[at, start : start + len(row)] = 1
         batch = {"input_ids": torch.from_numpy(ids)}
-        return (
-            batch
-            if mask is None
-            else {**batch, "attention_mask": torch.from_numpy(mask)}
-        )
+        if self._masked and min(lengths) < longest:
+            batch["attention_mask"] = torch.from_numpy(mask)
+        return batch
 
 
 def cut_words(text: str, length: int, *, from_left: bool = False) -> str:
@@ -381,12 +325,9 @@ def cut_words(text: str, length: int, *, from_left: bool = False) -> str:
     if len(text) <= length:
         return text
 
-    def cut(match: re.Match[str]) -> str:
-        word = match[0]
-        return word[-length:] if from_left else word[:length]
-
+    kept = slice(-length, None) if from_left else slice(length)
     # From the beginnings of words only: otherwise each position of a word is tried.
-    return re.sub(rf"(?<!\S)\S{{{length}}}\S+", cut, text)
+    return re.sub(rf"(?<!\S)\S{{{length}}}\S+", lambda match: match[0][kept], text)
 
 
 def _beginning(text: str, length: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Collection
@@ -73,32 +74,20 @@ class RecordFormat:
         """Return the number of negatives of each record, if all are pairs of good texts in the same columns and
         `example` would accept them; None if that cannot be said of all together."""
         names = block.columns()
-        if (
-            self._query_is_path
-            or self._document_is_path
-            or names is None
-            or POSITIVE_MESSAGES in names
-        ):
+        if self._query_is_path or self._document_is_path or names is None:
             return None
         layout = self.columns.layout(names)
-        if (
-            layout.query is None
-            or layout.positive is None
-            or layout.problem
-            or layout.label is not None
-        ):
+        if POSITIVE_MESSAGES in names or layout.problem or layout.label is not None:
             return None
-        texts = (layout.query, layout.positive, *layout.negatives)
-        if len(set(texts)) != len(
-            layout.columns()
-        ):  # scores, images and prompts are looked at one by one
+        if layout.query is None or layout.positive is None:
             return None
-        if not block.are_texts(texts):
+        texts = {layout.query, layout.positive, *layout.negatives}
+        # Scores, images and prompts are looked at one by one.
+        if texts != set(layout.read) or not block.are_texts(tuple(texts)):
             return None
         negatives = ((Item(),) * len(layout.negatives))[: self.max_negatives]
         try:
-            for loss in self.losses:
-                self._check_loss(loss, layout, negatives, None)
+            self._check_losses(layout, negatives, None)
         except BadRecord:
             return None
         return len(negatives)
@@ -116,12 +105,18 @@ class RecordFormat:
         if layout.problem:
             raise BadRecord(layout.problem)
         query = self._query(record, layout)
-        if layout.query_prompt is not None:
-            query = self._prompted(
-                query, record[layout.query_prompt], layout.query_prompt
-            )
         if layout.label is not None:
-            return self._labelled(query, record[layout.label], layout, where)
+            # Its positive is chosen where the other examples are known.
+            label = record[layout.label]
+            is_name = isinstance(label, str | int) and not isinstance(label, bool)
+            if not is_name or not str(label).strip():
+                shown = self._null if label is None else described(label)
+                raise BadRecord(
+                    f"{layout.label} is {shown}, not the name or number of a class"
+                )
+            self._check_losses(layout, (), None)
+            example = Example(query, (query,), where=where, label=str(label))
+            return example.naming_images()
         positives = self._items(
             record, layout.positive, layout.positive_image, self._document_is_path
         )
@@ -132,84 +127,44 @@ class RecordFormat:
             )
         negatives: tuple[Item, ...] = ()
         if layout.negatives or layout.negative_image:
-            negatives = self._negatives(record, layout)
+            first, *others = layout.negatives or (None,)
+            negatives = self._items(
+                record, first, layout.negative_image, self._document_is_path
+            )
+            for other in others:
+                negatives += self._items(record, other, None, self._document_is_path)
         scores, negative_scores = self._all_scores(
             record, layout, len(positives), len(negatives)
         )
         # After the scores: a list of scores counts all negatives of the record.
         negatives = negatives[: self.max_negatives]
-        negative_scores = (
-            None if negative_scores is None else negative_scores[: self.max_negatives]
-        )
-        for loss in self.losses:
-            self._check_loss(loss, layout, negatives, scores)
-        too_large = (
-            next((score for score in scores or () if abs(score) > 1), None)
-            if self._bounded_scores
-            else None
-        )
-        if too_large is not None:
-            raise BadRecord(
-                f"{layout.score} is {too_large:g}, and loss: cosine compares it with a cosine, which is in [-1, 1]: "
-                "scale the scores (ratings from 0 to 5 by 1/5), or use loss: cosent"
-            )
+        if negative_scores is not None:
+            negative_scores = negative_scores[: self.max_negatives]
+        self._check_losses(layout, negatives, scores)
         return Example(
             query, positives, negatives, scores, where, negative_scores
         ).naming_images()
 
-    def _labelled(self, query: Item, label: Any, layout: Layout, where: str) -> Example:
-        """Return the example of an item with a class. Its positive is chosen where the other examples are known."""
-        if label is None:
-            raise BadRecord(
-                f"{layout.label} is {self._null}, not the name or number of a class"
-            )
-        if (
-            isinstance(label, bool)
-            or not isinstance(label, str | int)
-            or not str(label).strip()
-        ):
-            raise BadRecord(
-                f"{layout.label} is {described(label)}, not the name or number of a class"
-            )
-        for loss in self.losses:
-            self._check_loss(loss, layout, (), None)
-        return Example(query, (query,), where=where, label=str(label)).naming_images()
-
     def _query(self, record: dict[str, Any], layout: Layout) -> Item:
-        value = record[layout.query] if layout.query is not None else None
-        if (
-            type(value) is str
-            and layout.query_image is None
-            and not self._query_is_path
-        ):
-            return Item(_text(value, str(layout.query)))
+        name = layout.query
+        value = record[name] if name is not None else None
         if isinstance(value, list):
-            raise BadRecord(f"{layout.query} is a list, and one item is expected")
-        images = (
-            self._image_list(record[layout.query_image], layout.query_image)
-            if layout.query_image
-            else ()
-        )
+            raise BadRecord(f"{name} is a list, and one item is expected")
+        images: tuple[ImageRef, ...] = ()
+        if layout.query_image:
+            images = self._image_list(record[layout.query_image], layout.query_image)
         if value is None and not images:
-            raise BadRecord(f"{layout.query or layout.query_image} is {self._null}")
-        return self._item(value, images, self._query_is_path, str(layout.query))
-
-    def _prompted(self, query: Item, prompt: Any, name: str) -> Item:
-        """Return the query with its record's own prompt. An empty cell of a table is none; `""` in JSON is a prompt."""
+            raise BadRecord(f"{name or layout.query_image} is {self._null}")
+        query = self._item(value, images, self._query_is_path, str(name))
+        if layout.query_prompt is None:
+            return query
+        # The record's own prompt. An empty cell of a table is none; `""` in JSON is a prompt.
+        prompt = record[layout.query_prompt]
         if prompt is None or (prompt == "" and self._numbers_in_text):
             return query
         if not isinstance(prompt, str):
-            raise BadRecord(f"{name} is {described(prompt)}, not a text")
+            raise BadRecord(f"{layout.query_prompt} is {described(prompt)}, not a text")
         return replace(query, prompt=prompt)
-
-    def _negatives(self, record: dict[str, Any], layout: Layout) -> tuple[Item, ...]:
-        first = layout.negatives[0] if layout.negatives else None
-        items = self._items(
-            record, first, layout.negative_image, self._document_is_path
-        )
-        for name in layout.negatives[1:]:
-            items += self._items(record, name, None, self._document_is_path)
-        return items
 
     def _items(
         self,
@@ -220,39 +175,32 @@ class RecordFormat:
     ) -> tuple[Item, ...]:
         """Return the items of a column, each with its images if a second column has images."""
         value = record[name] if name is not None else None
-        if type(value) is str and image_name is None and not is_path:
-            return (Item(_text(value, str(name))),)
         values = _as_list(value)
-        if image_name is None or record[image_name] is None:
-            if len(values) == 1:
-                return (self._item(values[0], (), is_path, str(name)),)
-            return tuple(
-                self._item(item_value, (), is_path, f"{name} {number}")
-                for number, item_value in enumerate(values, 1)
-            )
-        images = [
-            self._image_list(item_value, image_name)
-            for item_value in _as_list(record[image_name])
-        ]
-        if value is None:
-            values = [None] * len(images)
-        elif len(values) != len(images):
-            raise BadRecord(
-                f"{name} and {image_name} belong together, but they are {len(values):,d} and {len(images):,d}"
-            )
-        return tuple(
-            self._item(item_value, item_images, is_path, str(name))
-            for item_value, item_images in zip(values, images, strict=True)
-        )
+        images: list[tuple[ImageRef, ...]] = [()] * len(values)
+        if image_name is not None and record[image_name] is not None:
+            images = []
+            for image_value in _as_list(record[image_name]):
+                images.append(self._image_list(image_value, image_name))
+            if value is None:
+                values = [None] * len(images)
+            if len(values) != len(images):
+                raise BadRecord(
+                    f"{name} and {image_name} belong together, but they are {len(values):,d} and {len(images):,d}"
+                )
+        items = []
+        for number, item_value in enumerate(values):
+            item_name = str(name) if len(values) == 1 else f"{name} {number + 1}"
+            items.append(self._item(item_value, images[number], is_path, item_name))
+        return tuple(items)
 
     def _item(
         self, value: Any, images: tuple[ImageRef, ...], is_path: bool, name: str
     ) -> Item:
         """Return one item of any form. `images` come from a separate column."""
-        if isinstance(value, str):
-            if is_path:
-                return Item(images=(self._image(value, name), *images))
+        if isinstance(value, str) and not is_path:
             return Item(_text(value, name), images)
+        if isinstance(value, str):
+            return Item(images=(self._image(value, name), *images))
         if isinstance(value, bytes):
             return Item(images=(ImageRef(data=value), *images))
         if isinstance(value, dict):
@@ -276,18 +224,17 @@ class RecordFormat:
         if value.get("bytes") is not None or value.get("path") is not None:
             images = (*images, self._image(value, name))
         for key in ("image", "images"):
-            if value.get(key) is not None:
-                images = (*images, *self._image_list(value[key], name))
+            images = (*images, *self._image_list(value.get(key), name))
         text = value.get("text")
         title = value.get("title")
         if type(text) is str and type(title) is str:
             text = f"{title} {text}".strip()  # as in a BEIR-style corpus
-        if text is None and not images:
+        if images and (text is None or (isinstance(text, str) and not text.strip())):
+            return Item(images=images)
+        if text is None:
             raise BadRecord(
                 f"{name} is an object without text or image (it has {listed(value) or 'no fields'})"
             )
-        if text is None or (images and isinstance(text, str) and not text.strip()):
-            return Item(images=images)
         if not isinstance(text, str):
             raise BadRecord(f"{name} is {described(text)}, not a text")
         return Item(_text(text, name), images)
@@ -295,19 +242,14 @@ class RecordFormat:
     def _image_list(self, value: Any, name: str) -> tuple[ImageRef, ...]:
         if value is None:
             return ()
-        if not isinstance(value, list):
-            return (self._image(value, name),)
-        if not value:
+        if value == []:
             raise BadRecord(f"{name} has an empty list of images")
-        return tuple(self._image(image, name) for image in value)
+        return tuple(self._image(image, name) for image in _as_list(value))
 
     def _image(self, value: Any, name: str) -> ImageRef:
         if isinstance(value, dict):
-            value = (
-                value.get("bytes")
-                if value.get("bytes") is not None
-                else value.get("path")
-            )
+            data = value.get("bytes")
+            value = value.get("path") if data is None else data
             if value is None:
                 raise BadRecord(f"{name} has an image without bytes and path")
         if isinstance(value, bytes):
@@ -327,36 +269,35 @@ class RecordFormat:
         num_negatives: int,
     ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
         """Scores of the positives and of the negatives. One column may have both, the positives' first."""
-        scores = negative_scores = None
-        if layout.score is not None and record[layout.score] is not None:
-            value = record[layout.score]
-            if (
-                isinstance(value, list)
-                and num_negatives
-                and len(value) == num_positives + num_negatives
-            ):
-                value, rest = value[:num_positives], value[num_positives:]
-                negative_scores = self._scores(
-                    rest, layout.score, num_negatives, "negative"
-                )
-            scores = self._scores(value, layout.score, num_positives, "positive")
+        name = layout.score
+        value = None if name is None else record[name]
+        negative_name = layout.negative_score
+        negative_value = None if negative_name is None else record[negative_name]
         if (
-            layout.negative_score is not None
-            and record[layout.negative_score] is not None
+            isinstance(value, list)
+            and num_negatives
+            and len(value) == num_positives + num_negatives
         ):
-            value = record[layout.negative_score]
-            negative_scores = self._scores(
-                value, layout.negative_score, num_negatives, "negative"
-            )
-        return scores, negative_scores
+            if negative_value is None:
+                negative_name = name
+                negative_value = value[num_positives:]
+            value = value[:num_positives]
+        return (
+            self._scores(value, str(name), num_positives, "positive"),
+            self._scores(negative_value, str(negative_name), num_negatives, "negative"),
+        )
 
     def _scores(
         self, value: Any, name: str, count: int, what: str
-    ) -> tuple[float, ...]:
-        values = value if isinstance(value, list) else [value]
+    ) -> tuple[float, ...] | None:
+        if value is None:
+            return None
+        values = _as_list(value)
         if len(values) != count:
+            numbers = "number" if len(values) == 1 else "numbers"
+            items = what if count == 1 else f"{what}s"
             raise BadRecord(
-                f"{name} has {len(values):,d} {_plural('number', len(values))} for {count:,d} {_plural(what, count)}"
+                f"{name} has {len(values):,d} {numbers} for {count:,d} {items}"
             )
         return tuple(self._score(score, name) for score in values)
 
@@ -368,7 +309,10 @@ class RecordFormat:
         ):
             value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
-            raise BadRecord(f"{name} is {_quoted(value)}, not a number")
+            shown = described(value)
+            if isinstance(value, str):
+                shown = f"the text {printable(value)!r}"
+            raise BadRecord(f"{name} is {shown}, not a number")
         try:
             number = float(value)
         except OverflowError as error:
@@ -381,25 +325,36 @@ class RecordFormat:
             )
         return number
 
-    def _check_loss(
-        self, loss: str, layout: Layout, negatives: tuple[Item, ...], scores: Any
+    def _check_losses(
+        self,
+        layout: Layout,
+        negatives: tuple[Item, ...],
+        scores: tuple[float, ...] | None,
     ) -> None:
-        declared = LOSSES[loss]
-        if declared.records == "scores" and scores is None:
-            raise BadRecord(f"no score, which loss: {loss} needs for every pair")
-        if (
-            declared.records == "matches"
-            and layout.are_sentences
-            and scores is not None
-        ):
-            raise BadRecord(
-                f"a scored sentence pair, and loss: {loss} would take each pair for a match whatever its score: "
-                "use loss: cosent or cosine"
-            )
-        if declared.negatives == "each" and not negatives and not self._gets_negatives:
-            raise MissingNegative(
-                f"no negative, which loss: {loss} needs in every record"
-            )
+        for loss in self.losses:
+            declared = LOSSES[loss]
+            reads_matches = declared.records == "matches"
+            if declared.records == "scores" and scores is None:
+                raise BadRecord(f"no score, which loss: {loss} needs for every pair")
+            if reads_matches and layout.are_sentences and scores is not None:
+                raise BadRecord(
+                    f"a scored sentence pair, and loss: {loss} would take each pair for a match whatever its score: "
+                    "use loss: cosent or cosine"
+                )
+            if (
+                declared.negatives == "each"
+                and not negatives
+                and not self._gets_negatives
+            ):
+                raise MissingNegative(
+                    f"no negative, which loss: {loss} needs in every record"
+                )
+        for score in scores or ():
+            if self._bounded_scores and abs(score) > 1:
+                raise BadRecord(
+                    f"{layout.score} is {score:g}, and loss: cosine compares it with a cosine, which is in [-1, 1]: "
+                    "scale the scores (ratings from 0 to 5 by 1/5), or use loss: cosent"
+                )
 
 
 def _text(value: str, name: str) -> str:
@@ -422,27 +377,15 @@ def _as_list(value: Any) -> list[Any]:
 def described(value: Any) -> str:
     """Return the type of a value in JSON's terms, for messages."""
     if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
+        return json.dumps(value)
     if isinstance(value, int | float):
-        digits = (
-            str(value)
-            if isinstance(value, float) or abs(value) < 10**15
-            else "a large one"
-        )
-        return f"a number ({digits})"
-    names = {str: "a text", list: "a list", dict: "an object", bytes: "bytes"}
-    return next(
-        (name for kind, name in names.items() if isinstance(value, kind)),
-        f"a {type(value).__name__}",
-    )
-
-
-def _quoted(value: Any) -> str:
-    """Return a text with its beginning, other values as `described`."""
-    return (
-        f"the text {printable(value)!r}" if isinstance(value, str) else described(value)
-    )
-
-
-def _plural(word: str, count: int) -> str:
-    return word if count == 1 else f"{word}s"
+        is_short = isinstance(value, float) or abs(value) < 10**15
+        return f"a number ({value if is_short else 'a large one'})"
+    names: dict[type, str] = {
+        str: "a text",
+        list: "a list",
+        dict: "an object",
+        bytes: "bytes",
+    }
+    kind: type = type(value)
+    return names.get(kind, f"a {kind.__name__}")

@@ -96,26 +96,13 @@ def _with_stages(
     return None
 
 
-def _stored(config: Mapping[str, Any]) -> dict[str, Any]:
+def _stored(config: Any) -> Any:
     """Return the config with data that are objects as paths, in the stages too."""
-
-    def block(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: as_path(key, value) if key in DATA else value
-            for key, value in values.items()
-        }
-
-    stored = block(config)
-    for name in (STAGES, TRAINING_STAGES):
-        stages = stored.get(name)
-        if isinstance(stages, Mapping):
-            stored[name] = {
-                key: block(entry) if isinstance(entry, Mapping) else entry
-                for key, entry in stages.items()
-            }
-        elif isinstance(stages, list):
-            stored[name] = [
-                block(entry) if isinstance(entry, Mapping) else entry
-                for entry in stages
-            ]
+    if isinstance(config, list):
+        return [_stored(entry) for entry in config]
+    if not isinstance(config, Mapping):
+        return config
+    stored = {}
+    for key, value in config.items():
+        stored[key] = as_path(key, value) if key in DATA else _stored(value)
     return stored

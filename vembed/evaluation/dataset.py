@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from vembed.config.options import join_words
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.data.example_store import open_examples
 from vembed.data.examples import Example, Item, ReadAs
 from vembed.data.formats.base import Format
@@ -123,22 +123,19 @@ TEST_FIRST = ("test", "dev", "validation", "val")
 
 
 def open_eval_data(
-    config: TrainConfig,
-    path: str | None = None,
+    options: DataSection,
+    path: str,
+    objective: ObjectiveSection | None = None,
     *,
     splits: Sequence[str] = ("dev", "validation", "val", "test"),
     task: Task = "auto",
 ) -> EvalData:
-    """Return the evaluation data at `path` (default: the config's `val_data_path`): a BEIR-style folder, one of its
+    """Return the evaluation data at `path` : a BEIR-style folder, one of its
     `qrels/*.tsv` files, or any training data. `splits` orders the qrels of a folder by preference; a single one
     has to be there. `task: auto` means scored pairs if every example has one positive and a score, and nothing else.
     """
-    path = path or config.data.val_data_path
-    assert path is not None, (
-        "the caller asks for evaluation data only where there are any"
-    )
     place = Path(path)
-    skip_bad = config.data.on_bad_record == "skip"
+    skip_bad = options.on_bad_record == "skip"
     if (folder := folder_of_qrels(place)) is not None:
         return read_beir(folder, place, skip_bad=skip_bad)
     if is_beir_folder(place):
@@ -147,7 +144,7 @@ def open_eval_data(
         raise UserError(
             f"{path} is no BEIR-style folder, so it has no qrels of a split {splits[0]}"
         )
-    store = open_examples(config, path, role="validation")
+    store = open_examples(options, path, objective, role="validation")
     for line in store.warnings():
         log.warning(line)
     return from_examples([store[index] for index in range(len(store))], path, task)

@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from vembed.config.options import nearest
-from vembed.config.schema import EvaluationSection, TrainConfig
+from vembed.config.schema import DataSection, EvaluationSection
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
@@ -85,18 +85,14 @@ def evaluate(
         raise UserError(
             f"model is a {type(model).__name__}; give the path of a model, its Hub name or an Embedder"
         )
-    name = model.description.name if isinstance(model, Embedder) else str(model)
-    # A config is what the readers and the loop below take their options from; nothing is trained.
-    config = TrainConfig(
-        model_name=name,
-        data_path=str(data) if isinstance(data, str | Path) else data.name,
-        column_mapping=column_mapping,
-        on_bad_record=on_bad_record,
-        eval_ks=list(ks),
-    )
     if isinstance(data, str | Path):
+        options = DataSection(
+            data_path=str(data),
+            column_mapping=column_mapping,
+            on_bad_record=on_bad_record,
+        )
         splits = (split,) if split else TEST_FIRST
-        data = open_eval_data(config, str(data), splits=splits, task=task)
+        data = open_eval_data(options, str(data), splits=splits, task=task)
     if show_progress and (session is None or session.is_main):
         Console(stderr=True).print(
             data.summary(), markup=False, highlight=False, soft_wrap=True
@@ -113,7 +109,7 @@ def evaluate(
         model.model,
         model.featuriser,
         data,
-        config.evaluation,
+        EvaluationSection(eval_ks=list(ks)),
         session,
         micro_batch_tokens=batch_tokens or "auto",
         dims=dims,

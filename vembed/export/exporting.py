@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection, TrainConfig
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Kind
 from vembed.data_tools.init.datasets import open_sets
@@ -45,6 +45,7 @@ from vembed.export.formats import (
 from vembed.export.gguf_format import GgufFormat
 from vembed.export.onnx_format import OnnxFormat, OpenvinoFormat
 from vembed.export.safetensors_format import SafetensorsFormat
+from vembed.export.servers import ServerName, check_served, write_server_files
 from vembed.export.static_format import StaticFormat
 from vembed.inference.embedder import Embedder
 from vembed.models.families.backbones import file_dtype, read_config
@@ -85,15 +86,14 @@ def export_model(
     check: bool = True,
     data: str | None = None,
     tolerance: float | None = None,
-    write_more: Callable[[Path, Embedder], object] | None = None,
-    refuse: Callable[[ModelDescription], object] | None = None,
+    server: ServerName | None = None,
     trust_remote_code: bool = False,
     log: Callable[[str], object] = log_nothing,
 ) -> Exported:
     """Write `model` to the new folder `output`. With `check`, an export whose embeddings differ by more than
     `tolerance` is refused, and nothing is left behind. `data`: evaluation data for the texts of the check and the nDCG;
-    by default those of the run. `refuse` may raise for a model, and `write_more` adds files to the export. `log` takes a
-    line before each part that may take minutes."""
+    by default those of the run. `server`: the one that the export is for. `log` takes a line before each part that may
+    take minutes."""
     target = Path(output)
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
@@ -107,7 +107,7 @@ def export_model(
         raise UserError(f"--format {format_name}: {missing}")
     evaluation = None
     if check:
-        evaluation = evaluation_data(model, data, trust_remote_code=trust_remote_code)
+        evaluation = evaluation_data(model, data)
     # Float32 for every precision: each format rounds the weights itself, and the check compares with unrounded ones.
     embedder = Embedder(
         model,
@@ -117,8 +117,8 @@ def export_model(
         trust_remote_code=trust_remote_code,
     )
     description = embedder.description
-    if refuse is not None:
-        refuse(description)
+    if server is not None:
+        check_served(server, description)
     refusal = export_format.refusal(embedder)
     if refusal is not None:
         raise UserError(
@@ -132,17 +132,19 @@ def export_model(
     job = ExportJob(model, embedder, precision, texts, log)
     # The folder has another name until the check has passed, so that a refused export leaves nothing behind.
     with replaced_folder(target) as folder:
-        export = _Export(export_format, format_name, job, folder, tolerance)
         result = None
         if check:
-            result = export.write_and_check(evaluation)
+            result = _write_and_check(
+                export_format, format_name, job, folder, tolerance, evaluation
+            )
         else:
-            export.write()
+            _write(export_format, format_name, job, folder)
         facts = _describe(folder, embedder, format_name, precision, result)
         if is_student:
             facts["num_training_texts"] = len(texts)
-        if write_more is not None:
-            write_more(folder, embedder)
+        if server is not None:
+            dim = embedder.truncate_dim or description.embedding_dim
+            write_server_files(server, folder, description, dim)
     return Exported(target, result, description, facts)
 
 
@@ -154,20 +156,14 @@ def _default_precision(
         return "float32"
     source = Path(description.source)
     config = read_config(source, trust_remote_code=description.trust_remote_code)
-    return precision_named(str(file_dtype(config)).removeprefix("torch.")) or "float32"
-
-
-def precision_named(name: str) -> WeightPrecision | None:
-    """Return a precision by its name; None for another name."""
-    return next((precision for precision in PRECISIONS if precision == name), None)
+    name = str(file_dtype(config)).removeprefix("torch.")
+    return next((precision for precision in PRECISIONS if precision == name), "float32")
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
 
 
-def evaluation_data(
-    model: str, data: str | None, *, trust_remote_code: bool = False
-) -> EvalData | None:
+def evaluation_data(model: str, data: str | None) -> EvalData | None:
     """Return evaluation data: those at `data`, by default those of the run that made the model, if they are there."""
     options: dict[str, Any] = {}
     if data is None:
@@ -175,13 +171,7 @@ def evaluation_data(
         data = _run_options(model, ("val_data_path",)).get("val_data_path")
         if data is None or not Path(data).exists():
             return None
-    config = TrainConfig(
-        model_name=model,
-        data_path="-",
-        trust_remote_code=trust_remote_code,
-        **options,
-    )
-    return open_eval_data(config, data)
+    return open_eval_data(DataSection(data_path=data, **options), data)
 
 
 def student_texts(model: str, data: EvalData | None) -> Texts:
@@ -245,100 +235,90 @@ def _run_options(model: str, names: tuple[str, ...]) -> dict[str, Any]:
 # ---- writing and checking ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Export:
-    """One export on its way into a folder."""
+def _write(
+    export_format: ExportFormat, format_name: FormatName, job: ExportJob, folder: Path
+) -> None:
+    job.log(f"writing the {format_name} files in {job.precision}")
+    export_format.write(job, folder)
 
-    export_format: ExportFormat
-    format_name: FormatName
-    job: ExportJob
-    folder: Path
-    tolerance: float
 
-    def write(self) -> None:
-        self.job.log(f"writing the {self.format_name} files in {self.job.precision}")
-        self.export_format.write(self.job, self.folder)
+def _write_and_check(
+    export_format: ExportFormat,
+    format_name: FormatName,
+    job: ExportJob,
+    folder: Path,
+    tolerance: float,
+    data: EvalData | None,
+) -> Check:
+    """Write the export and return its comparison with the model. Raise UserError if it differs."""
+    embedder = job.embedder
+    description = embedder.description
+    has_texts = "text" in description.modalities
+    nothing = "nothing was written (--tolerance allows more)"
+    # The model's own vectors first: a format may change the attention function of the modules.
+    images: list[Image.Image] = []
+    if format_name == "onnx" and "image" in description.modalities:
+        images = images_to_compare(data)
+    image_ND = embedder.encode(images)
 
-    def write_and_check(self, data: EvalData | None) -> Check:
-        """Write the export and return its comparison with the model. Raise UserError if it differs."""
-        embedder = self.job.embedder
-        description = embedder.description
-        # The model's own vectors first: a format may change the attention function of the modules.
-        images: list[Image.Image] = []
-        if self.format_name == "onnx" and "image" in description.modalities:
-            images = images_to_compare(data)
-        image_ND = embedder.encode(images)
-        if "text" not in description.modalities:
-            self.write()
-            return self._with_images(NO_TEXTS, images, image_ND)
+    def encode(texts: list[str], kind: Kind) -> np.ndarray:
+        return embedder.encode(texts, kind)
 
-        def encode(texts: list[str], kind: Kind) -> np.ndarray:
-            return embedder.encode(texts, kind)
-
+    texts: Texts = []
+    scored = None
+    if has_texts:
         texts = texts_to_compare(data, description.max_length)
         scored = bounded(data)
         num_texts = len(texts)
         if scored is not None:
             num_texts += len(scored.queries) + len(scored.documents)
-        self.job.log(f"encoding {num_texts:,d} texts with the model")
+        job.log(f"encoding {num_texts:,d} texts with the model")
         model_ND = encode_all(encode, texts)
-        normalize = description.similarity == "cosine"
-        ndcg_model = ndcg(encode, scored, normalize=normalize) if scored else None
-
-        self.write()
-        reader = self.export_format.reader(self.folder)
-        self.job.log(f"encoding the same texts with the export in {reader.runtime}")
+    normalize = description.similarity == "cosine"
+    ndcg_model = ndcg(encode, scored, normalize=normalize) if scored else None
+    _write(export_format, format_name, job, folder)
+    check = NO_TEXTS
+    if has_texts:
+        reader = export_format.reader(folder)
+        job.log(f"encoding the same texts with the export in {reader.runtime}")
         export_ND = encode_all(reader.encode, texts)
-        check = compare(reader.runtime, model_ND, export_ND, texts, self.tolerance)
-        if self.format_name == "static":
-            check = self._with_correlation(check, model_ND, export_ND)
-        elif not check.passes:
+        check = compare(reader.runtime, model_ND, export_ND, texts, tolerance)
+        if format_name == "static":
+            # A student is another model: its similarities should follow the model's.
+            correlation = similarity_correlation(model_ND, export_ND)
+            check = replace(check, rank_correlation=correlation)
+        if not check.passes and format_name == "static":
+            advice = ""
+            if not job.texts:
+                advice = "; it had no texts to learn from: export a run, or give --data"
+            raise UserError(
+                f"the static student of {job.model} does not follow the model: Spearman correlation {correlation:.3f} "
+                f"of the similarities of {check.num_texts} texts, at least {1 - tolerance:.2g} is asked for{advice}; "
+                f"{nothing}"
+            )
+        if not check.passes:
             reason = difference(check, embedder, reader, model_ND, export_ND)
             raise UserError(
-                f"the {self.format_name} export of {self.job.model} differs from the model in {reason}; largest cosine "
-                f"distance {check.largest_distance:.2g} of {check.num_texts} texts, tolerance {self.tolerance:.2g}; "
-                "nothing was written (--tolerance allows more)"
+                f"the {format_name} export of {job.model} differs from the model in {reason}; largest cosine distance "
+                f"{check.largest_distance:.2g} of {check.num_texts} texts, tolerance {tolerance:.2g}; {nothing}"
             )
-        if images:
-            check = self._with_images(check, images, image_ND)
-        if scored is None:
-            return check
-        return replace(
-            check,
-            ndcg_model=ndcg_model,
-            ndcg_export=ndcg(reader.encode, scored, normalize=normalize),
-            evaluation=f"{len(scored.queries):,d} queries over {len(scored.documents):,d} documents",
-        )
-
-    def _with_correlation(
-        self, check: Check, model_ND: np.ndarray, export_ND: np.ndarray
-    ) -> Check:
-        """Add the correlation of a student, which is another model: its similarities should follow the model's."""
-        correlation = similarity_correlation(model_ND, export_ND)
-        check = replace(check, rank_correlation=correlation)
-        if check.passes:
-            return check
-        advice = ""
-        if not self.job.texts:
-            advice = "; it had no texts to learn from: export a run, or give --data"
-        raise UserError(
-            f"the static student of {self.job.model} does not follow the model: Spearman correlation {correlation:.3f} "
-            f"of the similarities of {check.num_texts} texts, at least {1 - self.tolerance:.2g} is asked for{advice}; "
-            "nothing was written (--tolerance allows more)"
-        )
-
-    def _with_images(
-        self, check: Check, images: list[Image.Image], model_ND: np.ndarray
-    ) -> Check:
-        """Add the comparison of images. Raise UserError if they differ."""
-        of_images = compare_images(self.folder, images, model_ND, self.tolerance)
+    if images or not has_texts:
+        of_images = compare_images(folder, images, image_ND, tolerance)
         if not of_images.passes:
             raise UserError(
-                f"the onnx export of {self.job.model} differs from the model in its images (image processor, pooling "
-                f"or weights); largest cosine distance {of_images.largest_distance:.2g} of {of_images.num_images} "
-                f"images, tolerance {self.tolerance:.2g}; nothing was written (--tolerance allows more)"
+                f"the onnx export of {job.model} differs from the model in its images (image processor, pooling or "
+                f"weights); largest cosine distance {of_images.largest_distance:.2g} of {of_images.num_images} images, "
+                f"tolerance {tolerance:.2g}; {nothing}"
             )
-        return replace(check, runtime=of_images.runtime, images=of_images)
+        check = replace(check, runtime=of_images.runtime, images=of_images)
+    if scored is None:
+        return check
+    return replace(
+        check,
+        ndcg_model=ndcg_model,
+        ndcg_export=ndcg(reader.encode, scored, normalize=normalize),
+        evaluation=f"{len(scored.queries):,d} queries over {len(scored.documents):,d} documents",
+    )
 
 
 def _describe(

@@ -31,11 +31,6 @@ _PREFIX = "base_model.model."
 """Prefix that peft's files put before the backbone's parameter names."""
 
 
-def wants_adapters(options: AdapterSection) -> bool:
-    """Return True if the run trains adapters instead of the weights."""
-    return options.use_lora or options.use_qlora
-
-
 def add_adapters(
     backbone: nn.Module, family: Family, options: AdapterSection, model: ModelSection
 ) -> None:

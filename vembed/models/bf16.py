@@ -11,7 +11,7 @@ parts of a model that are not listed here.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,9 +36,9 @@ class WeightCopies:
     """bfloat16 copies of a model's weights, each made on first use."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, int, int], Tensor] = {}
+        self.by_weight: dict[tuple[int, int, int], Tensor] = {}
         """By the weight, its memory and its version, which torch counts up with every change of it."""
-        self._holders = 0
+        self.num_holders = 0
         self.may_keep = True
         """False where weights are gathered for a layer alone: kept copies would be the whole model."""
 
@@ -46,28 +46,13 @@ class WeightCopies:
         """Return the copy of a weight."""
         # An id may be reused, `.data =` changes the memory alone, and an optimizer step the version alone.
         name = id(weight), weight.data_ptr(), weight._version
-        copy = self._copies.get(name)
+        copy = self.by_weight.get(name)
         if copy is None:
             copy = weight.detach().to(torch.bfloat16)
-            # Outside `holding` weights may change at any time, and old copies would pile up.
-            if self._holders and self.may_keep:
-                self._copies[name] = copy
+            # Outside `holding_copies` weights may change at any time, and old copies would pile up.
+            if self.num_holders and self.may_keep:
+                self.by_weight[name] = copy
         return copy
-
-    def keep(self) -> None:
-        """Keep the copies from now on."""
-        self._holders += 1
-
-    @contextmanager
-    def holding(self) -> Iterator[None]:
-        """Keep the copies inside the with-block, in which weights must not change."""
-        self._holders += 1
-        try:
-            yield
-        finally:
-            self._holders -= 1
-            if not self._holders:
-                self._copies.clear()
 
 
 class Bf16Linear(nn.Linear):
@@ -106,23 +91,19 @@ class _Linear(torch.autograd.Function):
         gradient = gradients[0].flatten(0, -2)  # [all tokens, out_features]
         # Each product is rounded to bfloat16 once. What adds up over micro-batches and ranks is float32.
         of_values, of_weight, of_bias, *_ = ctx.needs_input_grad
-        return (
-            torch.mm(gradient, weight).view_as(values) if of_values else None,
-            torch.mm(gradient.t(), values.flatten(0, -2)).float()
-            if of_weight
-            else None,
-            _column_sums(gradient).float() if of_bias else None,
-            None,
-            None,
-        )
-
-
-def _column_sums(values: Tensor) -> Tensor:
-    """Return the sums of the columns of a matrix, each accumulated in float32."""
-    if _is_on_gpu(values):
-        return values.sum(0)
-    # torch sums each few columns over all rows, from memory page to memory page. A product reads the rows in order.
-    return torch.mm(values.new_ones(1, len(values)), values)[0]
+        grads: list[Tensor | None] = [None] * 5
+        if of_values:
+            grads[0] = torch.mm(gradient, weight).view_as(values)
+        if of_weight:
+            grads[1] = torch.mm(gradient.t(), values.flatten(0, -2)).float()
+        if of_bias and _is_on_gpu(gradient):
+            grads[2] = gradient.sum(0).float()
+        elif of_bias:
+            # torch sums each few columns over all rows, from memory page to memory page. A product reads the rows in
+            # order. Both accumulate in float32.
+            ones = gradient.new_ones(1, len(gradient))
+            grads[2] = torch.mm(ones, gradient)[0].float()
+        return tuple(grads)
 
 
 def _is_on_gpu(values: Tensor) -> bool:
@@ -182,61 +163,54 @@ def use_bf16(backbone: nn.Module) -> int:
     copies = WeightCopies()
     count = 0
     for name, module in backbone.named_modules():
-        # The class is changed in place, so that parameters, names and hooks stay.
-        kind = _narrow_class(name, module)
-        if kind is None:
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dtype != torch.float32:
             continue
-        module.__class__ = kind
-        if kind is Bf16Linear:
+        # The class is changed in place, so that parameters, names and hooks stay. Of exactly these classes: a subclass
+        # may compute something else.
+        if type(module) is nn.Linear:
+            module.__class__ = Bf16Linear
+            assert isinstance(module, Bf16Linear)
             module.copies = copies
+        elif type(module) is nn.LayerNorm:
+            module.__class__ = Bf16LayerNorm
+        elif type(module) is nn.Embedding and name.endswith("embed_tokens"):
+            # Of a decoder, which hands it on from layer to layer.
+            module.__class__ = Bf16Embedding
+        elif type(module).__name__ in _RMS_NORMS:
+            module.__class__ = Bf16RMSNorm
+        else:
+            continue
         count += 1
     return count
 
 
-def _narrow_class(name: str, module: nn.Module) -> type[nn.Module] | None:
-    """Return the class with which a layer computes in bfloat16; None: it stays as it is."""
-    weight = module._parameters.get("weight")
-    if weight is None or weight.dtype != torch.float32:
-        return None
-    # Exactly this class: a subclass may compute something else.
-    if type(module) is nn.Linear:
-        return Bf16Linear
-    if type(module) is nn.LayerNorm:
-        return Bf16LayerNorm
-    if type(module) is nn.Embedding and name.rpartition(".")[2] == "embed_tokens":
-        return Bf16Embedding  # of a decoder, which hands it on from layer to layer
-    if type(module).__name__ in _RMS_NORMS:
-        return Bf16RMSNorm
-    return None
+def _copies_of(model: nn.Module) -> WeightCopies:
+    """Return the copies of a model's weights, which all layers of its backbone share; new ones for other models."""
+    for module in model.modules():
+        if isinstance(module, Bf16Linear):
+            return module.copies
+    return WeightCopies()
 
 
 def never_keep_copies(model: nn.Module) -> None:
     """Convert weights anew in each forward pass, for a model that will be sharded."""
-    for copies in _copies_of(model):
-        copies.may_keep = False
+    _copies_of(model).may_keep = False
 
 
 def keep_copies(model: nn.Module) -> None:
     """Keep the copies of a model's weights as long as the model. Weights that change get new ones."""
-    for copies in _copies_of(model):
-        copies.keep()
-
-
-def _copies_of(model: nn.Module) -> list[WeightCopies]:
-    # By identity: all layers of a backbone share one WeightCopies.
-    return list(
-        {
-            id(module.copies): module.copies
-            for module in model.modules()
-            if isinstance(module, Bf16Linear)
-        }.values()
-    )
+    _copies_of(model).num_holders += 1
 
 
 @contextmanager
 def holding_copies(model: nn.Module) -> Iterator[None]:
     """Convert each weight of a model once inside the with-block, in which weights must not change."""
-    with ExitStack() as stack:
-        for copies in _copies_of(model):
-            stack.enter_context(copies.holding())
+    copies = _copies_of(model)
+    copies.num_holders += 1
+    try:
         yield
+    finally:
+        copies.num_holders -= 1
+        if not copies.num_holders:
+            copies.by_weight.clear()

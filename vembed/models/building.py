@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
 from vembed.models import cpu_kernels, packing, precision, vision
-from vembed.models.adapters import merge_saved_adapter, wants_adapters
+from vembed.models.adapters import merge_saved_adapter
 from vembed.models.backbone_loading import load_backbone
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.families.backbones import (
@@ -149,7 +149,7 @@ def _load(
     reads_text = chosen.main_input_name != "pixel_values"
     # Trained weights are float32 masters. With adapters the backbone is frozen: no optimizer step needs masters of it.
     dtype: torch.dtype | None = torch.float32
-    if wants_adapters(adapters) or not keeps_masters:
+    if adapters.use_lora or not keeps_masters:
         dtype = precision.DTYPES.get(options.torch_dtype)
     half = precision.is_half(compute_dtype, dtype or file_dtype(config))
 
@@ -167,9 +167,7 @@ def _load(
         texts = "without padding" if padded is None else f"padded ({padded})"
         notes.append(f"texts: {texts}")
     if half and device.type == "cuda" and asked in ("auto", "sdpa"):
-        problem = packing.why_no_flash3(config.to_dict(), device)
-        if problem is None:
-            packing.use_flash3()
+        problem = packing.use_flash3(config.to_dict(), device)
         notes.append(
             f"FlashAttention 3: {'used' if problem is None else f'not used ({problem})'}"
         )
@@ -179,11 +177,17 @@ def _load(
         kernel = cpu_kernels.register(cpu_kernels.IMPLEMENTATION, cpu_kernels.attention)
 
     # ---- weights
+    built = language_class(config) if with_head else chosen
+    if built is None:
+        raise UserError(
+            f"Transformers has no language-model head for model_type {config.model_type!r}, by which loss: none would "
+            "train; give a loss, or language_modelling: false"
+        )
     is_own = isinstance(config, OwnConfig)
     backbone = load_backbone(
         folder,
         config,
-        _class_with_head(config) if with_head else chosen,
+        built,
         dtype=dtype,
         attn_implementation=None if is_own else kernel,
         quantization=(
@@ -203,9 +207,7 @@ def _load(
     reads_chats = description.traits.reads_chats
     if reads_chats and asked == "auto" and kernel != "flash_attention_2":
         tower = tower_module(backbone, description.traits, "vision")
-        by_image = vision.why_by_image(tower, device, half=half)
-        if by_image is None:
-            vision.pack_images(tower)
+        by_image = vision.pack_images(tower, device, half=half)
         images = "attention over all at once"
         if by_image is not None:
             images = f"one by one ({by_image})"
@@ -216,16 +218,6 @@ def _load(
     for note in notes if not meta else ():
         log.info("%s", note)
     return backbone
-
-
-def _class_with_head(config: PretrainedConfig) -> type[PreTrainedModel]:
-    head_class = language_class(config)
-    if head_class is None:
-        raise UserError(
-            f"Transformers has no language-model head for model_type {config.model_type!r}, by which loss: none would "
-            "train; give a loss, or language_modelling: false"
-        )
-    return head_class
 
 
 def _four_bit(

@@ -29,36 +29,28 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtype by the number of bytes of a number."""
 
 
-def keep_mask(shape: torch.Size, p: float, dtype: torch.dtype) -> Tensor:
-    """Return dropout's mask for numbers of `dtype`: integers of their size with all bits set where they are kept."""
-    # The negative of 1 has all bits set.
-    return _draws(shape.numel(), p).neg_().to(BITS[dtype.itemsize]).view(shape)
-
-
 def kept_ones(shape: torch.Size, p: float, dtype: torch.dtype) -> Tensor:
-    """Return what `keep_mask` would draw, with the integer 1 where numbers are kept."""
-    return _draws(shape.numel(), p).to(BITS[dtype.itemsize]).view(shape)
+    """Return dropout's draws for numbers of `dtype`: integers of their size, 1 with probability 1 - p, else 0.
 
-
-def _draws(count: int, p: float) -> Tensor:
-    """Return 16-bit integers: 1 with probability 1 - p, else 0. `p` is rounded to a multiple of 2^-16."""
-    seed = (
-        torch.empty(1, dtype=torch.int64).random_().numpy()
-    )  # as an array: no value is read from a device
-    draws = np.random.SFC64(seed).random_raw((count + 3) // 4).view(np.int16)
+    `p` is rounded to a multiple of 2^-16.
+    """
+    # As an array: no value is read from a device.
+    seed = torch.empty(1, dtype=torch.int64).random_().numpy()
+    count = shape.numel()
+    numbers = np.random.SFC64(seed).random_raw((count + 3) // 4)
+    draws = torch.from_numpy(numbers.view(np.int16))[:count]
     # Signed 16-bit draws are uniform on [-32768, 32767], so the threshold for "keep" is shifted by DRAW_LEVELS / 2.
-    return torch.from_numpy(draws)[:count].lt_(
-        round((1.0 - p) * DRAW_LEVELS) - DRAW_LEVELS // 2
-    )
+    draws.lt_(round((1.0 - p) * DRAW_LEVELS) - DRAW_LEVELS // 2)
+    return draws.to(BITS[dtype.itemsize]).view(shape)
 
 
 def scale_of(p: float) -> float:
-    """Return the factor for kept elements: 1 / (1 - p), with p rounded as in `keep_mask`."""
+    """Return the factor for kept elements: 1 / (1 - p), with p rounded as in `kept_ones`."""
     return DRAW_LEVELS / round((1.0 - p) * DRAW_LEVELS)
 
 
 def masked_(values: Tensor, mask: Tensor) -> Tensor:
-    """Set `values` to 0 where `mask`, of `keep_mask`, is 0."""
+    """Set `values` to 0 where `mask` is 0. Elsewhere all bits of the mask are set."""
     values.view(mask.dtype).bitwise_and_(mask)
     return values
 
@@ -79,7 +71,8 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, p: float) -> Tensor:
-        mask = keep_mask(values.shape, p, values.dtype)
+        # The negative of 1 has all bits set.
+        mask = kept_ones(values.shape, p, values.dtype).neg_()
         ctx.save_for_backward(mask)
         ctx.scale = scale_of(p)
         return masked_(values * ctx.scale, mask)
@@ -130,7 +123,7 @@ def attend_backward(
     """Return the gradients of query, key and value from that of the output. `signed`: probabilities from `attend`."""
     gradient = gradient * scale_of(p)
     integers = signed.view(BITS[signed.dtype.itemsize])
-    # An arithmetic shift fills a number with its sign: the mask of `keep_mask` again.
+    # An arithmetic shift fills a number with its sign: all bits where it is kept.
     kept = integers >> (8 * signed.dtype.itemsize - 1)
     probabilities = (integers & torch.iinfo(integers.dtype).max).view(signed.dtype)
     # Chain rule in reverse order: d(dropped probabilities), d(probabilities), d(scores), then query and key.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vembed.config.schema import AdapterSection, ModelSection, ObjectiveSection
 from vembed.errors import UserError
 from vembed.models import cpu_kernels, packing, precision
-from vembed.models.adapters import add_adapters, wants_adapters
+from vembed.models.adapters import add_adapters
 from vembed.models.bf16 import use_bf16
 from vembed.models.building import (
     build_backbone,
@@ -304,7 +304,7 @@ def build_model(
     device = torch.device(device)
     computes_on = computes_on or device
     adapters = adapters or AdapterSection()
-    has_adapters = wants_adapters(adapters)
+    has_adapters = adapters.use_lora
     keeps_masters = not for_use and options.torch_dtype != "pure_bfloat16"
     with torch.random.fork_rng(devices=[]):
         # New weights depend on the seed only, not on earlier draws.
@@ -335,7 +335,7 @@ def build_model(
         if has_adapters:
             add_adapters(backbone, description.traits, adapters, options)
             keep_trainable_layout(backbone)
-        if options.quantize_weights is not None:
+        if adapters.quantize_weights == "int8":
             round_weights(backbone)
         pooling = build_pooling(description)
         head = build_head(description)

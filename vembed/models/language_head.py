@@ -7,8 +7,8 @@ Transformers has it: it stands in its class, in which the base model is replaced
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,6 @@ class LanguageHead(nn.Module):
         `from_scratch`: the weights are new."""
         super().__init__()
         prefix = f"{whole.base_model_prefix}."
-        self.kind = type(whole)
         self.is_causal = is_decoder_only(whole.config)
         self.name = NEXT_TOKEN if self.is_causal else MASKED_TOKEN
         # A tied weight is one parameter under two names: it stays where its first name is, and is lent in the forward.
@@ -102,11 +101,6 @@ class LanguageHead(nn.Module):
         for target in self.tied:
             holder, name = _holder(whole, target)
             holder._parameters[name] = None
-        self.in_base = {
-            source.removeprefix(prefix)
-            for source in self.tied.values()
-            if source.startswith(prefix)
-        }
         self.prefix = prefix
         tokenizer = load_tokenizer(description)
         self.mask_token = tokenizer.mask_token_id
@@ -123,7 +117,7 @@ class LanguageHead(nn.Module):
         log.info(
             "language model: %s of %s, %s",
             self.name,
-            self.kind.__name__,
+            type(whole).__name__,
             "whose head is new" if self.is_new else "with the head of its files",
         )
 
@@ -161,67 +155,59 @@ class LanguageHead(nn.Module):
         """
         asked = targets != IGNORED_TARGET
         counts = asked.sum(1)
-        if not bool(
-            asked.any()
-        ):  # a dummy: its backward must reach the same parameters as that of the other ranks
-            asked = torch.zeros_like(asked).index_fill_(
-                1, torch.tensor(0, device=asked.device), True
-            )
+        if not bool(asked.any()):
+            # A dummy: its backward must reach the same parameters as that of the other ranks.
+            asked = torch.zeros_like(asked)
+            asked[:, 0] = True
         rows = asked.nonzero()[:, 0]
-        chosen = states[asked]
-        wanted = targets[asked]
-        # Recomputed in the backward pass, so that the logits of TOKENS_AT_ONCE tokens are held at once and not those of all.
-        entropies = [
-            checkpoint(self._entropy, chunk, ids, base, use_reentrant=False)
-            if torch.is_grad_enabled()
-            else self._entropy(chunk, ids, base)
-            for chunk, ids in zip(
-                torch.split(chosen, TOKENS_AT_ONCE),
-                torch.split(wanted, TOKENS_AT_ONCE),
-                strict=True,
-            )
-        ]
-        entropy = torch.cat(entropies)
-        sums = entropy.new_zeros(len(states)).index_add(0, rows, entropy)
+        entropies = []
+        for chunk, wanted in zip(
+            torch.split(states[asked], TOKENS_AT_ONCE),
+            torch.split(targets[asked], TOKENS_AT_ONCE),
+            strict=True,
+        ):
+            # Recomputed in the backward pass, so that the logits of all tokens are never held at once.
+            recomputed = partial(checkpoint, self._entropy, use_reentrant=False)
+            entropy = recomputed if torch.is_grad_enabled() else self._entropy
+            entropies.append(entropy(chunk, wanted, base))
+        of_tokens = torch.cat(entropies)
+        sums = of_tokens.new_zeros(len(states)).index_add(0, rows, of_tokens)
         return torch.stack([sums, counts.to(sums.dtype)])
 
     def _entropy(self, states: Tensor, wanted: Tensor, base: nn.Module) -> Tensor:
         """Return the cross-entropy of each of [m, dim] states; 0 where nothing is asked."""
-        with self._lent(base):
-            stand_in: Any = getattr(self.whole, self.prefix[:-1])
-            stand_in.states = states[None]
+        stand_in: Any = getattr(self.whole, self.prefix[:-1])
+        stand_in.states = states[None]
+        lent = []
+        try:
+            # Tied weights are put where the head's code looks for them.
+            for target, source in self.tied.items():
+                origin, origin_name = self._origin(source, base)
+                holder, name = _holder(self.whole, target)
+                holder._parameters[name] = origin._parameters[origin_name]
+                lent.append((holder, name))
             logits = self.whole(input_ids=wanted[None].clamp(min=0)).logits[0]
+        finally:
+            for holder, name in lent:
+                holder._parameters[name] = None
             stand_in.states = None
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return functional.cross_entropy(
             logits, wanted, ignore_index=IGNORED_TARGET, reduction="none"
         )
 
-    @contextmanager
-    def _lent(self, base: nn.Module) -> Iterator[None]:
-        """Put the tied weights where the head's code looks for them."""
-        holders = []
-        for target, source in self.tied.items():
-            inside = source.startswith(self.prefix)
-            holder, name = (
-                _holder(base, source.removeprefix(self.prefix))
-                if inside
-                else _holder(self.whole, source)
-            )
-            holders.append((*_holder(self.whole, target), holder._parameters[name]))
-        for holder, name, weight in holders:
-            holder._parameters[name] = weight
-        try:
-            yield
-        finally:
-            for holder, name, _ in holders:
-                holder._parameters[name] = None
+    def _origin(self, source: str, base: nn.Module) -> tuple[nn.Module, str]:
+        """Return the module that holds a tied weight, and the weight's name there."""
+        if source.startswith(self.prefix):
+            return _holder(base, source.removeprefix(self.prefix))
+        return _holder(self.whole, source)
 
     def lends(self, module: nn.Module, base: nn.Module) -> bool:
         """Return True if a module of the base model holds a weight that the head uses too. Sharded, it must stay
         gathered while the head runs."""
         inner = set(map(id, module.modules()))
-        return any(id(_holder(base, name)[0]) in inner for name in self.in_base)
+        sources = self.tied.values()
+        return any(id(self._origin(source, base)[0]) in inner for source in sources)
 
 
 class GivenStates(nn.Module):

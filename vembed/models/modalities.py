@@ -6,7 +6,6 @@ trained.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -228,11 +227,6 @@ def project(
     return projected
 
 
-def takes_image_features(backbone: Backbone) -> bool:
-    """Return True if a vision-language model accepts precomputed image features (older Transformers do not)."""
-    return "mm_encoder_outputs" in inspect.signature(backbone.forward).parameters
-
-
 def image_features(backbone: Backbone, inputs: Inputs) -> Tensor:
     """Return [1 + m, tokens, width]: the image tower's output for all images, then the outputs of m inner layers.
 
@@ -242,13 +236,6 @@ def image_features(backbone: Backbone, inputs: Inputs) -> Tensor:
     inner_outputs = vars(output).get("deepstack_features") or []
     return torch.stack(
         [torch.cat(list(images)) for images in (output.pooler_output, *inner_outputs)]
-    )
-
-
-def num_image_features(backbone: Backbone) -> int:
-    """Return the number of vectors per token in `image_features`."""
-    return 1 + len(
-        backbone.config.vision_config.to_dict().get("deepstack_visual_indexes") or ()
     )
 
 

@@ -254,18 +254,12 @@ def _by_kernel(
     left = -1 if window is None else window - 1
     sides = (left, 0 if causal else left)
     starts = packed.starts
-    longest = packed.longest
     if is_flash_attn_2_available() and not uses_flash3():
         from flash_attn import flash_attn_varlen_func
 
+        row = (query, key, value, starts, starts, packed.longest, packed.longest)
         attended: Tensor = flash_attn_varlen_func(
-            query,
-            key,
-            value,
-            starts,
-            starts,
-            longest,
-            longest,
+            *row,
             dropout_p=dropout,
             softmax_scale=scaling,
             causal=causal,
@@ -274,13 +268,13 @@ def _by_kernel(
         return attended
     # Fewer heads of keys than of queries: torch's newer kernel takes them as they are, otherwise keys are repeated.
     grouped: dict[str, Any] = {}
-    if query.shape[1] > key.shape[1]:
-        if dropout == 0.0 and "enable_gqa" in _varlen_arguments():
-            grouped["enable_gqa"] = True
-        else:
-            times = query.shape[1] // key.shape[1]
-            key = key.repeat_interleave(times, dim=1)
-            value = value.repeat_interleave(times, dim=1)
+    times = query.shape[1] // key.shape[1]
+    if times > 1 and dropout == 0.0 and "enable_gqa" in _varlen_arguments():
+        grouped["enable_gqa"] = True
+    elif times > 1:
+        key = key.repeat_interleave(times, dim=1)
+        value = value.repeat_interleave(times, dim=1)
+    row = (query, key, value, starts, starts, packed.longest, packed.longest)
     if dropout > 0.0:
         # varlen_attn has no dropout, but the operator behind it has. Its derivative draws the same mask again, from
         # the random state that it returns. Here -1 is not "unlimited": a window that is not set is left out.
@@ -288,34 +282,12 @@ def _by_kernel(
         if window is not None:
             limits = {"window_size_left": sides[0], "window_size_right": sides[1]}
         dropped: Tensor = _flash_forward()(
-            query,
-            key,
-            value,
-            starts,
-            starts,
-            longest,
-            longest,
-            dropout,
-            causal,
-            False,
-            scale=scaling,
-            **limits,
+            *row, dropout, causal, False, scale=scaling, **limits
         )[0]
         return dropped
     from torch.nn.attention.varlen import varlen_attn
 
-    output = varlen_attn(
-        query,
-        key,
-        value,
-        starts,
-        starts,
-        longest,
-        longest,
-        scale=scaling,
-        window_size=sides,
-        **grouped,
-    )
+    output = varlen_attn(*row, scale=scaling, window_size=sides, **grouped)
     assert isinstance(output, Tensor)
     return output
 
@@ -473,8 +445,11 @@ _DROPOUTS = (
 )
 
 
-def why_no_flash3(config: Mapping[str, Any], device: torch.device) -> str | None:
-    """Return the reason for other kernels; None: FlashAttention 3 can be used. `config`: of the model."""
+def use_flash3(config: Mapping[str, Any], device: torch.device) -> str | None:
+    """Let torch compute flash attention by FlashAttention 3 in this process from now on, or return the reason why not.
+
+    `config`: of the model.
+    """
     if (
         device.type != "cuda"
         or torch.cuda.get_device_capability(device) != HOPPER_CAPABILITY
@@ -487,13 +462,9 @@ def why_no_flash3(config: Mapping[str, Any], device: torch.device) -> str | None
     if _has_attention_dropout(config):
         # It takes the place of torch's kernel for all calls, and refuses those with dropout.
         return "it has no attention dropout, and the model has"
-    return None
-
-
-def use_flash3() -> None:
-    """Let torch compute flash attention by FlashAttention 3, in this process from now on."""
-    if torch.nn.attention.current_flash_attention_impl() != "FA3":
+    if not uses_flash3():
         torch.nn.attention.activate_flash_attention_impl("FA3")
+    return None
 
 
 def uses_flash3() -> bool:

@@ -105,21 +105,19 @@ IMPLEMENTATION = "vembed_packed_flash_images"
 lengths."""
 
 
-def why_by_image(tower: Any, device: torch.device, *, half: bool) -> str | None:
-    """Return the reason for attention image by image; None: all images at once."""
-    if device.type == "cpu":
-        return None
-    if not half:
-        return "flash attention does not support float32"
-    values = tower.config.to_dict()
-    width = int(values.get("embed_dim") or values["hidden_size"])
-    return packing.why_no_kernel(width // int(values["num_heads"]), device)
-
-
-def pack_images(tower: Any) -> None:
-    """Let an image tower compute attention over all images at once."""
+def pack_images(tower: Any, device: torch.device, *, half: bool) -> str | None:
+    """Let an image tower compute attention over all images at once, or return the reason for doing it image by image."""
+    if device.type != "cpu":
+        if not half:
+            return "flash attention does not support float32"
+        values = tower.config.to_dict()
+        width = int(values.get("embed_dim") or values["hidden_size"])
+        problem = packing.why_no_kernel(width // int(values["num_heads"]), device)
+        if problem is not None:
+            return problem
     cpu_kernels.register(IMPLEMENTATION, packing.attention)
     tower.config._attn_implementation = IMPLEMENTATION
+    return None
 
 
 def tower_output(backbone: Any, inputs: Mapping[str, Tensor]) -> Any:

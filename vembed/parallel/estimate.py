@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from vembed.config.schema import ModelSection, OptimizerSection, TrainConfig
-from vembed.models.adapters import wants_adapters
 from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import layers_of, linear_names_inside_layers
 from vembed.models.families.decisions import describe
@@ -100,9 +99,7 @@ def measure(config: TrainConfig) -> ModelSize:
             config.model, config.matryoshka, use_qlora=config.adapters.use_qlora
         )
         # 4-bit layers cannot be built empty: they are counted as what they replace, and their bytes below.
-        adapters = config.adapters.model_copy(
-            update={"use_qlora": False, "use_lora": wants_adapters(config.adapters)}
-        )
+        adapters = config.adapters.model_copy(update={"quantize_weights": None})
         model = build_model(
             description, config.model, adapters, objective=config.objective, meta=True
         )

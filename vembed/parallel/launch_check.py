@@ -301,6 +301,8 @@ def sources_digest(folder: Path) -> str:
 
 def require_equal(name: str, value: Any, advice: str) -> None:
     """Raise the same UserError on every rank unless all have the same value. Collective."""
+    if collectives.world_size() == 1:
+        return
     gathered = collectives.gather_objects_as_json([value, _host(None)])
     facts = {
         rank: ({name: rank_value}, host)

@@ -6,8 +6,10 @@ import ctypes
 import gc
 import logging
 import platform
+import re
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,14 @@ GIB = 2**30
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 """Parameters of mallopt(3)."""
+
+AMOUNTS = {
+    "allocated_gb": "Allocated",
+    "reserved_gb": "Reserved",
+    "rss_gb": "RSS",
+    "peak_gb": "Peak",
+}
+"""Keys of a snapshot, and their names in the log."""
 
 log = logging.getLogger("vembed")
 
@@ -44,9 +54,8 @@ def fsdp_empty_cache() -> None:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     elif platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(
-            0
-        )  # what `keep_freed_memory` holds for the next step
+        # What `keep_freed_memory` holds for the next step.
+        ctypes.CDLL(None).malloc_trim(0)
     reset_peak_memory()
     collectives.barrier()
 
@@ -69,17 +78,29 @@ def fsdp_print_memory_usage(prefix: str = "") -> list[str]:
 
 def memory_lines() -> list[str]:
     """Return the lines with the memory of each rank and the sum, on every rank. Collective."""
-    ranks = collectives.gather_objects_as_json(memory_snapshot(current_device()))
-    total = {
-        key: sum(memory[key] for memory in ranks)
-        for key in ranks[0]
-        if key.endswith("_gb")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    by_rank = collectives.gather_objects_as_json(memory_snapshot(device))
+    lines: dict[str, dict[str, Any]] = {}
+    for rank, memory in enumerate(by_rank):
+        kind, _, number = memory["device"].partition(":")
+        name = f"GPU {number or 0}" if kind == "cuda" else "CPU"
+        lines[f"Rank {rank}, {name}"] = memory
+    lines[f"Total across {len(by_rank)} processes"] = {
+        key: sum(memory[key] for memory in by_rank)
+        for key in AMOUNTS
+        if key in by_rank[0]
     }
-    lines = [
-        f"Rank {rank}, {_rank_info(memory)}: {_amounts(memory)}"
-        for rank, memory in enumerate(ranks)
-    ]
-    return [*lines, f"Total across {len(ranks)} processes: {_amounts(total)}"]
+    texts = []
+    for lead, memory in lines.items():
+        amounts = [
+            f"{name}: {memory[key]:.2f}GB"
+            for key, name in AMOUNTS.items()
+            if key in memory
+        ]
+        texts.append(f"{lead}: {', '.join(amounts)}")
+    return texts
 
 
 def memory_snapshot(device: torch.device) -> dict[str, Any]:
@@ -92,10 +113,17 @@ def memory_snapshot(device: torch.device) -> dict[str, Any]:
             "peak_gb": round(torch.cuda.max_memory_allocated(device) / GIB, 4),
         }
     resident = psutil.Process().memory_info().rss
+    # getrusage gives kilobytes, on macOS bytes. Linux has a peak that can be reset, too.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak *= 1 if sys.platform == "darwin" else 1024
+    status = Path("/proc/self/status")
+    if status.exists():
+        match = re.search(r"VmHWM:\s+(\d+)", status.read_text())
+        peak = int(match[1]) * 1024 if match else peak
     return {
         "device": "cpu",
         "rss_gb": round(resident / GIB, 4),
-        "peak_gb": round(max(_peak_resident_bytes(), resident) / GIB, 4),
+        "peak_gb": round(max(peak, resident) / GIB, 4),
     }
 
 
@@ -105,47 +133,9 @@ def reset_peak_memory() -> None:
         torch.cuda.reset_peak_memory_stats()
     switch = Path("/proc/self/clear_refs")
     if switch.exists():
-        try:
-            # Linux: 5 resets VmHWM, the peak of resident memory.
+        # Linux: 5 resets VmHWM, the peak of resident memory. Not all containers may.
+        with suppress(OSError):
             switch.write_text("5")
-        except OSError as error:
-            log.debug("the peak of resident memory cannot be reset here: %s", error)
-
-
-def current_device() -> torch.device:
-    """Return the GPU that this process uses, or the CPU."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-
-
-def _peak_resident_bytes() -> int:
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _rank_info(memory: dict[str, Any]) -> str:
-    name: str = memory["device"]
-    return f"GPU {name.partition(':')[2] or 0}" if name.startswith("cuda") else "CPU"
-
-
-def _amounts(memory: dict[str, Any]) -> str:
-    names = {
-        "allocated_gb": "Allocated",
-        "reserved_gb": "Reserved",
-        "rss_gb": "RSS",
-        "peak_gb": "Peak",
-    }
-    return ", ".join(
-        f"{name}: {memory[key]:.2f}GB" for key, name in names.items() if key in memory
-    )
 
 
 def keep_freed_memory() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ activations, gathered embeddings and the data."""
 BF16_HIDDEN = 256
 """Hidden size from which `mixed_precision: auto` takes bfloat16 on CPUs that have instructions for it. In smaller
 models other things than matrix products take the time."""
+NO_BF16_ON_CPU = (False, "the CPU computes in the dtype of the weights")
+"""Whether bfloat16 pays on a CPU, and why."""
 POINTLESS_SHARE = 0.2
 """Below this share FSDP that was asked for gets a remark."""
 WHOLE_GRADIENTS_SHARE = 0.2
@@ -67,9 +69,8 @@ class Placement:
     """The instructions for bfloat16 that the CPUs of all processes have."""
     size: ModelSize | None = None
     """Sizes of the model, where a decision has asked for them."""
-    advice: str | None = None
     notes: tuple[str, ...] = ()
-    """Lines for the log: options without effect on these processes."""
+    """Lines for the log: options without effect on these processes, and advice."""
 
     @property
     def decisions(self) -> dict[str, Decision[Any]]:
@@ -326,6 +327,30 @@ def place(
     CPUs of all processes. `resumed`: the precision of the run that is resumed."""
     strategy, size, advice = _choose_strategy(run, ranks, memory, measured)
     fsdp = run.fsdp if strategy.value == "fsdp" else None
+    model = run.config.model
+    bf16_pays = NO_BF16_ON_CPU
+    if device.type == "cpu":
+        # No bfloat16 copies of weights under these (see `copies_weights`).
+        prevented_by = {
+            "FSDP": fsdp is not None,
+            "torch_compile": model.torch_compile is True,
+            "use_qlora": run.config.adapters.use_qlora,
+        }
+        names = [name for name, is_on in prevented_by.items() if is_on]
+        bf16_pays = _bf16_on_cpu(model, instructions, prevented_by=names)
+    asked_precision = run.asked_precision(sharded=fsdp is not None)
+    compiles = False
+    origin = DEFAULT
+    why_compiled = "auto: on CPUs only if asked for"
+    if model.torch_compile != "auto":
+        compiles = model.torch_compile
+        why_compiled = "torch_compile"
+        origin = run.origins.get("torch_compile", DEFAULT)
+    elif device.type == "cuda":
+        why_compiled = (
+            f"auto: on in runs of more than about {COMPILED_MINUTES:g} minutes, once the data are "
+            "read"
+        )
     placement = Placement(
         run=run,
         ranks=ranks,
@@ -333,43 +358,16 @@ def place(
         memory=memory,
         strategy=strategy,
         fsdp=fsdp,
-        precision=choose_precision(
-            run.asked_precision(sharded=fsdp is not None),
-            device,
-            gpu,
-            bf16_on_cpu=lambda: _bf16_on_cpu(
-                run.config.model,
-                instructions,
-                sharded=fsdp is not None,
-                use_qlora=run.config.adapters.use_qlora,
-            ),
-            resumed=resumed,
-        ),
+        precision=choose_precision(asked_precision, device, gpu, bf16_pays, resumed),
         recomputation=run.recomputation,
-        compilation=_compilation(run, device),
+        compilation=Decision(compiles, why_compiled, origin),
         rows=_rows(run, ranks),
         instructions=instructions,
         size=size,
-        advice=advice,
-        notes=tuple(_without_effect(run, ranks, strategy)),
+        notes=(*_without_effect(run, ranks, strategy), *advice),
     )
     # Last: it asks the placement itself how many tokens fit.
     return replace(placement, recomputation=_recomputation(placement))
-
-
-def _compilation(run: ResolvedRun, device: torch.device) -> Decision[bool]:
-    """Return whether layers are compiled, as far as it is known without the data."""
-    asked = run.config.model.torch_compile
-    if asked != "auto":
-        return Decision(
-            asked, "torch_compile", run.origins.get("torch_compile", DEFAULT)
-        )
-    if device.type != "cuda":
-        return Decision(False, "auto: on CPUs only if asked for")
-    return Decision(
-        False,
-        f"auto: on in runs of more than about {COMPILED_MINUTES:g} minutes, once the data are read",
-    )
 
 
 def _recomputation(placement: Placement) -> Decision[bool]:
@@ -379,26 +377,19 @@ def _recomputation(placement: Placement) -> Decision[bool]:
     """
     run = placement.run
     size = placement.size
-    cache = run.config.batch.use_gradient_cache is not False
-    if (
-        run.recomputation.source != "default"
-        or not run.recomputation.value
-        or size is None
-        or not cache
-    ):
-        return run.recomputation
-    if (
-        placement.device.type != "cuda"
-    ):  # where micro-batches are not chosen by what fits
-        return run.recomputation
+    asked = run.recomputation
+    is_asked = asked.source != "default" or not asked.value
+    has_cache = run.config.batch.use_gradient_cache is not False
+    # On CPUs micro-batches are not chosen by what fits.
+    on_gpu = placement.device.type == "cuda"
+    if is_asked or size is None or not has_cache or not on_gpu:
+        return asked
     demand = placement.demand(size, recomputes=False)
-    wanted = max(estimate.SMALL_MICRO_BATCH_TOKENS, size.max_length)
-    _, fitting = estimate.tokens_that_fit(
-        estimate.CUDA_MEMORY_SHARE * placement.memory, demand, 0
-    )
-    if fitting < 2 * wanted:
+    limit = estimate.CUDA_MEMORY_SHARE * placement.memory
+    _, fitting = estimate.tokens_that_fit(limit, demand, 0)
+    if fitting < 2 * max(estimate.SMALL_MICRO_BATCH_TOKENS, size.max_length):
         few = f"without it only {fitting:,d} tokens fit at once"
-        return replace(run.recomputation, reason=f"{run.recomputation.reason}; {few}")
+        return replace(asked, reason=f"{asked.reason}; {few}")
     fits = f"micro-batches of {fitting // 2:,d} tokens fit without it"
     return Decision(
         False, f"default: {fits}, and Gradient Cache bounds the graphs of a batch"
@@ -416,25 +407,20 @@ def choose_precision(
     asked: Decision[AskedPrecision],
     device: torch.device,
     gpu: Gpu | None = None,
-    bf16_on_cpu: Callable[[], tuple[bool, str]] = lambda: (
-        False,
-        "the CPU computes in the dtype of the weights",
-    ),
+    bf16_on_cpu: tuple[bool, str] = NO_BF16_ON_CPU,
     resumed: Precision | None = None,
 ) -> Decision[Precision]:
     """Return the precision of the arithmetic: what was asked for, or what the device allows. `bf16_on_cpu`: whether
     bfloat16 pays on the CPU, and why. `resumed`: the precision of the run that is resumed, which `auto` keeps where it
     can."""
+    has_bf16 = True
+    name = "the CPU"
     if gpu is not None:
         has_bf16 = gpu.has_bf16
         name = gpu.name
-    else:
-        has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(
-            including_emulation=False
-        )
-        name = (
-            torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-        )
+    elif device.type == "cuda":
+        has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        name = torch.cuda.get_device_name(device)
     # What was asked for is refused where the device lacks it. Only `auto` chooses.
     if asked.value == "fp16" and device.type == "cpu":
         raise UserError(
@@ -446,7 +432,7 @@ def choose_precision(
         return Decision(asked.value, asked.reason, asked.source)
     chosen: Decision[Precision]
     if device.type == "cpu":
-        pays, reason = bf16_on_cpu()
+        pays, reason = bf16_on_cpu
         chosen = Decision("bf16" if pays else "no", f"auto: {reason}")
     elif has_bf16:
         chosen = Decision("bf16", f"auto: {name} computes in bfloat16")
@@ -477,37 +463,27 @@ def precision_of_use(
     if device.type != "cpu":
         return Decision("no", f"auto: {device} computes in the dtype of the weights")
     options = ModelSection(model_name=model, trust_remote_code=trust_remote_code)
-    pays, reason = _bf16_on_cpu(options, instructions, sharded=False)
+    pays, reason = _bf16_on_cpu(options, instructions)
     return Decision("bf16" if pays else "no", f"auto: {reason}")
 
 
 def _bf16_on_cpu(
-    options: ModelSection,
-    instructions: str | None,
-    *,
-    sharded: bool,
-    use_qlora: bool = False,
+    options: ModelSection, instructions: str | None, prevented_by: Sequence[str] = ()
 ) -> tuple[bool, str]:
     """Return whether bfloat16 pays on CPUs with these instructions for it, and why."""
     if instructions is None:
-        return False, "the CPU computes in the dtype of the weights"
-    # No bfloat16 copies of weights under these (see `copies_weights`).
-    kept = {
-        "FSDP": sharded,
-        "torch_compile": options.torch_compile is True,
-        "use_qlora": use_qlora,
-    }
-    if named := [name for name, is_on in kept.items() if is_on]:
+        return NO_BF16_ON_CPU
+    unchanged = NO_BF16_ON_CPU[1]
+    if prevented_by:
         return (
             False,
-            f"the CPU computes in the dtype of the weights ({named[0]}; mixed_precision: bf16 would change it)",
+            f"{unchanged} ({prevented_by[0]}; mixed_precision: bf16 would change it)",
         )
     try:
         hidden = estimate.hidden_size(options)
-    except (
-        UserError
-    ):  # raised again where the model is loaded; a session can do without one
-        return False, "the CPU computes in the dtype of the weights"
+    except UserError:
+        # Raised again where the model is loaded. A session can do without one.
+        return NO_BF16_ON_CPU
     if hidden < BF16_HIDDEN:
         return (
             False,
@@ -521,41 +497,40 @@ def _bf16_on_cpu(
 
 def _choose_strategy(
     run: ResolvedRun, ranks: RankInfo, memory: int, measured: Callable[..., ModelSize]
-) -> tuple[Decision[Strategy], ModelSize | None, str | None]:
+) -> tuple[Decision[Strategy], ModelSize | None, list[str]]:
+    """Return the strategy, the model's sizes where they were asked for, and advice."""
     asked = run.strategy
     if ranks.world_size == 1:
         if asked.value == "fsdp":
             reason = "FSDP needs at least two processes; training unsharded"
-            return Decision("single", reason, asked.source), None, None
-        return Decision("single", "one process"), None, None
+            return Decision("single", reason, asked.source), None, []
+        return Decision("single", "one process"), None, []
     if asked.value == "single":
         raise UserError(
             f"strategy: single, but {ranks.world_size} processes were started: start one, or use strategy: ddp."
         )
     if asked.value == "ddp":
-        return Decision("ddp", asked.reason, asked.source), None, None
+        return Decision("ddp", asked.reason, asked.source), None, []
     # Only from here on does the size matter: the model's shapes have to be read for it.
     size = measured(run.config)
-    states = (
-        size.weight_bytes
-        + size.gradient_bytes
-        + estimate.optimizer_bytes(run.config.optimizer, run.config.model, size)
-    )
+    config = run.config
+    optimizer = estimate.optimizer_bytes(config.optimizer, config.model, size)
+    states = size.weight_bytes + size.gradient_bytes + optimizer
     share = states / memory
     need = (
         f"{size.total:,d} parameters need {states / GIB:.2f}GB for weights, gradients and optimizer, {share:.0%} of "
         f"the {memory / GIB:.1f}GB of a process"
     )
     if asked.value == "fsdp":
-        advice = (
-            f"FSDP is not needed here: {need}; strategy: ddp would be faster"
-            if share < POINTLESS_SHARE
-            else None
-        )
+        advice = []
+        if share < POINTLESS_SHARE:
+            advice.append(
+                f"FSDP is not needed here: {need}; strategy: ddp would be faster"
+            )
         return Decision("fsdp", asked.reason, asked.source), size, advice
     if share > FITS_SHARE:
-        return Decision("fsdp", f"auto: {need}, more than {FITS_SHARE:.0%}"), size, None
-    return Decision("ddp", f"auto: {need}, so each process can hold a copy"), size, None
+        return Decision("fsdp", f"auto: {need}, more than {FITS_SHARE:.0%}"), size, []
+    return Decision("ddp", f"auto: {need}, so each process can hold a copy"), size, []
 
 
 def _rows(run: ResolvedRun, ranks: RankInfo) -> int:

@@ -94,36 +94,24 @@ class Session:
         self.all_reduces_once = False
         """HYBRID_SHARD where gradients are reduced after every micro-batch: inside each machine only, and between the
         machines once per step."""
+        self.is_main = self.rank == 0
+        """True on rank 0, which writes files and the console log."""
+        uses_qlora = self.config.adapters.use_qlora
+        is_built_on_device = self.fsdp is None or uses_qlora
+        self.model_device = self.device if is_built_on_device else torch.device("cpu")
+        """Device on which the model is built. A model for FSDP is built in host memory and then sharded."""
+        self._one_reads = (
+            self.fsdp is not None
+            and self.fsdp.ram_efficient_loading
+            # A shard of 4-bit weights would lack their quantisation tables.
+            and not uses_qlora
+            # FSDP1 broadcasts weights on GPUs only.
+            and (self.fsdp.version == 2 or self.device.type == "cuda")
+        )
+        self.builds_empty = self._one_reads and self.rank > 0
+        """True if this process builds the model without weights and receives its shards from rank 0."""
         self.heartbeats = exits.heartbeats
         self._exits = exits
-
-    @property
-    def is_main(self) -> bool:
-        """True on rank 0, which writes files and the console log."""
-        return self.rank == 0
-
-    @property
-    def model_device(self) -> torch.device:
-        """Device on which the model is built. A model for FSDP is built in host memory and then sharded."""
-        return (
-            self.device
-            if self.strategy != "fsdp" or self.config.adapters.use_qlora
-            else torch.device("cpu")
-        )
-
-    @property
-    def builds_empty(self) -> bool:
-        """True if this process builds the model without weights and receives its shards from rank 0."""
-        return self._one_reads and self.rank > 0
-
-    @property
-    def _one_reads(self) -> bool:
-        if self.fsdp is None or not self.fsdp.ram_efficient_loading:
-            return False
-        # A shard of 4-bit weights would lack their quantisation tables, and FSDP1 broadcasts weights on GPUs only.
-        return not self.config.adapters.use_qlora and (
-            self.fsdp.version == 2 or self.device.type == "cuda"
-        )
 
     def prepare(
         self, model: nn.Module, layer_classes: tuple[str, ...] = ()
@@ -240,17 +228,13 @@ class _Exits:
         self.heartbeats.stop()
         if self.owns_group and dist.is_initialized():
             collectives.end_group(waits=waits)
-        _reset_accelerate()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
         for name, value in self.environment.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _reset_accelerate() -> None:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 _groups = itertools.count()
@@ -315,33 +299,20 @@ def start_session(
             if name.startswith(_TOLD_VARIABLES):
                 variables.append(f"{name}={os.environ[name]}")
         log.debug("rank %d: %s", rank_info.rank, ", ".join(variables))
-        _log_placement(placement)
+        log.info("device: %s; mixed precision: %s", device, placement.precision)
+        log.info("strategy: %s", placement.strategy)
+        log.info("gradient checkpointing: %s", placement.recomputation)
+        are_several = run.fsdp is None and rank_info.world_size > 1
+        if placement.fsdp is not None or are_several:
+            for line in run.fsdp_notes:
+                log.info("%s", line)
+        for line in placement.notes:
+            log.info("%s", line)
         accelerator = _make_accelerator(placement)
     except BaseException:
         exits.leave()
         raise
     return Session(placement, accelerator, exits)
-
-
-def _log_placement(placement: Placement) -> None:
-    run = placement.run
-    decisions = placement.decisions
-    log.info(
-        "device: %s; mixed precision: %s",
-        placement.device,
-        decisions["mixed precision"],
-    )
-    for name in ("strategy", "gradient checkpointing"):
-        log.info("%s: %s", name, decisions[name])
-    sentence = (
-        run.fsdp_notes
-        if placement.fsdp is not None
-        or (run.fsdp is None and placement.ranks.world_size > 1)
-        else ()
-    )
-    for line in (*sentence, *placement.notes, placement.advice):
-        if line is not None:
-            log.info("%s", line)
 
 
 def _join(
@@ -438,7 +409,8 @@ def _make_accelerator(placement: Placement) -> Accelerator:
     on_cpu = placement.device.type == "cpu"
     # Another trainer in this process, in a notebook for example, may have left a state of another precision or device,
     # which Accelerate would refuse to change.
-    _reset_accelerate()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
     if fsdp is None:
         os.environ["ACCELERATE_USE_FSDP"] = (
             "false"  # the launcher may have set it, for one process or NO_SHARD

@@ -62,47 +62,48 @@ class Hub:
     ) -> int:
         """Send the files that the repository does not have with this content; return how many were sent. Large files
         are commits of their own, and the card is in the last one. `tag`: a name for the result."""
-        self.refuse_token(files)
-        with _reaching(self.repository):
-            changed = self.changed(files)
-            for group in _groups(changed):
-                self._commit(group, message)
-                self.log(f"pushed {', '.join(file.path for file in group)}")
-            if tag is not None:
-                self.api.create_tag(
-                    self.repository, tag=tag, tag_message=message, exist_ok=True
-                )
-        return len(changed)
+        from huggingface_hub import CommitOperationAdd
 
-    def changed(self, files: Sequence[File]) -> list[File]:
-        """Return the files that the repository does not have with this content."""
-        stored: dict[str, Any] = {}
-        # The names go in the body of a request: pieces bound its size.
-        for start in range(0, len(files), PATHS_PER_REQUEST):
-            paths = [file.path for file in files[start : start + PATHS_PER_REQUEST]]
-            for info in self.api.get_paths_info(self.repository, paths):
-                stored[info.path] = info
-        return [file for file in files if not _is_same(file, stored.get(file.path))]
-
-    def refuse_token(self, files: Sequence[File]) -> None:
-        """Raise UserError if a text file holds the token."""
         for file in files:
             is_text = PurePosixPath(file.path).suffix in TEXT_FILES
             if is_text and self._token.encode() in file.read():
                 raise UserError(
                     f"{file.path} holds your token of the Hub, and would publish it: remove it there"
                 )
-
-    def _commit(self, files: Sequence[File], message: str) -> None:
-        from huggingface_hub import CommitOperationAdd
-
-        operations = []
-        for file in files:
-            content = (
-                file.content if isinstance(file.content, bytes) else str(file.content)
-            )
-            operations.append(CommitOperationAdd(file.path, content))
-        self.api.create_commit(self.repository, operations, commit_message=message)
+        with _reaching(self.repository):
+            stored: dict[str, Any] = {}
+            # The names go in the body of a request: pieces bound its size.
+            for start in range(0, len(files), PATHS_PER_REQUEST):
+                paths = [file.path for file in files[start : start + PATHS_PER_REQUEST]]
+                for info in self.api.get_paths_info(self.repository, paths):
+                    stored[info.path] = info
+            changed = [
+                file for file in files if not _is_same(file, stored.get(file.path))
+            ]
+            is_alone = {
+                file.path
+                for file in changed
+                if file.size >= LARGE_FILE_BYTES and file.path != CARD
+            }
+            groups = [[file] for file in changed if file.path in is_alone]
+            groups.append([file for file in changed if file.path not in is_alone])
+            for group in groups:
+                operations = []
+                for file in group:
+                    content: str | bytes = str(file.content)
+                    if isinstance(file.content, bytes):
+                        content = file.content
+                    operations.append(CommitOperationAdd(file.path, content))
+                if operations:
+                    self.api.create_commit(
+                        self.repository, operations, commit_message=message
+                    )
+                    self.log(f"pushed {', '.join(file.path for file in group)}")
+            if tag is not None:
+                self.api.create_tag(
+                    self.repository, tag=tag, tag_message=message, exist_ok=True
+                )
+        return len(changed)
 
 
 def checked_name(repository: str) -> str:
@@ -112,18 +113,6 @@ def checked_name(repository: str) -> str:
             f"{repository!r} is no name of a repository on the Hub; give user/name"
         )
     return repository
-
-
-def _groups(files: Sequence[File]) -> Iterator[list[File]]:
-    """Yield the files of each commit: large ones alone, in the end the others, with the card."""
-    last = []
-    for file in files:
-        if file.size >= LARGE_FILE_BYTES and file.path != CARD:
-            yield [file]
-        else:
-            last.append(file)
-    if last:
-        yield last
 
 
 def _is_same(file: File, stored: Any) -> bool:

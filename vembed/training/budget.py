@@ -14,7 +14,6 @@ from vembed.config.schema import BatchSection
 from vembed.data.batching.feeding import ModelInputs
 from vembed.data.features import Features, Featuriser
 from vembed.errors import RunError
-from vembed.models.adapters import wants_adapters
 from vembed.parallel import collectives
 from vembed.parallel.devices import seed_draws
 from vembed.parallel.estimate import (
@@ -335,7 +334,7 @@ def advice(session: Session, budget: Budget) -> str:
         limit = budget.max_rows
     fsdp = placement.fsdp
     is_fsdp1 = fsdp is not None and fsdp.version == 1
-    has_adapters = wants_adapters(config.adapters)
+    has_adapters = config.adapters.use_lora
     # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
     can_use_8_bit = config.optimizer.optim == "adamw" and not is_fsdp1
     num_shards = placement.num_shards

@@ -39,7 +39,6 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
-from vembed.models.adapters import wants_adapters
 from vembed.models.cpu_kernels import use_row_gradients
 from vembed.models.embedding_model import EmbeddingModel, build_model
 from vembed.models.families.decisions import describe, without_effect
@@ -405,7 +404,7 @@ def decide_rates(
     ]
     heads = head_prefixes(embedder)
     what: What = "weights"
-    if wants_adapters(config.adapters):
+    if config.adapters.use_lora:
         what = "adapters"
     elif trained_names and all(name.startswith(heads) for name in trained_names):
         what = "head"

@@ -6,8 +6,8 @@ import json
 import logging
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, EvalData, open_eval_data
@@ -55,6 +55,8 @@ from vembed.weights.directions import (
 log = logging.getLogger("vembed")
 
 Where = Literal["layers", "embedding", "both"]
+TextSets = tuple[tuple[str, ...], tuple[str, ...]]
+"""Two sets of texts that differ in what is to be removed. Every other text is held out for the probe."""
 EDIT_FILE = "edit.json"
 MIN_TEXTS = 8
 """In each set: half of them estimate the direction, the other half test the probe."""
@@ -100,19 +102,6 @@ class EditResult:
     trials: tuple[EditTrial, ...] = field(default=())
 
 
-@dataclass(frozen=True)
-class TextSets:
-    """Two sets of texts that differ in what is to be removed. Every other text is held out for the probe."""
-
-    first: tuple[str, ...]
-    second: tuple[str, ...]
-
-    @property
-    def is_paired(self) -> bool:
-        """True if line i of one set belongs to line i of the other."""
-        return len(self.first) == len(self.second)
-
-
 def edit(
     model: str | Path,
     output: str | Path,
@@ -147,16 +136,15 @@ def edit(
         session: the process group. If its strategy is fsdp, the model is sharded.
     """
     target = Path(output)
-    sets = TextSets(read_texts(first), read_texts(second))
+    sets = (read_texts(first), read_texts(second))
     chosen_layers = None if layers is None else tuple(layers)
     plan = EditPlan(where, direction, components, strength, chosen_layers)
     _check(target, sets, plan, trials)
-    # Opened before the model is loaded: a mistake in the data shows at once. TrainConfig only carries how records are
-    # read.
+    # Opened before the model is loaded: a mistake in the data shows at once.
     evaluation = None
     if data is not None:
-        config = TrainConfig(model_name=str(model), data_path=str(data))
-        evaluation = open_eval_data(config, str(data), splits=TEST_FIRST)
+        options = DataSection(data_path=str(data))
+        evaluation = open_eval_data(options, str(data), splits=TEST_FIRST)
     embedder = Embedder(
         model,
         torch_dtype=torch_dtype,
@@ -170,7 +158,25 @@ def edit(
     tried: list[EditTrial] = []
     if trials:
         tried = _search(editor, plan, trials, seed)
-        plan = _best_plan(tried, before, editor.metric, max_drop)
+        assert editor.metric is not None
+        metric = editor.metric
+        lowest = before[metric] - max_drop
+        holding = [trial for trial in tried if trial.scores[metric] >= lowest]
+        if holding:
+            # The lowest probe among those that hold the main score.
+            best = min(
+                holding,
+                key=lambda trial: (trial.scores["probe"], -trial.scores[metric]),
+            )
+        else:
+            log.warning(
+                "no trial held %s within %g of %.4f: the best of them is taken",
+                metric,
+                max_drop,
+                before[metric],
+            )
+            best = max(tried, key=lambda trial: trial.scores[metric])
+        plan = best.plan
     editor.apply(plan)
     after = editor.scores()
     log.info("after: %s", _score_line(after))
@@ -199,7 +205,7 @@ def read_texts(source: str | Path | Sequence[str]) -> tuple[str, ...]:
 def _check(target: Path, sets: TextSets, plan: EditPlan, trials: int) -> None:
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
-    for texts in (sets.first, sets.second):
+    for texts in sets:
         if len(texts) < MIN_TEXTS:
             raise UserError(
                 f"a set has {len(texts)} texts, and each needs at least {MIN_TEXTS}: half of them estimate the "
@@ -255,21 +261,34 @@ class Editor:
     ) -> None:
         """`keeps_original`: so that edits can be undone, at the cost of a second copy of this rank's weights."""
         self.embedder = embedder
-        self.sets = sets
+        self.first, self.second = sets
+        self.is_paired = len(self.first) == len(self.second)
+        """True if line i of one set belongs to line i of the other."""
         self.kind: Kind = kind
         self.data = data
+        self.metric = "across" if self.is_paired else None
+        """The key of the main score; None without any."""
+        if data is not None:
+            self.metric = data.metric
         self._model = embedder.model
         self._map: tuple[Tensor, Tensor] | None = None
         self._original = copy_local_shards(embedder.model) if keeps_original else None
         self._states: np.ndarray | None = None
         """[texts, layers, width] of the model before any edit, of the texts that estimate directions."""
 
+    @cached_property
+    def writers(self) -> list[ResidualWriter]:
+        """The weights that `where: layers` edits. Raises for families whose names are not known."""
+        return residual_writers(
+            self._model, self.embedder.backbone, self.embedder.description
+        )
+
     def scores(self) -> dict[str, float]:
         """Return `probe` (what a linear probe finds in held-out texts), `across` (nDCG@10 from each text of the first
         set to its counterpart in the second, where they are paired), and the scores on the evaluation data."""
         normalize = self.embedder.description.normalize
-        first = self._vectors(self.sets.first)
-        second = self._vectors(self.sets.second)
+        first = self._vectors(self.first)
+        second = self._vectors(self.second)
         if normalize:
             first = _unit(first)
             second = _unit(second)
@@ -277,7 +296,7 @@ class Editor:
         train = (first[0::2], second[0::2])
         test = (first[1::2], second[1::2])
         scores = {"probe": linear_probe(train, test)}
-        if self.sets.is_paired:
+        if self.is_paired:
             scores["across"] = _across(_unit(test[0]), _unit(test[1]))
         if self.data is not None:
             session = self.embedder.session
@@ -292,26 +311,14 @@ class Editor:
             items, self.kind, batch_size=batch_size, normalize=False
         )
 
-    @property
-    def last_layer(self) -> int:
-        """The number of the last layer."""
-        return max(writer.layer for writer in self._writers())
-
-    @property
-    def metric(self) -> str | None:
-        """The key of the main score; None without any."""
-        if self.data is not None:
-            return self.data.metric
-        return "across" if self.sets.is_paired else None
-
     def apply(self, plan: EditPlan) -> None:
         """Edit the model as it is now."""
         if plan.where in ("layers", "both"):
             self._edit_layers(plan)
         if plan.where in ("embedding", "both"):
             # where: both estimates the embedding's direction behind the layers as they are edited now.
-            first = self._vectors(self.sets.first[0::2], batch_size=ONE_AT_A_TIME)
-            second = self._vectors(self.sets.second[0::2], batch_size=ONE_AT_A_TIME)
+            first = self._vectors(self.first[0::2], batch_size=ONE_AT_A_TIME)
+            second = self._vectors(self.second[0::2], batch_size=ONE_AT_A_TIME)
             if plan.direction == "erase":
                 matrix, offset = erasure(first, second, plan.strength)
             else:
@@ -357,39 +364,19 @@ class Editor:
         return target
 
     def _edit_layers(self, plan: EditPlan) -> None:
-        by_layer = self._layer_directions(plan)
-        edits: dict[str, Callable[[Tensor], Tensor]] = {}
-        for writer in self._writers():
-            if plan.layers is not None and writer.layer not in plan.layers:
-                continue
-            vectors = torch.from_numpy(by_layer[writer.layer])
-            edits[f"{writer.name}.weight"] = _removal(
-                vectors, plan.strength, by_rows=writer.by_rows
-            )
-            if writer.has_bias:
-                edits[f"{writer.name}.bias"] = _removal(
-                    vectors, plan.strength, by_rows=True
-                )
-        edit_weights(self._model, edits)
-        log.info("edited %d tensors of the residual stream's writers", len(edits))
-
-    def _writers(self) -> list[ResidualWriter]:
-        return residual_writers(
-            self._model, self.embedder.backbone, self.embedder.description
-        )
-
-    def _layer_directions(self, plan: EditPlan) -> list[np.ndarray]:
-        """Return [components, width] for each layer, from the model before any edit."""
-        first = self.sets.first[0::2]
+        first = self.first[0::2]
         if self._states is None:
-            texts = [*first, *self.sets.second[0::2]]
+            texts = [*first, *self.second[0::2]]
             self._states = self.embedder.hidden_states(
                 texts, "all", self.kind, batch_size=ONE_AT_A_TIME
             )
-        by_layer = []
-        for layer in range(self._states.shape[1]):
-            states = self._states[:, layer]
-            by_layer.append(
+        edits: dict[str, Callable[[Tensor], Tensor]] = {}
+        for writer in self.writers:
+            if plan.layers is not None and writer.layer not in plan.layers:
+                continue
+            # Of each layer, from the model before any edit.
+            states = self._states[:, writer.layer]
+            vectors_CD = torch.from_numpy(
                 directions(
                     states[: len(first)],
                     states[len(first) :],
@@ -397,7 +384,15 @@ class Editor:
                     plan.components,
                 )
             )
-        return by_layer
+            edits[f"{writer.name}.weight"] = _removal(
+                vectors_CD, plan.strength, by_rows=writer.by_rows
+            )
+            if writer.has_bias:
+                edits[f"{writer.name}.bias"] = _removal(
+                    vectors_CD, plan.strength, by_rows=True
+                )
+        edit_weights(self._model, edits)
+        log.info("edited %d tensors of the residual stream's writers", len(edits))
 
 
 def _removal(
@@ -474,18 +469,18 @@ def residual_writers(
     for number, layer in enumerate(layers_of(tower), start=1):
         num_before = len(writers)
         for name, module in layer.named_modules():
-            if not isinstance(module, nn.Linear | Conv1D):
+            is_linear = isinstance(module, nn.Linear | Conv1D)
+            if not is_linear or not _OUTPUT_LAYER.search(plain_name(name)):
                 continue
-            if _OUTPUT_LAYER.search(plain_name(name)):
+            writer = ResidualWriter(
+                names[id(module)],
+                number,
                 # Conv1D of GPT-2 stores its weight as [in, out], transposed to nn.Linear: there each row is a vector
                 # of the stream.
-                by_rows = isinstance(module, Conv1D)
-                has_bias = module.bias is not None
-                writers.append(
-                    ResidualWriter(
-                        names[id(module)], number, by_rows=by_rows, has_bias=has_bias
-                    )
-                )
+                by_rows=isinstance(module, Conv1D),
+                has_bias=module.bias is not None,
+            )
+            writers.append(writer)
         # With fewer, one part of the layer would keep what is taken out of the others.
         if len(writers) - num_before < MIN_WRITERS_PER_LAYER:
             raise UserError(
@@ -507,65 +502,45 @@ def _search(
         raise UserError(
             "a search weighs the probe against a main score: give data, or sets of equal length"
         )
-    last_layer = editor.last_layer
-    tried: list[EditTrial] = []
-    with ExitStack() as stack:
-        # Rank 0 alone has the study. The others apply what it proposes, since every method of the editor is collective.
-        study = _study(seed, stack) if collectives.rank() == 0 else None
-        for number in range(1, num_trials + 1):
-            asked = None
-            proposal = None
-            if study is not None:
-                asked = study.ask()
-                proposal = _proposal(asked, plan, last_layer)
-            values = collectives.broadcast_json(proposal)
-            layers = None if values["layers"] is None else tuple(values["layers"])
-            candidate = EditPlan(
-                plan.where,
-                plan.direction,
-                values["components"],
-                values["strength"],
-                layers,
-            )
-            editor.apply(candidate)
-            scores = editor.scores()
-            editor.undo()
-            tried.append(EditTrial(candidate, scores))
-            if study is not None:
-                study.tell(asked, [scores["probe"], scores[metric]])
-            log.info(
-                "trial %d of %d: %s; strength %.3f",
-                number,
-                num_trials,
-                _score_line(scores),
-                candidate.strength,
-            )
-    return tried
-
-
-def _study(seed: int, stack: ExitStack) -> Any:
     import optuna
 
+    # Rank 0 alone uses the study. The others apply what it proposes, since every method of the editor is collective.
     level_before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    stack.callback(optuna.logging.set_verbosity, level_before)
     sampler = optuna.samplers.TPESampler(seed=seed)
-    return optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
-
-
-def _proposal(asked: Any, plan: EditPlan, last_layer: int) -> dict[str, Any]:
-    strength = asked.suggest_float("strength", 0.0, MAX_STRENGTH)
-    components = 1
-    if plan.direction == "principal":
-        components = asked.suggest_int("components", 1, plan.components)
-    layers = None
-    if plan.where != "embedding":
-        # Two independent ends, put in order: a range that depends on the other end would be another distribution in
-        # every trial.
-        first = asked.suggest_int("first_layer", 0, last_layer)
-        last = asked.suggest_int("last_layer", 0, last_layer)
-        layers = list(range(min(first, last), max(first, last) + 1))
-    return {"strength": strength, "components": components, "layers": layers}
+    study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
+    tried: list[EditTrial] = []
+    for number in range(1, num_trials + 1):
+        asked = study.ask()
+        values: dict[str, Any] = {"components": 1, "layers": None}
+        values["strength"] = asked.suggest_float("strength", 0.0, MAX_STRENGTH)
+        if plan.direction == "principal":
+            values["components"] = asked.suggest_int("components", 1, plan.components)
+        if plan.where != "embedding":
+            # Two independent ends, put in order: a range that depends on the other end would be another distribution
+            # in every trial.
+            last_layer = max(writer.layer for writer in editor.writers)
+            first = asked.suggest_int("first_layer", 0, last_layer)
+            last = asked.suggest_int("last_layer", 0, last_layer)
+            values["layers"] = list(range(min(first, last), max(first, last) + 1))
+        values = collectives.broadcast_json(values)
+        if values["layers"] is not None:
+            values["layers"] = tuple(values["layers"])
+        candidate = replace(plan, **values)
+        editor.apply(candidate)
+        scores = editor.scores()
+        editor.undo()
+        tried.append(EditTrial(candidate, scores))
+        study.tell(asked, [scores["probe"], scores[metric]])
+        log.info(
+            "trial %d of %d: %s; strength %.3f",
+            number,
+            num_trials,
+            _score_line(scores),
+            candidate.strength,
+        )
+    optuna.logging.set_verbosity(level_before)
+    return tried
 
 
 def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
@@ -579,30 +554,6 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
         if not is_beaten:
             front.append(number)
     return front
-
-
-def _best_plan(
-    tried: Sequence[EditTrial],
-    before: dict[str, float],
-    metric: str | None,
-    max_drop: float,
-) -> EditPlan:
-    """Return the plan of the lowest probe among those that hold the main score, else of the best main score."""
-    assert metric is not None
-    lowest = before[metric] - max_drop
-    holding = [trial for trial in tried if trial.scores[metric] >= lowest]
-    if not holding:
-        log.warning(
-            "no trial held %s within %g of %.4f: the best of them is taken",
-            metric,
-            max_drop,
-            before[metric],
-        )
-        return max(tried, key=lambda trial: trial.scores[metric]).plan
-    best = min(
-        holding, key=lambda trial: (trial.scores["probe"], -trial.scores[metric])
-    )
-    return best.plan
 
 
 def _write_result(result: EditResult, metric: str | None) -> None:

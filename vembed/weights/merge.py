@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection
 from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
 from vembed.evaluation.report.pictures import write_picture
@@ -35,8 +34,8 @@ from vembed.weights.inputs import (
     matched,
     open_source,
 )
-from vembed.weights.merge_rules import MergeMethod, check_merge, check_numbers
-from vembed.weights.methods import Read, Recipe, merged_pieces
+from vembed.weights.merge_rules import MergeMethod, check_merge
+from vembed.weights.methods import Recipe, merged_pieces
 from vembed.weights.tensor_files import TensorEntry, TensorReader, TensorWriter
 
 log = logging.getLogger("vembed")
@@ -114,74 +113,125 @@ def merge(
     check_merge(
         names,
         method,
-        weights,
-        sweep_points,
-        has_data=data is not None,
-        interpolate=interpolate,
-    )
-    check_numbers(
-        method,
-        density,
-        scale=scale,
-        interpolate=interpolate,
         weights=weights,
         points=sweep_points,
+        has_data=data is not None,
+        interpolate=interpolate,
+        density=density,
+        scale=scale,
     )
+    of_differences = method == "slerp" and (
+        of == "differences" or (of == "auto" and base is not None)
+    )
+    if method == "slerp":
+        what = "differences from the base" if of_differences else "weights"
+        log.info("slerp: of the %s (--of weights, --of differences)", what)
     recipe = Recipe(
         method="mean" if method == "soup" else method,
         weights=tuple(weights) if weights is not None else (1.0,) * len(names),
         density=density,
         scale=scale,
         interpolate=interpolate,
-        of_differences=_is_of_differences(method, of, base),
+        of_differences=of_differences,
         seed=seed,
     )
-    scorer = None if data is None else _Scorer(str(data), metric, session)
     is_main = session is None or session.is_main
+    evaluation = None
+    if data is not None:
+        options = DataSection(data_path=str(data))
+        evaluation = open_eval_data(options, str(data), splits=TEST_FIRST)
+        metric = evaluation.metric if metric == "auto" else metric
+
+    def scores_of(folder: Path) -> dict[str, float]:
+        """Return all metrics of a model. Collective."""
+        assert evaluation is not None
+        scores = evaluate(folder, evaluation, session=session)
+        if metric not in scores:
+            raise UserError(
+                f"metric {metric} is not among what is measured: {', '.join(scores)}"
+            )
+        return scores
+
     chosen = list(range(len(names)))
     score = None
     trials: list[MergeTrial] = []
-    with _scratch(target, is_main=is_main) as scratch:
+    # A folder beside the target for models that are made on the way, of the same name on all ranks.
+    scratch = target.absolute().with_name(f".{target.name}.merging")
+    if is_main:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+    collectives.barrier()
+    try:
         sources = _opened(names, scratch, is_main=is_main)
         base_name = None
         if recipe.needs_base or (sweep_points is not None and len(names) == 1):
-            base_name = _base_name(base, sources, method)
+            base_name = default_base(sources) if base is None else str(base)
+            if base_name is None:
+                raise UserError(
+                    f"{method} needs the model that the others were tuned from: give it as base (--base)"
+                )
+            log.info("base: %s", base_name)
         merger = Merge(sources, None if base_name is None else open_source(base_name))
         merger.dtype = None if dtype == "auto" else getattr(torch, dtype)
-        if scorer is not None:
-            candidates = _Candidates(merger, scorer, scratch / "candidate", is_main)
-            if method == "soup":
-                chosen, score = greedy_soup(candidates)
-                recipe = Recipe("mean", (1.0,) * len(chosen))
-            elif sweep_points is not None:
-                trials = sweep(candidates, recipe, sweep_points)
-                best = max(trials, key=lambda trial: trial.score)
-                recipe = at_point(recipe, best.at)
-                score = best.score
+
+        def scores_of_merge(numbers: Sequence[int], recipe: Recipe) -> dict[str, float]:
+            """Return all metrics of the merge of some of the models. Collective: the first process writes."""
+            candidate = scratch / "candidate"
+            if is_main:
+                merger.of(numbers).write(recipe, candidate)
+            collectives.barrier()
+            return scores_of(candidate)
+
+        if method == "soup":
+            alone = [scores_of(source.folder)[metric] for source in sources]
+            for name, value in zip(names, alone, strict=True):
+                log.info("soup: %s alone: %s %.4f", name, metric, value)
+            # The best member is in it. In the order of their own scores the others are tried one by one, and one is
+            # kept if the mean with it scores no worse, so the soup is never below its best member on these data.
+            order = sorted(chosen, key=lambda number: -alone[number])
+            chosen = order[:1]
+            score = alone[order[0]]
+            for number in order[1:]:
+                members = [*chosen, number]
+                mean = Recipe("mean", (1.0,) * len(members))
+                value = scores_of_merge(members, mean)[metric]
+                kept = "kept" if value >= score else "left out"
+                log.info(
+                    "soup: with %s: %s %.4f (%s)", names[number], metric, value, kept
+                )
+                if value >= score:
+                    chosen = members
+                    score = value
+            recipe = Recipe("mean", (1.0,) * len(chosen))
+        elif sweep_points is not None:
+            for at in sweep_points:
+                scores = scores_of_merge(chosen, _at_point(recipe, at))
+                trials.append(MergeTrial(at, scores[metric], scores))
+                log.info("sweep: at %.3g: %s %.4f", at, metric, scores[metric])
+            best = max(trials, key=lambda trial: trial.score)
+            recipe = _at_point(recipe, best.at)
+            score = best.score
         if is_main:
             merger.of(chosen).write(recipe, target)
-            if scorer is not None and trials:
-                _draw(target, trials, scorer.metric, names, base_name)
+            if trials:
+                _draw(target, trials, metric, names, base_name)
         collectives.barrier()
-    if scorer is not None and score is None:
-        score = scorer.scores(target)[scorer.metric]
+    finally:
+        if is_main:
+            shutil.rmtree(scratch, ignore_errors=True)
+    if evaluation is not None and score is None:
+        score = scores_of(target)[metric]
     merged = tuple(names[number] for number in chosen)
     return MergeResult(target, recipe, merged, score, tuple(trials))
 
 
-def _is_of_differences(method: str, of: SlerpOf, base: str | Path | None) -> bool:
-    """Return whether slerp interpolates the differences from the base, and log what it does."""
-    if method != "slerp":
-        return False
-    if of == "differences" or (of == "auto" and base is not None):
-        reason = "--of differences" if of == "differences" else "--base is given"
-        log.info(
-            "slerp: of the differences from the base (%s); --of weights interpolates the weights themselves",
-            reason,
-        )
-        return True
-    log.info("slerp: of the weights; --of differences takes those from a base")
-    return False
+def _at_point(recipe: Recipe, at: float) -> Recipe:
+    """Return the recipe at a point of the line: of two models, from the first (0) to the second (1); of one model, from
+    its base to itself."""
+    if len(recipe.weights) == 1:
+        return replace(recipe, interpolate=at)
+    method = "weighted" if recipe.method == "mean" else recipe.method
+    return replace(recipe, method=method, weights=(1 - at, at))
 
 
 def _with_checkpoints(names: Sequence[str], last: int | None) -> list[str]:
@@ -217,36 +267,6 @@ def _opened(names: Sequence[str], scratch: Path, *, is_main: bool) -> list[Sourc
     return sources
 
 
-def _base_name(
-    base: str | Path | None, sources: Sequence[Source], method: MergeMethod
-) -> str:
-    """Return the name of the base model: the one given, or the one that all sources were tuned from."""
-    if base is not None:
-        return str(base)
-    name = default_base(sources)
-    if name is None:
-        raise UserError(
-            f"{method} needs the model that the others were tuned from: give it as base (--base)"
-        )
-    log.info("base: %s (the model that all were tuned from)", name)
-    return name
-
-
-@contextmanager
-def _scratch(target: Path, *, is_main: bool) -> Iterator[Path]:
-    """A folder beside the target for models that are made on the way; of the same name on all ranks."""
-    folder = target.absolute().with_name(f".{target.name}.merging")
-    if is_main:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    collectives.barrier()
-    try:
-        yield folder
-    finally:
-        if is_main:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
@@ -277,41 +297,35 @@ class Merge:
     def write(self, recipe: Recipe, target: Path) -> Path:
         """Write the merged model: the files of the first one, with the weights of all."""
         root = self.sources[0].folder
-        files = {
-            reader.path
-            for tensors in self.sources[0].files.values()
-            for reader in tensors.values()
-        }
+        files = set()
+        for tensors in self.sources[0].files.values():
+            files |= {reader.path for reader in tensors.values()}
 
         def not_copied(folder: str, names: list[str]) -> set[str]:
             """Weights are written anew; an adapter, a recipe and a report are of another model."""
             left = set(names) & NOT_COPIED if Path(folder) == root else set()
             for name in names:
-                if name.endswith(".safetensors") or name.startswith(
-                    ("checkpoint-", ".")
-                ):
+                is_other = name.startswith(("checkpoint-", "."))
+                if is_other or name.endswith(".safetensors"):
                     left.add(name)
             return left
 
-        described = self.described(recipe)
+        described: dict[str, Any] = {
+            "models": [source.name for source in self.sources],
+            "base": None,
+        }
+        if self.base is not None and recipe.needs_base:
+            described["base"] = self.base.name
         with replaced_folder(target) as folder:
             shutil.copytree(root, folder, dirs_exist_ok=True, ignore=not_copied)
             for path in sorted(files):
                 self._write_file(recipe, path, folder / path.relative_to(root))
             if self.dtype is not None:
                 _write_dtype(folder, self.dtype)
-            write_json(folder / RECIPE_FILE, described)
-            card = _card(described, has_vembed_file=(root / "vembed.json").is_file())
+            write_json(folder / RECIPE_FILE, {**described, **asdict(recipe)})
+            card = _card(described, recipe, (root / "vembed.json").is_file())
             (folder / "README.md").write_text(card, encoding="utf-8")
         return target
-
-    def described(self, recipe: Recipe) -> dict[str, Any]:
-        """Return the recipe with the models that it is for."""
-        base = None
-        if self.base is not None and recipe.needs_base:
-            base = self.base.name
-        models = [source.name for source in self.sources]
-        return {"models": models, "base": base, **asdict(recipe)}
 
     def _write_file(self, recipe: Recipe, path: Path, target: Path) -> None:
         relative = path.parent.relative_to(self.sources[0].folder).as_posix()
@@ -319,35 +333,30 @@ class Merge:
         reader = TensorReader(path)
         entries = {}
         for name, entry in reader.entries.items():
-            is_kept = self.dtype is None or not entry.dtype.is_floating_point
-            dtype = entry.dtype if is_kept or self.dtype is None else self.dtype
+            dtype = entry.dtype
+            if self.dtype is not None and entry.dtype.is_floating_point:
+                dtype = self.dtype
             entries[name] = TensorEntry(dtype, entry.shape)
         target.parent.mkdir(parents=True, exist_ok=True)
         with TensorWriter(target, entries, reader.metadata) as writer:
             for name, entry in entries.items():
-                models = self._model_readers(subfolder, name)
-                base = self._base_reader(subfolder, name)
-                is_merged = entry.dtype.is_floating_point and models is not None
+                models = []
+                for source, names in zip(self.sources, self._names, strict=True):
+                    if name in names[subfolder]:
+                        models.append(source.reader(subfolder, names[subfolder][name]))
+                base = None
+                if self.base is not None and name in self._base_names[subfolder]:
+                    base_name = self._base_names[subfolder][name]
+                    base = self.base.reader(subfolder, base_name)
                 # Counts and tables of positions have no mean; a pooler that some lack is never used.
+                is_merged = entry.dtype.is_floating_point and len(models) == len(
+                    self.sources
+                )
                 if not is_merged or (recipe.needs_base and base is None):
                     writer.write(reader.read(name).to(entry.dtype))
                     continue
-                assert models is not None
                 for piece in merged_pieces(recipe, name, entry.size, models, base):
                     writer.write(piece.to(entry.dtype))
-
-    def _model_readers(self, subfolder: str, name: str) -> list[Read] | None:
-        readers = []
-        for source, names in zip(self.sources, self._names, strict=True):
-            if name not in names[subfolder]:
-                return None
-            readers.append(source.reader(subfolder, names[subfolder][name]))
-        return readers
-
-    def _base_reader(self, subfolder: str, name: str) -> Read | None:
-        if self.base is None or name not in self._base_names[subfolder]:
-            return None
-        return self.base.reader(subfolder, self._base_names[subfolder][name])
 
 
 def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
@@ -363,17 +372,14 @@ def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
     write_json(folder / "config.json", settings)
 
 
-def _card(described: Mapping[str, Any], *, has_vembed_file: bool) -> str:
+def _card(described: dict[str, Any], recipe: Recipe, has_vembed_file: bool) -> str:
     """Return a card with what the model was merged from."""
     front = "---\nlibrary_name: sentence-transformers\ntags:\n- sentence-transformers\n- feature-extraction\n- merge\n---"
     models = "\n".join(f"- {_public(name)}" for name in described["models"])
     blocks = [front, "# Embedding model", "Merged by vembed from:", models]
     if described["base"]:
         blocks.append(f"Base: {_public(described['base'])}")
-    settings = dict(described)
-    del settings["models"]
-    del settings["base"]
-    blocks.append(f"```json\n{json.dumps(settings, indent=2)}\n```")
+    blocks.append(f"```json\n{json.dumps(asdict(recipe), indent=2)}\n```")
     if has_vembed_file:
         blocks.append(
             '```python\nimport vembed\n\nmodel = vembed.Embedder("this-folder")\n```'
@@ -385,102 +391,6 @@ def _public(name: str) -> str:
     """Return a Hub name as it is, and of a folder only its last two parts, which name nothing of the machine."""
     is_hub_name = name.count("/") == 1 and not name.startswith((".", "~", "/"))
     return name if is_hub_name else "/".join(Path(name).parts[-2:])
-
-
-# ---- choices by evaluation data ------------------------------------------------------------------------------------
-
-
-class _Scorer:
-    """Scores model folders on one set of evaluation data. Collective where a session has several ranks."""
-
-    def __init__(self, data: str, metric: str, session: Session | None) -> None:
-        """`metric`: `auto` is nDCG@10, or Spearman's correlation for scored pairs."""
-        config = TrainConfig(model_name="", data_path=data)
-        self.data = open_eval_data(config, data, splits=TEST_FIRST)
-        self.metric = self.data.metric if metric == "auto" else metric
-        self.session = session
-
-    def scores(self, folder: Path) -> dict[str, float]:
-        """Return all metrics of a model."""
-        scores = evaluate(folder, self.data, session=self.session)
-        if self.metric not in scores:
-            raise UserError(
-                f"metric {self.metric} is not among what is measured: {', '.join(scores)}"
-            )
-        return scores
-
-
-@dataclass(frozen=True)
-class _Candidates:
-    """Merges that are written into a scratch folder and scored."""
-
-    merger: Merge
-    scorer: _Scorer
-    folder: Path
-    is_main: bool
-
-    def scores(self, chosen: Sequence[int], recipe: Recipe) -> dict[str, float]:
-        """Return all metrics of the merge of some of the models. Collective: the first process writes."""
-        if self.is_main:
-            self.merger.of(chosen).write(recipe, self.folder)
-        collectives.barrier()
-        return self.scorer.scores(self.folder)
-
-
-def greedy_soup(candidates: _Candidates) -> tuple[list[int], float]:
-    """Return which members the best mean has, and its score.
-
-    The best member is in it. In the order of their own scores the others are tried one by one, and one is kept if the
-    mean with it scores no worse; so the soup is never below its best member on these data.
-    """
-    scorer = candidates.scorer
-    members = candidates.merger.sources
-    alone = []
-    for member in members:
-        score = scorer.scores(member.folder)[scorer.metric]
-        log.info("soup: %s alone: %s %.4f", member.folder, scorer.metric, score)
-        alone.append(score)
-    order = sorted(range(len(members)), key=lambda number: -alone[number])
-    chosen = order[:1]
-    best_score = alone[order[0]]
-    for number in order[1:]:
-        with_member = [*chosen, number]
-        recipe = Recipe("mean", (1.0,) * len(with_member))
-        score = candidates.scores(with_member, recipe)[scorer.metric]
-        is_kept = score >= best_score
-        log.info(
-            "soup: with %s: %s %.4f (%s)",
-            members[number].folder,
-            scorer.metric,
-            score,
-            "kept" if is_kept else "left out",
-        )
-        if is_kept:
-            chosen = with_member
-            best_score = score
-    return chosen, best_score
-
-
-def sweep(
-    candidates: _Candidates, recipe: Recipe, points: Sequence[float]
-) -> list[MergeTrial]:
-    """Return the scores along a line: of two models, from the first (0) to the second (1); of one model, from its base
-    to itself."""
-    trials = []
-    for at in points:
-        scores = candidates.scores(range(len(recipe.weights)), at_point(recipe, at))
-        trial = MergeTrial(at, scores[candidates.scorer.metric], scores)
-        log.info("sweep: at %.3g: %s %.4f", at, candidates.scorer.metric, trial.score)
-        trials.append(trial)
-    return trials
-
-
-def at_point(recipe: Recipe, at: float) -> Recipe:
-    """Return the recipe at a point of the line."""
-    if len(recipe.weights) == 1:
-        return replace(recipe, interpolate=at)
-    method = "weighted" if recipe.method == "mean" else recipe.method
-    return replace(recipe, method=method, weights=(1 - at, at))
 
 
 def _draw(

@@ -15,66 +15,22 @@ MergeMethod = Literal[Method, "soup"]
 
 
 def check_merge(
-    names: Sequence[str],
+    names: Sequence[str] | None,
     method: str,
+    *,
     weights: Sequence[float] | None,
     points: Sequence[float] | None,
-    *,
     has_data: bool,
     interpolate: float,
+    density: float,
+    scale: float,
 ) -> None:
-    """Raise UserError where a method, weights, points of a sweep and data do not go together. `names`: the models."""
+    """Raise UserError where the options of a merge do not go together, or the arithmetic would divide by zero or give
+    weights that are no numbers. `names`: the models; None: not known yet. `points`: of a sweep."""
     if method not in get_args(MergeMethod):
         raise UserError(
             f"method: {method} is not one of {', '.join(get_args(MergeMethod))}"
         )
-    if weights is not None and len(weights) != len(names):
-        raise UserError(
-            f"{len(weights)} weights are given for {len(names)} models; give one for each"
-        )
-    if method == "weighted" and weights is None:
-        raise UserError(
-            "method: weighted needs weights, one for each model; without them it is the mean"
-        )
-    if weights is not None and method in ("mean", "soup"):
-        raise UserError(f"method: {method} has no weights; use method: weighted")
-    if (
-        method in ("weighted", "slerp")
-        and weights is not None
-        and (sum(weights) <= 0 or min(weights) < 0)
-    ):
-        raise UserError(
-            f"weights of {method} are shares: give numbers of at least 0, and not only zeros"
-        )
-    if (method == "soup" or points is not None) and not has_data:
-        raise UserError(
-            f"{'a soup' if method == 'soup' else 'a sweep'} chooses by evaluation data: give data (--data)"
-        )
-    if points is not None and len(names) > 2:
-        raise UserError(
-            f"a sweep is a line between two models, or between a base and one; {len(names)} are given"
-        )
-    if points is not None and method not in ("mean", "weighted", "slerp"):
-        raise UserError(
-            f"a sweep is along mean, weighted or slerp, and method is {method}"
-        )
-    changes_alone = interpolate != 1.0 or points is not None or method in OF_DIFFERENCES
-    if len(names) == 1 and not changes_alone:
-        raise UserError(
-            f"{names[0]} alone is nothing to merge: give more models, or a base and interpolate"
-        )
-
-
-def check_numbers(
-    method: str,
-    density: float,
-    *,
-    scale: float,
-    interpolate: float,
-    weights: Sequence[float] | None,
-    points: Sequence[float] | None,
-) -> None:
-    """Raise where the arithmetic would divide by zero, or give weights that are no numbers."""
     if method in ("ties", "dare") and not 0 < density <= 1:
         raise UserError(
             f"density: {density:g} is the share of each difference that {method} keeps: give 0.2, or 1"
@@ -89,3 +45,36 @@ def check_numbers(
         for value in values:
             if not math.isfinite(value):
                 raise UserError(f"{name}: {value} is not a number to compute with")
+    if method == "weighted" and weights is None:
+        raise UserError(
+            "method: weighted needs weights, one for each model; without them it is the mean"
+        )
+    if weights is not None:
+        if method in ("mean", "soup"):
+            raise UserError(f"method: {method} has no weights; use method: weighted")
+        if method in ("weighted", "slerp") and (sum(weights) <= 0 or min(weights) < 0):
+            raise UserError(
+                f"weights of {method} are shares: give numbers of at least 0, and not only zeros"
+            )
+    if (method == "soup" or points is not None) and not has_data:
+        what = "a soup" if method == "soup" else "a sweep"
+        raise UserError(f"{what} chooses by evaluation data: give data (--data)")
+    if points is not None and method not in ("mean", "weighted", "slerp"):
+        raise UserError(
+            f"a sweep is along mean, weighted or slerp, and method is {method}"
+        )
+    if names is None:
+        return
+    if weights is not None and len(weights) != len(names):
+        raise UserError(
+            f"{len(weights)} weights are given for {len(names)} models; give one for each"
+        )
+    if points is not None and len(names) > 2:
+        raise UserError(
+            f"a sweep is a line between two models, or between a base and one; {len(names)} are given"
+        )
+    changes_alone = interpolate != 1.0 or points is not None or method in OF_DIFFERENCES
+    if len(names) == 1 and not changes_alone:
+        raise UserError(
+            f"{names[0]} alone is nothing to merge: give more models, or a base and interpolate"
+        )

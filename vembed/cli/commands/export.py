@@ -6,16 +6,12 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from vembed.cli.support import TrustRemoteCode, log_line, usable_model
 from vembed.errors import UserError
-
-if TYPE_CHECKING:
-    from vembed.inference.embedder import Embedder
-    from vembed.models.families.description import ModelDescription
 
 
 def export(
@@ -98,29 +94,13 @@ def export(
             "--merge is for a copy; --format merges every adapter: leave it out"
         )
     from vembed.export.exporting import export_model
-    from vembed.export.servers import (
-        FORMAT_OF,
-        server_refusal,
-        start_of,
-        write_server_files,
-    )
+    from vembed.export.servers import FORMAT_OF, start_of
 
     served_form = FORMAT_OF[server] if server else "safetensors"
     if server and form not in (None, served_form):
         raise UserError(
             f"--for {server} reads --format {served_form}, and --format {form} is asked for; leave one out"
         )
-
-    def refuse(description: ModelDescription) -> None:
-        reason = server_refusal(server, description) if server else None
-        if reason is not None:
-            raise UserError(f"--for {server}: {model} cannot be served: {reason}")
-
-    def write_more(folder: Path, embedder: Embedder) -> None:
-        if server:
-            description = embedder.description
-            dim = embedder.truncate_dim or description.embedding_dim
-            write_server_files(server, folder, description, dim)
 
     with (
         usable_model(model) as model_path,
@@ -134,8 +114,7 @@ def export(
             check=check is not False,
             data=data,
             tolerance=tolerance,
-            refuse=refuse,
-            write_more=write_more,
+            server=server,
             trust_remote_code=trust_remote_code,
             log=log_line,
         )
@@ -151,10 +130,10 @@ def export(
         sys.stdout.write(f"wrote {output}\n")
     if server:
         start = start_of(server, exported.path, exported.description)
-        sys.stdout.write(f"start: {start.command}\n")
-        if start.note:
-            sys.stdout.write(f"note: {start.note}\n")
-        facts |= {"start": start.command, "note": start.note or None}
+        for name, text in start.items():
+            if text is not None:
+                sys.stdout.write(f"{name}: {text}\n")
+        facts |= start
     return facts
 
 

@@ -380,7 +380,12 @@ def _bad_record_lines(summary: DataSummary, text: str) -> list[str]:
         config = load_config({**yaml.safe_load(text), "on_bad_record": "skip"})
         try:
             with unlogged():
-                store = open_examples(config, config.data.data_path)
+                store = open_examples(
+                    config.data,
+                    config.data.data_path,
+                    config.objective,
+                    model_name=config.model.model_name,
+                )
         except UserError as error:
             return [f"{CHECK}{str(error).splitlines()[0]}"]
         num_bad = store.num_skipped
@@ -453,7 +458,7 @@ def look_at(
         missing.append("query")
     if not (layout.positive or layout.positive_image):
         missing.append("positive")
-    guesses = guess(records, missing, layout.columns())
+    guesses = guess(records, missing, layout.read)
     # Asked only where each missing part has a column to choose from.
     confirmed = None
     if missing and len(guesses.candidates) >= len(missing) and is_terminal():
@@ -465,7 +470,7 @@ def look_at(
     is_scored = layout.score is not None and not layout.negatives
     loss = "cosent" if is_scored else "infonce"
     about = "about " if sample.is_estimate else ""
-    about += f"{sample.num_records:,d} records; the first {len(records):,d} records have {', '.join(layout.columns())}"
+    about += f"{sample.num_records:,d} records; the first {len(records):,d} records have {', '.join(layout.read)}"
     return DataSummary(
         sample,
         mapping,

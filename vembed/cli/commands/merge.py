@@ -68,24 +68,21 @@ def merge(
     nproc: Nproc = 1,
 ) -> Any:
     """Merge models of one architecture into one: means, slerp, task arithmetic, TIES, DARE, greedy soups."""
-    from vembed.weights.merge_rules import check_merge, check_numbers
+    from vembed.weights.merge_rules import check_merge
 
     shares = numbers("--weights", weights, float) or None
     points = numbers("--sweep", sweep, float) or None
-    check_numbers(
+    check_merge(
+        # With --last the models are checkpoints, which are counted when they are there.
+        models if last is None else None,
         method,
-        density,
-        scale=scale,
-        interpolate=interpolate,
         weights=shares,
         points=points,
+        has_data=data is not None,
+        interpolate=interpolate,
+        density=density,
+        scale=scale,
     )
-    # With --last the models are checkpoints, which are counted when they are there.
-    if last is None:
-        has_data = data is not None
-        check_merge(
-            models, method, shares, points, has_data=has_data, interpolate=interpolate
-        )
     share(nproc)
     from rich.console import Console
     from rich.table import Table

@@ -128,7 +128,6 @@ def _memory_table(rows: list[tuple[str, str]]) -> Any:
 
 def ways_out(placement: Placement, size: ModelSize) -> list[str]:
     """Return settings that would fit, the cheapest first."""
-    from vembed.models.adapters import wants_adapters
     from vembed.pipelines.prediction import FITS
 
     config = placement.run.config
@@ -153,7 +152,7 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
     lines = [
         "no micro-batch is small enough: the weights, gradients and optimizer alone take too much"
     ]
-    if not wants_adapters(config.adapters):
+    if not config.adapters.use_lora:
         lines.append("use_lora: true (gradients and optimizer of the adapters alone)")
     if placement.num_shards == 1:
         lines.append(

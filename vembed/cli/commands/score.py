@@ -66,19 +66,16 @@ def score(
     share(nproc)
     import numpy as np
 
-    from vembed.config.schema import TrainConfig
+    from vembed.config.schema import DataSection
     from vembed.data.example_store import open_examples
     from vembed.inference.embedder import Embedder
     from vembed.saving.durability import replaced_file
 
-    config = TrainConfig(
-        model_name=model,
-        data_path=pairs,
-        column_mapping=mapping,
-        image_root=image_root,
+    options = DataSection(
+        data_path=pairs, column_mapping=mapping, image_root=image_root
     )
     # As validation data: no loss is asked whether it could learn from the pairs.
-    store = open_examples(config, pairs, role="validation")
+    store = open_examples(options, pairs, role="validation")
     with ExitStack() as stack:
         model_path = stack.enter_context(usable_model(model))
         session = stack.enter_context(

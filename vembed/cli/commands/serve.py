@@ -116,8 +116,8 @@ def check_server(
 
     Exit code 1 if they differ.
     """
-    from vembed.export.servers import check_address
-    from vembed.export.servers import check_server as compare_server
+    from vembed.export.server_check import check_address
+    from vembed.export.server_check import check_server as compare_server
 
     check_address(url, model)
     with usable_model(model) as model_path:

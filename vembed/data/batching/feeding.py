@@ -44,12 +44,13 @@ class Feeder:
         self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]
     ) -> Iterator[ModelInputs]:
         """Yield the inputs of each micro-batch, in order."""
-        # Texts only: nothing is to be decoded, so no thread is needed.
-        if all(
-            modality == "text"
-            for micro_batch in micro_batches
-            for modality, _ in micro_batch
-        ):
+        with_images = []
+        for micro_batch in micro_batches:
+            for modality, rows in micro_batch:
+                if modality != "text":
+                    with_images += rows
+        if not with_images:
+            # Nothing is to be decoded, so no thread is needed.
             for micro_batch in micro_batches:
                 yield self._to_device(self._collate(micro_batch, features))
             return
@@ -58,14 +59,7 @@ class Feeder:
             self.pool = ThreadPoolExecutor(
                 MICRO_BATCHES_AHEAD + 1, thread_name_prefix="vembed-collate"
             )
-        self.featuriser.decode_ahead(
-            [
-                features[row]
-                for batch in micro_batches
-                for _, rows in batch
-                for row in rows
-            ]
-        )
+        self.featuriser.decode_ahead([features[row] for row in with_images])
         waiting: deque[Future[ModelInputs]] = deque()
         for micro_batch in micro_batches:
             waiting.append(self.pool.submit(self._collate, micro_batch, features))
@@ -91,46 +85,30 @@ class Feeder:
         """Return the tensors of a micro-batch on the host. With images this runs in a thread beside the step."""
         inputs = []
         for modality, rows in micro_batch:
-            chosen = [features[row] for row in rows] or [
-                self.featuriser.dummy(modality)
-            ]
+            chosen = [features[row] for row in rows]
+            batch = self.featuriser.joined(chosen or [self.featuriser.dummy(modality)])
             if self.device.type != "cuda":
-                inputs.append((modality, self.featuriser.collate(chosen)))
-                continue
-            batch = self.featuriser.joined(
-                chosen
-            )  # pixels of 8 bits, which become numbers on the GPU
-            if modality == "text" and "attention_mask" in batch:
-                batch[TOKENS] = token_index(
-                    batch["attention_mask"]
-                )  # on the GPU this would force a sync
-            inputs.append(
-                (
-                    modality,
-                    {
-                        name: pinned(tensor, self.device)
-                        for name, tensor in batch.items()
-                    },
-                )
-            )
+                batch = self.featuriser.finished(batch)
+            elif modality == "text" and "attention_mask" in batch:
+                # On the GPU this would force a sync.
+                batch[TOKENS] = token_index(batch["attention_mask"])
+            for name, tensor in batch.items():
+                batch[name] = pinned(tensor, self.device)
+            inputs.append((modality, batch))
         return inputs
 
     def _to_device(self, inputs: ModelInputs) -> ModelInputs:
         if self.device.type != "cuda":
             return inputs
-        moved = [
-            (
-                modality,
-                {
-                    name: tensor.to(self.device, non_blocking=True)
-                    for name, tensor in batch.items()
-                },
-            )
-            for modality, batch in inputs
-        ]
-        return [
-            (modality, self.featuriser.finished(batch)) for modality, batch in moved
-        ]
+        moved: ModelInputs = []
+        for modality, batch in inputs:
+            # Pixels of 8 bits become numbers on the GPU.
+            tensors = {
+                name: tensor.to(self.device, non_blocking=True)
+                for name, tensor in batch.items()
+            }
+            moved.append((modality, self.featuriser.finished(tensors)))
+        return moved
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -24,8 +25,16 @@ def split(
     An input longer than the budget gets its own micro-batch. If there are fewer than `at_least` micro-batches, the
     largest are split; if there are fewer inputs than `at_least`, empty micro-batches are appended.
     """
-    order, ordered = _sorted(lengths, budget, max_rows)
-    ends = _split(_cut(ordered, budget, max_rows), ordered, at_least)
+    values = np.asarray(lengths, dtype=np.int64)
+    limit = 1 if max_rows is None else max_rows
+    if budget < 1 or limit < 1 or values.min(initial=1) < 1:
+        raise ValueError(
+            f"lengths, budget ({budget}) and max_rows ({max_rows}) have to be at least 1"
+        )
+    order = np.argsort(-values, kind="stable")
+    ends = _cut(values[order], budget, max_rows)
+    if len(ends) < at_least:
+        ends = _split_largest(ends, values[order].tolist(), at_least)
     indices = order.tolist()
     parts = [indices[start:end] for start, end in pairwise([0, *ends])]
     # All ranks must run equally many forward passes: under FSDP each one is a collective.
@@ -50,45 +59,34 @@ class LockstepSplit(Generic[Group]):
         self.places_of = places_of
         self.budget = budget
         self.max_rows = max_rows
-        self._lengths = {
-            group: [lengths[place] for place in places]
-            for group, places in places_of.items()
-        }
-        self._splits = {
-            group: split(group_lengths, budget, max_rows)
-            for group, group_lengths in self._lengths.items()
-        }
-
-    @property
-    def counts(self) -> list[int]:
-        """Number of this rank's micro-batches of each group, in the order of `places_of`."""
-        return [len(micro_batches) for micro_batches in self._splits.values()]
-
-    @property
-    def padded_tokens(self) -> int:
+        self.padded_tokens = 0
         """Padded tokens of this rank before the ranks have agreed."""
-        return sum(
-            padded_tokens(self._lengths[group], micro_batches)
-            for group, micro_batches in self._splits.items()
-        )
+        self._lengths: dict[Group, list[int]] = {}
+        self._splits: dict[Group, list[list[int]]] = {}
+        for group, places in places_of.items():
+            self._lengths[group] = [lengths[place] for place in places]
+            self._splits[group] = split(self._lengths[group], budget, max_rows)
+            self.padded_tokens += padded_tokens(
+                self._lengths[group], self._splits[group]
+            )
+        self.counts = list(map(len, self._splits.values()))
+        """Number of this rank's micro-batches of each group, in the order of `places_of`."""
 
     def agreed(self, counts: Sequence[int]) -> dict[Group, list[list[int]]]:
         """Return micro-batches of positions in `lengths`, exactly `counts` of each group: the maxima over the ranks.
         Groups that no rank has inputs of are left out."""
         agreed = {}
-        for (group, first_split), count in zip(
-            self._splits.items(), counts, strict=True
-        ):
-            micro_batches = first_split
-            if count > len(first_split):
+        for group, count in zip(self.places_of, counts, strict=True):
+            micro_batches = self._splits[group]
+            if count > len(micro_batches):
                 # Split anew, and not padded with dummies: more, smaller micro-batches cost this rank less padding.
                 micro_batches = split(
                     self._lengths[group], self.budget, self.max_rows, at_least=count
                 )
+            places = self.places_of[group]
             if micro_batches:
                 agreed[group] = [
-                    [self.places_of[group][row] for row in rows]
-                    for rows in micro_batches
+                    [places[row] for row in rows] for rows in micro_batches
                 ]
         return agreed
 
@@ -102,27 +100,6 @@ def padded_tokens(lengths: Lengths, micro_batches: Sequence[Sequence[int]]) -> i
     )
 
 
-def price(longest: int, budget: int, max_rows: int | None) -> int:
-    """Return the fixed cost of a micro-batch in tokens, for kernel launches and FSDP's all-gathers."""
-    return min(budget, longest * max_rows if max_rows else budget) // PRICE
-
-
-def _sorted(
-    lengths: Lengths, budget: int, max_rows: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    values = np.asarray(lengths, dtype=np.int64)
-    if (
-        budget < 1
-        or (max_rows is not None and max_rows < 1)
-        or (len(values) and values.min() < 1)
-    ):
-        raise ValueError(
-            f"lengths, budget ({budget}) and max_rows ({max_rows}) have to be at least 1"
-        )
-    order = np.argsort(-values, kind="stable")
-    return order, values[order]
-
-
 def _cut(ordered: np.ndarray, budget: int, max_rows: int | None) -> list[int]:
     """Return the end of each micro-batch, with the fewest padded tokens plus price of each micro-batch.
 
@@ -133,14 +110,12 @@ def _cut(ordered: np.ndarray, budget: int, max_rows: int | None) -> list[int]:
     num_items = len(ordered)
     if num_items == 0:
         return []
-    most = np.maximum(1, budget // ordered)
-    if max_rows is not None:
-        most = np.minimum(most, max_rows)
-    most = np.minimum(
-        most, num_items - np.arange(num_items)
-    ).tolist()  # not beyond the last input
+    most_rows = np.maximum(1, budget // ordered)
+    left = num_items - np.arange(num_items)  # not beyond the last input
+    most = np.minimum(np.minimum(most_rows, left), max_rows or num_items).tolist()
     widths = ordered.tolist()
-    each = price(widths[0], budget, max_rows)
+    # The fixed cost of a micro-batch in tokens, for kernel launches and FSDP's all-gathers.
+    each = min(budget, widths[0] * (max_rows or budget)) // PRICE
     rows = np.arange(1, num_items + 1)
     cheapest = np.zeros(
         num_items + 1, dtype=np.int64
@@ -159,17 +134,13 @@ def _cut(ordered: np.ndarray, budget: int, max_rows: int | None) -> list[int]:
     return chosen_ends
 
 
-def _split(ends: list[int], ordered: np.ndarray, at_least: int) -> list[int]:
+def _split_largest(ends: list[int], widths: list[int], at_least: int) -> list[int]:
     """Split the largest micro-batch in two parts of similar padded size until there are `at_least`."""
-    if len(ends) >= at_least:
-        return ends
-    widths = ordered.tolist()
     # heapq is a min-heap, so sizes are negative; micro-batches of one row cannot be split.
-    heap = [
-        (-(end - start) * widths[start], start, end)
-        for start, end in pairwise([0, *ends])
-        if end - start > 1
-    ]
+    heap = []
+    for start, end in pairwise([0, *ends]):
+        if end - start > 1:
+            heap.append((-(end - start) * widths[start], start, end))
     heapq.heapify(heap)
     cuts = set(ends)
     while heap and len(cuts) < at_least:
@@ -188,18 +159,14 @@ def _middle(widths: list[int], start: int, end: int) -> int:
     The padded size of the left part grows with the cut and that of the right part shrinks: binary search for the first
     cut at which left >= right, then compare it with the cut before it.
     """
-    low = start + 1
-    high = end - 1
-    while low < high:
-        cut = (low + high) // 2
-        if (cut - start) * widths[start] >= (end - cut) * widths[cut]:
-            high = cut
-        else:
-            low = cut + 1
-    before = low - 1
-    if (
-        before > start
-        and (end - before) * widths[before] <= (low - start) * widths[start]
-    ):
-        return before
-    return low
+
+    def left(cut: int) -> int:
+        return (cut - start) * widths[start]
+
+    def right(cut: int) -> int:
+        return (end - cut) * widths[cut]
+
+    cuts = range(start + 1, end - 1)
+    cut = start + 1 + bisect_left(cuts, True, key=lambda at: left(at) >= right(at))
+    before = cut - 1
+    return before if before > start and right(before) <= left(cut) else cut

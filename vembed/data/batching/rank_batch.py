@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -59,6 +59,7 @@ def make_rank_batch(
     epoch: int,
     number: int,
     featuriser: Featuriser,
+    source: int = 0,
 ) -> RankBatch:
     """Build a rank batch from a rank's examples. `first`: position of the first example in the global batch."""
     items: list[tuple[Item, Kind]] = []
@@ -82,8 +83,13 @@ def make_rank_batch(
     features, where_to = distinct(
         featuriser.features(items), key=lambda feature: feature.key
     )
+    firsts = np.unique(where_to, return_index=True)[1].tolist()
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
     negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
+    has_scores = bool(scores) and len(scores) == len(rows)
+    are_negatives_scored = bool(negative_scores) and len(negative_scores) == len(
+        negatives
+    )
     return RankBatch(
         epoch=epoch,
         batch_in_epoch=number,
@@ -93,24 +99,13 @@ def make_rank_batch(
         example=row_table[:, 2],
         negative=where_to[negative_table[:, 0]],
         negative_example=negative_table[:, 1],
-        scores=_one_each(scores, len(rows)),
+        scores=np.array(scores) if has_scores else None,
         num_inputs=len(items),
         num_examples=len(examples),
         where=[example.where for example in examples],
-        items=[
-            items[position][0]
-            for position in np.unique(where_to, return_index=True)[1].tolist()
-        ],
-        negative_scores=_one_each(negative_scores, len(negatives)),
-    )
-
-
-def _one_each(values: list[float], count: int) -> np.ndarray | None:
-    """The values as an array, if there is one for each; None otherwise."""
-    return (
-        np.asarray(values, dtype=np.float64)
-        if values and len(values) == count
-        else None
+        items=[items[position][0] for position in firsts],
+        source=source,
+        negative_scores=np.array(negative_scores) if are_negatives_scored else None,
     )
 
 
@@ -147,29 +142,27 @@ class RankBatchStream:
         epoch, number = divmod(batch_number, self.batch_schedule.steps_per_epoch)
         indices = self.batch_schedule.batch(epoch, number)
         rows = rank_rows(len(indices), self.rank, self.world_size)
-        positives = (
-            None if self.pair is None else self.batch_schedule.positives(epoch, number)
-        )
-        if self.pair is None or positives is None:
-            examples = [self.store[int(index)] for index in indices[rows]]
-        else:
-            examples = [
-                self.pair(int(index), int(mate))
-                for index, mate in zip(indices[rows], positives[rows], strict=True)
-            ]
+        positives = None
+        if self.pair is not None:
+            positives = self.batch_schedule.positives(epoch, number)
+        examples = []
+        for position in range(rows.start, rows.stop):
+            index = int(indices[position])
+            if self.pair is None or positives is None:
+                examples.append(self.store[index])
+            else:
+                examples.append(self.pair(index, int(positives[position])))
         source = self.batch_schedule.source_of(int(indices[0]))
-        return replace(
-            make_rank_batch(examples, rows.start, epoch, number, self.featuriser),
-            source=source,
+        return make_rank_batch(
+            examples, rows.start, epoch, number, self.featuriser, source
         )
 
     def sample(self, num_batches: int = 4) -> list[Features]:
         """Return the features of the first batches, for the measurement of memory."""
-        return [
-            feature
-            for number in range(num_batches)
-            for feature in self.rank_batch(number).features
-        ]
+        features = []
+        for number in range(num_batches):
+            features += self.rank_batch(number).features
+        return features
 
     def from_batch(self, first: int, end: int) -> Iterator[RankBatch]:
         """Yield the rank batches first .. end-1, in order."""
@@ -178,21 +171,18 @@ class RankBatchStream:
             return
         pool = ThreadPoolExecutor(self.num_workers, thread_name_prefix="vembed-data")
         waiting: deque[Future[RankBatch]] = deque()
+        next_number = first
         try:
-            for number in range(first, end):
-                waiting.append(pool.submit(self.rank_batch, number))
+            for _ in range(first, end):
                 # Bounded: batches ahead hold token ids and rows in memory.
-                if len(waiting) > AHEAD * self.num_workers:
-                    yield self._taken(waiting)
-            while waiting:
-                yield self._taken(waiting)
+                while next_number < end and len(waiting) <= AHEAD * self.num_workers:
+                    waiting.append(pool.submit(self.rank_batch, next_number))
+                    next_number += 1
+                batch = waiting.popleft().result()
+                # Its images, and those of the next batch, are decoded while the step computes.
+                self.featuriser.decode_ahead(batch.features)
+                if waiting and waiting[0].done() and not waiting[0].exception():
+                    self.featuriser.decode_ahead(waiting[0].result().features)
+                yield batch
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-    def _taken(self, waiting: deque[Future[RankBatch]]) -> RankBatch:
-        """Return the first batch. Its images, and those of the next one, are decoded while the step computes."""
-        batch = waiting.popleft().result()
-        self.featuriser.decode_ahead(batch.features)
-        if waiting and waiting[0].done() and waiting[0].exception() is None:
-            self.featuriser.decode_ahead(waiting[0].result().features)
-        return batch

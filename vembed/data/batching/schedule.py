@@ -55,7 +55,7 @@ class Batches:
     @classmethod
     def of(cls, batches: Sequence[np.ndarray]) -> Batches:
         """Join single batches."""
-        examples = np.concatenate(batches) if batches else np.empty(0, dtype=np.int64)
+        examples = np.concatenate(batches) if batches else np.empty(0, np.int64)
         return cls(examples, np.cumsum([0, *(len(batch) for batch in batches)]))
 
     def __len__(self) -> int:
@@ -63,10 +63,6 @@ class Batches:
 
     def __getitem__(self, number: int) -> np.ndarray:
         return self.examples[self.starts[number] : self.starts[number + 1]]
-
-    def rows(self, numbers: np.ndarray | range) -> list[np.ndarray]:
-        """Return several batches."""
-        return [self[int(number)] for number in numbers]
 
 
 class BatchSchedule:
@@ -122,19 +118,27 @@ class BatchSchedule:
             raise UserError(
                 "data_path: a source with a label needs batches of its own beside others: set homogeneous_batches: true"
             )
-        self._classes = {
-            source: ClassBatches(
-                self._names[source],
-                source_labels,
-                self._num_drawn[source],
-                self.batch_sizes[source],
-                seed,
-                source,
-            )
-            for source, source_labels in enumerate(labels)
-            if source_labels is not None
-        }
-        self._members = self._sources_of_groups(tasks)
+        self._classes: dict[int, ClassBatches] = {}
+        for source, source_labels in enumerate(labels):
+            if source_labels is not None:
+                self._classes[source] = ClassBatches(
+                    self._names[source],
+                    source_labels,
+                    self._num_drawn[source],
+                    self.batch_sizes[source],
+                    seed,
+                    source,
+                )
+        group_of = [0] * len(self.sizes)
+        if homogeneous:
+            group_of = list(range(len(self.sizes)) if tasks is None else tasks)
+        groups: dict[int, list[int]] = {}
+        for source in range(len(self.sizes)):
+            if homogeneous and source in self._classes:
+                group_of[source] = -1 - source  # labelled data are their own group
+            groups.setdefault(group_of[source], []).append(source)
+        self._members = list(groups.values())
+        """The sources of each group: one source, those of a task, or all of them."""
         self._orders: dict[int, Batches] = {}
         self._lock = threading.Lock()
         # Epoch 0 fixes the number of batches of every epoch, so that a step number gives epoch and batch.
@@ -177,35 +181,36 @@ class BatchSchedule:
 
     def summary(self) -> str:
         """Return one line for the log."""
+        is_split = len(self._members) > 1
         line = f"batches: {self.steps_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
         if self.num_left_out:
-            each = " of each source" if len(self._members) > 1 else ""
-            reasons = [f"the last incomplete batch{each}"]
+            reasons = []
+            if self.drop_last:
+                each = " of each source" if is_split else ""
+                reasons.append(f"the last incomplete batch{each}")
             if self.keys is not None:
                 reasons.append("what could not be placed without duplicates")
-            why = ", and ".join(reasons if self.drop_last else reasons[1:])
-            line += f"; {self.num_left_out:,d} of {self.num_drawn:,d} are left out of each epoch ({why})"
-        if self.turns and len(self._members) > 1:
+            line += (
+                f"; {self.num_left_out:,d} of {self.num_drawn:,d} are left out of each epoch "
+                f"({', and '.join(reasons)})"
+            )
+        if self.turns and is_split:
             line += ", of each source in turn"
-        others = {size for size in self.batch_sizes if size != self.global_batch_size}
-        for size in sorted(others):
-            names = [
-                name
-                for name, size_of_source in zip(
-                    self._names, self.batch_sizes, strict=True
-                )
-                if size_of_source == size
-            ]
+        for size in sorted({*self.batch_sizes} - {self.global_batch_size}):
+            names = []
+            for name, batch_size in zip(self._names, self.batch_sizes, strict=True):
+                if batch_size == size:
+                    names.append(name)
             line += f"; of {size:,d}: {', '.join(names)}"
         if self.smallest_batch < min(self.batch_sizes):
             line += f"; the smallest batch has {self.smallest_batch:,d}"
-            small = [
-                f"{name} has {num:,d}"
-                if len(self._members) > 1
-                else f"there are {num:,d}"
-                for name, num, size in self._group_sizes()
-                if num < size
-            ]
+            small = []
+            for sources in self._members:
+                num_drawn = sum(self._num_drawn[source] for source in sources)
+                names = [self._names[source] for source in sources]
+                subject = f"{' and '.join(names)} has" if is_split else "there are"
+                if num_drawn < self.batch_sizes[sources[0]]:
+                    small.append(f"{subject} {num_drawn:,d}")
             if small:
                 line += f", since {' and '.join(small)} in all"
         for source, classes in self._classes.items():
@@ -216,37 +221,14 @@ class BatchSchedule:
                 line += f" ({classes.num_repeated:,d} examples that repeat another one of their class are left out)"
         return line
 
-    def _sources_of_groups(self, tasks: Sequence[int] | None) -> list[list[int]]:
-        """Return the sources of each group: one source, those of a task, or all of them. Labelled data are a group of
-        their own, since their batches are made by classes."""
-        number = [0] * len(self.sizes)
-        if self.homogeneous:
-            number = list(range(len(self.sizes)) if tasks is None else tasks)
-            for place, source in enumerate(self._classes):
-                # Behind all numbers of tasks, so that it equals none of them.
-                number[source] = len(self.sizes) + place
-        groups: dict[int, list[int]] = {}
-        for source, group in enumerate(number):
-            groups.setdefault(group, []).append(source)
-        return list(groups.values())
-
-    def _group_sizes(self) -> list[tuple[str, int, int]]:
-        """Return the name of each group of sources, how many examples an epoch draws from it, and its batch size."""
-        return [
-            (
-                " and ".join(self._names[source] for source in sources),
-                sum(self._num_drawn[source] for source in sources),
-                self.batch_sizes[sources[0]],
-            )
-            for sources in self._members
-        ]
-
     def _order(self, epoch: int) -> Batches:
         """Return the batches of an epoch in their order."""
         groups = self._groups(epoch)
         if len(groups) == 1:
             return groups[0]
-        batches = [batch for group in groups for batch in group.rows(range(len(group)))]
+        batches = []
+        for group in groups:
+            batches += [group[number] for number in range(len(group))]
         if self.turns:
             # Stable by place in the group: the first batch of every group, then the second, and so on.
             turn = np.concatenate([np.arange(len(group)) for group in groups])
@@ -257,26 +239,22 @@ class BatchSchedule:
 
     def _groups(self, epoch: int) -> list[Batches]:
         """Return the batches of each group of sources."""
-        drawn = [self._draw(source, epoch) for source in range(len(self.sizes))]
-        return [
-            self._group(
-                number,
-                self._mix([drawn[source] for source in sources], number, epoch),
-                epoch,
-            )
-            for number, sources in enumerate(self._members)
-        ]
-
-    def _group(self, number: int, stream: np.ndarray, epoch: int) -> Batches:
-        """Return the batches of one group, of the examples drawn for it."""
-        source = self._members[number][0]
-        if source in self._classes:
-            return Batches.of(
-                list(self._classes[source].batches(epoch) + int(self._first[source]))
-            )
-        if self.keys is None:
-            return self._blocks(stream, self.batch_sizes[source])
-        return self._without_duplicates(number, stream, self.keys, epoch)
+        groups = []
+        for number, sources in enumerate(self._members):
+            size = self.batch_sizes[sources[0]]
+            if sources[0] in self._classes:
+                batches = self._classes[sources[0]].batches(epoch)
+                groups.append(Batches.of(list(batches + int(self._first[sources[0]]))))
+                continue
+            drawn = [self._draw(source, epoch) for source in sources]
+            stream = self._mix(drawn, number, epoch)
+            if self.keys is None:
+                groups.append(self._blocks(stream, size))
+            else:
+                groups.append(
+                    self._without_duplicates(number, stream, self.keys, epoch)
+                )
+        return groups
 
     def _blocks(self, stream: np.ndarray, size: int) -> Batches:
         """Cut a stream into batches, in order."""
@@ -326,20 +304,21 @@ class BatchSchedule:
         incomplete = self._keeps_incomplete(len(stream), size)
         # Later epochs have at most as many batches as epoch 0.
         most = len(stream) if epoch == 0 else self._num_batches[group]
-        arranged = [
-            stream[rows]
-            for rows in arrange(conflicts, size, most, drop_last=not incomplete)
-        ]
-        if epoch == 0:
-            if not arranged:
-                raise UserError(_no_batch(stream, keys, size))
-            return Batches.of(arranged)
+        arranged = []
+        for rows in arrange(conflicts, size, most, drop_last=not incomplete):
+            arranged.append(stream[rows])
+        if epoch == 0 and not arranged:
+            raise UserError(
+                f"no_duplicates: {len(stream):,d} examples do not fill one global batch of {size:,d} without content "
+                f"that occurs twice (one is in {conflicts.group_sizes.max():,d} of {len(stream):,d}): lower "
+                "batch_size, or turn it off"
+            )
         # Every epoch must have as many batches as the first one, or step numbers would not map to epochs. If fewer
         # come out, the epoch has the batches of the first one in another order: no example is in two of them.
-        if len(arranged) < most:
+        if epoch and len(arranged) < most:
             first = self._groups(0)[group]
             order = self._shuffled(len(first), _ORDER_OF_FIRST, epoch, group)
-            arranged = first.rows(order)
+            arranged = [first[int(number)] for number in order]
         return Batches.of(arranged)
 
     def _shuffled(self, size: int, *stream: int) -> np.ndarray:
@@ -350,12 +329,3 @@ class BatchSchedule:
 def rank_rows(num_rows: int, rank: int, world_size: int) -> slice:
     """Return the rows of a global batch for a rank. The sizes of the parts differ by at most one row."""
     return slice(rank * num_rows // world_size, (rank + 1) * num_rows // world_size)
-
-
-def _no_batch(stream: np.ndarray, keys: ContentKeys, size: int) -> str:
-    conflicts = find_conflicts(*keys.of_all(stream))
-    return (
-        f"no_duplicates: {len(stream):,d} examples do not fill one global batch of {size:,d} without content that "
-        f"occurs twice (one is in {conflicts.group_sizes.max():,d} of {len(stream):,d}): lower batch_size, or turn it "
-        "off"
-    )

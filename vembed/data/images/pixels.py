@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,12 @@ from vembed.cores import num_cores
 from vembed.data.examples import ImageRef
 from vembed.data.images.decoders import Decoders, Decoding
 from vembed.data.images.files import image_name, load_image
-from vembed.data.images.picture_bytes import PIXELS, Arrays, ProcessorCode
+from vembed.data.images.picture_bytes import (
+    PIXELS,
+    Arrays,
+    FirstHalf,
+    ProcessorCode,
+)
 from vembed.data.images.pixel_recipe import Processed, find_recipe
 from vembed.errors import UserError
 from vembed.models.families.backbones import read_config
@@ -54,23 +58,23 @@ class Pixels:
             Path(description.image_source or description.source),
             trust_remote_code=description.trust_remote_code,
         ).to_dict()
-        self._patch_size = _patch_size(config.get("vision_config", config))
-        self._first = (
-            ProcessorCode(self._processor, {})
-            if self._recipe is None
-            else self._recipe.first
-        )
+        vision = config.get("vision_config", config)
+        # A network that halves its resolution at each stage (ConvNeXt) has the patches of its last stage.
+        num_halvings = len(vision.get("depths") or [0]) - 1
+        self._patch_size = CONVOLUTION_STRIDE
+        if vision.get("patch_size") is not None:
+            self._patch_size = int(vision["patch_size"]) * 2**num_halvings
+        self._first: FirstHalf = ProcessorCode(self._processor, {})
+        if self._recipe is not None:
+            self._first = self._recipe.first
         self._kept: OrderedDict[ImageRef, Arrays] = OrderedDict()
-        self._cache_bytes = self._bytes_left = cache_bytes
+        self._cache_bytes = cache_bytes
+        self._num_bytes = 0
+        """Of all images that are kept."""
         self._num_decoders = decoders or num_cores()
-        first = (
-            self._first
-        )  # not this object, which the decoders' threads would keep alive
-        self.decoders = Decoders(
-            lambda image: first(load_image(image)), first, self._num_decoders
-        )
+        self.decoders = Decoders(self._first, self._num_decoders)
         self._decoding: dict[ImageRef, Decoding] = {}
-        self._bytes_of_one = 0
+        self._bytes_of_one = 1
         """Of the last image that was made."""
         self._lock = threading.Lock()
 
@@ -95,28 +99,24 @@ class Pixels:
         return self._recipe.finished(stacked)
 
     def decode_ahead(self, images: Sequence[ImageRef]) -> None:
-        """Begin to decode images, each in a task of its own. No more than half of the cache is decoded ahead: what is
-        not read yet would push out what is."""
+        """Begin to decode images. No more than half of the cache is decoded ahead: what is not read yet would push out
+        what is."""
         with self._lock:
-            most = max(
-                self._cache_bytes // (2 * max(self._bytes_of_one, 1)),
-                2 * self._num_decoders,
-            )
-            wanted = dict.fromkeys(
-                image
-                for image in images
-                if image not in self._kept and image not in self._decoding
-            )
-            chosen = list(wanted)[: max(most - len(self._decoding), 0)]
-            self._decoding.update(
-                zip(chosen, self.decoders.start(chosen) if chosen else [], strict=True)
-            )
+            wanted = []
+            for image in dict.fromkeys(images):
+                if image not in self._kept and image not in self._decoding:
+                    wanted.append(image)
+            fits = self._cache_bytes // (2 * self._bytes_of_one)
+            most = max(fits, 2 * self._num_decoders) - len(self._decoding)
+            chosen = wanted[: max(most, 0)]
+            begun = self.decoders.start(chosen)
+            self._decoding.update(zip(chosen, begun, strict=True))
 
     def forget(self) -> None:
         """Empty the cache."""
         with self._lock:
             self._kept.clear()
-            self._bytes_left = self._cache_bytes
+            self._num_bytes = 0
 
     @cached_property
     def num_patches(self) -> int:
@@ -156,51 +156,30 @@ class Pixels:
         """Return what was made of each image, and keep it."""
         self.decode_ahead(images)
         with self._lock:
-            cached = [
+            entries = [
                 self._kept.get(image) or self._decoding.get(image) for image in images
             ]
-        made = []
-        seen = []
+        made: dict[ImageRef, Arrays] = {}
+        image = None
         try:
-            for image, entry in zip(images, cached, strict=True):
-                seen.append(image)
+            for image, entry in zip(images, entries, strict=True):
                 # Not begun where more is being decoded than the cache holds, or where it was pushed out just now.
                 begun = self.decoders.start([image])[0] if entry is None else entry
-                made.append(
-                    self.decoders.wait(begun) if isinstance(begun, Decoding) else begun
-                )
+                made[image] = begun.wait() if isinstance(begun, Decoding) else begun
         finally:
-            self._keep(seen, made)
-        return made
-
-    def _keep(self, images: Sequence[ImageRef], made: Sequence[Arrays]) -> None:
-        """Move images to the newest end of the cache. One more image than `made` has failed."""
-        with self._lock:
-            for image in images:
-                self._decoding.pop(image, None)
-            for image, arrays in zip(images, made, strict=False):
-                if image in self._kept:
-                    self._kept.move_to_end(image)
-                    continue
-                self._kept[image] = arrays
-                self._bytes_of_one = _size(arrays)
-                self._bytes_left -= self._bytes_of_one
-            while self._bytes_left < 0:
-                _, oldest = self._kept.popitem(last=False)
-                self._bytes_left += _size(oldest)
+            with self._lock:
+                for done in (*made, image):
+                    self._decoding.pop(done, None)  # type: ignore[arg-type]
+                for done, arrays in made.items():
+                    if done not in self._kept:
+                        self._bytes_of_one = max(_size(arrays), 1)
+                        self._num_bytes += self._bytes_of_one
+                    self._kept[done] = arrays
+                    self._kept.move_to_end(done)
+                while self._num_bytes > self._cache_bytes:
+                    self._num_bytes -= _size(self._kept.popitem(last=False)[1])
+        return [made[image] for image in images]
 
 
 def _size(arrays: Arrays) -> int:
     return sum(array.nbytes for array in arrays.values())
-
-
-def _patch_size(config: dict[str, Any]) -> int:
-    """Return the side of a patch in pixels. For a network that halves its resolution at each stage (ConvNeXt), of the
-    last stage."""
-    patch_size = config.get("patch_size")
-    stages = config.get("depths") or [0]
-    return (
-        CONVOLUTION_STRIDE
-        if patch_size is None
-        else int(patch_size) * 2 ** (len(stages) - 1)
-    )

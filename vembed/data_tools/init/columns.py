@@ -364,7 +364,7 @@ def doubts_about(sample: FileSample, mapping: Mapping[str, str]) -> list[str]:
         if all(map(str.isdigit, values)):
             doubts.append(classes_as_scores([float(value) for value in values]))
     if layout.label is None:
-        read = set(layout.columns())
+        read = set(layout.read)
         unused = [name for name in sample.columns if name not in read]
         if layout.score is None:
             doubts.append(unread_judgement(unused))

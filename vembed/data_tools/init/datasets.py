@@ -38,7 +38,12 @@ class Sets:
 
 def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     """Open and log the data of a run. `compares`: look for validation data in the training data, on one rank."""
-    store = open_examples(config, config.data.data_path)
+    store = open_examples(
+        config.data,
+        config.data.data_path,
+        config.objective,
+        model_name=config.model.model_name,
+    )
     for line in store.summary():
         log.info(line)
     doubts = store.warnings()
@@ -50,7 +55,7 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     tasks = task_names(config.data, store.names)
     for name, source in zip(tasks, config.data.sources(), strict=True):
         if source.val_data_path is not None:
-            data = open_eval_data(config, source.val_data_path)
+            data = open_eval_data(config.data, source.val_data_path, config.objective)
             by_task[_free_name(name, by_task)] = data.read_as(
                 ReadAs(source.query_prompt, source.document_prompt, source.max_length)
             )
@@ -71,7 +76,9 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
             f"{len(parts.examples):,d}",
         )
     elif config.data.val_data_path:
-        evaluation = open_eval_data(config, config.data.val_data_path)
+        evaluation = open_eval_data(
+            config.data, config.data.val_data_path, config.objective
+        )
     if evaluation is None:
         return Sets(store, None, tuple(doubts))
     log.info(evaluation.summary())

@@ -8,7 +8,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.data.example_store import open_examples
 from vembed.errors import UserError
 
@@ -26,7 +26,7 @@ def tokenizer_of_data(data: str, folder: str, vocab_size: int) -> int:
             f"--tokenizer {folder}: the folder is not empty; give a new one"
         )
     examples = open_examples(
-        TrainConfig(model_name="-", data_path=data, loss="none"), data
+        DataSection(data_path=data), data, ObjectiveSection(loss="none")
     )
     drawn = (examples[number] for number in range(len(examples)))
     items = (

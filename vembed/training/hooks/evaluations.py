@@ -135,7 +135,7 @@ class Guards(Hook):
         self._guards: list[Guard] = run.config.evaluation.listed_guards()
         self._data: dict[str, EvalData] = {}
         for guard in self._guards:
-            data = open_eval_data(run.config, guard.path)
+            data = open_eval_data(run.config.data, guard.path, run.config.objective)
             self._data[guard.label] = data
             log.info(
                 "guard %s: %s; may fall by %g",
