@@ -43,15 +43,6 @@ Leaf = tuple[tuple[str, ...], Any, dict[str, Any]]
 that represent it in a checkpoint. They share memory with the value, unless that is a number."""
 
 
-class ModelAndLoss(nn.Module):
-    """Model and loss as one module. Parameter names begin with "model." and "loss.", as in the optimizer."""
-
-    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
-
-
 def quieten_torch() -> None:
     """Suppress torch's warnings about FSDP1's sharded state and about saving in a single process, in all threads, and
     its records of every tensor that is saved."""
@@ -74,7 +65,8 @@ def tensors_of(
 ) -> dict[str, Any]:
     """Return trained weights, buffers, optimizer state and `extra` (tensors of hooks) by name, as plain tensors or
     DTensors."""
-    model_and_loss = ModelAndLoss(model, loss)
+    # Names begin with "model." and "loss.", as in the optimizer's state.
+    model_and_loss = nn.ModuleDict({"model": model, "loss": loss})
     tensors = _weights(model_and_loss)
     tensors |= {_HOOKS + name: value for name, value in (extra or {}).items()}
     # A new optimizer has no state, and get_state_dict would create some by taking a step.
@@ -105,7 +97,7 @@ def restore(
     """
     saved = {name: list(entry.size) for name, entry in reader.tensors.items()}
     # The same names as in `tensors_of`: a tensor of the checkpoint finds its place by name alone.
-    model_and_loss = ModelAndLoss(model, loss)
+    model_and_loss = nn.ModuleDict({"model": model, "loss": loss})
     weights = _weights(model_and_loss)
     _check_weights(weights, reader, checks_dtypes=checks_dtypes)
     tensors = dict(weights)
@@ -168,7 +160,7 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def _weights(model_and_loss: ModelAndLoss) -> dict[str, Any]:
+def _weights(model_and_loss: nn.Module) -> dict[str, Any]:
     """Return trained parameters and buffers. Extra state entries of quantised frozen layers are left out."""
     frozen = {
         plain_name(name) + "."
