@@ -47,8 +47,8 @@ def _train(settings: dict[str, Any]) -> None:
 
 
 def test_clip_learns_to_find_pictures_of_words_and_two_processes_take_the_same_steps(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     words, _ = halves()
     words = words[:10]
     settings = {
@@ -77,7 +77,7 @@ def test_clip_learns_to_find_pictures_of_words_and_two_processes_take_the_same_s
     np.testing.assert_allclose(two["losses"][:6], one["losses"][:6], rtol=1e-4)
 
 
-def test_vit_learns_which_pictures_show_the_same(tmp_path: Path) -> None:
+def test_vit_learns_which_pictures_show_the_same(tmp_path):
     words, _ = halves()
     found = trained(
         {
@@ -97,7 +97,7 @@ def test_vit_learns_which_pictures_show_the_same(tmp_path: Path) -> None:
     assert found["after"]["recall@1"] > found["before"]["recall@1"]
 
 
-def test_vision_language_model_on_mixed_rows_sharded_with_lora(tmp_path: Path) -> None:
+def test_vision_language_model_on_mixed_rows_sharded_with_lora(tmp_path):
     data = mixed_rows(tmp_path, 24)
     settings = {
         "model_name": str(shared(tiny_qwen3_vl)),
@@ -134,8 +134,8 @@ def test_vision_language_model_on_mixed_rows_sharded_with_lora(tmp_path: Path) -
 
 
 def test_a_text_that_looks_like_a_path_is_a_text_and_a_broken_picture_is_named(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     embedder = vembed.Embedder(shared(tiny_clip))
     vectors = embedder.encode(["cats/dog.jpg", "dog.jpg"])
     assert vectors.shape[0] == 2 and not np.allclose(vectors[0], vectors[1])

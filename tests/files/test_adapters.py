@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +59,7 @@ def save(model: EmbeddingModel, directory: Path, *, merge: bool) -> Path:
         (tiny.tiny_llama, {"lora_variant": "dora"}),
     ],
 )
-def test_merged_or_not_the_embeddings_are_the_same(
-    make: Callable[..., Path], options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_merged_or_not_the_embeddings_are_the_same(make, options, tmp_path):
     source = tiny.shared(make)
     model = tuned(source, **options)
     items = [Item(text=text) for text in TEXTS]
@@ -96,11 +93,11 @@ def test_merged_or_not_the_embeddings_are_the_same(
     ],
 )
 def test_models_that_are_more_than_their_adapters_are_saved_whole(
-    make: Callable[..., Path],
-    options: dict[str, Any],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    make,
+    options,
+    tmp_path,
+    caplog,
+):
     with caplog.at_level("INFO", logger="vembed"):
         folder = save(
             tuned(tiny.shared(make), **options), tmp_path / "final", merge=False
@@ -115,8 +112,8 @@ def test_models_that_are_more_than_their_adapters_are_saved_whole(
 
 
 def test_an_adapter_alone_of_a_masked_auto_encoder_masks_nothing(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     folder = save(tuned(tiny.shared(tiny.tiny_vitmae)), tmp_path / "final", merge=False)
     draw = np.random.default_rng(0)
     paths = [str(tmp_path / f"{number}.png") for number in range(3)]
@@ -131,8 +128,8 @@ def test_an_adapter_alone_of_a_masked_auto_encoder_masks_nothing(
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_qwen3_st])
 def test_a_tokenizer_that_was_saved_with_an_adapter_is_the_one_that_is_used(
-    make: Callable[..., Path], tmp_path: Path
-) -> None:
+    make, tmp_path
+):
     alone = save(tuned(tiny.shared(make)), tmp_path / "alone", merge=False)
     before = ours(alone, TEXTS, "query")
     path = alone / "tokenizer.json"
@@ -157,8 +154,8 @@ def test_a_tokenizer_that_was_saved_with_an_adapter_is_the_one_that_is_used(
 
 
 def test_a_padding_token_that_was_added_without_a_row_is_not_used(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     alone = save(tuned(tiny.shared(tiny.tiny_llama)), tmp_path / "alone", merge=False)
     before = ours(alone, TEXTS, "query")
     tokenizer = AutoTokenizer.from_pretrained(alone)
@@ -177,10 +174,8 @@ def test_a_padding_token_that_was_added_without_a_row_is_not_used(
 
 
 @pytest.mark.parametrize("merge", [True, False])
-def test_an_adapter_over_four_bits_counts_with_the_rounded_weights(
-    merge: bool, tmp_path: Path
-) -> None:
-    model = tuned(tiny.shared(tiny.tiny_bert), use_lora=True, quantize_weights="nf4")
+def test_an_adapter_over_four_bits_counts_with_the_rounded_weights(merge, tmp_path):
+    model = tuned(tiny.shared(tiny.tiny_bert), quantize_weights="nf4")
     items = [Item(text=text) for text in TEXTS]
     trained = encode_items(model, Featuriser(model.description), items, "query")
     folder = save(model, tmp_path / "final", merge=merge)
@@ -194,7 +189,7 @@ def test_an_adapter_over_four_bits_counts_with_the_rounded_weights(
         )
 
 
-def test_a_composed_model_with_adapters_is_saved_whole(tmp_path: Path) -> None:
+def test_a_composed_model_with_adapters_is_saved_whole(tmp_path):
     options = {
         "model_family": "composed",
         "image_model_name": str(tiny.shared(tiny.tiny_vit)),
@@ -208,8 +203,8 @@ def test_a_composed_model_with_adapters_is_saved_whole(tmp_path: Path) -> None:
 
 
 def test_two_processes_start_from_an_adapter_that_was_saved_alone(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     options = settings(
         tmp_path, max_steps=2, use_lora=True, lora_dropout=0.0, val_data_path=None
     )

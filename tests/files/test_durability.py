@@ -15,12 +15,10 @@ from vembed.training.checkpoint.resume import trim_metrics
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EACCES])
-def test_file_systems_that_cannot_flush_folders(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_systems_that_cannot_flush_folders(code, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
 
-    def refuse(_: int) -> None:
+    def refuse(_):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", refuse)
@@ -29,9 +27,7 @@ def test_file_systems_that_cannot_flush_folders(
         sync_folder(tmp_path)  # a file that cannot be flushed is an error
 
 
-def test_a_saved_model_is_flushed_before_it_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_model_is_flushed_before_it_has_its_name(tmp_path, monkeypatch):
     flushed: list[str] = []
     monkeypatch.setattr(
         os,
@@ -53,11 +49,11 @@ def test_a_saved_model_is_flushed_before_it_has_its_name(
         (os.strerror(errno.ESTALE), "check the disk of out"),
     ],
 )
-def test_room_is_asked_for_only_where_it_is_missing(problem: str, said: str) -> None:
+def test_room_is_asked_for_only_where_it_is_missing(problem, said):
     assert way_out(f"rank 0: {problem}", Path("out")) == said
 
 
-def test_an_evaluation_that_will_be_made_again_is_cut(tmp_path: Path) -> None:
+def test_an_evaluation_that_will_be_made_again_is_cut(tmp_path):
     lines = [
         '{"step": 2, "loss": 1.0}',
         '{"step": 2, "eval": {"a": 1}}',
@@ -71,7 +67,7 @@ def test_an_evaluation_that_will_be_made_again_is_cut(tmp_path: Path) -> None:
         assert len(metrics(tmp_path)) == 2
 
 
-def test_a_file_that_finds_no_room_is_named_and_has_no_name(tmp_path: Path) -> None:
+def test_a_file_that_finds_no_room_is_named_and_has_no_name(tmp_path):
     target = tmp_path / "scores.npy"
     target.write_text("earlier")
     with pytest.raises(OSError) as found, replaced_file(target) as partial:
@@ -108,6 +104,6 @@ def test_a_file_that_finds_no_room_is_named_and_has_no_name(tmp_path: Path) -> N
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "x"), None),
     ],
 )
-def test_errors_of_the_disk_get_a_sentence(error: Exception, said: str | None) -> None:
+def test_errors_of_the_disk_get_a_sentence(error, said):
     found = refusal(error)
     assert found is None if said is None else (found or "").startswith(said)

@@ -73,9 +73,7 @@ def of_image(path: str, text: str | None = None) -> Item:
 
 
 @pytest.mark.parametrize("make", [*TWO_TOWERS, *IMAGE_ENCODERS])
-def test_images_are_embedded_alike(
-    make: Make, pictures: list[str], tmp_path: Path
-) -> None:
+def test_images_are_embedded_alike(make, pictures, tmp_path):
     folder = save(tiny.shared(make), tmp_path / "final")
     theirs = load_in_sentence_transformers(folder).encode(pictures)
     assert_same(ours(folder, [of_image(path) for path in pictures], "query"), theirs)
@@ -84,7 +82,7 @@ def test_images_are_embedded_alike(
 
 
 @pytest.mark.parametrize("make", TWO_TOWERS)
-def test_texts_of_two_towers_are_embedded_alike(make: Make, tmp_path: Path) -> None:
+def test_texts_of_two_towers_are_embedded_alike(make, tmp_path):
     folder = save(tiny.shared(make), tmp_path / "final", query_prompt="a photo of ")
     model = load_in_sentence_transformers(folder)
     assert_same(ours(folder, TEXTS, "query"), model.encode(TEXTS, prompt_name="query"))
@@ -94,9 +92,7 @@ def test_texts_of_two_towers_are_embedded_alike(make: Make, tmp_path: Path) -> N
     )
 
 
-def test_a_projection_of_clip_is_a_dense_module(
-    pictures: list[str], tmp_path: Path
-) -> None:
+def test_a_projection_of_clip_is_a_dense_module(pictures, tmp_path):
     folder = save(
         tiny.shared(tiny.tiny_clip), tmp_path / "final", use_mrl=True, mrl_dims=[12, 6]
     )
@@ -108,7 +104,7 @@ def test_a_projection_of_clip_is_a_dense_module(
     assert_same(ours(folder, TEXTS, "query"), model.encode(TEXTS))
 
 
-def test_clip_has_the_module_that_versions_before_5_4_know(tmp_path: Path) -> None:
+def test_clip_has_the_module_that_versions_before_5_4_know(tmp_path):
     folder = save(tiny.shared(tiny.tiny_clip), tmp_path / "final")
     modules = json.loads((folder / "modules.json").read_text())
     assert modules[0] == {
@@ -125,12 +121,12 @@ def test_clip_has_the_module_that_versions_before_5_4_know(tmp_path: Path) -> No
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("make", VISION_LANGUAGE)
 def test_vision_language_models_are_alike(
-    make: Make,
-    side: str,
-    pictures: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    make,
+    side,
+    pictures,
+    tmp_path,
+    monkeypatch,
+):
     without_torchvision(monkeypatch)
     folder = save(
         tiny.shared(make, padding_side=side),
@@ -167,9 +163,7 @@ def test_vision_language_models_are_alike(
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_limits_of_the_image_area_are_saved(
-    nested: bool, pictures: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_of_the_image_area_are_saved(nested, pictures, tmp_path, monkeypatch):
     without_torchvision(monkeypatch)
     source = tiny.tiny_qwen3_vl(tmp_path / "source")
     settings = json.loads((source / "preprocessor_config.json").read_text()) | {
@@ -197,8 +191,8 @@ def test_limits_of_the_image_area_are_saved(
 
 
 def test_a_folder_of_sentence_transformers_keeps_its_chat_template(
-    pictures: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    pictures, tmp_path, monkeypatch
+):
     without_torchvision(monkeypatch)
     once = save(tiny.shared(tiny.tiny_qwen3_vl), tmp_path / "once")
     settings = json.loads((once / "sentence_bert_config.json").read_text())
@@ -215,7 +209,7 @@ def test_a_folder_of_sentence_transformers_keeps_its_chat_template(
     assert_same(load_in_sentence_transformers(twice).encode(asked), theirs)
 
 
-def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path: Path) -> None:
+def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path):
     from vembed.config.schema import TrainConfig
     from vembed.saving.files import save_model
 
@@ -233,8 +227,8 @@ def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path: Path) -> None:
 
 
 def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
-    pictures: list[str], tmp_path: Path
-) -> None:
+    pictures, tmp_path
+):
     options: dict[str, Any] = {
         "image_model_name": str(tiny.shared(tiny.tiny_dinov2)),
         "composed_dim": 20,
@@ -260,7 +254,7 @@ def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
     assert "from sentence_transformers" not in card
 
 
-def test_a_frozen_tower_in_another_dtype_costs_no_digits(tmp_path: Path) -> None:
+def test_a_frozen_tower_in_another_dtype_costs_no_digits(tmp_path):
     from vembed.config.schema import TrainConfig
     from vembed.saving.files import save_model
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +20,8 @@ from vembed.saving.files import replaced_folder, save_model
 
 
 def test_the_layout_has_the_module_paths_that_versions_3_to_6_load(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     folder = save(
         tiny.shared(tiny.tiny_bert),
         tmp_path / "final",
@@ -60,13 +58,11 @@ def test_the_layout_has_the_module_paths_that_versions_3_to_6_load(
     ]
 
 
-def test_an_interrupted_save_leaves_the_old_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_save_leaves_the_old_model(tmp_path, monkeypatch):
     folder = save(tiny.shared(tiny.tiny_bert), tmp_path / "final")
     before = ours(folder, tiny.texts(2), "query")
 
-    def fail(*_: object) -> None:
+    def fail(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
@@ -80,7 +76,7 @@ def test_an_interrupted_save_leaves_the_old_model(
     assert load_in_sentence_transformers(folder).max_seq_length == 3
 
 
-def test_a_model_between_two_renames_comes_back(tmp_path: Path) -> None:
+def test_a_model_between_two_renames_comes_back(tmp_path):
     (tmp_path / ".final.old").mkdir()
     (tmp_path / ".final.old" / "whole.txt").write_text("1")
     (tmp_path / ".final.new").mkdir()
@@ -93,8 +89,8 @@ def test_a_model_between_two_renames_comes_back(tmp_path: Path) -> None:
 
 
 def test_weights_under_a_wrappers_names_are_saved_under_their_own(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     config = TrainConfig(
         model_name=str(tiny.shared(tiny.tiny_bert)),
         data_path="unused",
@@ -121,7 +117,7 @@ def test_weights_under_a_wrappers_names_are_saved_under_their_own(
         )
 
 
-def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
+def test_tied_weights_are_saved_once(tmp_path):
     from transformers import T5Config, T5EncoderModel
 
     tokenizer = tiny.wordpiece_tokenizer(
@@ -155,7 +151,7 @@ def test_tied_weights_are_saved_once(tmp_path: Path) -> None:
     ).all()
 
 
-def test_the_card_says_what_was_done(tmp_path: Path) -> None:
+def test_the_card_says_what_was_done(tmp_path):
     card = Card(
         data=(
             "data: /home/somebody/pairs.jsonl: 1,024 examples",
@@ -215,7 +211,7 @@ def test_the_card_says_what_was_done(tmp_path: Path) -> None:
     assert "somewhere" not in text
 
 
-def test_tokenizer_files_are_those_that_older_versions_know(tmp_path: Path) -> None:
+def test_tokenizer_files_are_those_that_older_versions_know(tmp_path):
     folder = save(tiny.shared(tiny.tiny_qwen3_vl), tmp_path / "final")
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -242,9 +238,7 @@ def test_tokenizer_files_are_those_that_older_versions_know(tmp_path: Path) -> N
         ),
     ],
 )
-def test_the_card_shows_inputs_that_the_model_takes(
-    make: Callable[..., Path], examples: list[str]
-) -> None:
+def test_the_card_shows_inputs_that_the_model_takes(make, examples):
     description = described(
         TrainConfig(model_name=str(tiny.shared(make)), data_path="unused")
     )
@@ -265,9 +259,7 @@ def test_the_card_shows_inputs_that_the_model_takes(
         (None, "de", "de"),
     ],
 )
-def test_the_language_of_the_card_follows_the_data(
-    tmp_path: Path, base: object, trained: str | None, wanted: object
-) -> None:
+def test_the_language_of_the_card_follows_the_data(tmp_path, base, trained, wanted):
     folder = tmp_path / "model"
     shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
     front = {} if base is None else {"language": base}
@@ -277,7 +269,7 @@ def test_the_language_of_the_card_follows_the_data(
     assert yaml.safe_load(text.split("---\n")[1]).get("language") == wanted
 
 
-def test_the_card_never_has_secrets() -> None:
+def test_the_card_never_has_secrets():
     description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
     )
@@ -303,7 +295,7 @@ def test_the_card_never_has_secrets() -> None:
     assert "question: query" in text
 
 
-def test_the_card_has_scores_licence_and_language_for_the_hub(tmp_path: Path) -> None:
+def test_the_card_has_scores_licence_and_language_for_the_hub(tmp_path):
     source = shutil.copytree(tiny.shared(tiny.tiny_bert), tmp_path / "base")
     (source / "README.md").write_text(
         "---\nlicense: mit\nlanguage: [de, en]\nsecret_token: x\n---\n# A model\n"

@@ -55,9 +55,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_sharded_model_is_saved_whole(
-    case: str, saved: tuple[Path, dict[str, Any]]
-) -> None:
+def test_a_sharded_model_is_saved_whole(case, saved):
     place, found = saved
     assert result_of(found, case) == ["fsdp", "fsdp"]
     final, source = place / case, tiny.shared(CASES[case][0])

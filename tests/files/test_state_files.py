@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,7 +39,7 @@ def folder(path: Path) -> None:
 
 @pytest.mark.parametrize("make", [pipe, device, huge, folder])
 @pytest.mark.parametrize("read", READERS)
-def test_what_is_no_state_file_is_refused(make: Any, read: Any, tmp_path: Path) -> None:
+def test_what_is_no_state_file_is_refused(make, read, tmp_path):
     path = tmp_path / "state.json"
     make(path)
     with pytest.raises(UserError, match=r"^\S*state\.json (is|has|cannot)"):
@@ -48,14 +47,14 @@ def test_what_is_no_state_file_is_refused(make: Any, read: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", [b"", b'{"a": [1', b"\xff\xfe{", b"[1]"])
-def test_empty_and_cut_files_are_damaged(content: bytes, tmp_path: Path) -> None:
+def test_empty_and_cut_files_are_damaged(content, tmp_path):
     path = tmp_path / "state.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=r"^\S*state\.json is damaged"):
         files.read_json_object(path)
 
 
-def test_a_path_with_nul_and_one_that_is_missing_are_named() -> None:
+def test_a_path_with_nul_and_one_that_is_missing_are_named():
     for path in ("a\0b", "/nowhere/state.json"):
         with pytest.raises(UserError):
             files.read_json_object(path)
@@ -63,9 +62,7 @@ def test_a_path_with_nul_and_one_that_is_missing_are_named() -> None:
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "training_log.txt"])
 @pytest.mark.parametrize("make", [pipe, device])
-def test_a_run_does_not_write_into_pipes_and_devices(
-    name: str, make: Any, tmp_path: Path
-) -> None:
+def test_a_run_does_not_write_into_pipes_and_devices(name, make, tmp_path):
     options = settings(tmp_path, max_steps=1, val_data_path=None)
     output = Path(options["output_dir"])
     output.mkdir()
@@ -75,8 +72,8 @@ def test_a_run_does_not_write_into_pipes_and_devices(
 
 
 def test_a_file_in_place_of_the_new_model_is_found_before_the_first_step(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     options = settings(tmp_path, max_steps=1, val_data_path=None)
     output = Path(options["output_dir"])
     output.mkdir()
@@ -86,7 +83,7 @@ def test_a_file_in_place_of_the_new_model_is_found_before_the_first_step(
     assert not (output / "metrics.jsonl").exists()
 
 
-def test_a_shortened_metrics_file_is_named_at_resume(tmp_path: Path) -> None:
+def test_a_shortened_metrics_file_is_named_at_resume(tmp_path):
     options = settings(tmp_path, max_steps=4, save_steps=2, val_data_path=None)
     path = vembed.train(options).output_dir / "metrics.jsonl"
     path.write_bytes(path.read_bytes()[:40])
@@ -96,9 +93,7 @@ def test_a_shortened_metrics_file_is_named_at_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["/", "runs\0x", "/proc/self/run", "/dev/run"])
-def test_an_output_dir_that_holds_no_files_is_refused(
-    name: str, tmp_path: Path
-) -> None:
+def test_an_output_dir_that_holds_no_files_is_refused(name, tmp_path):
     options = settings(tmp_path, max_steps=1, val_data_path=None)
     with pytest.raises(UserError, match="output_dir"):
         vembed.train({**options, "output_dir": name})

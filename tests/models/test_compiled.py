@@ -71,8 +71,8 @@ INDUCTOR = pytest.mark.skipif(
     "backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)]
 )
 def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(
-    backend: str,
-) -> None:
+    backend,
+):
     make = one_layer
     loss, gradients, model = run_once(make, None)
     # Without vectors, whose headers the C++ compiler reads for seconds.
@@ -113,9 +113,7 @@ def on_gpu(**options: Any) -> Placement:
         ({"torch_compile": True}, 1.0, True, "torch_compile"),
     ],
 )
-def test_long_runs_on_gpus_are_compiled(
-    options: dict[str, Any], minutes: float, is_on: bool, reason: str
-) -> None:
+def test_long_runs_on_gpus_are_compiled(options, minutes, is_on, reason):
     placement = on_gpu(**options).for_work(minutes * 60 * COMPILED_RATE)
     assert (placement.compilation.value, placement.compilation.reason) == (
         is_on,
@@ -124,7 +122,7 @@ def test_long_runs_on_gpus_are_compiled(
     assert placement.copies_weights is (not is_on and "quantize_weights" not in options)
 
 
-def test_a_dry_run_says_what_is_left_to_a_gpu() -> None:
+def test_a_dry_run_says_what_is_left_to_a_gpu():
     folder = str(tiny.shared(tiny.tiny_bert))
     lines = resolve_run(
         TrainConfig(model_name=folder, data_path="-", strategy="fsdp"), env={}
@@ -143,9 +141,7 @@ def test_a_dry_run_says_what_is_left_to_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("kind", ["same", "other", "failing"])
-def test_layers_that_differ_or_do_not_compile_stay_plain(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
     from torch._dynamo.exc import Unsupported
 
     config = config_for(tiny.tiny_bert, mixed_precision="no")
@@ -158,7 +154,7 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(
             "other": lambda out: out.flip(-1),
         }
 
-        def call(layer: torch.nn.Module, *given: Any, **named: Any) -> Any:
+        def call(layer, *given, **named):
             if kind == "failing":
                 raise Unsupported("no such operation")
             return changes[kind](layer._call_impl(*given, **named))
@@ -179,9 +175,7 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(
         assert all(one.grad is None for one in model.parameters())
 
 
-def test_what_the_run_does_after_the_check(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_the_run_does_after_the_check(monkeypatch, caplog):
     config = config_for(tiny.tiny_bert, mixed_precision="no")
     monkeypatch.setattr(
         compiled, "difference", lambda *_: "compiled layers give other embeddings"
@@ -205,16 +199,16 @@ def test_what_the_run_does_after_the_check(
     ("options", "is_compiled"), [({}, False), ({"padding_free": False}, True)]
 )
 def test_checkpointed_layers_are_compiled_only_where_texts_are_padded(
-    options: dict[str, Any],
-    is_compiled: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    options,
+    is_compiled,
+    monkeypatch,
+    caplog,
+):
     """A backend counts the calls of compiled graphs; the log and the decision say the same."""
     graph_calls = []
 
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        def call(*inputs: Any) -> Any:
+    def backend(graph, _):
+        def call(*inputs):
             graph_calls.append(graph)
             return graph(*inputs)
 

@@ -13,7 +13,7 @@ from vembed.models.cpu_kernels import CpuDropout, attention, kept_ones, scale_of
 @pytest.mark.parametrize(
     ("p", "dtype"), [(0.1, torch.bfloat16), (0.5, torch.float32), (0.9, torch.float64)]
 )
-def test_share_of_kept_elements_and_expectation(p: float, dtype: torch.dtype) -> None:
+def test_share_of_kept_elements_and_expectation(p, dtype):
     torch.manual_seed(0)
     bits = kept_ones(torch.Size([1001, 1003]), p, dtype)
     assert bits.dtype.itemsize == dtype.itemsize
@@ -28,7 +28,7 @@ def test_share_of_kept_elements_and_expectation(p: float, dtype: torch.dtype) ->
         assert together == pytest.approx((1 - p) ** 2, abs=4e-3)
 
 
-def test_dropout_is_seeded_and_only_in_training() -> None:
+def test_dropout_is_seeded_and_only_in_training():
     layer, values = (
         CpuDropout(0.3),
         torch.randn(17, 5, dtype=torch.float64, requires_grad=True),
@@ -47,9 +47,7 @@ def test_dropout_is_seeded_and_only_in_training() -> None:
 
 @pytest.mark.parametrize("pieces", [1, 3, 8])
 @pytest.mark.parametrize("mask_kind", ["none", "bool", "float", "shared"])
-def test_attention_is_that_of_the_formula(
-    pieces: int, mask_kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_is_that_of_the_formula(pieces, mask_kind, monkeypatch):
     rows, heads, length, size = 8, 3, 7, 5
     monkeypatch.setattr(
         cpu_kernels, "SCORE_BYTES", 8 * heads * length * length * (rows // pieces)
@@ -91,7 +89,7 @@ def test_attention_is_that_of_the_formula(
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
-def test_without_dropout_it_is_sdpa() -> None:
+def test_without_dropout_it_is_sdpa():
     query, key, value = (torch.randn(2, 3, 4, 8) for _ in "qkv")
     module = nn.Module()
     output, _ = attention(module, query, key, value, None, dropout=0.0, is_causal=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.machinery import ModuleSpec
-from typing import Any
 
 import pytest
 import torch
@@ -29,12 +28,12 @@ CUDA = torch.device("cuda")
     ],
 )
 def test_where_it_is_used(
-    capability: tuple[int, int],
-    installed: bool,
-    config: dict[str, Any],
-    said: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    capability,
+    installed,
+    config,
+    said,
+    monkeypatch,
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(
         packing, "find_spec", lambda name: ModuleSpec(name, None) if installed else None
@@ -54,6 +53,6 @@ def test_where_it_is_used(
     assert activated == (["FA3"] if said is None else [])
 
 
-def test_cpus_have_other_kernels() -> None:
+def test_cpus_have_other_kernels():
     assert packing.use_flash3({}, torch.device("cpu")) == "it is for Hopper GPUs"
     assert not packing.uses_flash3()

@@ -46,9 +46,7 @@ class Operator:
     ("causal", "window"), [(False, None), (True, None), (False, 3), (True, 3)]
 )
 @pytest.mark.parametrize("groups", [1, 2])
-def test_dropout_goes_to_the_operator(
-    monkeypatch: pytest.MonkeyPatch, causal: bool, window: int | None, groups: int
-):
+def test_dropout_goes_to_the_operator(monkeypatch, causal, window, groups):
     operator = Operator()
     monkeypatch.setattr(packing, "_flash_forward", lambda: operator)
     monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: False)
@@ -72,9 +70,7 @@ def test_dropout_goes_to_the_operator(
 
 
 @pytest.mark.parametrize(("size", "said"), [(64, "None"), (12, "head size of 12")])
-def test_sizes_of_heads_without_flash_attn(
-    size: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sizes_of_heads_without_flash_attn(size, said, monkeypatch):
     monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))

@@ -109,7 +109,7 @@ def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
 
 def wanted(folder: Path) -> dict[str, Tensor]:
     """The mean over the tokens of every text of the batch, as often as it occurs, by the head's matrix."""
-    model, _, featuriser = build(CASES[0], config_of(folder, padding_free=False))
+    model, _, featuriser = build(config_of(folder, padding_free=False))
     items = [
         (one, kind)
         for example in examples(CASES[0])
@@ -157,7 +157,7 @@ def occurrences(example: Any) -> list[tuple[Any, str]]:
 
 
 @pytest.mark.parametrize("strategy", ["single", "fsdp"])
-def test_gradients_are_those_of_the_mean_over_all_tokens(strategy: str) -> None:
+def test_gradients_are_those_of_the_mean_over_all_tokens(strategy):
     ranks = (
         [on_ranks(strategy)]
         if strategy == "single"
@@ -172,7 +172,7 @@ def test_gradients_are_those_of_the_mean_over_all_tokens(strategy: str) -> None:
         )
 
 
-def test_hidden_tokens_and_their_loss_are_those_of_transformers() -> None:
+def test_hidden_tokens_and_their_loss_are_those_of_transformers():
     from transformers import AutoModelForMaskedLM
 
     folder = tiny.shared(tiny.tiny_bert)
@@ -276,7 +276,7 @@ def losses_of(folder: Path) -> list[float]:
     ]
 
 
-def test_an_adapted_model_has_learned_and_keeps_its_head(adapted: Path) -> None:
+def test_an_adapted_model_has_learned_and_keeps_its_head(adapted):
     from transformers import AutoModelForMaskedLM
 
     first = losses_of(adapted / "first")
@@ -293,7 +293,7 @@ def test_an_adapted_model_has_learned_and_keeps_its_head(adapted: Path) -> None:
     )
 
 
-def test_a_contrastive_stage_follows(adapted: Path) -> None:
+def test_a_contrastive_stage_follows(adapted):
     given = settings(
         adapted, "pairs", model_name=str(adapted / "first" / "final"), loss="infonce"
     )
@@ -302,12 +302,12 @@ def test_a_contrastive_stage_follows(adapted: Path) -> None:
     assert "language" not in (adapted / "pairs" / "training_log.txt").read_text()
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_what_cannot_be_is_refused():
     bert, qwen, vit = (
         tiny.shared(one) for one in (tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_vit)
     )
 
-    def asks(folder: Path, **options: Any) -> bool:
+    def asks(folder, **options):
         config = config_of(folder, **options)
         return has_language_head(config.objective, described(config))
 

@@ -66,7 +66,7 @@ def results(
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_embeddings_and_gradients_are_those_of_the_published_model(make: Make) -> None:
+def test_embeddings_and_gradients_are_those_of_the_published_model(make):
     model, batch = made(make)
     tower = model.backbone.visual
     assert tower.config._attn_implementation == vision.IMPLEMENTATION
@@ -83,7 +83,7 @@ def test_embeddings_and_gradients_are_those_of_the_published_model(make: Make) -
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_positions_are_those_of_the_published_model(make: Make) -> None:
+def test_positions_are_those_of_the_published_model(make):
     model, batch = made(make)
     wanted, _ = model.backbone.get_rope_index(
         batch["input_ids"],
@@ -121,16 +121,14 @@ def reads_of(model: EmbeddingModel, batch: dict[str, Tensor]) -> int:
 
 
 def test_each_image_was_waited_for_in_every_layer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     model, batch = made(tiny.tiny_qwen3_vl)
     assert batch[LONGEST].shape[0] == max(
         (height // 16) * (width // 16) for width, height in SIZES
     )
 
-    def by_kernel(
-        module: Any, query: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, None]:
+    def by_kernel(module, query, *_, **__):
         return (
             query.transpose(1, 2),
             None,
@@ -147,7 +145,7 @@ def test_each_image_was_waited_for_in_every_layer(
     )
 
 
-def test_texts_alone_need_no_images() -> None:
+def test_texts_alone_need_no_images():
     config = config_for(tiny.tiny_qwen3_vl)
     featuriser = Featuriser(described(config))
     batch = featuriser.collate(featuriser.features([(Item(text="red"), "query")]))

@@ -15,7 +15,7 @@ from torch.nn import functional
 from tests import tiny
 from tests.models.families import Make, built, config_for, text_inputs
 from vembed.errors import UserError
-from vembed.models import cpu_kernels, packing, precision
+from vembed.models import cpu_kernels, packing
 from vembed.models.families.backbones import read_config
 
 PACKED = [
@@ -61,7 +61,7 @@ def assert_same(
         )
 
 
-def test_every_model_that_is_named_is_tried_here() -> None:
+def test_every_model_that_is_named_is_tried_here():
     tried = {
         read_config(tiny.shared(make), trust_remote_code=False).model_type
         for make in PACKED
@@ -79,16 +79,14 @@ def test_every_model_that_is_named_is_tried_here() -> None:
         {"use_lora": True, "lora_dropout": 0.0},
     ],
 )
-def test_numbers_and_gradients_are_those_of_padded_texts(
-    make: Make, options: dict[str, Any]
-) -> None:
+def test_numbers_and_gradients_are_those_of_padded_texts(make, options):
     assert_same(
         embedded(make, padding_free=True, **options),
         embedded(make, padding_free=False, **options),
     )
 
 
-def test_decoders_that_see_all_tokens() -> None:
+def test_decoders_that_see_all_tokens():
     options = {"bidirectional_attention": True, "pooling": "mean"}
     both = [
         embedded(tiny.tiny_qwen3, padding_free=free, **options)
@@ -100,8 +98,8 @@ def test_decoders_that_see_all_tokens() -> None:
     )
 
 
-def test_a_sliding_window_shorter_than_the_texts(tmp_path: Any) -> None:
-    def narrow(folder: Any) -> Any:
+def test_a_sliding_window_shorter_than_the_texts(tmp_path):
+    def narrow(folder):
         made = tiny.tiny_mistral(folder)
         text = (made / "config.json").read_text()
         assert '"sliding_window": 64' in text
@@ -117,7 +115,7 @@ def test_a_sliding_window_shorter_than_the_texts(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_on_either_side_and_none(side: str) -> None:
+def test_padding_on_either_side_and_none(side):
     model = built(tiny.tiny_qwen3, padding_free=True).eval()
     description = model.description.with_(padding_side=side)
     inputs = text_inputs(description, SENTENCES)
@@ -148,11 +146,11 @@ def test_padding_on_either_side_and_none(side: str) -> None:
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("scores_at_once", [1, 150, 10_000])
 def test_attention_is_that_of_the_formula(
-    causal: bool,
-    window: int | None,
-    scores_at_once: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    causal,
+    window,
+    scores_at_once,
+    monkeypatch,
+):
     lengths, heads, size, p = [7, 7, 4, 6, 1, 3], 2, 5, 0.3
     starts = torch.tensor(
         [0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32
@@ -165,7 +163,7 @@ def test_attention_is_that_of_the_formula(
     assert len(pieces) == {1: len(lengths), 10_000: 1}.get(scores_at_once, len(pieces))
     draws: list[Tensor] = []
 
-    def drawn(shape: torch.Size, p: float, dtype: torch.dtype) -> Tensor:
+    def drawn(shape, p, dtype):
         ones = (torch.rand(shape) > p).to(cpu_kernels.BITS[dtype.itemsize])
         draws.append(ones.view(-1, heads, *shape[1:]) != 0)
         return ones
@@ -233,23 +231,21 @@ def text_by_text(
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_mistral])
 @pytest.mark.parametrize("kernel", ["flash-attn", "torch", "torch without groups"])
-def test_kernels_of_gpus_are_asked_for_the_same(
-    make: Make, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_of_gpus_are_asked_for_the_same(make, kernel, monkeypatch):
     """No GPU is needed: the kernels are stood in for by attention text by text, with the signatures they have."""
     micro_batches: list[str] = []
     if kernel == "flash-attn":
 
         def flash(
-            q: Any,
-            k: Any,
-            v: Any,
-            cu_q: Any,
-            cu_k: Any,
-            max_q: int,
-            max_k: int,
-            **options: Any,
-        ) -> Tensor:
+            q,
+            k,
+            v,
+            cu_q,
+            cu_k,
+            max_q,
+            max_k,
+            **options,
+        ):
             micro_batches.append(kernel)
             assert (
                 cu_q is cu_k
@@ -273,35 +269,35 @@ def test_kernels_of_gpus_are_asked_for_the_same(
     else:
 
         def varlen(
-            q: Any,
-            k: Any,
-            v: Any,
-            cu_q: Any,
-            cu_k: Any,
-            max_q: int,
-            max_k: int,
+            q,
+            k,
+            v,
+            cu_q,
+            cu_k,
+            max_q,
+            max_k,
             *,
-            scale: float,
-            window_size: Any,
-            enable_gqa: bool = False,
-        ) -> Tensor:
+            scale,
+            window_size,
+            enable_gqa=False,
+        ):
             micro_batches.append(kernel)
             assert enable_gqa or q.shape[1] == k.shape[1]
             assert cu_q is cu_k and max_q == max_k == int(cu_q.diff().max())
             return text_by_text(q, k, v, cu_q, scale, window_size)
 
         def older(
-            q: Any,
-            k: Any,
-            v: Any,
-            cu_q: Any,
-            cu_k: Any,
-            max_q: int,
-            max_k: int,
+            q,
+            k,
+            v,
+            cu_q,
+            cu_k,
+            max_q,
+            max_k,
             *,
-            scale: float,
-            window_size: Any,
-        ) -> Tensor:
+            scale,
+            window_size,
+        ):
             return varlen(
                 q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=window_size
             )
@@ -317,13 +313,13 @@ def test_kernels_of_gpus_are_asked_for_the_same(
     expected = embedded(make, padding_free=False)
 
     def on_gpu(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        _mask: Any,
-        **options: Any,
-    ) -> Any:
+        module,
+        query,
+        key,
+        value,
+        _mask,
+        **options,
+    ):
         parts = (one[0].transpose(0, 1) for one in (query, key, value))
         causal, packed = bool(vars(module).get("is_causal", False)), options["packed"]
         window = options.get("sliding_window")
@@ -351,9 +347,7 @@ def test_kernels_of_gpus_are_asked_for_the_same(
         (tiny.tiny_modernbert, {}, "modernbert is not among the models"),
     ],
 )
-def test_when_texts_are_padded(
-    make: Make, options: dict[str, Any], said: str | None
-) -> None:
+def test_when_texts_are_padded(make, options, said):
     config = config_for(make, **options)
     model = read_config(tiny.shared(make), trust_remote_code=False)
     reason = packing.why_padded(config.model, model, torch.device("cpu"), half=False)
@@ -372,14 +366,14 @@ def test_when_texts_are_padded(
     ],
 )
 def test_when_texts_are_padded_on_gpus(
-    capability: tuple[int, int],
-    flash: bool,
-    varlen: bool,
-    held: torch.dtype,
-    dropout: float,
-    said: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    capability,
+    flash,
+    varlen,
+    held,
+    dropout,
+    said,
+    monkeypatch,
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: flash)
@@ -392,16 +386,16 @@ def test_when_texts_are_padded_on_gpus(
         config.model,
         model,
         torch.device("cuda"),
-        half=precision.is_half(torch.float32, held),
+        half=held == torch.bfloat16,
     )
     assert reason is None if said is None else said in (reason or "")
 
 
-def test_torchs_kernel_is_the_one_that_is_meant() -> None:
+def test_torchs_kernel_is_the_one_that_is_meant():
     assert "window_size" in packing._varlen_arguments()
 
 
-def test_what_cannot_be_had_is_said() -> None:
+def test_what_cannot_be_had_is_said():
     with pytest.raises(
         UserError,
         match=r"padding_free: true is not possible: modernbert is not.*leave it out",

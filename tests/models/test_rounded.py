@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,7 @@ from vembed.errors import UserError
 from vembed.models.quantized import INT8_MAX, RoundedLinear, round_weights, rounded
 
 
-def test_values_and_gradients_are_those_of_the_rounded_weight() -> None:
+def test_values_and_gradients_are_those_of_the_rounded_weight():
     torch.manual_seed(0)
     layer = nn.Linear(6, 4, dtype=torch.float64)
     with torch.no_grad():
@@ -47,7 +45,7 @@ def test_values_and_gradients_are_those_of_the_rounded_weight() -> None:
     torch.testing.assert_close(rounded(plain.weight), plain.weight.detach())
 
 
-def test_a_run_ends_with_the_weights_it_was_scored_with(tmp_path: Path) -> None:
+def test_a_run_ends_with_the_weights_it_was_scored_with(tmp_path):
     result = vembed.train(
         settings(tmp_path, quantize_weights="int8", max_steps=3, save_steps=2)
     )
@@ -70,7 +68,7 @@ def test_a_run_ends_with_the_weights_it_was_scored_with(tmp_path: Path) -> None:
     assert "weights of 12 linear layers: rounded to int8 in the forward pass" in log
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_mistakes(tmp_path):
     with pytest.raises(
         UserError,
         match="quantize_weights: int8 rounds weights that are trained, and use_lora: true",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,9 +29,7 @@ def gradient(table: nn.Embedding, micro_batches: list[Tensor], *, tied: bool) ->
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("padding", [None, 3])
-def test_gradients_match_a_float64_reference(
-    padding: int | None, tied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_match_a_float64_reference(padding, tied, monkeypatch):
     monkeypatch.setattr(cpu_kernels, "MIN_TABLE_ROWS", 40)
     torch.manual_seed(0)
     table = nn.Embedding(40, 6, padding_idx=padding)
@@ -49,7 +45,7 @@ def test_gradients_match_a_float64_reference(
         assert not found[padding].any()
 
 
-def test_small_and_frozen_tables_stay_as_they_are() -> None:
+def test_small_and_frozen_tables_stay_as_they_are():
     large, small, frozen = (
         nn.Embedding(rows, 2) for rows in (cpu_kernels.MIN_TABLE_ROWS, 512, 30_000)
     )
@@ -58,13 +54,11 @@ def test_small_and_frozen_tables_stay_as_they_are() -> None:
     assert [large.sparse, small.sparse, frozen.sparse] == [True, False, False]
 
 
-def test_a_run_is_the_run_without_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_the_run_without_them(tmp_path, monkeypatch):
     seen: set[tuple[str, torch.layout]] = set()
     apply = Update.apply
 
-    def noticed(self: Update, loss_share: Tensor) -> object:
+    def noticed(self, loss_share):
         seen.update(
             (name, module.weight.grad.layout)
             for name, module in self.model.named_modules()

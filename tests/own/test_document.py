@@ -10,7 +10,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -117,14 +116,14 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.promise("E22", "E40")
-def test_the_custom_policy_as_printed() -> None:
+def test_the_custom_policy_as_printed():
     names: dict[str, Any] = {}
     exec(compile(SNIPPET, "document", "exec"), names)
     assert isinstance(names["get_custom_wrap_policy"](), ModuleWrapPolicy)
 
 
 @pytest.mark.promise("E37")
-def test_the_model_as_printed() -> None:
+def test_the_model_as_printed():
     """Without memory for its 400 million weights; and a small one with values."""
     names: dict[str, Any] = {}
     with torch.device("meta"):
@@ -219,7 +218,7 @@ def run_script() -> tuple[str, int]:
 
 
 @pytest.mark.promise("E40", "E41")
-def test_the_script_as_printed() -> None:
+def test_the_script_as_printed():
     (first, units), (second, _) = run_ranks(run_script, 2, process_group=False)
     assert (
         len(re.findall(r"^Loss: \d+\.\d{4}$", first, re.MULTILINE)) == 3
@@ -228,7 +227,7 @@ def test_the_script_as_printed() -> None:
     assert units == 4, "two blocks, the encoder's, and the rest"
 
 
-def test_the_paths_of_the_latent() -> None:
+def test_the_paths_of_the_latent():
     """A token sees earlier ones alone, except through Z; the gradient reaches the encoder through the mapper."""
     from free_transformer import FreeTransformer, ModelConfig
 
@@ -257,7 +256,7 @@ def test_the_paths_of_the_latent() -> None:
     )
 
 
-def test_the_free_bits_count_for_each_token() -> None:
+def test_the_free_bits_count_for_each_token():
     """Not for the mean over tokens, in which one that tells nothing would pay for another; padding counts nothing."""
     from free_transformer import FreeTransformer, ModelConfig
 
@@ -272,7 +271,7 @@ def test_the_free_bits_count_for_each_token() -> None:
     assert float(sums) == pytest.approx(2 * math.log(2) - 0.5) and int(counts) == 2
 
 
-def test_losses_are_no_views() -> None:
+def test_losses_are_no_views():
     """FSDP follows the results of its modules, and warns of views."""
     ones = torch.ones(3, requires_grad=True)
     auxiliary = {
@@ -285,7 +284,7 @@ def test_losses_are_no_views() -> None:
     assert not any(one._is_view() for one in normal.values())
 
 
-def test_the_gradient_of_the_mapper() -> None:
+def test_the_gradient_of_the_mapper():
     """The one-hot's gradient is that of the probabilities of all classes, whichever class was drawn."""
     from free_transformer import ModelConfig
     from free_transformer.model import BinaryMapper
@@ -309,7 +308,7 @@ def test_the_gradient_of_the_mapper() -> None:
 
 @pytest.mark.promise("E02", "E03")
 @pytest.mark.parametrize("target", ["train-free-fsdp", "train-baseline-fsdp"])
-def test_make_targets_start_two_processes_on_a_cpu(target: str) -> None:
+def test_make_targets_start_two_processes_on_a_cpu(target):
     words = ["make", "--no-print-directory", "-n", "-o", ".venv/.dev", target]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
     words = done.stdout.split()
@@ -320,7 +319,7 @@ def test_make_targets_start_two_processes_on_a_cpu(target: str) -> None:
 
 
 @pytest.mark.promise("E04", "E05", "E38")
-def test_the_documents_command_trains(tmp_path: Path) -> None:
+def test_the_documents_command_trains(tmp_path):
     """`torchrun ... examples/train_free.py --config configs/free_transformer.yaml --use-fsdp`, all stages."""
     words = [
         "--nproc_per_node=2",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -33,7 +32,7 @@ SMALL = {
         (FREE, {**SMALL, "use_latent": False}),
     ],
 )
-def test_good_classes_pass(named: str, arguments: dict[str, object]) -> None:
+def test_good_classes_pass(named, arguments):
     found = list(check_model(named, arguments))
     assert [broken for _, broken in found if broken] == [] and len(found) == 10
     if named == FREE:
@@ -51,7 +50,7 @@ def test_good_classes_pass(named: str, arguments: dict[str, object]) -> None:
         "Forgetful": "gives something else after saving and loading",
     }.items(),
 )
-def test_a_broken_rule_gets_one_sentence(name: str, said: str) -> None:
+def test_a_broken_rule_gets_one_sentence(name, said):
     broken = [
         sentence
         for _, sentence in check_model(f"{ROOT / 'tests/own/broken.py'}:{name}", {})
@@ -61,7 +60,7 @@ def test_a_broken_rule_gets_one_sentence(name: str, said: str) -> None:
     assert len(broken) == 1 or name == "AlwaysDropped"
 
 
-def test_texts_in_one_row_are_tried_where_the_class_takes_them() -> None:
+def test_texts_in_one_row_are_tried_where_the_class_takes_them():
     rules = dict(check_model(f"{ROOT / 'tests/own/packed.py'}:PackedBag", {}))
     assert len(rules) == 11 and not any(rules.values())
     assert "texts in one row, without padding, give the same result" in rules
@@ -77,7 +76,7 @@ def test_texts_in_one_row_are_tried_where_the_class_takes_them() -> None:
     )
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path):
     runner = CliRunner()
     bag = f"{ROOT / 'tests/own/bag.py'}:Bag"
     done = runner.invoke(

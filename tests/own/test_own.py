@@ -164,7 +164,7 @@ def on_ranks(place: Path, strategy: str) -> Found:
 def wanted(case: Case, place: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """The formula: every occurrence encoded by itself, and each auxiliary loss a mean over all of them."""
     config = config_of(case, place)
-    model, _, featuriser = build(case, config)
+    model, _, featuriser = build(config)
     batch = plain_batch(case, model, featuriser)
     used = torch.cat([batch.query, batch.positive, batch.negative])
     inputs = [
@@ -209,8 +209,8 @@ def found(place: Path) -> dict[str, list[Found]]:
 @pytest.mark.parametrize("group", ["one", "ddp", "fsdp2"])
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])
 def test_gradients_with_auxiliary_losses_are_those_of_the_formula(
-    found: dict[str, list[Found]], place: Path, group: str, number: int
-) -> None:
+    found, place, group, number
+):
     gradients, means = wanted(CASES[number], place)
     ranks = found[group]
     name, error = worst_error(ranks[0].gradients[number], gradients)
@@ -274,9 +274,7 @@ def trained(place: Path) -> list[dict[str, float]]:
     return run_ranks(train_all, 2, place, process_group=False)[0]
 
 
-def test_models_train_in_shards_with_gradient_cache(
-    trained: list[dict[str, float]], place: Path
-) -> None:
+def test_models_train_in_shards_with_gradient_cache(trained, place):
     assert {"loss/word_size", "loss/vector_size"} <= trained[0].keys()
     assert {"loss/next_token", "loss/kl"} <= trained[2].keys()
     log = (place / "free" / "training_log.txt").read_text()
@@ -286,17 +284,13 @@ def test_models_train_in_shards_with_gradient_cache(
     )
 
 
-def test_fsdp1_gives_the_losses_of_fsdp2(
-    trained: list[dict[str, float]], place: Path
-) -> None:
+def test_fsdp1_gives_the_losses_of_fsdp2(trained, place):
     assert "FSDP1" in (place / "bag1" / "training_log.txt").read_text()
     for two, one in ((0, 5), (2, 6)):
         assert trained[one] == pytest.approx(trained[two], rel=1e-4)
 
 
-def test_a_module_takes_texts_in_one_row(
-    trained: list[dict[str, float]], place: Path
-) -> None:
+def test_a_module_takes_texts_in_one_row(trained, place):
     """Its vectors are those of padded texts, and the first loss of weights from nothing is compared."""
     assert trained[3].keys() >= {"loss/word_size"}
     log = (place / "packed" / "training_log.txt").read_text()
@@ -315,9 +309,7 @@ def test_a_module_takes_texts_in_one_row(
     assert np.abs(model.encode(some) - one_by_one).max() < 1e-6
 
 
-def test_a_module_takes_texts_and_images(
-    trained: list[dict[str, float]], place: Path
-) -> None:
+def test_a_module_takes_texts_and_images(trained, place):
     del trained
     model = vembed.Embedder(place / "both" / "final", trust_remote_code=True)
     assert (
@@ -328,9 +320,7 @@ def test_a_module_takes_texts_and_images(
 
 
 @pytest.mark.parametrize("name", ["bag", "free"])
-def test_saved_models_load_elsewhere(
-    trained: list[dict[str, float]], place: Path, name: str
-) -> None:
+def test_saved_models_load_elsewhere(trained, place, name):
     from sentence_transformers import SentenceTransformer
 
     del trained
@@ -348,9 +338,7 @@ def test_saved_models_load_elsewhere(
     assert "trust_remote_code=True" in (folder / "README.md").read_text()
 
 
-def test_a_saved_model_is_exported_without_a_question(
-    place: Path, tmp_path: Path
-) -> None:
+def test_a_saved_model_is_exported_without_a_question(place, tmp_path):
     values = options(
         place, "bag-alone", model_class=Bag, max_steps=1, strategy="single"
     )
@@ -370,7 +358,7 @@ def test_a_saved_model_is_exported_without_a_question(
     assert "auto_map" not in json.loads((tmp_path / "onnx" / "config.json").read_text())
 
 
-def test_images(trained: list[dict[str, float]], place: Path) -> None:
+def test_images(trained, place):
     del trained
     model = vembed.Embedder(place / "convolutions" / "final", trust_remote_code=True)
     assert model.encode([place / "0a.png", place / "1b.png"]).shape == (2, 8)
@@ -379,7 +367,7 @@ def test_images(trained: list[dict[str, float]], place: Path) -> None:
 # ---- Python --------------------------------------------------------------------------------------------------------
 
 
-def test_a_module_starts_from_its_weights(place: Path) -> None:
+def test_a_module_starts_from_its_weights(place):
     """One that was given in Python: with a step of no size, the saved model has its weights."""
     torch.manual_seed(3)
     module = Bag(hidden_dim=8)
@@ -406,9 +394,7 @@ def test_a_module_starts_from_its_weights(place: Path) -> None:
     assert np.abs(vector - expected / np.linalg.norm(expected)).max() < 1e-6
 
 
-def test_a_later_stage_starts_from_a_saved_folder(
-    trained: list[dict[str, float]], place: Path
-) -> None:
+def test_a_later_stage_starts_from_a_saved_folder(trained, place):
     del trained
     values = options(
         place, "later", model_class=Bag, model_name=str(place / "bag" / "final")
@@ -417,9 +403,7 @@ def test_a_later_stage_starts_from_a_saved_folder(
     assert result.steps == 2
 
 
-def test_an_import_that_no_saved_model_could_make_is_refused(
-    place: Path, tmp_path: Path
-) -> None:
+def test_an_import_that_no_saved_model_could_make_is_refused(place, tmp_path):
     (tmp_path / "layers.py").write_text("from torch import nn\n")
     code = "from torch import nn\n\nfrom . import layers\n\n\nclass Bag(nn.Module):\n"
     code += "    def forward(self, input_ids):\n        return input_ids\n"
@@ -433,7 +417,7 @@ def test_an_import_that_no_saved_model_could_make_is_refused(
         vembed.train(given)
 
 
-def test_a_class_without_a_file_is_refused(place: Path) -> None:
+def test_a_class_without_a_file_is_refused(place):
     class Local(Bag):
         """A class inside of a function."""
 
@@ -452,7 +436,7 @@ def test_a_class_without_a_file_is_refused(place: Path) -> None:
     )  # imported: a class of a file is the same object however it is named
 
 
-def test_adapters_are_merged_and_a_run_is_planned_and_resumed(place: Path) -> None:
+def test_adapters_are_merged_and_a_run_is_planned_and_resumed(place):
     """The other ways into a run: adapters on a module without layers, `plan`, a checkpoint, `eval`."""
     values = options(
         place,

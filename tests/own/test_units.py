@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,7 +68,7 @@ def units(
 
 
 @pytest.mark.promise("E22")
-def test_a_policy_of_torch_names_the_classes(free: Any) -> None:
+def test_a_policy_of_torch_names_the_classes(free):
     model = torch.nn.Sequential(free.FreeTransformer(free.ModelConfig(**SIZES)))
     fsdp = fsdp_of({"auto_wrap_policy": ModuleWrapPolicy({free.DecoderBlock})})
     assert fsdp.layer_classes == ("DecoderBlock",) and units(model, fsdp, ()) == {
@@ -80,7 +79,7 @@ def test_a_policy_of_torch_names_the_classes(free: Any) -> None:
 
 
 @pytest.mark.promise("E23", "E40")
-def test_the_objects_of_the_documents_script_are_options(free: Any) -> None:
+def test_the_objects_of_the_documents_script_are_options(free):
     offload = fsdp_of({"fsdp_config": {"cpu_offload": CPUOffload(offload_params=True)}})
     assert offload.offload and offload.layer_classes is None
     config = {
@@ -107,7 +106,7 @@ def test_the_objects_of_the_documents_script_are_options(free: Any) -> None:
     )
 
 
-def test_a_function_of_a_file_chooses(free: Any) -> None:
+def test_a_function_of_a_file_chooses(free):
     model = torch.nn.Sequential(free.FreeTransformer(free.ModelConfig(**SIZES)))
     fsdp = fsdp_of({"wrap_policy": f"{ROOT / 'tests/own/policies.py'}:linear"})
     assert units(model, fsdp) == {"Linear": 32}
@@ -119,7 +118,7 @@ def test_a_function_of_a_file_chooses(free: Any) -> None:
 
 
 @pytest.mark.promise("E11")
-def test_layers_below_the_size_are_no_units(free: Any) -> None:
+def test_layers_below_the_size_are_no_units(free):
     model = torch.nn.Sequential(free.FreeTransformer(free.ModelConfig(**SIZES)))
     one = sum(parameter.numel() for parameter in model[0].blocks[0].parameters())
     assert units(model, FsdpConfig()) == {"DecoderBlock": 5}
@@ -128,10 +127,10 @@ def test_layers_below_the_size_are_no_units(free: Any) -> None:
     assert units(model, replace(FsdpConfig(), wrap_policy="NO_WRAP")) == {}
 
 
-def test_from_scratch_draws_weights_by_the_seed() -> None:
+def test_from_scratch_draws_weights_by_the_seed():
     folder = str(tiny.shared(tiny.tiny_bert))
 
-    def weights(**options: Any) -> torch.Tensor:
+    def weights(**options):
         config = load_config({"model_name": folder, "data_path": "d", **options})
         return model_of(config).state_dict()[
             "backbone.encoder.layer.0.output.dense.weight"
@@ -143,7 +142,7 @@ def test_from_scratch_draws_weights_by_the_seed() -> None:
     assert TrainConfig(model_name=folder, data_path="d").model.from_scratch is False
 
 
-def test_a_class_is_found_beside_the_config(tmp_path: Path) -> None:
+def test_a_class_is_found_beside_the_config(tmp_path):
     (tmp_path / "mine.py").write_text((ROOT / "tests/own/bag.py").read_text())
     (tmp_path / "cfg.yaml").write_text("model_class: mine.py:Bag\ndata_path: d\n")
     config = load_config(tmp_path / "cfg.yaml")

@@ -92,6 +92,7 @@ def in_a_run(folder: str, stops: int, loops: int) -> list[str]:
         with session.start_session(
             config_of(folder, dist_timeout_minutes=3.5 / 60)
         ) as one:
+            assert one.heartbeats is not None
             one.heartbeats.step = 7
             one.barrier()
             if rank == stops:

@@ -116,7 +116,7 @@ def examples(case: Case) -> list[Example]:
 
 
 def build(
-    case: Case, config: TrainConfig, teacher_dims: Mapping[str, int] | None = None
+    config: TrainConfig, teacher_dims: Mapping[str, int] | None = None
 ) -> tuple[EmbeddingModel, EmbeddingLoss, Featuriser]:
     """Model and loss in float64, the same on every call; adapters are not left at zero."""
     description = described(config)
@@ -127,13 +127,39 @@ def build(
         if "lora_B" in name:
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             parameter.data.normal_(0, 0.05, generator=generator)
+    scale, bias = model.initial_scale_and_bias or (None, None)
     loss = build_loss(
         config,
         mrl_dims=description.mrl_dims,
+        start_scale=scale,
+        start_bias=bias,
         embedding_dim=description.embedding_dim,
         teacher_dims=teacher_dims,
     ).double()
     return model.train(), loss, Featuriser(description)
+
+
+def step_of(
+    model: nn.Module,
+    loss: EmbeddingLoss,
+    featuriser: Featuriser,
+    session: Session,
+    rows: list[Example],
+    budget: Budget,
+    teachers: Teachers | None = None,
+    auxiliary: AuxiliaryLosses | None = None,
+    **inputs: Any,
+) -> tuple[ContrastiveStep, RankBatch]:
+    """The real step of a prepared model, and this rank's part of the rows. `inputs`: of InputSource."""
+    rank = rank_rows(len(rows), session.rank, session.world_size)
+    rank_batch = make_rank_batch(rows[rank], rank.start, 0, 0, featuriser)
+    feeder = Feeder(featuriser, session.device)
+    source = InputSource(model, feeder, session, **inputs)
+    guard = MemoryGuard(session)
+    step = ContrastiveStep(
+        model, loss, source, session, budget, guard, SEED, teachers, auxiliary
+    )
+    return step, rank_batch
 
 
 def gradients_on_ranks(
@@ -159,16 +185,18 @@ def step_on_rank(
 ) -> tuple[dict[str, Tensor], BatchResult]:
     """This rank's part of the case's batch through the real step: the whole gradients by name, and the result."""
     embedder, loss, featuriser = build(
-        case, config, {} if teachers is None else teachers.dims
+        config, {} if teachers is None else teachers.dims
     )
     model = session.prepare(embedder, embedder.description.layer_classes)
-    rows = examples(case)
-    own = rank_rows(len(rows), session.rank, session.world_size)
-    rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
-    source = InputSource(model, Feeder(featuriser, session.device), session)
-    guard = MemoryGuard(session)
-    step = ContrastiveStep(
-        model, loss, source, session, case.budget(), guard, SEED, teachers, auxiliary
+    step, rank_batch = step_of(
+        model,
+        loss,
+        featuriser,
+        session,
+        examples(case),
+        case.budget(),
+        teachers,
+        auxiliary,
     )
     result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
     synchronise(model, loss, session)
@@ -182,7 +210,7 @@ def step_on_rank(
 def reference(case: Case, world_size: int) -> dict[str, Tensor]:
     """The same in one process, from the formula: every occurrence encoded by itself, one dense loss, autograd."""
     config = case.config(case.folder(), gradient_checkpointing=False)
-    model, loss, featuriser = build(case, config)
+    model, loss, featuriser = build(config)
     batch = (
         drawn_batch(case, model, featuriser, world_size)
         if case.dropout

@@ -11,15 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from tests.harness import run_ranks
-from tests.parity.engine import Case, build, examples, full_gradients, worst_error
-from vembed.data.batching.feeding import Feeder
-from vembed.data.batching.rank_batch import make_rank_batch
-from vembed.data.batching.schedule import rank_rows
+from tests.parity.engine import (
+    Case,
+    build,
+    examples,
+    full_gradients,
+    step_of,
+    worst_error,
+)
 from vembed.parallel import parameters
 from vembed.parallel.session import start_session
-from vembed.training.budget import MemoryGuard, PeakMeter, measure_demand
-from vembed.training.frozen import InputSource
-from vembed.training.step import ContrastiveStep
+from vembed.training.budget import PeakMeter, measure_demand
 
 FAILURES = (
     "none",
@@ -80,11 +82,11 @@ def steps_after(
     found = []
     with start_session(config) as session:
         for failure in FAILURES:
-            embedder, loss, featuriser = build(case, config)
+            embedder, loss, featuriser = build(config)
             model = session.prepare(embedder, embedder.description.layer_classes)
-            rows = examples(case)
-            own = rank_rows(len(rows), session.rank, session.world_size)
-            rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
+            step, rank_batch = step_of(
+                model, loss, featuriser, session, examples(case), case.budget()
+            )
             meter, demand = Straight(), None
             if failure != "no measurement":
                 layer = embedder.backbone.encoder.layer[1]
@@ -104,10 +106,6 @@ def steps_after(
                     )
                 hook.remove()
                 count.remove()
-            source = InputSource(model, Feeder(featuriser, session.device), session)
-            step = ContrastiveStep(
-                model, loss, source, session, case.budget(), MemoryGuard(session), 5
-            )
             gradients = []
             for number in range(2):
                 step.accumulate(rank_batch, number, weight=1.0, last=True)

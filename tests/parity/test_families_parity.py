@@ -14,26 +14,23 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from tests import tiny
-from tests.built import described, model_of
 from tests.harness import run_ranks
 from tests.losses.reference import reference_loss
 from tests.models.families import pictures
-from tests.parity.engine import full_gradients, loss_gradients, worst_error
+from tests.parity.engine import (
+    build,
+    full_gradients,
+    loss_gradients,
+    step_of,
+    worst_error,
+)
 from tests.tiny import shared, texts
-from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.data.batching.feeding import Feeder
 from vembed.data.batching.rank_batch import make_rank_batch
-from vembed.data.batching.schedule import rank_rows
 from vembed.data.examples import Example, ImageRef, Item
-from vembed.data.features import Featuriser
-from vembed.losses.batch import EmbeddingLoss, LossBatch
-from vembed.losses.build import build_loss
-from vembed.models.embedding_model import EmbeddingModel
+from vembed.losses.batch import LossBatch
 from vembed.parallel.session import start_session
-from vembed.training.budget import Budget, MemoryGuard
-from vembed.training.frozen import InputSource
-from vembed.training.step import ContrastiveStep
+from vembed.training.budget import Budget
 from vembed.training.update import synchronise
 
 NUM_EXAMPLES = 7
@@ -156,23 +153,6 @@ def examples(modalities: tuple[str, ...]) -> list[Example]:
     return made
 
 
-def build(config: TrainConfig) -> tuple[EmbeddingModel, EmbeddingLoss, Featuriser]:
-    """Model and loss in float64, the same on every call; adapters are not left at zero."""
-    description = described(config)
-    model = model_of(
-        config, description, recompute=resolve_run(config).recomputation.value
-    ).double()
-    draw = torch.Generator().manual_seed(9)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data.normal_(0, 0.05, generator=draw)
-    scale, bias = model.initial_scale_and_bias or (None, None)
-    loss = build_loss(
-        config, mrl_dims=description.mrl_dims, start_scale=scale, start_bias=bias
-    ).double()
-    return model.train(), loss, Featuriser(description)
-
-
 def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
     """Called on every rank: each config's step without and with Gradient Cache; gradients, loss, units and
     modalities."""
@@ -197,17 +177,16 @@ def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
                 and type(module).__name__.removeprefix("FSDP") in classes
                 for module in model.modules()
             )
-            rows = examples(modalities)
-            own = rank_rows(len(rows), session.rank, session.world_size)
-            rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
             for cached in (False, True):
-                feeder = Feeder(featuriser, session.device)
-                source = InputSource(
-                    model, feeder, session, frozen=frozen, image_bytes=image_bytes
-                )
-                budget, guard = Budget(45, None, 10**9, cached), MemoryGuard(session)
-                step = ContrastiveStep(
-                    model, loss, source, session, budget, guard, seed=5
+                step, rank_batch = step_of(
+                    model,
+                    loss,
+                    featuriser,
+                    session,
+                    examples(modalities),
+                    Budget(45, None, 10**9, cached),
+                    frozen=frozen,
+                    image_bytes=image_bytes,
                 )
                 result = step.accumulate(rank_batch, 3, weight=1.0, last=True)
                 synchronise(model, loss, session)

@@ -9,16 +9,10 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness import run_ranks
-from tests.parity.engine import Case, build, examples
+from tests.parity.engine import Case, build, examples, step_of
 from tests.tiny import shared, tiny_bert
-from vembed.data.batching.feeding import Feeder
-from vembed.data.batching.rank_batch import make_rank_batch
-from vembed.data.batching.schedule import rank_rows
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session
-from vembed.training.budget import MemoryGuard
-from vembed.training.frozen import InputSource
-from vembed.training.step import ContrastiveStep
 from vembed.training.update import synchronise
 
 
@@ -49,15 +43,10 @@ def count_rounds(
                 strategy=strategy,
                 gradient_checkpointing=False,
             )
-            embedder, loss, featuriser = build(case, config)
+            embedder, loss, featuriser = build(config)
             model = session.prepare(embedder, embedder.description.layer_classes)
-            rows = examples(case)
-            own = rank_rows(len(rows), session.rank, session.world_size)
-            rank_batch = make_rank_batch(rows[own], own.start, 0, 0, featuriser)
-            guard = MemoryGuard(session)
-            source = InputSource(model, Feeder(featuriser, session.device), session)
-            step = ContrastiveStep(
-                model, loss, source, session, case.budget(), guard, seed=0
+            step, rank_batch = step_of(
+                model, loss, featuriser, session, examples(case), case.budget()
             )
             collectives.reset_collective_counts()
             reduced.clear()

@@ -144,10 +144,7 @@ def on_ranks(
             if number:
                 teachers.prepare(Data(rows, f"data-{case.data}"))
             found, _ = step_on_rank(case, config, session, teachers=teachers)
-            later = {
-                name: one.num_later
-                for name, one in (*teachers.vectors.items(), *teachers.pairs.items())
-            }
+            later = {name: one.num_later for name, one in teachers.by_name.items()}
             results.append({"gradients": found, "later": later})
     return results
 
@@ -185,7 +182,7 @@ def wanted(case: Case, folder: Path) -> dict[str, torch.Tensor]:
         case.options, shared(tiny_bert, layers=1, hidden=24), shared(tiny_reranker)
     )
     config = replace(case, options=options).config(case.folder())
-    model, loss, featuriser = build(case, config, {"teacher": 24})
+    model, loss, featuriser = build(config, {"teacher": 24})
     batch = plain_batch(case, model, featuriser)
     value = reference_loss(
         answered(case, batch, folder),

@@ -72,10 +72,7 @@ def prepare(
     with start_session(config) as session:
         teachers = Teachers(config.objective, config.data, config.model, session, cache)
         teachers.prepare(Data(examples, fingerprint))
-        return {
-            name: one.store.num_added
-            for name, one in (*teachers.vectors.items(), *teachers.pairs.items())
-        }
+        return {name: one.store.num_added for name, one in teachers.by_name.items()}
 
 
 def run(
@@ -163,8 +160,8 @@ def vectors_of(config: TrainConfig, cache: Path, items: list[Item]) -> np.ndarra
         teachers = Teachers(config.objective, config.data, config.model, session, cache)
         asked = []
         for item in items:
-            key, question = teachers._models["bert"].question(item, "query")
-            asked.append(teachers.vectors["bert"].answers([key], [question]))
+            key, question = teachers.by_name["bert"].model.question(item, "query")
+            asked.append(teachers.by_name["bert"].answers([key], [question]))
     return np.concatenate(asked)
 
 

@@ -71,11 +71,7 @@ def answer(config: TrainConfig, cache: Path, data: list[list[Example]]) -> list[
         teachers = Teachers(config.objective, config.data, config.model, session, cache)
         for number, examples in enumerate(data):
             teachers.prepare(Data(examples, str(number)))
-        pairs = list(teachers.pairs.values())
-        return [
-            type(teachers.vectors["vectors"].model),
-            *(type(one.model) for one in pairs),
-        ]
+        return [type(teacher.model) for teacher in teachers.by_name.values()]
 
 
 def kept(cache: Path) -> dict[str, dict[bytes, np.ndarray]]:
@@ -123,8 +119,8 @@ def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder)
     config = config_of(folder)
     teacher = Teacher(model=str(folder), instruction="Do they match")
-    assert teacher_kind(teacher, folder, wants_vectors=False) == "yes_no"
-    assert teacher_kind(teacher, folder, wants_vectors=True) == "embedder"
+    assert teacher_kind(teacher, folder, needs_vectors=False) == "yes_no"
+    assert teacher_kind(teacher, folder, needs_vectors=True) == "embedder"
     example = rows(1)[0]
     config = config.changed(
         **{"teachers": [teacher], "losses": None, "loss": "margin_mse"}
@@ -134,7 +130,7 @@ def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
             config.objective, config.data, config.model, session, tmp_path / "cache"
         )
         teachers.prepare(Data([example], "data"))
-        found = teachers.pairs[str(folder)].model.compute(
+        found = teachers.by_name[str(folder)].model.compute(
             [(example.query, example.negatives[0])]
         )
     text = f"<Instruct>: Do they match\n<Query>: {example.query.text}\n<Document>: {example.negatives[0].text}"

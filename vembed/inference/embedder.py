@@ -176,8 +176,7 @@ class Embedder:
         """
         if kind not in ("query", "document"):
             raise UserError(f"kind is {kind!r}; give query or document")
-        single = _is_one(inputs)
-        items = _items(inputs)
+        items, is_single = _items(inputs)
         if prompt is not None:
             items = [replace(item, prompt=prompt) for item in items]
         with ProgressReport(
@@ -201,7 +200,7 @@ class Embedder:
         )
         limits = None if ranges is None else checked_ranges(ranges, finished.shape[1])
         vectors = quantized(finished, precision, limits)
-        result = vectors[0] if single else vectors
+        result = vectors[0] if is_single else vectors
         if convert_to_tensor:
             tensor: Any = torch.from_numpy(result).to(self.device)
             return tensor  # type: ignore[no-any-return]
@@ -258,7 +257,7 @@ class Embedder:
         states = HiddenStates(
             self.model, self.backbone, self.description, layers, pooling
         )
-        items = _items(inputs)
+        items, _ = _items(inputs)
         if any(item.images for item in items):
             raise UserError("hidden states are of texts; an input has an image")
         flat = encode_items(
@@ -386,33 +385,22 @@ def _embeddings(name: str, values: Any) -> np.ndarray:
     return np.atleast_2d(array)
 
 
-def _is_one(inputs: Any) -> bool:
-    return isinstance(inputs, str | Path | Image.Image | Mapping | Item)
-
-
-def _as_inputs(inputs: Any) -> list[Any]:
-    """Return one input or several as a list. Raise UserError for what is neither."""
-    if _is_one(inputs):
-        return [inputs]
-    if not isinstance(inputs, Iterable):
+def _items(inputs: Any) -> tuple[list[Item], bool]:
+    """Return the items of one input or several, and whether it is one. Raise UserError with the number of a bad one."""
+    is_single = isinstance(inputs, str | Path | Image.Image | Mapping | Item)
+    if not is_single and not isinstance(inputs, Iterable):
         raise UserError(
             f"the inputs are {inputs!r:.80}: give a text, an image, a record, or a list of them"
         )
-    return list(inputs)
-
-
-def _items(inputs: Any) -> list[Item]:
-    """Return the items of one input or several. Raise UserError with the number of the first that is none."""
-    several = _as_inputs(inputs)
-    items = list[Item]()
+    several = [inputs] if is_single else list(inputs)
+    items = []
     for number, input_ in enumerate(several):
         try:
             items.append(to_item(input_))
         except UserError as error:
-            raise UserError(
-                f"inputs[{number}]: {error}" if len(several) > 1 else str(error)
-            ) from error
-    return items
+            where = f"inputs[{number}]: " if len(several) > 1 else ""
+            raise UserError(f"{where}{error}") from error
+    return items, is_single
 
 
 def to_item(input_: Input) -> Item:
@@ -420,7 +408,7 @@ def to_item(input_: Input) -> Item:
     if isinstance(input_, Item):
         return input_
     if isinstance(input_, str):
-        return Item(text=_whole(input_))
+        return to_item({"text": input_})
     if isinstance(input_, Image.Image | Path):
         return Item(images=(_image_ref(input_),))
     if isinstance(input_, Mapping):
@@ -429,9 +417,11 @@ def to_item(input_: Input) -> Item:
             raise UserError(
                 f"an input has the keys {', '.join(map(repr, input_))}; vembed knows text, image and images"
             )
-        images = [
-            image for key in ("image", "images") for image in _as_list(input_.get(key))
-        ]
+        images: list[Any] = []
+        for key in ("image", "images"):
+            value = input_.get(key)
+            if value is not None:
+                images += value if isinstance(value, list | tuple) else [value]
         text = input_.get("text")
         if text is not None and not isinstance(text, str):
             raise UserError(
@@ -439,26 +429,15 @@ def to_item(input_: Input) -> Item:
             )
         if text is None and not images:
             raise UserError(f"an input has neither text nor image: {dict(input_)!r}")
+        if text is not None and has_lone_surrogate(text):
+            raise UserError(f"an input {LONE_SURROGATE}")
         return Item(
-            text=None if text is None else _whole(text),
+            text=text,
             images=tuple(_image_ref(image) for image in images),
         )
     raise UserError(
         f"an input is a {type(input_).__name__}; vembed encodes texts, images and {{text, image}} records"
     )
-
-
-def _whole(text: str) -> str:
-    """Return the text. Raise UserError if no tokenizer takes it."""
-    if has_lone_surrogate(text):
-        raise UserError(f"an input {LONE_SURROGATE}")
-    return text
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _image_ref(image: Any) -> ImageRef:

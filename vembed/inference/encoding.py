@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,16 +53,6 @@ class KeptFeatures(Protocol):
     ) -> tuple[Modality, dict[str, Tensor]]:
         """Return the model's input for one modality slice of a micro-batch."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class _Chunk:
-    """Consecutive distinct inputs, split over the ranks."""
-
-    numbers: np.ndarray
-    """Positions in the list of distinct inputs."""
-    by_rank: list[np.ndarray]
-    """Positions in `numbers` of each rank's share."""
 
 
 def default_budget(device: torch.device | str) -> int:
@@ -152,20 +141,38 @@ def encode_chunks(
     device = session.device if session else _device_of(model)
     budget = budget_tokens or default_budget(device)
     feeder = Feeder(featuriser, device)
-    reporter = _Reporter(
-        progress, num_items or len(contents), len(contents), world_size
-    )
+    total = num_items or len(contents)
+    # Duplicates are encoded once but count as done together, and the other ranks are
+    # assumed equally fast.
+    factor = world_size * total / max(len(contents), 1)
+    num_done = 0
 
-    def featurise(chunk: _Chunk) -> list[Features]:
-        numbers = chunk.numbers[chunk.by_rank[rank]].tolist()
+    def after(num_rows: int) -> None:
+        nonlocal num_done
+        num_done += num_rows
+        if progress is not None:
+            progress(min(round(num_done * factor), total), total)
+        if between is not None:
+            between()
+
+    def featurise(chunk: np.ndarray) -> list[Features]:
+        numbers = chunk[rank::world_size].tolist()
         return featuriser.features([(contents[number], kind) for number in numbers])
+
+    if lengths is None:
+        texts = (len(content.text or "") for content in contents)
+        lengths = np.fromiter(texts, np.int64, len(contents))
+    # The longest come first, so that memory runs out at once or never. Exact token lengths
+    # order the micro-batches within a chunk, whose inputs are dealt to the ranks in turn.
+    order = np.argsort(-lengths, kind="stable")
+    size = CHUNK * world_size
+    chunks = [order[start : start + size] for start in range(0, len(order), size)]
 
     with (
         _evaluating(model),
         holding_copies(model),
         ThreadPoolExecutor(1, thread_name_prefix="vembed-encode") as ahead,
     ):
-        chunks = _chunks(contents, lengths, world_size)
         # Tokenize the next chunk in a thread while this one is encoded.
         waiting = [ahead.submit(featurise, chunk) for chunk in chunks[:1]]
         for number, chunk in enumerate(chunks):
@@ -182,21 +189,21 @@ def encode_chunks(
                 budget=budget,
                 max_rows=max_rows,
                 world_size=world_size,
-                reporter=reporter,
+                after=after,
                 between=between,
                 kept=kept,
             )
             if world_size > 1:
                 # The rows arrive in rank order, and go on in the order of the chunk.
-                gathered = collectives.all_gather_rows(
-                    vectors, [len(share) for share in chunk.by_rank]
-                )
-                vectors = gathered[
-                    torch.from_numpy(np.argsort(np.concatenate(chunk.by_rank))).to(
-                        gathered.device
-                    )
+                by_rank = [
+                    np.arange(start, len(chunk), world_size)
+                    for start in range(world_size)
                 ]
-            take(chunk.numbers, vectors.float().cpu().numpy())
+                counts = [len(places) for places in by_rank]
+                vectors = collectives.all_gather_rows(vectors, counts)
+                places = torch.from_numpy(np.argsort(np.concatenate(by_rank)))
+                vectors = vectors[places.to(vectors.device)]
+            take(chunk, vectors.float().cpu().numpy())
 
 
 def encode_features(
@@ -222,7 +229,7 @@ def encode_features(
             budget=default_budget(device),
             max_rows=None,
             world_size=world_size,
-            reporter=_Reporter(None, len(features), len(features), 1),
+            after=lambda _: None if between is None else between(),
             between=between,
             kept=kept,
         )
@@ -266,11 +273,14 @@ def _encode_rank_batch(
     budget: int,
     max_rows: int | None,
     world_size: int,
-    reporter: _Reporter,
+    after: Callable[[int], None],
     between: Between | None,
     kept: KeptFeatures | None,
 ) -> Tensor:
-    """Return [n, D] embeddings of this rank's inputs, in as many micro-batches per modality as every other rank."""
+    """Return [n, D] embeddings of this rank's inputs, in as many micro-batches per modality as every other rank.
+
+    `after` is called after each micro-batch with the number of its inputs.
+    """
     tables = (
         kept.encode(features, budget, max_rows, between) if kept is not None else {}
     )
@@ -310,60 +320,11 @@ def _encode_rank_batch(
             result = embeddings.new_empty(len(features), embeddings.shape[1])
         if rows:  # otherwise a dummy: it was run only for its collectives
             result[row_index(rows, embeddings.device)] = embeddings
-            reporter.add(len(rows))
-        if between is not None:
-            between()
+        after(len(rows))
     assert result is not None, (
         "a chunk holds at least one input, so every rank runs at least one micro-batch"
     )
     return result
-
-
-def _chunks(
-    contents: Sequence[Item], lengths: np.ndarray | None, world_size: int
-) -> list[_Chunk]:
-    """Return chunks of inputs of similar length, dealt to the ranks in turn. The longest come first, so that memory
-    runs out at once or never. Text length in characters is the sort key; exact token lengths order the micro-batches
-    within a chunk."""
-    if lengths is None:
-        lengths = np.fromiter(
-            (len(content.text or "") for content in contents), np.int64, len(contents)
-        )
-    order = np.argsort(-lengths, kind="stable")
-    parts = [
-        order[start : start + CHUNK * world_size]
-        for start in range(0, len(order), CHUNK * world_size)
-    ]
-    return [
-        _Chunk(
-            part, [np.arange(rank, len(part), world_size) for rank in range(world_size)]
-        )
-        for part in parts
-    ]
-
-
-class _Reporter:
-    """Scales this rank's finished micro-batches to progress over all items of all ranks."""
-
-    def __init__(
-        self,
-        progress: Progress | None,
-        num_items: int,
-        num_distinct: int,
-        world_size: int,
-    ) -> None:
-        self.progress = progress
-        self.num_items = num_items
-        # Duplicates are encoded once but count as done together, and the other ranks are assumed equally fast.
-        self.factor = world_size * num_items / max(num_distinct, 1)
-        self.done = 0
-
-    def add(self, num_rows: int) -> None:
-        self.done += num_rows
-        if self.progress is not None:
-            self.progress(
-                min(round(self.done * self.factor), self.num_items), self.num_items
-            )
 
 
 @contextmanager

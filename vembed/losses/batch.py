@@ -222,6 +222,8 @@ class EmbeddingLoss(nn.Module):
 
     def project_parameters(self) -> None:
         """Clamp learned parameters to their ranges. Called after every optimizer step."""
+        for part in self._parts():
+            part.project_parameters()
 
     def term_shares(self, source: int) -> dict[str, Tensor]:
         """Return this rank's share of each term of the newest batch, without its weight.
@@ -232,5 +234,14 @@ class EmbeddingLoss(nn.Module):
         return {}
 
     def scale_and_bias(self) -> tuple[float, float] | None:
-        """Return the learned scale and bias of the logits, or None. They are saved with CLIP and SigLIP models."""
-        return None
+        """Return the learned scale and bias of the logits, or None. They are saved with CLIP and SigLIP models.
+
+        Of several losses those of the first that has some.
+        """
+        learned = (part.scale_and_bias() for part in self._parts())
+        return next((pair for pair in learned if pair is not None), None)
+
+    def _parts(self) -> list[EmbeddingLoss]:
+        """Return the losses that this one is made of."""
+        others = [module for module in self.modules() if module is not self]
+        return [module for module in others if isinstance(module, EmbeddingLoss)]

@@ -114,7 +114,6 @@ class WeightedLosses(EmbeddingLoss):
         self.names = tuple(names)
         self.weights = tuple(weights)
         self.terms = nn.ModuleList(terms)
-        self._terms = tuple(terms)
         self.last: dict[str, Tensor] = {}
         """This rank's share of each term in the newest batch, without its weight."""
 
@@ -124,19 +123,10 @@ class WeightedLosses(EmbeddingLoss):
         loss: Tensor = _Sum.apply(batch.embeddings, self, batch, *learned)  # type: ignore[no-untyped-call]
         return loss
 
-    def project_parameters(self) -> None:
-        """See EmbeddingLoss."""
-        for term in self._terms:
-            term.project_parameters()
-
     def term_shares(self, source: int) -> dict[str, Tensor]:
         """See EmbeddingLoss."""
         del source
         return dict(self.last)
-
-    def scale_and_bias(self) -> tuple[float, float] | None:
-        """Return those of the first term that has learned ones."""
-        return _first_scale_and_bias(self._terms)
 
 
 class LossBySource(EmbeddingLoss):
@@ -155,18 +145,9 @@ class LossBySource(EmbeddingLoss):
         """See EmbeddingLoss."""
         return self._sources[batch.source].forward(batch)
 
-    def project_parameters(self) -> None:
-        """See EmbeddingLoss."""
-        for loss in dict.fromkeys(self._sources):
-            loss.project_parameters()
-
     def term_shares(self, source: int) -> dict[str, Tensor]:
         """See EmbeddingLoss."""
         return self._sources[source].term_shares(source)
-
-    def scale_and_bias(self) -> tuple[float, float] | None:
-        """Return those of the first source that has learned ones."""
-        return _first_scale_and_bias(self._sources)
 
 
 def build_loss(
@@ -241,41 +222,24 @@ def _term_start(term: Term, start: StartValues) -> StartValues:
 
     A temperature that the config gives comes before that of the model.
     """
-    temperature = term.temperature
-    if temperature is None:
+    if term.temperature is None:
         return start
     label = "temperature" if term.is_alone else f"temperature of {term.loss.name}"
+    is_given = term.temperature_source == "given"
     if not term.loss.learns_temperature():
         if term.temperature_source not in ("given", "default"):
-            log.info("%s: %.3g (%s)", label, temperature, term.temperature_source)
+            log.info("%s: %.3g (%s)", label, term.temperature, term.temperature_source)
         return start
-    if term.temperature_source == "given":
-        instead = ""
-        if start.scale is not None:
-            instead = (
-                f", not at {1 / start.scale:.3g}, with which this model was trained"
-            )
-        log.info("%s: learned, starting at %g as given%s", label, temperature, instead)
-        return replace(start, scale=None)
-    if start.scale is None:
-        log.info("%s: learned, starting at %g (default)", label, temperature)
-    else:
-        log.info(
-            "%s: learned, starting at %.3g, with which this model was trained",
-            label,
-            1 / start.scale,
-        )
-    return start
-
-
-def _first_scale_and_bias(
-    losses: Sequence[EmbeddingLoss],
-) -> tuple[float, float] | None:
-    for loss in losses:
-        learned = loss.scale_and_bias()
-        if learned is not None:
-            return learned
-    return None
+    value = term.temperature
+    reason = "as given" if is_given else "default"
+    if start.scale is not None:
+        trained = f"{1 / start.scale:.3g}, with which this model was trained"
+        reason = f"as given, not at {trained}"
+        if not is_given:
+            value = 1 / start.scale
+            reason = "with which this model was trained"
+    log.info("%s: learned, starting at %.3g (%s)", label, value, reason)
+    return replace(start, scale=None) if is_given else start
 
 
 class _Sum(torch.autograd.Function):
@@ -310,9 +274,19 @@ class _Sum(torch.autograd.Function):
                 share = term(batch)
             losses.last[name] = share.detach()
             total = total + weight * losses.last[name]
-            if share.requires_grad:
-                more = torch.autograd.grad(share, inputs, allow_unused=True)
-                _add_gradients(gradients, more, weight)
+            if not share.requires_grad:
+                continue
+            of_term: Sequence[Tensor | None] = torch.autograd.grad(
+                share, inputs, allow_unused=True
+            )
+            for number, gradient in enumerate(of_term):
+                before = gradients[number]
+                if gradient is None:
+                    continue
+                if before is None:
+                    gradients[number] = gradient * weight
+                else:
+                    before.add_(gradient, alpha=weight)
         # What no term depends on gets zeros: `backward` returns one tensor for each
         # input that needs a gradient.
         for number, tensor in enumerate(inputs):
@@ -331,17 +305,3 @@ class _Sum(torch.autograd.Function):
         if scaled[0] is not None:
             scaled[0] = scaled[0].to(ctx.dtype)
         return tuple(scaled)
-
-
-def _add_gradients(
-    total: list[Tensor | None], more: Sequence[Tensor | None], weight: float
-) -> None:
-    """Compute total += weight * more in place, where None stands for zeros."""
-    for number, gradient in enumerate(more):
-        if gradient is None:
-            continue
-        before = total[number]
-        if before is None:
-            total[number] = gradient * weight
-        else:
-            before.add_(gradient, alpha=weight)

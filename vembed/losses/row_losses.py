@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -22,51 +23,55 @@ def is_excluded(logits: Tensor) -> Tensor:
     return logits <= EXCLUDED * 1e-6
 
 
-class RowLoss(ABC):
-    """Losses of n rows. Create it with the positives' logits, add all candidates, then ask for the derivatives.
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """What the losses of n rows begin with."""
 
-    Candidates come as a tile of logits [n, t], or with `row` [P] as single logits [P] of these rows, which may repeat.
-    `target`: a teacher's scores of the same pairs, for losses that follow one. `out`: a tensor like the logits, which
-    is overwritten in place of a new one.
-    """
+    logits: Tensor
+    """[n] of the positives."""
+    coefficient: float
+    """Factor of the losses."""
+    bias: Tensor | None = None
+    """Added to every logit."""
+    target: Tensor | None = None
+    """[n] a teacher's scores of the positives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Candidates of n rows: a tile of them, or single ones."""
+
+    logits: Tensor
+    """[n, t], or [P] with `row`."""
+    target: Tensor | None = None
+    """A teacher's scores of the same pairs, for losses that follow one."""
+    row: Tensor | None = None
+    """[P] the row of each single logit. Rows may repeat."""
+    out: Tensor | None = None
+    """Like the logits: overwritten in place of a new tensor."""
+
+
+class RowLoss(ABC):
+    """Losses of n rows. Create it with the positives' logits, add all candidates, then ask for the derivatives."""
 
     def __init__(
         self,
-        positive: Tensor,
-        coefficient: float,
-        bias: Tensor | None,
-        target: Tensor | None = None,
+        start: RowStart,
     ) -> None:
-        self.positive = positive
-        self.coefficient = coefficient
-        self.bias = bias
-        self.target = target
+        self.positive = start.logits
+        self.coefficient = start.coefficient
 
     @abstractmethod
-    def add(
-        self,
-        logits: Tensor,
-        target: Tensor | None = None,
-        *,
-        row: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> None:
-        """Add logits of candidates. `out` must not be the logits."""
+    def add(self, candidates: Candidates) -> None:
+        """Add candidates. `candidates.out` must not be the logits."""
 
     @abstractmethod
     def total(self) -> Tensor:
         """Return coefficient * sum of the rows' losses. Call it after all candidates have been added."""
 
     @abstractmethod
-    def grad(
-        self,
-        logits: Tensor,
-        target: Tensor | None = None,
-        *,
-        row: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Return the gradient of the total with respect to logits of candidates. `out` may be the logits."""
+    def grad(self, candidates: Candidates) -> Tensor:
+        """Return the gradient of the total with respect to the candidates' logits. `out` may be the logits."""
 
     @abstractmethod
     def grad_of_positive_logit(self) -> Tensor:
@@ -124,34 +129,26 @@ class SoftmaxRows(RowLoss):
 
     def __init__(
         self,
-        positive: Tensor,
-        coefficient: float,
-        bias: Tensor | None,
-        target: Tensor | None = None,
+        start: RowStart,
         *,
         stretch: Tensor | None = None,
         focal_gamma: float = 0.0,
     ) -> None:
-        assert bias is None, "a bias cancels in a softmax"
-        super().__init__(positive, coefficient, bias, target)
+        assert start.bias is None, "a bias cancels in a softmax"
+        super().__init__(start)
         self.stretch = stretch
         self.focal_gamma = focal_gamma
         # The positive is part of the maximum from the start.
-        self.rest = _OnlineSum(positive, torch.zeros_like(positive))
+        self.rest = _OnlineSum(self.positive, torch.zeros_like(self.positive))
 
-    def add(
-        self,
-        logits: Tensor,
-        target: Tensor | None = None,
-        *,
-        row: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> None:
+    def add(self, candidates: Candidates) -> None:
         """See RowLoss."""
-        del target
-        if self.stretch is not None:
-            logits = torch.mul(logits, self.stretch, out=out)
-        self.rest.add(logits, row, out)
+        self.rest.add(self._stretched(candidates), candidates.row, candidates.out)
+
+    def _stretched(self, candidates: Candidates) -> Tensor:
+        if self.stretch is None:
+            return candidates.logits
+        return torch.mul(candidates.logits, self.stretch, out=candidates.out)
 
     def _surplus(self) -> Tensor:
         """Return [n] log(sum of all exp(logit)) - largest. expm1 and log1p keep precision if the positive dominates."""
@@ -184,25 +181,17 @@ class SoftmaxRows(RowLoss):
         slope = 1 + self.focal_gamma * (1 - rest) * ratio
         return self.coefficient * rest**self.focal_gamma * slope
 
-    def grad(
-        self,
-        logits: Tensor,
-        target: Tensor | None = None,
-        *,
-        row: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def grad(self, candidates: Candidates) -> Tensor:
         """See RowLoss."""
-        del target
         # coefficient * softmax = exp(logit - log_sum + log(coefficient)): one subtraction and one exp over the tile.
         coefficients = self._coefficients()
         if isinstance(coefficients, Tensor):
             shift = self._log_sum() - torch.log(coefficients)
         else:
             shift = self._log_sum() - math.log(coefficients)
-        if self.stretch is not None:
-            logits = torch.mul(logits, self.stretch, out=out)
-        return torch.sub(logits, _each(shift, row), out=out).exp_()
+        logits = self._stretched(candidates)
+        shift = _each(shift, candidates.row)
+        return torch.sub(logits, shift, out=candidates.out).exp_()
 
     def grad_of_positive_logit(self) -> Tensor:
         """See RowLoss."""
@@ -216,59 +205,43 @@ class CircleRows(SoftmaxRows):
 
     def __init__(
         self,
-        positive: Tensor,
-        coefficient: float,
-        bias: Tensor | None,
-        target: Tensor | None = None,
+        start: RowStart,
         *,
         temperature: float,
         margin: float,
     ) -> None:
         self.temperature = temperature
         self.margin = margin
-        score = positive * temperature
+        score = start.logits * temperature
         # a_i of the formula. It has no gradient: `grad_of_positive_logit` multiplies by it.
         self.positive_weight = (1.0 + margin - score).clamp_(min=0.0)
         weighted = self.positive_weight * (score - (1.0 - margin)) / temperature
-        super().__init__(weighted, coefficient, bias, target)
+        super().__init__(replace(start, logits=weighted))
 
     def _weights(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
         """Return b, 0 for excluded candidates."""
         scores = torch.mul(logits, self.temperature, out=out)
         return scores.add_(self.margin).clamp_(min=0.0)
 
-    def _weighted(self, logits: Tensor, out: Tensor | None) -> Tensor:
+    def _weighted(self, candidates: Candidates) -> Tensor:
         """Return b (s - m) / T as ((s + m) - 2 m) (s + m) / T, and EXCLUDED for excluded candidates."""
-        excluded = is_excluded(logits)  # first, since `out` may be the tile itself
-        weights = self._weights(logits, out)
+        excluded = is_excluded(candidates.logits)  # first, since `out` may be the tile
+        weights = self._weights(candidates.logits, candidates.out)
         weighted = weights.mul_(weights - 2.0 * self.margin).div_(self.temperature)
         return weighted.masked_fill_(excluded, EXCLUDED)
 
-    def add(
-        self,
-        logits: Tensor,
-        target: Tensor | None = None,
-        *,
-        row: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> None:
+    def add(self, candidates: Candidates) -> None:
         """See RowLoss."""
-        super().add(self._weighted(logits, out), target, row=row, out=out)
+        weighted = self._weighted(candidates)
+        super().add(replace(candidates, logits=weighted))
 
-    def grad(
-        self,
-        logits: Tensor,
-        target: Tensor | None = None,
-        *,
-        row: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def grad(self, candidates: Candidates) -> Tensor:
         """See RowLoss."""
         # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own. Before `out`, which may
         # be the tile itself, is written.
-        weights = self._weights(logits)
-        weighted = self._weighted(logits, out)
-        return super().grad(weighted, target, row=row, out=out).mul_(weights)
+        weights = self._weights(candidates.logits)
+        weighted = self._weighted(candidates)
+        return super().grad(replace(candidates, logits=weighted)).mul_(weights)
 
     def grad_of_positive_logit(self) -> Tensor:
         """See RowLoss."""
@@ -280,43 +253,26 @@ class SigmoidRows(RowLoss):
 
     def __init__(
         self,
-        positive: Tensor,
-        coefficient: float,
-        bias: Tensor | None,
-        target: Tensor | None = None,
+        start: RowStart,
     ) -> None:
-        super().__init__(positive, coefficient, bias, target)
-        self.shift = positive.new_zeros(()) if bias is None else bias
-        self.sum = _softplus(-(positive + self.shift)).sum()
+        super().__init__(start)
+        self.shift = self.positive.new_zeros(()) if start.bias is None else start.bias
+        self.sum = _softplus(-(self.positive + self.shift)).sum()
 
-    def add(
-        self,
-        logits: Tensor,
-        target: Tensor | None = None,
-        *,
-        row: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> None:
+    def add(self, candidates: Candidates) -> None:
         """See RowLoss."""
-        del target, row
         # No mask: softplus and sigmoid of EXCLUDED are exactly 0.
-        self.sum = self.sum + _softplus(torch.add(logits, self.shift, out=out)).sum()
+        logits = torch.add(candidates.logits, self.shift, out=candidates.out)
+        self.sum = self.sum + _softplus(logits).sum()
 
     def total(self) -> Tensor:
         """See RowLoss."""
         return self.coefficient * self.sum
 
-    def grad(
-        self,
-        logits: Tensor,
-        target: Tensor | None = None,
-        *,
-        row: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def grad(self, candidates: Candidates) -> Tensor:
         """See RowLoss."""
-        del target, row
-        return torch.add(logits, self.shift, out=out).sigmoid_().mul_(self.coefficient)
+        logits = torch.add(candidates.logits, self.shift, out=candidates.out)
+        return logits.sigmoid_().mul_(self.coefficient)
 
     def grad_of_positive_logit(self) -> Tensor:
         """See RowLoss."""
@@ -337,44 +293,36 @@ class DivergenceRows(RowLoss):
 
     def __init__(
         self,
-        positive: Tensor,
-        coefficient: float,
-        bias: Tensor | None,
-        target: Tensor | None = None,
+        start: RowStart,
         *,
         target_scale: float = 1.0,
     ) -> None:
         """`target_scale`: one over the teacher's temperature."""
-        assert bias is None, "a bias cancels in a softmax"
-        assert target is not None, "a divergence needs a teacher's scores"
-        super().__init__(positive, coefficient, bias, target)
+        assert start.bias is None, "a bias cancels in a softmax"
+        assert start.target is not None, "a divergence needs a teacher's scores"
+        super().__init__(start)
         self.target_scale = target_scale
-        self.positive_target = target * target_scale
+        self.positive_target = start.target * target_scale
         # The positive is the first candidate: exp(0) = 1.
-        self.student = _OnlineSum(positive, torch.ones_like(positive))
-        self.teacher = _OnlineSum(self.positive_target, torch.ones_like(positive))
-        self.difference = self.positive_target - positive
+        self.student = _OnlineSum(self.positive, torch.ones_like(self.positive))
+        self.teacher = _OnlineSum(self.positive_target, torch.ones_like(self.positive))
+        self.difference = self.positive_target - self.positive
         """[n] sum of exp(t - largest t) * (t - s)"""
 
-    def _targets(self, logits: Tensor, target: Tensor | None) -> Tensor:
+    def _targets(self, candidates: Candidates) -> Tensor:
         """Return the teacher's logits, with what the student leaves out left out too."""
-        assert target is not None
-        return (target * self.target_scale).masked_fill_(is_excluded(logits), EXCLUDED)
+        assert candidates.target is not None
+        targets = candidates.target * self.target_scale
+        return targets.masked_fill_(is_excluded(candidates.logits), EXCLUDED)
 
-    def add(
-        self,
-        logits: Tensor,
-        target: Tensor | None = None,
-        *,
-        row: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> None:
+    def add(self, candidates: Candidates) -> None:
         """See RowLoss."""
-        targets = self._targets(logits, target)
-        self.student.add(logits, row, out)
-        weights, rescale = self.teacher.add(targets, row, out)
+        targets = self._targets(candidates)
+        row = candidates.row
+        self.student.add(candidates.logits, row, candidates.out)
+        weights, rescale = self.teacher.add(targets, row, candidates.out)
         # An excluded candidate has weight exp(EXCLUDED) = 0 and a finite difference, so it adds 0.
-        weighted = weights.mul_(targets.sub_(logits))
+        weighted = weights.mul_(targets.sub_(candidates.logits))
         self.difference = _add_to_rows(self.difference * rescale, weighted, row)
 
     def total(self) -> Tensor:
@@ -383,19 +331,13 @@ class DivergenceRows(RowLoss):
         losses = cross - self.teacher.log() + self.student.log()
         return self.coefficient * losses.sum()
 
-    def grad(
-        self,
-        logits: Tensor,
-        target: Tensor | None = None,
-        *,
-        row: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def grad(self, candidates: Candidates) -> Tensor:
         """See RowLoss."""
         # coefficient * (softmax of the student - softmax of the teacher)
-        targets = self._targets(logits, target)
-        targets.sub_(_each(self.teacher.log(), row)).exp_()
-        student = torch.sub(logits, _each(self.student.log(), row), out=out).exp_()
+        targets = self._targets(candidates)
+        targets.sub_(_each(self.teacher.log(), candidates.row)).exp_()
+        log_sum = _each(self.student.log(), candidates.row)
+        student = torch.sub(candidates.logits, log_sum, out=candidates.out).exp_()
         return student.sub_(targets).mul_(self.coefficient)
 
     def grad_of_positive_logit(self) -> Tensor:
@@ -412,48 +354,28 @@ class SquaredErrorRows(RowLoss):
 
     def __init__(
         self,
-        positive: Tensor,
-        coefficient: float,
-        bias: Tensor | None,
-        target: Tensor | None = None,
+        start: RowStart,
     ) -> None:
-        super().__init__(positive, coefficient, bias, target)
-        self.sum = positive.new_zeros(())
+        super().__init__(start)
+        self.sum = self.positive.new_zeros(())
 
-    def _errors(
-        self, logits: Tensor, target: Tensor | None, out: Tensor | None
-    ) -> Tensor:
-        excluded = is_excluded(logits)  # first, since `out` may be the tile itself
-        errors = torch.sub(logits, 0.0 if target is None else target, out=out)
+    def _errors(self, candidates: Candidates) -> Tensor:
+        excluded = is_excluded(candidates.logits)  # first, since `out` may be the tile
+        target = 0.0 if candidates.target is None else candidates.target
+        errors = torch.sub(candidates.logits, target, out=candidates.out)
         return errors.masked_fill_(excluded, 0.0)
 
-    def add(
-        self,
-        logits: Tensor,
-        target: Tensor | None = None,
-        *,
-        row: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> None:
+    def add(self, candidates: Candidates) -> None:
         """See RowLoss."""
-        del row
-        self.sum = self.sum + self._errors(logits, target, out).square_().sum()
+        self.sum = self.sum + self._errors(candidates).square_().sum()
 
     def total(self) -> Tensor:
         """See RowLoss."""
         return self.coefficient * self.sum
 
-    def grad(
-        self,
-        logits: Tensor,
-        target: Tensor | None = None,
-        *,
-        row: Tensor | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
+    def grad(self, candidates: Candidates) -> Tensor:
         """See RowLoss."""
-        del row
-        return self._errors(logits, target, out).mul_(2 * self.coefficient)
+        return self._errors(candidates).mul_(2 * self.coefficient)
 
     def grad_of_positive_logit(self) -> Tensor:
         """See RowLoss."""

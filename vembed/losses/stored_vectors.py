@@ -49,17 +49,9 @@ class StoredVectors(EmbeddingLoss):
         as_floats: Tensor = self.inner(batch)
         return 0.5 * as_floats + 0.5 * stored
 
-    def project_parameters(self) -> None:
-        """See EmbeddingLoss."""
-        self.inner.project_parameters()
-
     def term_shares(self, source: int) -> dict[str, Tensor]:
         """See EmbeddingLoss."""
         return self.inner.term_shares(source)
-
-    def scale_and_bias(self) -> tuple[float, float] | None:
-        """See EmbeddingLoss."""
-        return self.inner.scale_and_bias()
 
 
 def as_stored(embeddings: Tensor, form: StoredForm, *, cosine: bool) -> Tensor:

@@ -49,7 +49,7 @@ from vembed.losses.candidates import (
     LossCandidates,
     ScoreBlock,
 )
-from vembed.losses.row_losses import EXCLUDED, RowLoss
+from vembed.losses.row_losses import EXCLUDED, Candidates, RowLoss, RowStart
 from vembed.losses.similarity import Anchors, Similarity, arithmetic_dtype, chunks
 
 MEBIBYTE = 2**20
@@ -101,8 +101,8 @@ class Scoring:
 
     candidates: LossCandidates
     similarity: Similarity
-    row_loss: Callable[[Tensor, float, Tensor | None, Tensor | None], RowLoss]
-    """Makes the losses of a block from the positives' logits, a coefficient, the bias, and the positives' targets."""
+    row_loss: Callable[[RowStart], RowLoss]
+    """Makes the losses of a block of rows."""
     coefficients: tuple[float, ...]
     """Factor of each direction (forward, reverse)."""
     margin: float | None
@@ -322,10 +322,9 @@ class _ScorePass:
         for scores, weight in zip(positive_scores, weights, strict=True):
             by_direction = []
             for factor in self.scoring.coefficients:
-                row_loss = self.scoring.row_loss(
-                    scores * self.scale, weight * factor, self.bias, targets
-                )
-                by_direction.append(row_loss)
+                logits = scores * self.scale
+                start = RowStart(logits, weight * factor, self.bias, targets)
+                by_direction.append(self.scoring.row_loss(start))
             losses.append(by_direction)
         ceilings = None
         if self.scoring.margin is not None:
@@ -343,9 +342,9 @@ class _ScorePass:
         for pairs in self.candidates.explicit:
             scored = self._score_pairs(pairs, rows, ceilings, guide_ceilings)
             for k in range(self.num_sizes):
-                losses[k][scored.direction].add(
-                    scored.scores[k] * self.scale, scored.target, row=scored.row
-                )
+                logits = scored.scores[k] * self.scale
+                single = Candidates(logits, scored.target, row=scored.row)
+                losses[k][scored.direction].add(single)
             explicit.append(scored)
         anchors = {}
         for score_block in self.candidates.score_blocks:
@@ -412,8 +411,8 @@ class _ScorePass:
             d_logits = []
             for by_direction, scores in zip(block.losses, pairs.scores, strict=True):
                 logits = scores * self.scale
-                row_loss = by_direction[pairs.direction]
-                d_logits.append(row_loss.grad(logits, pairs.target, row=pairs.row))
+                single = Candidates(logits, pairs.target, row=pairs.row)
+                d_logits.append(by_direction[pairs.direction].grad(single))
             self._add_pair_gradient(
                 pairs.anchor, pairs.position, pairs.scores, torch.stack(d_logits)
             )
@@ -483,7 +482,8 @@ class _ScorePass:
                 is_above = logits > block.ceilings[k, :, None]
                 logits.masked_fill_(is_above, EXCLUDED)
             row_loss = block.losses[k][tile.score_block.direction]
-            row_loss.add(logits, tile.target, out=self._scratch(0, logits))
+            scratch = self._scratch(0, logits)
+            row_loss.add(Candidates(logits, tile.target, out=scratch))
 
     def _differentiate(self, tile: _Tile, block: _RowBlock) -> None:
         """Add the gradient of a tile with respect to the block's rows and to the columns."""
@@ -494,7 +494,7 @@ class _ScorePass:
             is_largest = k == self.num_sizes - 1
             out = logits if is_largest else self._scratch(0, logits)
             row_loss = block.losses[k][tile.score_block.direction]
-            d_logits = row_loss.grad(logits, tile.target, out=out)
+            d_logits = row_loss.grad(Candidates(logits, tile.target, out=out))
             if self.bias is not None:
                 self.d_bias += d_logits.sum()
             return d_logits

@@ -151,7 +151,9 @@ def _load(
     dtype: torch.dtype | None = torch.float32
     if adapters.use_lora or not keeps_masters:
         dtype = precision.DTYPES.get(options.torch_dtype)
-    half = precision.is_half(compute_dtype, dtype or file_dtype(config))
+    # Attention in 16 bits: by autocast or FSDP's policy, or for weights of such a dtype.
+    computed = {compute_dtype, dtype or file_dtype(config)}
+    half = not computed.isdisjoint({torch.bfloat16, torch.float16})
 
     # ---- attention
     asked = options.attn_implementation

@@ -298,18 +298,6 @@ def attention(
     return dropped.transpose(1, 2).contiguous(), None
 
 
-def use_cpu_kernels(backbone: nn.Module) -> int:
-    """Replace every dropout of the model by CpuDropout and return their number. Attention is chosen at loading."""
-    dropouts = [
-        module
-        for module in backbone.modules()
-        if type(module) is nn.Dropout and module.p > 0.0
-    ]
-    for module in dropouts:
-        module.__class__ = CpuDropout
-    return len(dropouts)
-
-
 def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> str:
     """Register an attention function with Transformers, with the masks of sdpa, and return its name."""
     AttentionInterface.register(name, function)

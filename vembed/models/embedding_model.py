@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vembed.config.schema import AdapterSection, ModelSection, ObjectiveSection
 from vembed.errors import UserError
-from vembed.models import cpu_kernels, packing, precision
+from vembed.models import packing, precision
 from vembed.models.adapters import add_adapters
 from vembed.models.bf16 import use_bf16
 from vembed.models.building import (
@@ -23,6 +23,7 @@ from vembed.models.building import (
     cast_frozen_towers,
     scale_and_bias,
 )
+from vembed.models.cpu_kernels import CpuDropout
 from vembed.models.custom.modeling import OwnModel
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.decisions import describe
@@ -41,9 +42,9 @@ from vembed.models.modalities import (
 from vembed.models.quantized import keep_trainable_layout, round_weights
 from vembed.models.towers import (
     TOWERS_OF_MODALITY,
-    freeze_parts,
     freeze_unused,
     frozen_towers,
+    names_frozen_by,
     tower_module,
 )
 
@@ -355,7 +356,8 @@ def build_model(
     )
     if not has_adapters:
         # Adapters keep out of frozen parts, and freeze all others themselves.
-        freeze_parts(backbone, description.traits, adapters.freeze)
+        for name in names_frozen_by(backbone, description.traits, adapters.freeze):
+            backbone.get_parameter(name).requires_grad = False
         cast_frozen_towers(description, options, adapters.freeze, backbone)
     if keeps_masters:
         # Also frozen ones, whose file may hold 16 bits.
@@ -365,9 +367,10 @@ def build_model(
         raise UserError(
             f"freeze: {adapters.freeze} leaves nothing of {options.model_name} to train; freeze less of it"
         )
-    # After the weights are in place: only the class of dropout modules changes.
-    if computes_on.type == "cpu":
-        cpu_kernels.use_cpu_kernels(backbone)
+    # After the weights are in place: only the class of dropout modules changes. Attention is chosen at loading.
+    for module in backbone.modules() if computes_on.type == "cpu" else ():
+        if type(module) is nn.Dropout and module.p > 0.0:
+            module.__class__ = CpuDropout
     # Checkpointing first, so that the compiler sees the checkpointed layers.
     layers = layers_of(backbone)
     if recompute:

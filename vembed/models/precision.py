@@ -55,11 +55,6 @@ def dtype_in_files(folder: Path) -> torch.dtype:
     return _NAMES_IN_FILES[sizes.most_common(1)[0][0]] if sizes else torch.float32
 
 
-def is_half(compute_dtype: torch.dtype, held: torch.dtype) -> bool:
-    """Return True if attention runs in 16 bits: by autocast or FSDP's policy, or for weights of dtype `held`."""
-    return bool({compute_dtype, held} & {torch.bfloat16, torch.float16})
-
-
 def attention_kernel(
     asked: str,
     backbone: type[PreTrainedModel],

@@ -83,12 +83,6 @@ def freeze_unused(
         log.info("frozen: %s (no embedding depends on them)", ", ".join(unused))
 
 
-def freeze_parts(backbone: nn.Module, family: Family, parts: Sequence[str]) -> None:
-    """Freeze the parts named by the option `freeze`."""
-    for name in names_frozen_by(backbone, family, parts):
-        backbone.get_parameter(name).requires_grad = False
-
-
 def names_frozen_by(
     backbone: nn.Module, family: Family, parts: Sequence[str]
 ) -> set[str]:

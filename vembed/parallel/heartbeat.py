@@ -68,9 +68,10 @@ class HangReport:
 
 
 class Heartbeats:
-    """Heartbeats of this rank, and what it knows of the others. Does nothing before `start`."""
+    """Heartbeats of this rank, and what it knows of the others."""
 
-    def __init__(self, ranks: RankInfo) -> None:
+    def __init__(self, ranks: RankInfo, store: Store) -> None:
+        """Begin. All ranks do so."""
         self.step = 0
         """Step of the run, for the records; 0 before the first."""
         self._ranks = ranks
@@ -80,13 +81,10 @@ class Heartbeats:
         self._report: HangReport | None = None
         self._is_final = False
         self._ended = threading.Event()
-
-    def start(self, store: Store) -> None:
-        """Begin. All ranks call it."""
         # A connection of its own: a thread that waits for an answer would block the others that use the store.
         own_store = store.clone()  # type: ignore[attr-defined]
         own_store.set_timeout(timedelta(seconds=SILENT_SECONDS))
-        own_store.set(_key(self._ranks.rank), json.dumps([0, asdict(self._beat)]))
+        own_store.set(_key(ranks.rank), json.dumps([0, asdict(self._beat)]))
         threading.Thread(
             target=self._watch, args=[own_store], name="vembed-heartbeat", daemon=True
         ).start()

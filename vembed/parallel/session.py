@@ -111,6 +111,7 @@ class Session:
         self.builds_empty = self._one_reads and self.rank > 0
         """True if this process builds the model without weights and receives its shards from rank 0."""
         self.heartbeats = exits.heartbeats
+        """None in a run of one process."""
         self._exits = exits
 
     def prepare(
@@ -168,9 +169,9 @@ class Session:
         failed = isinstance(error, Exception) and not isinstance(
             error, UserError | Stopped
         )
-        hang_report = (
-            self.heartbeats.hang_report(error) if failed and error is not None else None
-        )
+        hang_report = None
+        if failed and error is not None and self.heartbeats is not None:
+            hang_report = self.heartbeats.hang_report(error)
         self._exits.leave(waits=not failed)
         if hang_report is not None:
             raise RunError(hang_report) from error
@@ -216,7 +217,7 @@ class _Exits:
     """Cleanup of a session: process group, Accelerate's state and environment."""
 
     def __init__(self) -> None:
-        self.heartbeats = Heartbeats(RankInfo())
+        self.heartbeats: Heartbeats | None = None
         self.environment = {name: os.environ.get(name) for name in _CHANGED_VARIABLES}
         self.owns_group = (
             not dist.is_initialized()
@@ -225,7 +226,8 @@ class _Exits:
     def leave(self, *, waits: bool = True) -> None:
         """Destroy the group that this session started, and restore settings and environment. `waits`: for the work
         that is under way; after a failure its kernels may wait for another rank for ever, so that they are aborted."""
-        self.heartbeats.stop()
+        if self.heartbeats is not None:
+            self.heartbeats.stop()
         if self.owns_group and dist.is_initialized():
             collectives.end_group(waits=waits)
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -373,8 +375,7 @@ def _join(
         minutes,
     )
     if rank_info.world_size > 1:
-        exits.heartbeats = Heartbeats(rank_info)
-        exits.heartbeats.start(store)
+        exits.heartbeats = Heartbeats(rank_info, store)
     return rank_info
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -27,21 +27,6 @@ CHUNK = 2048
 
 
 Q = TypeVar("Q")
-Q_contra = TypeVar("Q_contra", contravariant=True)
-
-
-class Answering(Protocol[Q_contra]):
-    """A teacher's model."""
-
-    dim: int
-
-    def compute(self, questions: Sequence[Q_contra]) -> np.ndarray:
-        """Return [n, dim] answers to this rank's questions. Collective."""
-        ...
-
-    def release(self) -> None:
-        """Give up the weights."""
-        ...
 
 
 class CachedTeacher(Generic[Q]):
@@ -51,11 +36,12 @@ class CachedTeacher(Generic[Q]):
     def __init__(
         self,
         label: str,
-        model: Answering[Q],
+        model: Any,
         identity: str,
         session: Session,
         folder: Path | None,
     ) -> None:
+        """`model`: a VectorTeacher or a PairTeacher."""
         self.label = label
         self.model = model
         self.session = session

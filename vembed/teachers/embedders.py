@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import nn
 
 from vembed.config.entries import Teacher
 from vembed.config.schema import ModelSection
-from vembed.data.examples import Item, Kind
+from vembed.data.examples import Example, Item, Kind
 from vembed.data.features import Featuriser
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
@@ -69,6 +69,12 @@ class VectorTeacher:
             np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12
         )
         return unit
+
+    def questions(self, example: Example) -> Iterator[tuple[bytes, Question]]:
+        """Yield the key and the question of each input of an example."""
+        yield self.question(example.query, "query")
+        for document in (*example.positives, *example.negatives):
+            yield self.question(document, "document")
 
     def question(self, item: Item, kind: Kind) -> tuple[bytes, Question]:
         """Return the key of an input in a role, and the question. What the config gives the teacher itself comes

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from vembed.config.entries import Teacher
+from vembed.data.examples import Example, Item
 from vembed.inference.reranker import Pair, Reranker
 from vembed.parallel.session import Session
 from vembed.parallel.sharding import shard_for_use
 from vembed.teachers.shards import is_sharded
+from vembed.teachers.teacher_identity import pair_key
 
 log = logging.getLogger("vembed")
 
@@ -47,6 +49,15 @@ class PairTeacher:
         if reranker is None:
             reranker = self._read()
         return reranker.score(pairs, self._world_size)
+
+    def questions(self, example: Example) -> Iterator[tuple[bytes, Pair]]:
+        """Yield the key and the pair of each document of an example."""
+        for document in (*example.positives, *example.negatives):
+            yield self.question(example.query, document)
+
+    def question(self, query: Item, document: Item) -> tuple[bytes, Pair]:
+        """Return the key of a pair, and the pair."""
+        return pair_key(query, document), (query, document)
 
     def release(self) -> None:
         """Give up the weights; they are read again if something is missing later."""

@@ -222,7 +222,8 @@ class Trainer:
         per_step = data.batches_per_step
         group: list[RankBatch] = []
         while state.step < data.total_steps and not self.interrupts.ends_early:
-            self.session.heartbeats.step = state.step + 1
+            if self.session.heartbeats is not None:
+                self.session.heartbeats.step = state.step + 1
             if not group:  # otherwise the step is replayed after it ran out of memory
                 self._before_step()
                 with self.step.timer("data"):

@@ -20,13 +20,12 @@ from starlette.routing import Route
 
 from vembed.errors import UserError
 from vembed.inference.serve.batching import Batcher, Encoded
-from vembed.inference.serve.encoder import ServedInput
 from vembed.inference.serve.protocol import (
     Refusal,
     RequestLimits,
-    RequestReader,
     Values,
     openai_answer,
+    read_inputs,
 )
 
 log = logging.getLogger("vembed")
@@ -50,7 +49,6 @@ class Service:
         self.limits = limits
         self.api_key = api_key
         self.metrics = batcher.metrics
-        self.reader = RequestReader(batcher.encoder, limits)
         self.held_bytes = 0
         # A route for rerankers is one more line here.
         self.answers: Mapping[str, Answer] = {
@@ -63,9 +61,9 @@ class Service:
         """Return the application."""
         routes = [
             Route("/health", self.health),
-            Route("/metrics", self.prometheus),
-            Route("/v1/models", self.models),
-            Route("/info", self.info),
+            Route("/metrics", self.get),
+            Route("/v1/models", self.get),
+            Route("/info", self.get),
         ]
         routes += [Route(path, self.post, methods=["POST"]) for path in self.answers]
         app = Starlette(
@@ -77,44 +75,33 @@ class Service:
     async def openai_embeddings(self, request: Request, values: Values) -> Any:
         """Return the vectors of the texts as they are sent. `input_type`, which OpenAI does not have: query or document
         puts the model's prompt before them."""
-        inputs = self.reader.inputs(values, "input", "input_type")
-        encoded = await self.encode(request, inputs)
+        encoded = await self.encode(request, values, "input", "input_type")
         return await asyncio.to_thread(openai_answer, values, encoded, self.name)
 
     async def tei_embeddings(self, request: Request, values: Values) -> Any:
         """Return a list of vectors. `prompt_name`: query or document."""
-        inputs = self.reader.inputs(values, "inputs", "prompt_name")
-        embeddings, _ = await self.encode(request, inputs)
+        embeddings, _ = await self.encode(request, values, "inputs", "prompt_name")
         return await asyncio.to_thread(embeddings.tolist)
 
     async def health(self, request: Request) -> Response:  # noqa: ARG002
         """Say that the server runs. It needs no key."""
         return json_response(200, {"status": "ok"})
 
-    async def prometheus(self, request: Request) -> Response:
-        """Return the metrics."""
+    async def get(self, request: Request) -> Response:
+        """Return the metrics, or the served model as OpenAI and TEI list their own."""
         if (refusal := self._key_refusal(request)) is not None:
             return refusal_response(refusal)
-        return Response(
-            self.metrics.text(self.batcher.num_waiting),
-            media_type="text/plain; version=0.0.4",
-        )
-
-    async def models(self, request: Request) -> Response:
-        """Return the served model, as OpenAI lists its own."""
-        if (refusal := self._key_refusal(request)) is not None:
-            return refusal_response(refusal)
+        if request.url.path == "/metrics":
+            return Response(
+                self.metrics.text(self.batcher.num_waiting),
+                media_type="text/plain; version=0.0.4",
+            )
+        if request.url.path == "/info":
+            max_length = self.batcher.encoder.max_length
+            info = {"model_id": self.name, "max_input_length": max_length}
+            return json_response(200, info)
         model = {"id": self.name, "object": "model", "owned_by": "vembed"}
         return json_response(200, {"object": "list", "data": [model]})
-
-    async def info(self, request: Request) -> Response:
-        """Return the served model, as TEI does."""
-        if (refusal := self._key_refusal(request)) is not None:
-            return refusal_response(refusal)
-        max_length = self.batcher.encoder.max_length
-        return json_response(
-            200, {"model_id": self.name, "max_input_length": max_length}
-        )
 
     async def no_such_route(self, request: Request, error: Exception) -> Response:
         """Answer a request for another path or with another method."""
@@ -211,8 +198,11 @@ class Service:
         finally:
             self.held_bytes -= len(body)
 
-    async def encode(self, request: Request, inputs: list[ServedInput]) -> Encoded:
-        """Return the embeddings of a request when its turn has come."""
+    async def encode(
+        self, request: Request, values: Values, key: str, kind_key: str
+    ) -> Encoded:
+        """Return the embeddings of a request when its turn has come. `key`, `kind_key`: of its inputs and their kind."""
+        inputs = read_inputs(values, key, kind_key, self.batcher.encoder, self.limits)
         result = self.batcher.submit(inputs)
         encoded = asyncio.wrap_future(result)
         client_gone = asyncio.create_task(wait_for_disconnect(request))

@@ -47,24 +47,12 @@ class TextEncoder(Protocol):
 class ModelEncoder:
     """A model in this process."""
 
-    def __init__(
-        self,
-        model: str,
-        *,
-        device: str | None = None,
-        truncate_dim: int | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
-        self.embedder = Embedder(
-            model,
-            device=device,
-            truncate_dim=truncate_dim,
-            trust_remote_code=trust_remote_code,
-        )
-        description = self.embedder.description
+    def __init__(self, embedder: Embedder) -> None:
+        self.embedder = embedder
+        description = embedder.description
         if "text" not in description.modalities:
             raise UserError(
-                f"{model} embeds images only, and the server's protocols send texts"
+                f"{description.source} embeds images only, and the server's protocols send texts"
             )
         self.max_length = description.max_length
         self.fixed_length = (
@@ -77,9 +65,7 @@ class ModelEncoder:
         }
         # The ids of a conversation would have to bring its template along.
         self.vocab_size = (
-            None
-            if description.traits.reads_chats
-            else self.embedder.featuriser.vocab_size
+            None if description.traits.reads_chats else embedder.featuriser.vocab_size
         )
 
     def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
@@ -120,9 +106,7 @@ class ExportEncoder:
     """An export to ONNX or OpenVINO, in that runtime."""
 
     def __init__(self, folder: Path, format_name: str) -> None:
-        export_format = next(
-            known for name, known in EXPORT_FORMATS.items() if name == format_name
-        )
+        export_format = EXPORT_FORMATS[format_name]  # type: ignore[index]
         missing = export_format.missing()
         if missing is not None:
             raise UserError(f"{folder}: {missing}")
@@ -153,12 +137,13 @@ def open_encoder(
     facts = read_object(folder / EXPORT_FILE) or {}
     format_name = str(facts.get("format"))
     if format_name not in SERVED_RUNTIMES:
-        return ModelEncoder(
+        embedder = Embedder(
             model,
             device=device,
             truncate_dim=truncate_dim,
             trust_remote_code=trust_remote_code,
         )
+        return ModelEncoder(embedder)
     if truncate_dim is not None or device not in (None, "cpu"):
         raise UserError(
             f"{model} is an export to {format_name}: it runs on the CPU at its own size"

@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
-
 from vembed.data.examples import LONE_SURROGATE, Kind, has_lone_surrogate
 from vembed.inference.encoding import first_dims
 from vembed.inference.serve.batching import Encoded
@@ -55,63 +53,54 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client, not a fault o
         self.headers = headers
 
 
-@dataclass(frozen=True)
-class RequestReader:
-    """Reads the inputs of a request and checks them against the limits."""
-
-    encoder: TextEncoder
-    limits: RequestLimits
-
-    def inputs(self, values: Values, key: str, kind_key: str) -> list[ServedInput]:
-        """Return the inputs under `key`, with the prompt that `kind_key` asks for."""
-        kind = _kind(values, kind_key)
-        contents = _contents(values, key)
-        limit = self.limits.inputs
-        if len(contents) > limit:
-            raise Refusal(
-                400,
-                f"{key} has {len(contents):,d} texts; send at most {limit:,d} in one request",
-            )
-        for number, content in enumerate(contents):
-            name = f"{key}[{number}]"
-            if isinstance(content, str):
-                self._check_text(name, content)
-            else:
-                self._check_token_ids(name, content, kind_key, kind)
-        return [ServedInput(content, kind) for content in contents]
-
-    def _check_text(self, name: str, text: str) -> None:
-        limit = self.limits.text_characters
-        if len(text) > limit:
+def read_inputs(
+    values: Values, key: str, kind_key: str, encoder: TextEncoder, limits: RequestLimits
+) -> list[ServedInput]:
+    """Return the inputs under `key`, with the prompt that `kind_key` asks for. Raise Refusal beyond the limits."""
+    kind = values.get(kind_key)
+    if kind not in (None, "query", "document"):
+        said = reprlib.repr(kind)
+        raise Refusal(
+            400, f"{kind_key} is {said}; give query or document, or leave it out"
+        )
+    contents = _contents(values, key)
+    if len(contents) > limits.inputs:
+        raise Refusal(
+            400,
+            f"{key} has {len(contents):,d} texts; send at most {limits.inputs:,d} in one request",
+        )
+    for number, content in enumerate(contents):
+        name = f"{key}[{number}]"
+        if not isinstance(content, str):
+            _check_token_ids(name, content, encoder)
+            if kind is not None:
+                raise Refusal(
+                    400,
+                    f"{kind_key} puts a prompt before texts, and {name} is token ids; leave it out",
+                )
+        elif len(content) > limits.text_characters:
             raise Refusal(
                 413,
-                f"{name} has {len(text):,d} characters; send at most {limit:,d}",
+                f"{name} has {len(content):,d} characters; send at most {limits.text_characters:,d}",
             )
-        if has_lone_surrogate(text):
+        elif has_lone_surrogate(content):
             raise Refusal(400, f"{name} {LONE_SURROGATE}: cut texts between characters")
+    return [ServedInput(content, cast(Kind | None, kind)) for content in contents]
 
-    def _check_token_ids(
-        self, name: str, ids: list[int], kind_key: str, kind: Kind | None
-    ) -> None:
-        vocab_size = self.encoder.vocab_size
-        max_length = self.encoder.max_length
-        if vocab_size is None:
-            raise Refusal(400, f"{name}: this model takes texts, no token ids")
-        if kind is not None:
-            raise Refusal(
-                400,
-                f"{kind_key} puts a prompt before texts, and {name} is token ids; leave it out",
-            )
-        if not 1 <= len(ids) <= max_length:
-            raise Refusal(
-                400,
-                f"{name} has {len(ids):,d} token ids; this model takes 1 to {max_length:,d}",
-            )
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            raise Refusal(
-                400,
-                f"{name} has token ids from {min(ids)} to {max(ids)}; this model's own are 0 to {vocab_size - 1}",
-            )
+
+def _check_token_ids(name: str, ids: list[int], encoder: TextEncoder) -> None:
+    if encoder.vocab_size is None:
+        raise Refusal(400, f"{name}: this model takes texts, no token ids")
+    if not 1 <= len(ids) <= encoder.max_length:
+        raise Refusal(
+            400,
+            f"{name} has {len(ids):,d} token ids; this model takes 1 to {encoder.max_length:,d}",
+        )
+    if min(ids) < 0 or max(ids) >= encoder.vocab_size:
+        raise Refusal(
+            400,
+            f"{name} has token ids from {min(ids)} to {max(ids)}; this model's own are 0 to {encoder.vocab_size - 1}",
+        )
 
 
 def openai_answer(values: Values, encoded: Encoded, model_name: str) -> Any:
@@ -119,11 +108,7 @@ def openai_answer(values: Values, encoded: Encoded, model_name: str) -> Any:
     vectors, num_tokens = encoded
     dimensions = values.get("dimensions")
     if dimensions is not None:
-        if (
-            isinstance(dimensions, bool)
-            or not isinstance(dimensions, int)
-            or not 1 <= dimensions <= vectors.shape[1]
-        ):
+        if type(dimensions) is not int or not 1 <= dimensions <= vectors.shape[1]:
             raise Refusal(
                 400,
                 f"dimensions is {reprlib.repr(dimensions)}; this model gives 1 to {vectors.shape[1]}",
@@ -136,7 +121,9 @@ def openai_answer(values: Values, encoded: Encoded, model_name: str) -> Any:
         )
     rows = []
     for index, vector in enumerate(vectors):
-        embedding = _base64(vector) if encoding == "base64" else vector.tolist()
+        embedding: Any = vector.tolist()
+        if encoding == "base64":
+            embedding = base64.b64encode(vector.astype("<f4").tobytes()).decode()
         rows.append({"object": "embedding", "index": index, "embedding": embedding})
     return {
         "object": "list",
@@ -144,15 +131,6 @@ def openai_answer(values: Values, encoded: Encoded, model_name: str) -> Any:
         "model": str(values.get("model") or model_name),
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
-
-
-def _kind(values: Values, key: str) -> Kind | None:
-    kind = values.get(key)
-    if kind in (None, "query", "document"):
-        return cast(Kind | None, kind)
-    raise Refusal(
-        400, f"{key} is {reprlib.repr(kind)}; give query or document, or leave it out"
-    )
 
 
 def _contents(values: Values, key: str) -> Sequence[str | list[int]]:
@@ -175,7 +153,3 @@ def _is_token_ids(content: object) -> bool:
     if not isinstance(content, list) or not content:
         return False
     return all(type(number) is int for number in content)
-
-
-def _base64(vector: np.ndarray) -> str:
-    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

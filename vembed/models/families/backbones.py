@@ -325,10 +325,6 @@ class StaticModel(PreTrainedModel):  # type: ignore[misc]
         """Return the table."""
         return self.embedding
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        """Replace the table."""
-        self.embedding = value  # type: ignore[assignment]
-
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
     ) -> BaseModelOutput:

@@ -37,7 +37,6 @@ from vembed.models.families.model_settings import (
 )
 from vembed.models.families.table import FAMILIES
 from vembed.models.families.weight_files import read_object
-from vembed.models.poolings.base import Pooling
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 
 log = logging.getLogger(__name__)
@@ -383,6 +382,11 @@ def _pooling(
         isinstance(reading.config, OwnConfig) and reading.config.gives_vectors
     )
     files = reading.files
+    facts = {
+        "is_causal": is_causal,
+        "is_image": not family.reads_text,
+        "has_class_token": shape.has_class_token,
+    }
     path = "1_Pooling/config.json"
     pooling: str | None = family.pooling
     reason = family.pooling_reason
@@ -407,7 +411,7 @@ def _pooling(
                 f"pools by {' and '.join(files.pooling_modes)}, which vembed cannot"
             )
         else:
-            refusal = _refusal(stored, family, shape, is_causal=is_causal)
+            refusal = stored.refusal(**facts)
             if refusal is not None:
                 problem = f"pools by {stored.name}: {refusal}"
     elif not family.reads_text:
@@ -430,7 +434,7 @@ def _pooling(
             f"pooling: {asked} is not available for {name}, which gives one vector for each input itself; leave pooling "
             "out"
         )
-    refusal = _refusal(POOLINGS[asked], family, shape, is_causal=is_causal)
+    refusal = POOLINGS[asked].refusal(**facts)
     if refusal is not None:
         raise UserError(f"pooling: {asked} on {name}: {refusal}")
     reading.reasons["pooling"] = f"pooling: {asked}"
@@ -439,16 +443,6 @@ def _pooling(
             f", although {pooling} is the model's own: {reason}"
         )
     return asked
-
-
-def _refusal(
-    pooling: Pooling, family: Family, shape: Shape, *, is_causal: bool
-) -> str | None:
-    return pooling.refusal(
-        is_causal=is_causal,
-        is_image=not family.reads_text,
-        has_class_token=shape.has_class_token,
-    )
 
 
 def _image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
