@@ -80,7 +80,7 @@ def test_memory_alone(vembed: Command, plan: str) -> None:
             "H10O-80GB is not in the table, did you mean H100-80GB?",
         ),
         (("--gpu", "0xH100"), "give a number and a name, as 2xA100-80GB"),
-        (("--gpu",), "--gpu needs a value"),
+        (("--gpu",), "--gpu"),
         (
             ("--memory", "much"),
             "--memory 'much': give the memory of one GPU in GB, as 80",

@@ -46,14 +46,9 @@ def test_a_full_disk_is_a_sentence_and_leaves_no_half_model(tmp_path: Path) -> N
     ] == ["err"]
 
 
-@pytest.mark.parametrize("value", ["abc", "0", "-1", "1.5"])
-def test_threads_that_are_no_number(value: str) -> None:
-    with pytest.raises(
-        UserError, match=r"OMP_NUM_THREADS='.*' must be a whole number above 0"
-    ):
+def test_threads_that_are_no_number() -> None:
+    for value in ("abc", "0", "-1", "1.5"):
+        with pytest.raises(UserError, match="OMP_NUM_THREADS"):
+            check_num_threads({"OMP_NUM_THREADS": value})
+    for value in ("", "4"):
         check_num_threads({"OMP_NUM_THREADS": value})
-
-
-@pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": ""}, {"OMP_NUM_THREADS": "4"}])
-def test_threads(env: dict[str, str]) -> None:
-    check_num_threads(env)

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tests.data.files import (
@@ -25,12 +23,6 @@ from tests.data.pictures import write
 from vembed.data import example_store as sources
 
 # ---- Parquet -------------------------------------------------------------------------------------------------------
-
-
-def test_wrong_types_in_parquet(tmp_path: Path) -> None:
-    rows = [{"query": i, "positive": "p"} for i in range(3)]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert "a.parquet:1: query is a number (0)" in refused(tmp_path / "a.parquet")
 
 
 def test_a_damaged_page_of_parquet(tmp_path: Path) -> None:

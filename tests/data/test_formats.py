@@ -320,15 +320,6 @@ def test_several_processes_find_what_one_finds(
     assert len(results[0]["numbers"]) == 2 * (NUM_RECORDS - 1)
 
 
-def test_records_of_several_files(tmp_path: Path) -> None:
-    for number in range(3):
-        rows = RECORDS[number * 100 : (number + 1) * 100]
-        write_json_lines(tmp_path / f"{number}.jsonl", rows)
-    store = open_path(f"{tmp_path}/*.jsonl")
-    assert texts(store) == [(row["query"], row["positive"]) for row in RECORDS]
-    assert store[205].where == f"{tmp_path}/2.jsonl:6"
-
-
 # ---- JSON Lines ------------------------------------------------------------------
 
 PLAIN = [

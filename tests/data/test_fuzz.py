@@ -23,7 +23,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.data.files import open_examples
-from tests.data.pictures import encoded
 from vembed.config.schema import TrainConfig
 from vembed.data.example_store import ExampleStore
 from vembed.data.formats import base, delimited, json_lines
@@ -244,30 +243,6 @@ def test_csv(rows: list[tuple[bool, Any]], ending: str) -> None:
         check(path, good, len(rows) - len(good))
 
 
-@rank_batch(10)
-@given(
-    st.lists(
-        st.tuples(st.just(True), pairs)
-        | st.tuples(
-            st.just(False),
-            st.sampled_from(
-                [b"one", b"a\tb\tc", b"\tb", b"a\t", b" \tb", b"a\0\tb", b"\xff\tb"]
-            ),
-        ),
-        min_size=1,
-        max_size=12,
-    )
-)
-def test_tsv(rows: list[tuple[bool, Any]]) -> None:
-    good = [pair for is_good, pair in rows if is_good]
-    with folder() as place:
-        path = place / "data.tsv"
-        path.write_bytes(
-            b"query\tpositive\n" + b"".join(_row(row, "\t", "\n") for row in rows)
-        )
-        check(path, good, len(rows) - len(good))
-
-
 def _row(row: tuple[bool, Any], delimiter: str, ending: str) -> bytes:
     is_good, cells = row
     if not is_good:
@@ -281,38 +256,6 @@ def _row(row: tuple[bool, Any], delimiter: str, ending: str) -> bytes:
         buffer, delimiter=delimiter, lineterminator=ending, quoting=quoting
     ).writerow(cells)
     return buffer.getvalue().encode()
-
-
-@rank_batch(10)
-@given(
-    st.lists(
-        pairs | st.tuples(good_texts, st.sampled_from(["", " ", "\0", None])),
-        min_size=1,
-        max_size=12,
-    )
-)
-def test_parquet(rows: list[tuple[str, str | None]]) -> None:
-    good = [
-        (query, positive)
-        for query, positive in rows
-        if positive is not None and positive.strip(" \0")
-    ]
-    with folder() as place:
-        path = place / "data.parquet"
-        columns = {
-            "query": [query for query, _ in rows],
-            "positive": [positive for _, positive in rows],
-        }
-        pq.write_table(
-            pa.table(
-                {
-                    name: pa.array(values, pa.string())
-                    for name, values in columns.items()
-                }
-            ),
-            path,
-        )
-        check(path, good, len(rows) - len(good))
 
 
 @rank_batch(5)
@@ -357,36 +300,3 @@ def readable_or_named(suffix: str, content: bytes) -> None:
                 assert str(path) in str(error)
             else:
                 assert all(store[i].query.text for i in range(len(store)))
-
-
-PICTURE = encoded("JPEG")
-broken_images = st.one_of(
-    st.just(b""),
-    st.binary(min_size=1, max_size=60),
-    st.builds(lambda keep: PICTURE[:keep], st.integers(1, len(PICTURE) - 3)),
-    st.none(),  # missing
-)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL.*")
-@rank_batch(10)
-@given(st.lists(st.just(PICTURE) | broken_images, min_size=1, max_size=8))
-def test_images(contents: list[bytes | None]) -> None:
-    with folder() as place:
-        for number, content in enumerate(contents):
-            if content is not None:
-                (place / f"{number}.jpg").write_bytes(content)
-        (place / "circle.jpg").symlink_to(place / "circle.jpg")
-        names = [f"{number}.jpg" for number in range(len(contents))] + [
-            "circle.jpg",
-            "../x.jpg",
-        ]
-        path = place / "data.jsonl"
-        records = [{"query": f"q{name}", "positive": name} for name in names]
-        path.write_text("\n".join(map(json.dumps, records)), encoding="utf-8")
-        good = [
-            (f"q{number}.jpg", None)
-            for number, content in enumerate(contents)
-            if content is PICTURE
-        ]
-        check(path, good, len(names) - len(good), retrieval_mode="t2i")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import random
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +26,6 @@ from vembed.config.entries import DataSource
 from vembed.config.loading import load_config
 from vembed.data.examples import ImageRef, Item
 from vembed.errors import UserError
-
-
-@pytest.mark.parametrize(
-    "kind", ["jsonl", "ndjson", "json", "csv", "tsv", "parquet", "folder"]
-)
-def test_every_format_gives_the_same_examples(tmp_path: Path, kind: str) -> None:
-    path = write_format(tmp_path, kind, RECORDS)
-    store = open_path(path)
-    assert len(store) == len(RECORDS)
-    for index in [*range(len(RECORDS)), 3, 39, 0]:
-        example, record = store[index], RECORDS[index]
-        assert example.query == Item(record["query"])
-        assert example.positives == (Item(record["positive"]),)
-        assert example.negatives == (Item(record["negative_1"]),)
-        assert example.where.startswith(str(path))
-    assert store.sizes == (40,)
-    assert "text to text, 1.0 negatives each" in store.summary()[0]
 
 
 def test_lines_are_those_of_an_editor(tmp_path: Path) -> None:
@@ -110,16 +91,6 @@ def test_the_issue_example_three_bad_records_named_with_their_lines(
     assert f"{path}:2: not JSON" in message
     assert f"{path}:4: query is empty" in message
     assert f"{path}:5: no positive" in message
-
-
-def test_the_first_ten_and_the_count(tmp_path: Path) -> None:
-    path = write_jsonl(
-        tmp_path / "a.jsonl", [{"query": "q", "positive": "p"}] + [{"query": 1}] * 25
-    )
-    message = refused(path)
-    assert message.startswith("25 of 26 records")
-    assert message.count(f"{path}:") == 10
-    assert "and 15 more" in message
 
 
 def test_a_reason_that_all_share_is_said_once(tmp_path: Path) -> None:
@@ -208,16 +179,6 @@ def test_skip_with_nothing_left(tmp_path: Path) -> None:
         write_jsonl(tmp_path / "a.jsonl", [{"query": 1}, 5]), on_bad_record="skip"
     )
     assert "2 of 2 records cannot be used, there is nothing to train on" in message
-
-
-def test_columns_that_nobody_reads_are_noted_once(tmp_path: Path) -> None:
-    path = write_jsonl(
-        tmp_path / "a.jsonl",
-        [{"query": "q", "positive": "p", "id": i} for i in range(20)],
-    )
-    assert [line for line in open_path(path).summary() if "not used" in line] == [
-        f"{path}: not used: id"
-    ]
 
 
 def test_column_mapping_for_all_and_for_one(tmp_path: Path) -> None:
@@ -354,15 +315,6 @@ def test_a_file_that_is_replaced_is_still_the_old_one(tmp_path: Path) -> None:
     store = open_path(path)
     write_jsonl(tmp_path / "new", []).replace(path)
     assert store[39].query.text == RECORDS[39]["query"]
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder"])
-def test_threads_may_share_a_store(tmp_path: Path, kind: str) -> None:
-    store = open_path(write_format(tmp_path, kind, RECORDS))
-    order = random.Random(0).choices(range(40), k=400)
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda index: store[index].query.text, order))
-    assert found == [RECORDS[index]["query"] for index in order]
 
 
 # ---- paths and names -----------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from tests.docs.pages import ROOT, Block, blocks, commands
 from vembed.cli.commands.make_data import audit, generate, judge, mine
 from vembed.cli.main import load_command
 from vembed.cli.run_train import run_train
-from vembed.cli.support import taken_flags, with_json_target
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
@@ -46,6 +45,7 @@ OTHER_PROGRAMS = {
     "sbatch",
     "tee",
     ".venv/bin/pre-commit",
+    ".venv/bin/python",
 }
 """Commands of others; of them only the paths of the checkout that they name are looked at."""
 NOT_RUN = ("import mteb", "localhost:8080")
@@ -174,7 +174,7 @@ def dry_run(arguments: list[str]) -> None:
     parsed = parse_train_arguments([*arguments, "--dry-run"])
     pipeline = pipeline_of_arguments(parsed)
     if pipeline is not None:
-        assert run_stages(pipeline, parsed, env={}, starts_processes=True) == 0
+        assert run_stages(pipeline, parsed, starts_processes=True) == 0
         return
     assert run_train(parsed, env={}) == 0
 
@@ -194,16 +194,14 @@ def started_by(parser: ArgumentParser, arguments: list[str]) -> None:
 def check_vembed(arguments: list[str]) -> None:
     command, *rest = arguments
     if command == "train":
-        dry_run(taken_flags(with_json_target(rest), ("--json",))[0])
+        dry_run([word for word in rest if not word.startswith("--json")])
     elif command in DATA_COMMANDS:
         if rest != ["--help"]:
             DATA_COMMANDS[command]([*rest, "--dry-run"])
     elif command in ("config", "plan"):
-        rest, (gpu, memory, _) = taken_flags(
-            with_json_target(rest), ("--gpu", "--memory", "--json")
-        )
-        read_hardware(gpu, memory)
-        resolve_run(parse_train_arguments(rest or ["cfg.yaml"]).config)
+        values = load_command(command).make_context(command, list(rest)).params
+        read_hardware(values.get("gpu"), values.get("memory"))
+        resolve_run(parse_train_arguments(values["args"] or ["cfg.yaml"]).config)
     elif command != "--help":
         load_command(command).make_context(command, list(rest))
 
@@ -244,7 +242,7 @@ def test_commands_are_understood(
             re.search(rf"^{target}:", Path("Makefile").read_text(), re.MULTILINE)
             for target in targets
         ), location
-    elif name in ("bash", "python"):
+    elif name in ("bash", "python", ".venv/bin/python"):
         check_paths(rest)
         assert rest[0] == "-m" or (ROOT / rest[0]).exists(), location
     else:

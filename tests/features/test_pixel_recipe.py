@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from tests.features.test_text_features import featuriser
 from vembed.config.schema import TrainConfig
 from vembed.data.batching import feeding
 from vembed.data.batching.feeding import Feeder
-from vembed.data.features import Featuriser
 from vembed.data.images import decoders
 from vembed.data.images.files import load_image
 from vembed.data.images.picture_bytes import PIXELS, Patching, ProcessorCode, Resizing
@@ -180,33 +177,6 @@ def test_pixels_stay_bytes_until_they_are_on_the_device(
     )
 
 
-def calls_of(work: Callable[[], object]) -> int:
-    """Calls of functions in Python, during which the interpreter's lock is held."""
-    calls = 0
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return calls
-
-
-def test_a_recipe_runs_little_python(tmp_path: Path) -> None:
-    # The interpreter's lock keeps threads from working on several images at once.
-    folder = tmp_path / "model"
-    folder.mkdir()
-    processor = load_image_processor(decoding.description_of(folder))
-    recipe, picture = find_recipe(processor), load_image(image(300, 224))
-    assert recipe is not None
-    own = calls_of(lambda: recipe.finished(recipe.halfway(picture)))
-    assert own < calls_of(lambda: processor(images=[picture], return_tensors="pt")) / 3
-
-
 def test_the_benchmark_of_decoding_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,15 +196,3 @@ def test_the_benchmark_of_decoding_runs(
         and row["processes_with_cache"] == row["processes_without_cache"] == 2
     )
     assert row["share_with_cache"] > 0 and row["share_without_cache"] > 0
-
-
-def test_bytes_are_kept_for_the_second_pass() -> None:
-    size = 3 * 32 * 32
-    mine = Featuriser(
-        featuriser(tiny.shared(tiny.tiny_vit)).description,
-        decoders=1,
-        image_cache_bytes=8 * size,
-    )
-    features = mine.features([of_images(image(seed=seed)) for seed in range(8)])  # type: ignore[misc]
-    first, second = mine.collate(features), mine.collate(features)
-    assert torch.equal(first[PIXELS], second[PIXELS])

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.data.files import open_examples
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed import Embedder
+from vembed.config.schema import TrainConfig
+from vembed.data.examples import Example
 from vembed.mining.mine import MineResult, mine
 
 NUM_ROWS, NUM_DOCUMENTS = 40, 300
@@ -55,6 +58,28 @@ def write_data(folder: Path) -> dict[str, Any]:
         "top_k": 50,
         "relative_margin": MARGIN,
     }
+
+
+def small(
+    folder: Path, rows: list[Any], corpus: list[Any] | None = None, **changes: Any
+) -> dict[str, Any]:
+    """Options for some rows, and documents if there are any, without a limit."""
+    options = {
+        "model_name": model(),
+        "data_path": str(write_lines(folder / "rows.jsonl", rows)),
+        "output_path": str(folder / "mined.jsonl"),
+        "relative_margin": None,
+    }
+    if corpus is not None:
+        options["corpus_path"] = str(write_lines(folder / "corpus.jsonl", corpus))
+    return {**options, **changes}
+
+
+def training_examples(path: Path | str, **options: Any) -> list[Example]:
+    """What training reads in a file."""
+    config = TrainConfig(model_name="m", data_path="x", **options)
+    store = open_examples(config, str(path))
+    return [store[number] for number in range(len(store))]
 
 
 def run(

@@ -7,14 +7,18 @@ import pytest
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.data.files import open_examples
 from tests.harness import run_ranks
-from tests.mining.data import documents, model, read_lines, write_lines
+from tests.mining.data import (
+    documents,
+    model,
+    read_lines,
+    training_examples,
+    write_lines,
+)
 from tests.mining.test_judges import endpoint, serve
 from tests.tiny import shared, tiny_qwen3
 from vembed import UserError, generate
 from vembed.cli.commands.make_data import generate as run_generate
-from vembed.config.schema import TrainConfig
 from vembed.data_tools.generate.kinds import docstring_function
 from vembed.data_tools.generate.writers import cleaned
 from vembed.errors import RunError
@@ -94,10 +98,7 @@ def test_each_document_gets_the_first_kind_that_fits(options, tmp_path):
     assert all(span in RECORDS[5]["text"] for span in (query, positive))
     assert result.left_out == {"no kind fits": 1}
     assert sum(result.kept.values()) == result.num_rows == 7
-    store = open_examples(
-        TrainConfig(model_name="m", data_path="x"), str(tmp_path / "pairs.jsonl")
-    )
-    assert len(store) == 7
+    assert len(training_examples(tmp_path / "pairs.jsonl")) == 7
 
 
 @pytest.mark.parametrize("before", ["import os\n\x0c\n", 'A = "one\u2028two"\r\n'])

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.data.files import open_examples
-from tests.mining.data import read_lines, run, write_lines
+from tests.mining.data import read_lines, run, training_examples, write_lines
 from tests.tiny import shared, tiny_clip
-from vembed.config.schema import TrainConfig
 
 COLOURS = ("red", "green", "blue", "white", "black", "yellow", "orange", "purple")
 
@@ -43,12 +41,8 @@ def test_captions_get_images_as_negatives(
         assert len(row["negatives"]) == 3
         assert row["positive"] not in row["negatives"]
         assert all(one["image"].startswith("images/") for one in row["negatives"])
-    store = open_examples(
-        TrainConfig(model_name="m", data_path="d"), str(tmp_path / "mined.jsonl")
-    )
-    assert [len(store[number].negatives) for number in range(len(store))] == [3] * len(
-        COLOURS
-    )
+    examples = training_examples(tmp_path / "mined.jsonl")
+    assert [len(example.negatives) for example in examples] == [3] * len(COLOURS)
 
 
 def test_a_corpus_of_images_and_bare_paths(

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.files import open_examples
 from tests.harness import run_ranks
-from tests.mining.data import read_lines, write_lines
+from tests.mining.data import read_lines, training_examples, write_lines
 from tests.mining.test_judges import endpoint, serve, tiny_reranker  # noqa: F401 - a fixture
 from vembed.cli.commands.make_data import judge as run_judge
-from vembed.config.schema import TrainConfig
 from vembed.data_tools.judge import judge
 from vembed.errors import UserError
 
@@ -88,10 +86,8 @@ def test_relevant_negatives_are_left_out_and_every_field_stays(options, serve): 
     assert len({prompt for prompt, _ in server.asked}) == 7
     assert (result.num_rows, result.num_negatives, result.num_judged) == (5, 8, 7)
     assert (result.num_relevant, result.num_undecided, result.num_kept) == (3, 1, 4)
-    store = open_examples(
-        TrainConfig(model_name="m", data_path="x"), str(result.output_path)
-    )
-    assert [len(store[number].negatives) for number in range(5)] == [1, 1, 0, 1, 1]
+    examples = training_examples(result.output_path)
+    assert [len(example.negatives) for example in examples] == [1, 1, 0, 1, 1]
 
 
 def test_relevant_negatives_become_positives_or_stay(options, serve):  # noqa: F811

@@ -8,7 +8,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.files import open_examples
 from tests.mining.data import (
     MARGIN,
     NUM_ROWS,
@@ -18,12 +17,13 @@ from tests.mining.data import (
     read_lines,
     run,
     score_matrix,
+    small,
+    training_examples,
     write_data,
     write_lines,
 )
 from tests.tiny import texts
 from vembed import UserError, mine
-from vembed.config.schema import TrainConfig
 
 
 @pytest.fixture
@@ -147,19 +147,10 @@ def test_known_positives_are_never_negatives(tmp_path):
     ]
     qrels = tmp_path / "qrels.tsv"
     qrels.write_text("query-id\tcorpus-id\tscore\nq\td5\t1\nq\td6\t0\n")
-    made, result = run(
-        {
-            "model_name": model(),
-            "data_path": str(write_lines(tmp_path / "rows.jsonl", rows)),
-            "corpus_path": str(write_lines(tmp_path / "corpus.jsonl", corpus)),
-            "qrels_path": str(qrels),
-            "output_path": str(tmp_path / "mined.jsonl"),
-            "num_negatives": 299,
-            "top_k": 300,
-            "relative_margin": None,
-            "near_duplicate": None,
-        }
+    options = small(
+        tmp_path, rows, corpus, num_negatives=299, top_k=300, near_duplicate=None
     )
+    made, result = run(options, qrels_path=str(qrels))
     for row in made:
         assert set(row["negatives"]) == set(found) - set(found[:6])
     assert result.counts["candidates"] == 294
@@ -173,20 +164,8 @@ def test_near_duplicates_of_a_positive_are_no_negatives(tmp_path):
     far = (
         "a slow way to read a file of letters into a string with a loop over all lines"
     )
-    options = {
-        "model_name": model(),
-        "data_path": str(
-            write_lines(
-                tmp_path / "rows.jsonl",
-                [{"query": "sort a list", "positive": positive}],
-            )
-        ),
-        "corpus_path": str(
-            write_lines(tmp_path / "corpus.jsonl", [positive, near, far])
-        ),
-        "output_path": str(tmp_path / "mined.jsonl"),
-        "relative_margin": None,
-    }
+    rows = [{"query": "sort a list", "positive": positive}]
+    options = small(tmp_path, rows, [positive, near, far])
     rows, result = run(options)
     assert rows[0]["negatives"] == [far]
     assert result.counts["near_duplicates"] == 1
@@ -200,26 +179,15 @@ def test_the_documents_of_the_data_are_the_corpus_by_default(tmp_path):
         {"question": f"find {number}", "answer": text}
         for number, text in enumerate(found)
     ]
-    path = write_lines(tmp_path / "rows.jsonl", rows)
-    made, _ = run(
-        {
-            "model_name": model(),
-            "data_path": str(path),
-            "output_path": str(tmp_path / "mined.jsonl"),
-            "relative_margin": None,
-            "num_negatives": 2,
-        }
-    )
+    made, _ = run(small(tmp_path, rows, num_negatives=2))
     assert all(set(row["negatives"]) < set(found) - {row["positive"]} for row in made)
     assert all(
         row["query"] == row["question"] and row["positive"] == row["answer"]
         for row in made
     )
     # Training reads the result as it is, and finds everything in it.
-    store = open_examples(
-        TrainConfig(model_name="", data_path="x"), str(tmp_path / "mined.jsonl")
-    )
-    assert [len(store[number].negatives) for number in range(len(store))] == [2] * 30
+    examples = training_examples(tmp_path / "mined.jsonl")
+    assert [len(example.negatives) for example in examples] == [2] * 30
 
 
 def test_negatives_that_are_there_stay_or_are_replaced(tmp_path):
@@ -258,28 +226,15 @@ def test_training_reads_all_negatives_that_stay(tmp_path, kind, keep):
             for row in rows
         ]
     mapping = {"bad": "negative"} if kind == "mapped" else None
-    options = {
-        "model_name": model(),
-        "data_path": str(write_lines(tmp_path / "rows.jsonl", rows)),
-        "column_mapping": mapping,
-        "corpus_path": str(write_lines(tmp_path / "corpus.jsonl", found)),
-        "relative_margin": None,
-        "num_negatives": 2,
-        "output_path": str(tmp_path / "mined.jsonl"),
-    }
+    options = small(tmp_path, rows, found, num_negatives=2, column_mapping=mapping)
     for scores in (False, True):
         run(options, keep_negatives=keep, scores=scores)
         # With scores all negatives are in one column, in the order of the scores.
-        settings = TrainConfig(
-            model_name="",
-            data_path="x",
+        examples = training_examples(
+            tmp_path / "mined.jsonl",
             column_mapping=mapping if keep and not scores else None,
         )
-        store = open_examples(settings, str(tmp_path / "mined.jsonl"))
-        negatives = [
-            [item.text for item in store[number].negatives]
-            for number in range(len(store))
-        ]
+        negatives = [[item.text for item in each.negatives] for each in examples]
         expected = {(2 + keep, 2 + keep, keep)}
         assert {(len(one), len(set(one)), own in one) for one in negatives} == expected
 
@@ -287,14 +242,7 @@ def test_training_reads_all_negatives_that_stay(tmp_path, kind, keep):
 def test_rows_of_one_query_take_turns(tmp_path):
     found = documents()
     rows = [{"query": "the cat", "positive": found[number]} for number in range(3)]
-    options = {
-        "model_name": model(),
-        "data_path": str(write_lines(tmp_path / "rows.jsonl", rows)),
-        "corpus_path": str(write_lines(tmp_path / "corpus.jsonl", found)),
-        "output_path": str(tmp_path / "mined.jsonl"),
-        "relative_margin": None,
-        "num_negatives": 2,
-    }
+    options = small(tmp_path, rows, found, num_negatives=2)
     same, _ = run(options)
     assert len({tuple(row["negatives"]) for row in same}) == 1
     turns, _ = run(options, per_query_budget=6)
@@ -320,17 +268,8 @@ def test_a_beir_folder_is_data_and_corpus(tmp_path):
     (tmp_path / "qrels" / "train.tsv").write_text(
         "query-id\tcorpus-id\tscore\n" + "\n".join(lines) + "\n"
     )
-    rows, _ = run(
-        {
-            "model_name": model(),
-            "data_path": str(tmp_path),
-            "output_path": str(tmp_path / "m.jsonl"),
-            "relative_margin": None,
-            "top_k": 58,
-            "num_negatives": 58,
-            "near_duplicate": None,
-        }
-    )
+    options = small(tmp_path, [], top_k=58, num_negatives=58, near_duplicate=None)
+    rows, _ = run(options, data_path=str(tmp_path))
     for number, row in enumerate(rows):
         assert row["positive"] == [
             f"t {found[2 * number]}",
@@ -345,17 +284,7 @@ def test_a_beir_folder_is_data_and_corpus(tmp_path):
         table = pa.Table.from_pylist(read_lines(tmp_path / f"{part}.jsonl"))
         pq.write_table(table, tmp_path / part / f"{part}-00000-of-00001.parquet")
         (tmp_path / f"{part}.jsonl").unlink()
-    again, _ = run(
-        {
-            "model_name": model(),
-            "data_path": str(tmp_path),
-            "output_path": str(tmp_path / "n.jsonl"),
-            "relative_margin": None,
-            "top_k": 58,
-            "num_negatives": 58,
-            "near_duplicate": None,
-        }
-    )
+    again, _ = run(options, data_path=str(tmp_path))
     assert again == rows
 
 
@@ -371,10 +300,7 @@ def test_parquet_in_and_out_keeps_every_column(tmp_path):
     )
     found = pq.read_table(tmp_path / "mined.parquet").to_pylist()
     assert [{**row, "extra": [1, 2]} for row in lines] == found
-    store = open_examples(
-        TrainConfig(model_name="", data_path="x"), str(tmp_path / "mined.parquet")
-    )
-    assert len(store) == 40
+    assert len(training_examples(tmp_path / "mined.parquet")) == 40
 
 
 def test_bm25_alone_and_fused(options):
@@ -423,24 +349,10 @@ def test_vowel_signs_are_part_of_the_words_of_bm25_and_of_near_duplicates(tmp_pa
         "दान में पानी मिला फिर काम किया और सब लोग घर गए",
     )
     unlike = "दानी मेला पुन फूर कोम कूया ओर सूब लूग घूर गूए"  # the consonants of the positive
-    write_lines(
-        tmp_path / "train.jsonl", [{"query": "दिन में मेला", "positive": positive}]
-    )
-    rows, _ = run(
-        {
-            "model_name": "bm25",
-            "data_path": str(tmp_path / "train.jsonl"),
-            "corpus_path": str(
-                write_lines(
-                    tmp_path / "corpus.jsonl",
-                    [{"text": one} for one in (positive, other, unlike, "दा न")],
-                )
-            ),
-            "output_path": str(tmp_path / "mined.jsonl"),
-            "relative_margin": None,
-            "near_duplicate": 0.8,
-        }
-    )
+    rows = [{"query": "दिन में मेला", "positive": positive}]
+    corpus = [{"text": text} for text in (positive, other, unlike, "दा न")]
+    options = small(tmp_path, rows, corpus, model_name="bm25", near_duplicate=0.8)
+    rows, _ = run(options)
     assert rows[0]["negatives"] == [unlike], (
         "one copy but for a word, one other text, one without a word in common"
     )
@@ -492,14 +404,9 @@ def test_the_threshold_is_calibrated(tmp_path):
         {"query": found[n], "positive": [f"{found[n]} red", f"{found[n]} blue"]}
         for n in range(60)
     ]
-    options = {
-        "model_name": model(),
-        "data_path": str(write_lines(tmp_path / "rows.jsonl", rows)),
-        "output_path": str(tmp_path / "mined.jsonl"),
-        "num_negatives": 4,
-        "threshold": "auto",
-        "max_false_negative_rate": 0.02,
-    }
+    options = small(
+        tmp_path, rows, num_negatives=4, threshold="auto", max_false_negative_rate=0.02
+    )
     _, result = run(options)
     assert result.calibration.rate_without > 0.1
     assert result.calibration.rate <= 0.02
@@ -580,31 +487,17 @@ def test_scores_are_read_by_training(tmp_path):
     ]
     write_lines(tmp_path / "train.jsonl", rows)
     made, _ = run(options, scores=True)
-    store = open_examples(
-        TrainConfig(model_name="m", data_path="x"), str(tmp_path / "mined.jsonl")
-    )
-    for number, row in enumerate(made):
-        example = store[number]
+    examples = training_examples(tmp_path / "mined.jsonl")
+    for example, row in zip(examples, made, strict=True):
         assert [item.text for item in example.negatives[:2]] == [
             "my own negative text",
             "another one",
         ]
-        assert (
-            len(example.negative_scores)
-            == len(example.negatives)
-            == len(row["negatives"])
-        )
+        num_negatives = len(row["negatives"])
+        assert len(example.negative_scores) == len(example.negatives) == num_negatives
         assert len(example.scores) == 1
     run(options)
-    assert (
-        len(
-            open_examples(
-                TrainConfig(model_name="m", data_path="x"),
-                str(tmp_path / "mined.jsonl"),
-            )
-        )
-        == 40
-    )
+    assert len(training_examples(tmp_path / "mined.jsonl")) == 40
 
 
 def test_an_index_of_the_same_documents_in_another_order_is_not_used(options, tmp_path):

@@ -14,8 +14,8 @@ from tests import tiny
 from vembed.cli.commands.export import copy_model
 from vembed.errors import UserError
 from vembed.mining.config import MineConfig, Retriever
-from vembed.mining.encoders import load_encoder
 from vembed.mining.judges import load_judge
+from vembed.mining.retrievers import load_encoder
 from vembed.weights.inputs import open_source
 
 

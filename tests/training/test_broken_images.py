@@ -1,13 +1,8 @@
 """Images that cannot be read while a run trains on them are named with the record that has them."""
 
-from __future__ import annotations
-
 import gc
 import json
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -15,14 +10,12 @@ import pytest
 import vembed
 from tests import tiny
 from tests.data.pictures import encoded
-from vembed.data.examples import ImageRef
 from vembed.data.images import decoders
 from vembed.errors import UserError
 from vembed.training import setup
-from vembed.training.hooks.callbacks import StepInfo
 
 
-def train(folder: Path, images: list[str], **more: Any) -> None:
+def train(folder, images, **more):
     rows = [
         {"query": f"{tiny.WORDS[number % 20]} {number}", "positive": {"image": one}}
         for number, one in enumerate(images)
@@ -40,18 +33,14 @@ def train(folder: Path, images: list[str], **more: Any) -> None:
     vembed.train(config, on_step=on_step)
 
 
-def test_an_image_that_breaks_during_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_image_that_breaks_during_a_run(tmp_path, monkeypatch):
     """It is decoded by a process, which ends with the run."""
     monkeypatch.setattr(decoders, "DECODED_BY_THREADS", 1)
     monkeypatch.setattr(setup, "num_cores", lambda: 2)
-    made: list[decoders.Decoders] = []
+    made = []
     original = decoders.Decoders.start
 
-    def start(
-        self: decoders.Decoders, images: Sequence[ImageRef]
-    ) -> list[decoders.Decoding]:
+    def start(self, images):
         made.append(self)
         return original(self, images)
 
@@ -60,9 +49,9 @@ def test_an_image_that_breaks_during_a_run(
     file.write_bytes(encoded())
     for number in range(400):
         (tmp_path / f"{number}.jpg").symlink_to(file)
-    pids: list[int] = []
+    pids = []
 
-    def on_step(_: StepInfo) -> None:
+    def on_step(_):
         if len(made[-1].pids) == 2:
             pids[:] = made[-1].pids
             file.write_bytes(b"\xff\xd8\xff\xe0 nothing")
@@ -81,7 +70,7 @@ def test_an_image_that_breaks_during_a_run(
     assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
 
 
-def test_an_address_that_is_gone(tmp_path: Path) -> None:
+def test_an_address_that_is_gone(tmp_path):
     with pytest.raises(
         UserError,
         match=r"image http://127\.0\.0\.1:1/\d\.jpg \(.*train\.jsonl:\d\) cannot be fetched",

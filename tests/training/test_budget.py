@@ -1,13 +1,9 @@
 """One memory model: what the budget measures and what `vembed plan` estimates lead to micro-batches by one function."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +21,7 @@ from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.estimate import Demand, measure
 from vembed.parallel.hardware import Gpu
-from vembed.parallel.placement import Placement, place
+from vembed.parallel.placement import place
 from vembed.parallel.session import start_session
 from vembed.training import budget
 from vembed.training.budget import MemoryGuard
@@ -33,7 +29,7 @@ from vembed.training.budget import MemoryGuard
 GPU = Gpu("a stand-in", 1.0, None, None)
 
 
-def placed(num_ranks: int = 1, memory: int = 2**30, **options: Any) -> Placement:
+def placed(num_ranks=1, memory=2**30, **options):
     run = resolve_run(
         {"data_path": "unused", "model_name": str(shared(tiny_qwen3)), **options}
     )
@@ -42,8 +38,8 @@ def placed(num_ranks: int = 1, memory: int = 2**30, **options: Any) -> Placement
 
 
 def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     placement = placed(memory=2**27)
     config, size = placement.run.config, measure(placement.run.config)
     model = model_of(config)
@@ -56,7 +52,7 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
         torch.cuda, "mem_get_info", lambda _: (placement.memory, placement.memory)
     )
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 0)
-    session: Any = SimpleNamespace(
+    session = SimpleNamespace(
         config=config,
         placement=placement,
         device=placement.device,
@@ -64,7 +60,7 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
         local_world_size=1,
     )
     optimizer = torch.optim.AdamW(model.parameters())
-    longest: Any = [SimpleNamespace(length=size.max_length)]
+    longest = [SimpleNamespace(length=size.max_length)]
     found = budget.find_budget(
         config.batch, model, Featuriser(model.description), session, longest, optimizer
     )
@@ -81,9 +77,7 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
     )
 
 
-def test_casts_of_weights_were_counted_as_activations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_casts_of_weights_were_counted_as_activations(tmp_path, monkeypatch):
     config = config_for(
         tmp_path, model_name=str(shared(tiny_bert)), mixed_precision="bf16"
     )
@@ -103,7 +97,7 @@ def test_casts_of_weights_were_counted_as_activations(
     )
 
 
-def test_the_measured_graph_was_never_freed(tmp_path: Path) -> None:
+def test_the_measured_graph_was_never_freed(tmp_path):
     config = config_for(tmp_path, model_name=str(shared(tiny_bert)))
     with start_session(resolve_run(config)) as session:
         model = session.prepare(model_of(config))
@@ -116,7 +110,7 @@ def test_the_measured_graph_was_never_freed(tmp_path: Path) -> None:
     assert kept() is None, "a graph holds the weights"
 
 
-def test_recomputation_and_gradient_cache_were_both_on() -> None:
+def test_recomputation_and_gradient_cache_were_both_on():
     by_default = placed(8, strategy="fsdp").recomputation
     assert (
         not by_default.value
@@ -129,32 +123,32 @@ def test_recomputation_and_gradient_cache_were_both_on() -> None:
 
 
 def test_a_failed_attempt_kept_its_outputs_while_memory_was_emptied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     original = MemoryGuard.__init__
 
-    def on_a_gpu(self: MemoryGuard, session: Any) -> None:
+    def on_a_gpu(self, session):
         original(self, session)
         self.active = True
 
     monkeypatch.setattr(MemoryGuard, "__init__", on_a_gpu)
     fail_at(monkeypatch, {3})
     forward, smaller = EmbeddingModel.forward, MemoryGuard.smaller
-    outputs: list[weakref.ref[torch.Tensor]] = []
-    alive: list[int] = []
+    outputs = []
+    alive = []
 
-    def watched(self: EmbeddingModel, parts: Any, **options: Any) -> Any:
+    def watched(self, parts, **options):
         found = forward(self, parts, **options)
         outputs.extend(weakref.ref(one) for one in found)
         return found
 
-    def counted(self: MemoryGuard, given: Any) -> Any:
+    def counted(self, given):
         alive.append(sum(one() is not None for one in outputs))
         return smaller(self, given)
 
     monkeypatch.setattr(EmbeddingModel, "forward", watched)
     monkeypatch.setattr(MemoryGuard, "smaller", counted)
-    options: dict[str, Any] = {
+    options = {
         "micro_batch_tokens": 400,
         "use_gradient_cache": False,
         "val_data_path": None,

@@ -1,6 +1,5 @@
 """Checkpoints of one process: what comes back, what survives being killed at any moment, what a full disk does."""
 
-import logging
 import os
 import resource
 import shutil
@@ -15,7 +14,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.checkpoint.logger import _dcp_logger
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.harness import rank_outcomes, run_ranks
@@ -32,7 +30,6 @@ from vembed.errors import RunError, UserError
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint import folder as integrity
 from vembed.training.checkpoint.checkpointer import Checkpointer, read_state
-from vembed.training.checkpoint.tensors import quieten_torch
 from vembed.training.optimizer import build_optimizer
 from vembed.training.update import LoopState
 
@@ -124,15 +121,6 @@ def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
     assert (state["world_size"], state["strategy"]) == (1, "single")
 
 
-def test_a_resumed_run_equals_the_unbroken_one_bit_for_bit(tmp_path):
-    with starting(tmp_path / "whole") as run:
-        expected = run.resume().train(6).whole()
-    with starting(tmp_path / "broken") as run:
-        run.resume().train(3).save().train(2)
-    with starting(tmp_path / "broken", resume=True) as run:
-        assert_same(run.resume().train(3).whole(), expected)
-
-
 def test_changed_rates_of_this_run_hold_and_not_those_of_the_checkpoint(tmp_path):
     with starting(tmp_path) as run:
         run.resume().train().save()
@@ -148,7 +136,7 @@ def test_changed_rates_of_this_run_hold_and_not_those_of_the_checkpoint(tmp_path
 
 
 @pytest.mark.promise("D33")
-@pytest.mark.parametrize("optim", ["adamw_8bit", "adafactor", "sgd"])
+@pytest.mark.parametrize("optim", ["adamw", "adamw_8bit", "adafactor", "sgd"])
 def test_other_optimizers_resume_exactly(tmp_path, optim):
     options = {"optim": optim, "learning_rate": 1e-3}
     with starting(tmp_path / "whole", TinyModel(dim=72), **options) as run:
@@ -222,16 +210,6 @@ def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(tmp_path):
         assert_same(run.resume().whole(), expected)
 
 
-def test_saving_a_step_again_does_nothing(tmp_path):
-    with starting(tmp_path) as run:
-        run.resume().train().save()
-        manifest = (tmp_path / "checkpoint-1" / "manifest.json").stat().st_mtime_ns
-        run.save()
-    with starting(tmp_path, resume=True) as run:
-        run.resume().save()
-    assert (tmp_path / "checkpoint-1" / "manifest.json").stat().st_mtime_ns == manifest
-
-
 def test_old_checkpoints_go_and_the_best_stays(tmp_path):
     with starting(tmp_path, save_total_limit=2) as run:
         run.resume()
@@ -275,19 +253,6 @@ def test_best_weights_that_are_not_there_leave_the_last_ones(tmp_path, caplog):
         assert_same(run.whole(), expected)
     assert "checkpoint-7: manifest.json is missing" in caplog.text
     assert "checkpoint-1: index.json has 2 bytes instead of" in caplog.text
-
-
-def test_extra_files_are_part_of_the_checkpoint(tmp_path):
-    def extra(folder: Path) -> None:
-        (folder / "model").mkdir()
-        (folder / "model" / "config.json").write_text("{}")
-
-    with starting(tmp_path) as run:
-        run.resume().train().save(extra)
-    folder = tmp_path / "checkpoint-1"
-    assert integrity.verify(folder) == []
-    (folder / "model" / "config.json").write_text("[]")
-    assert integrity.verify(folder) == ["model/config.json does not match its checksum"]
 
 
 # ---- another model, another optimizer --------------------------------------------------------------------------
@@ -482,20 +447,6 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, async_save):
     assert found_in(tmp_path).name == "checkpoint-2"
 
 
-def test_a_full_disk_in_the_extra_files(tmp_path):
-    def extra(folder: Path) -> None:
-        raise OSError(28, "No space left on device", str(folder))
-
-    with starting(tmp_path) as run:
-        run.resume().train()
-        with pytest.raises(
-            RunError,
-            match=r"No space left on device: .*checkpoint-1.partial\); the newest checkpoint is none",
-        ):
-            run.save(extra)
-    assert list(tmp_path.glob("checkpoint-*")) == []
-
-
 def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr("vembed.training.checkpoint.storage.FILE_BYTES", 300)
     with starting(tmp_path) as run:
@@ -507,17 +458,6 @@ def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
     assert files[-1] == f"rank00000-{len(files) - 1:05d}.safetensors"
     with starting(tmp_path, resume=True) as run:
         assert_same(run.resume().whole(), expected)
-
-
-def test_a_bug_while_saving_keeps_its_traceback(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "vembed.training.checkpoint.storage.to_safetensors", lambda pieces: 1 / 0
-    )
-    with starting(tmp_path) as run:
-        run.resume().train()
-        with pytest.raises(RuntimeError, match="saving checkpoint-1 failed") as caught:
-            run.save()
-    assert "ZeroDivisionError" in str(caught.value.__cause__)
 
 
 def without_permission(folder):
@@ -582,8 +522,3 @@ def test_the_last_asynchronous_save_is_finished_whatever_ends_the_run(
             with pytest.raises(ZeroDivisionError):
                 crash(run)
     assert (found_in(tmp_path) is None) == failing
-
-
-def test_torch_makes_no_record_of_each_tensor():
-    quieten_torch()
-    assert not _dcp_logger.isEnabledFor(logging.INFO), "the logger has another name now"

@@ -1,7 +1,5 @@
 """Columns that the ranks gather: of several dtypes and widths, of unequal length, in one collective."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 
@@ -13,7 +11,7 @@ from vembed.training.exchange import Column, gather_columns
 COUNTS = {"indices": [2, 0, 3], "weights": [1, 4, 0], "pairs": [0, 2, 1]}
 
 
-def part(name: str, rank: int) -> torch.Tensor:
+def part(name, rank):
     generator = torch.Generator().manual_seed(10 * rank + len(name))
     count = COUNTS[name][rank]
     if name == "indices":
@@ -22,7 +20,7 @@ def part(name: str, rank: int) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
-def gathered() -> tuple[dict[str, torch.Tensor], int]:
+def gathered():
     columns = {
         name: Column(part(name, collectives.rank()), counts)
         for name, counts in COUNTS.items()
@@ -32,7 +30,7 @@ def gathered() -> tuple[dict[str, torch.Tensor], int]:
     return found, sum(collectives.collective_counts().values())
 
 
-def test_columns_arrive_bit_for_bit() -> None:
+def test_columns_arrive_bit_for_bit():
     wanted = {
         name: torch.cat([part(name, rank) for rank in range(3)]) for name in COUNTS
     }
@@ -44,7 +42,7 @@ def test_columns_arrive_bit_for_bit() -> None:
             )
 
 
-def test_distinct_values_and_where_they_went() -> None:
+def test_distinct_values_and_where_they_went():
     values = ["b", "a", "B", "c", "A", "b"]
     firsts, where = distinct(values, key=str.lower)
     assert firsts == ["b", "a", "c"]

@@ -1,13 +1,11 @@
 """The console of a run: five lines on the set-up, short step lines, the recent rate; verbose and quiet."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Command, vembed
+from tests.cli.conftest import vembed
 from tests.tiny import shared, texts, tiny_bert
 from vembed.training.hooks.metrics import log_line
 from vembed.training.timing import RunClock
@@ -16,7 +14,7 @@ __all__ = ["vembed"]
 
 
 @pytest.fixture
-def cfg(vembed: Command) -> str:
+def cfg(vembed):
     words = texts(32)
     rows = [
         {"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"}
@@ -30,9 +28,7 @@ def cfg(vembed: Command) -> str:
     return "cfg.yaml"
 
 
-def test_five_lines_then_steps_and_the_rest_in_the_log(
-    vembed: Command, cfg: str
-) -> None:
+def test_five_lines_then_steps_and_the_rest_in_the_log(vembed, cfg):
     done = vembed("train", cfg, "output_dir=normal")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
@@ -65,14 +61,14 @@ def test_five_lines_then_steps_and_the_rest_in_the_log(
     )
 
 
-def test_fsdp_that_one_process_cannot_do_is_said(vembed: Command, cfg: str) -> None:
+def test_fsdp_that_one_process_cannot_do_is_said(vembed, cfg):
     out = vembed(
         "train", cfg, "output_dir=asked", "use_fsdp=true", "val_data_path=null"
     ).out
     assert "strategy single (FSDP needs at least two processes" in out
 
 
-def test_verbose_shows_all_and_quiet_only_warnings(vembed: Command, cfg: str) -> None:
+def test_verbose_shows_all_and_quiet_only_warnings(vembed, cfg):
     out = vembed("train", cfg, "output_dir=verbose", "--verbose").out
     assert "FSDP parameter summary:" in out and "Rank 0, CPU: " in out
     out = vembed("train", cfg, "output_dir=quiet", "--quiet").out
@@ -81,8 +77,8 @@ def test_verbose_shows_all_and_quiet_only_warnings(vembed: Command, cfg: str) ->
 
 
 def test_step_lines_fit_and_time_left_follows_the_recent_rate(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     values = {
         "step": 123_456,
         "epoch": 12.34,

@@ -1,9 +1,5 @@
 """What a step may cost, counted by benchmarks.counts: padding, forwards, waits for the device, collectives, memory."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from benchmarks.counts import NUM_RANKS, more_counts, run_counts, write_data
@@ -12,7 +8,7 @@ from tests.tiny import shared, tiny_bert
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory):
     """Counts of a tiny model's runs; those of padding and of the loss are the benchmark's own."""
     folder = tmp_path_factory.mktemp("counts")
     write_data(folder)
@@ -23,8 +19,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_texts_are_not_padded_and_where_a_model_needs_it_far_less_than_by_columns(
-    found: dict[str, Any],
-) -> None:
+    found,
+):
     assert {run["padding"] for run in found["runs"]} == {0.0}
     padded, by_column = (
         1 / (1 - found[key]) for key in ("padding_if_padded", "padding_by_column")
@@ -34,21 +30,21 @@ def test_texts_are_not_padded_and_where_a_model_needs_it_far_less_than_by_column
 
 
 def test_forwards_are_micro_batches_and_twice_as_many_with_gradient_cache(
-    found: dict[str, Any],
-) -> None:
+    found,
+):
     whole, kept, cached = found["runs"]
     assert whole["forwards_per_step"] < 2
     assert kept["forwards_per_step"] > 5
     assert cached["forwards_per_step"] == 2 * kept["forwards_per_step"]
 
 
-def test_the_step_seldom_waits_for_the_device(found: dict[str, Any]) -> None:
+def test_the_step_seldom_waits_for_the_device(found):
     # Loss and gradient norm are read, and what the two say of the update; nothing for each micro-batch.
     for run in found["runs"]:
         assert run["reads_per_step"] <= 3
 
 
-def test_collectives_do_not_depend_on_micro_batches(found: dict[str, Any]) -> None:
+def test_collectives_do_not_depend_on_micro_batches(found):
     once = {
         "all_gather_ints": 1,
         "all_reduce_gradients": 1,
@@ -60,7 +56,7 @@ def test_collectives_do_not_depend_on_micro_batches(found: dict[str, Any]) -> No
         assert run["collectives_per_step"] == {**once, "all_gather_rows": 2}
 
 
-def test_the_loss_never_makes_a_square(found: dict[str, Any]) -> None:
+def test_the_loss_never_makes_a_square(found):
     elements = {int(rows): number for rows, number in found["loss_elements"].items()}
     assert elements[8192] < 8192**2 / 4
     assert elements[8192] <= 2 * elements[4096] <= 4 * elements[2048]

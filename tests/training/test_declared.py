@@ -1,11 +1,8 @@
 """Contract of all declared optimizers and trackers: what the config, the docs and the run take from the declarations."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +12,6 @@ from tests.training.tiny_run import TinyLoss, TinyModel, backward, config_for
 from vembed.config.loading import load_config
 from vembed.config.options import all_options
 from vembed.config.schema import option_fields
-from vembed.errors import UserError
 from vembed.training.optimizer import build_optimizer
 from vembed.training.optimizers.table import OPTIMIZERS
 from vembed.training.trackers.declaration import TrackedReport, TrackedRun
@@ -28,9 +24,7 @@ DECLARED = [
 
 
 @pytest.mark.parametrize(("option", "kind"), DECLARED)
-def test_a_declaration_is_complete_and_accepted(
-    option: str, kind: Any, tmp_path: Path
-) -> None:
+def test_a_declaration_is_complete_and_accepted(option, kind, tmp_path):
     assert kind.summary.endswith(".")
     assert kind.options <= set(option_fields())
     for name in (kind.name, *kind.spellings.split()):
@@ -43,7 +37,7 @@ def test_a_declaration_is_complete_and_accepted(
         assert kind.name in all_options()[option].choices
 
 
-def test_the_declarations_need_no_torch() -> None:
+def test_the_declarations_need_no_torch():
     code = (
         "import sys, vembed.training.optimizers.table, vembed.training.trackers.table;"
         "sys.exit('torch' in sys.modules)"
@@ -52,9 +46,7 @@ def test_the_declarations_need_no_torch() -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_descends_and_decays_as_declared(
-    name: str, tmp_path: Path
-) -> None:
+def test_an_optimizer_descends_and_decays_as_declared(name, tmp_path):
     """The loss falls, weights without gradient shrink by lr * weight_decay, and the state takes the declared bytes."""
     torch.manual_seed(1)
     model, loss = TinyModel(dim=72, frozen_embeddings=False), TinyLoss()
@@ -62,7 +54,7 @@ def test_an_optimizer_descends_and_decays_as_declared(
     options = config_for(tmp_path, optim=name, learning_rate=1e-3, weight_decay=0.5)
     optimizer = build_optimizer(model, loss, options.optimizer)
 
-    def value() -> float:
+    def value():
         with torch.no_grad():
             return float(model(torch.arange(11)).pow(2).sum())
 
@@ -84,30 +76,7 @@ def test_an_optimizer_descends_and_decays_as_declared(
     assert state_bytes <= declared * num_large + 8.5 * (num_trained - num_large) + 2**14
 
 
-class Service:
-    """A client of a tracker that notes what it gets."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def log(self, values: dict[str, Any], step: int, **_: Any) -> None:
-        self.steps.append(step)
-
-
-@pytest.mark.parametrize("name", TRACKERS)
-def test_a_tracker_that_is_missing_is_named(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package = TRACKERS[name].package
-    monkeypatch.delitem(sys.modules, package, raising=False)
-    monkeypatch.setattr(
-        "vembed.training.trackers.declaration.find_spec", lambda name: None
-    )
-    with pytest.raises(UserError, match=rf"^report_to: {name} .*pip install {package}"):
-        TRACKERS[name].require_installed()
-
-
-def test_tensorboard_gets_numbers_options_and_report(tmp_path: Path) -> None:
+def test_tensorboard_gets_numbers_options_and_report(tmp_path):
     tracker = TRACKERS["tensorboard"]()
     tracker.start(TrackedRun(tmp_path, None, "p", [], {"seed": 1, "tags": [1]}, 0))
     tracker.log({"train/loss": 1.0}, 1)

@@ -1,11 +1,5 @@
 """Parts that stay exact beside 16-bit arithmetic: pooling, retrieval scores, attention's dtype; adapters' inputs."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -34,13 +28,11 @@ from vembed.training.update import Outcome
 class Precisions(TorchFunctionMode):
     """The precision that each matrix product is computed with."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.seen: set[str] = set()
+        self.seen = set()
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         if getattr(func, "__name__", "") in (
             "matmul",
             "__matmul__",
@@ -52,7 +44,7 @@ class Precisions(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("pooling", ["mean", "weighted_mean"])
-def test_pooling_was_rounded_to_bfloat16_under_autocast(pooling: Any) -> None:
+def test_pooling_was_rounded_to_bfloat16_under_autocast(pooling):
     hidden = torch.randn(3, 50, 8, generator=torch.Generator().manual_seed(0))
     mask = (torch.arange(50) < torch.tensor([[50], [20], [7]])).long()
     wanted = POOLINGS[pooling].pool(hidden.double(), mask)
@@ -66,7 +58,7 @@ def test_pooling_was_rounded_to_bfloat16_under_autocast(pooling: Any) -> None:
             )
 
 
-def test_retrieval_scores_were_computed_in_tf32() -> None:
+def test_retrieval_scores_were_computed_in_tf32():
     vectors = np.eye(4, dtype=np.float32)
     with matmul_precision("high"), Precisions() as precisions:
         assert top_k(vectors, vectors, 1).ravel().tolist() == [0, 1, 2, 3]
@@ -74,8 +66,8 @@ def test_retrieval_scores_were_computed_in_tf32() -> None:
 
 
 def test_attention_ran_in_float16_where_nothing_was_in_16_bits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     wide, narrow = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
     assert half_dtype(wide, wide, wide) is None, (
         "torch.get_autocast_dtype alone gives float16 on GPUs"
@@ -88,13 +80,11 @@ def test_attention_ran_in_float16_where_nothing_was_in_16_bits(
 class Written(TorchDispatchMode):
     """Bytes that operations write."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for one in result if isinstance(result, tuple) else (result,):
             if isinstance(one, Tensor) and not func.is_view:
@@ -102,7 +92,7 @@ class Written(TorchDispatchMode):
         return result
 
 
-def test_adapters_widened_every_input_to_float32_under_autocast(tmp_path: Path) -> None:
+def test_adapters_widened_every_input_to_float32_under_autocast(tmp_path):
     """Bytes that the forward pass of adapted layers writes, with peft's cast and without."""
     options = {
         "use_lora": True,
@@ -111,7 +101,7 @@ def test_adapters_widened_every_input_to_float32_under_autocast(tmp_path: Path) 
         "torch_dtype": "bfloat16",
     }
     config = config_for(tmp_path, model_name=str(shared(tiny_qwen3)), **options)
-    written: dict[bool, int] = {}
+    written = {}
     with start_session(resolve_run(config)) as session:
         model = session.prepare(model_of(config, compute_dtype=torch.bfloat16))
         layers = [
@@ -120,16 +110,14 @@ def test_adapters_widened_every_input_to_float32_under_autocast(tmp_path: Path) 
         assert layers and not any(one.cast_input_dtype_enabled for one in layers)
         for widens in (True, False):
             for layer in layers:
-                layer.cast_input_dtype_enabled = widens  # type: ignore[assignment]
+                layer.cast_input_dtype_enabled = widens
             with Written() as counted:
                 model([("text", {"input_ids": torch.arange(256).view(4, 64) % 50 + 5})])
             written[widens] = counted.bytes
     assert written[False] < 0.9 * written[True], written
 
 
-def test_a_run_went_on_without_any_gradient(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_went_on_without_any_gradient(tmp_path, monkeypatch):
     watch = Watch()
     for loss, norm in ((0.0, 0.0), (2.0, 1e-9)):
         report = StepReport(1, 0.0)

@@ -1,12 +1,9 @@
 """cache_frozen_features: what a frozen tower gives is computed once, kept, and changes no digit of the training."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,13 +26,13 @@ WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     """A cache folder of the test's own."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "vembed" / "features"
 
 
-def options(folder: Path, output: str, **more: Any) -> dict[str, Any]:
+def options(folder, output, **more):
     """Two epochs of four steps over pictures of which none occurs twice; micro-batches of one row, because the last
     digits of a matrix product depend on the number of its rows."""
     data = folder / "train.jsonl"
@@ -58,19 +55,19 @@ def options(folder: Path, output: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def train(settings: dict[str, Any]) -> dict[str, Any]:
+def train(settings):
     """One run: its losses and gradient norms, and how many pictures passed the tower in it."""
     passed = []
     original = embedding_model.tower_features
 
     def counting(
-        description: Any,
-        backbone: Any,
-        modality: str,
-        inputs: Any,
-        *more: Any,
-        **options: Any,
-    ) -> torch.Tensor:
+        description,
+        backbone,
+        modality,
+        inputs,
+        *more,
+        **options,
+    ):
         if modality == "image":
             passed.append(len(inputs["pixel_values"]))
         return original(description, backbone, modality, inputs, *more, **options)
@@ -94,23 +91,23 @@ def train(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def train_there(cache: str, settings: dict[str, Any]) -> dict[str, Any]:
+def train_there(cache, settings):
     """On a rank, whose server took over the environment of the test that came first."""
     os.environ["XDG_CACHE_HOME"] = cache
     return train(settings)
 
 
-def logged(folder: Path, output: str) -> str:
+def logged(folder, output):
     return (folder / output / "training_log.txt").read_text()
 
 
-def weights(folder: Path, output: str) -> dict[str, torch.Tensor]:
+def weights(folder, output):
     return load_file(folder / output / "final" / WEIGHTS)
 
 
 def test_the_second_epoch_and_the_second_run_pass_no_tower_and_nothing_else_changes(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     without = train(options(tmp_path, "without", cache_frozen_features=False))
     first = train(options(tmp_path, "first"))
     assert (
@@ -134,9 +131,7 @@ def test_the_second_epoch_and_the_second_run_pass_no_tower_and_nothing_else_chan
 @pytest.mark.parametrize(
     "kept", [{}, {"use_gradient_cache": False}], ids=["cached", "kept-graphs"]
 )
-def test_a_frozen_tower_without_projection_and_kept_graphs(
-    tmp_path: Path, kept: dict[str, Any]
-) -> None:
+def test_a_frozen_tower_without_projection_and_kept_graphs(tmp_path, kept):
     more = {"model_name": str(shared(tiny_siglip)), "loss": "sigmoid", **kept}
     without = train(options(tmp_path, "without", cache_frozen_features=False, **more))
     assert train(options(tmp_path, "with", **more))["losses"] == without["losses"]
@@ -151,8 +146,8 @@ STRATEGIES = {
 
 @pytest.fixture(scope="module")
 def on_two_ranks(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    tmp_path_factory,
+):
     """A run on one process, and runs on two ranks of each strategy: after it, and with an empty cache."""
     folder = tmp_path_factory.mktemp("ranks")
     more = {"model_name": str(shared(tiny_clip)), "mixed_precision": "no"}
@@ -172,9 +167,7 @@ def on_two_ranks(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_ranks_use_what_the_other_has_computed(
-    on_two_ranks: tuple[dict[str, Any], dict[str, Any]], strategy: str
-) -> None:
+def test_two_ranks_use_what_the_other_has_computed(on_two_ranks, strategy):
     one, found = on_two_ranks
     again, two = (
         result_of(found, f"{strategy}-{cache}") for cache in ("full", "empty")
@@ -188,7 +181,7 @@ def test_two_ranks_use_what_the_other_has_computed(
 NUM_EVALUATED = 5
 
 
-def with_evaluations(folder: Path, output: str, **more: Any) -> dict[str, Any]:
+def with_evaluations(folder, output, **more):
     """Evaluations before training, in it and after it; micro-batches of one row, as in training."""
     data = folder / "val.jsonl"
     if not data.exists():
@@ -203,7 +196,7 @@ def with_evaluations(folder: Path, output: str, **more: Any) -> dict[str, Any]:
     return options(folder, output, **val | more)
 
 
-def evaluations(folder: Path, output: str) -> list[dict[str, float]]:
+def evaluations(folder, output):
     lines = [
         json.loads(line)
         for line in (folder / output / "metrics.jsonl").read_text().splitlines()
@@ -212,8 +205,8 @@ def evaluations(folder: Path, output: str) -> list[dict[str, float]]:
 
 
 def test_evaluations_pass_no_tower_twice_and_give_the_same_scores(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     without = train(with_evaluations(tmp_path, "without", cache_frozen_features=False))
     first = train(with_evaluations(tmp_path, "first"))
     second = train(with_evaluations(tmp_path, "second"))
@@ -226,9 +219,7 @@ def test_evaluations_pass_no_tower_twice_and_give_the_same_scores(
     assert scores == evaluations(tmp_path, "first") == evaluations(tmp_path, "second")
 
 
-def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path, cache):
     more = {
         "model_name": str(shared(tiny_clip)),
         "mixed_precision": "no",
@@ -269,28 +260,11 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(
             assert one == pytest.approx(other), strategy
 
 
-def test_the_start_says_how_large_the_folder_is_and_marks_what_is_used(
-    tmp_path: Path, cache: Path
-) -> None:
-    train(options(tmp_path, "first"))
-    (tower,) = cache.iterdir()
-    os.utime(tower, (1, 1))
-    (cache / "other").mkdir()
-    (cache / "other" / "one.features").write_bytes(bytes(2_000_000))
-    train(options(tmp_path, "second"))
-    assert f"frozen features: {cache} holds those of 2 towers, 2.0 MB in all" in logged(
-        tmp_path, "second"
-    )
-    assert tower.stat().st_mtime > 1
-
-
-def test_a_resumed_run_computes_only_what_it_has_not_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_computes_only_what_it_has_not_seen(tmp_path, monkeypatch):
     whole = train(options(tmp_path, "whole", cache_frozen_features=False))
     agree, micro_batches = Interrupts.agree, []
 
-    def stop_after_two(self: Interrupts, save_seconds: float = 0.0) -> bool:
+    def stop_after_two(self, save_seconds=0.0):
         micro_batches.append(1)
         if len(micro_batches) == 2:
             self._number = 15
@@ -305,8 +279,8 @@ def test_a_resumed_run_computes_only_what_it_has_not_seen(
 
 
 def test_other_weights_other_pictures_and_other_settings_have_features_of_their_own(
-    tmp_path: Path, cache: Path
-) -> None:
+    tmp_path, cache
+):
     train(options(tmp_path, "first"))
     other = train(
         options(tmp_path, "other", model_name=str(shared(tiny_clip)))
@@ -322,7 +296,7 @@ def test_other_weights_other_pictures_and_other_settings_have_features_of_their_
 # ---- broken files ----------------------------------------------------------------------------------------------------
 
 
-def _features(count: int) -> list[Features]:
+def _features(count):
     return [
         Features(
             "text", 3, number, number, np.array([number, number + 1, 7], dtype=np.int32)
@@ -331,7 +305,7 @@ def _features(count: int) -> list[Features]:
     ]
 
 
-def _written(folder: Path, inputs: list[Features], rows: np.ndarray) -> Path:
+def _written(folder, inputs, rows):
     store = FeatureStore(folder, "tower")
     store.add(inputs[:3], rows[:3])
     store.add(inputs[3:], rows[3:])
@@ -340,33 +314,13 @@ def _written(folder: Path, inputs: list[Features], rows: np.ndarray) -> Path:
     return path
 
 
-def _corrupt(path: Path, position: int) -> None:
+def _corrupt(path, position):
     data = bytearray(path.read_bytes())
     data[position] ^= 0xFF
     path.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_rows_come_back_in_this_process_and_in_others(
-    tmp_path: Path, dtype: Any
-) -> None:
-    inputs, rows = (
-        _features(8),
-        np.random.default_rng(0).normal(size=(8, 5)).astype(dtype),
-    )
-    writer, reader = FeatureStore(tmp_path, "tower"), FeatureStore(tmp_path, "tower")
-    assert reader.find(inputs) == {}
-    writer.add(inputs[:5], rows[:5])
-    for store in (writer, reader):
-        found = store.find(inputs)
-        assert sorted(found) == [0, 1, 2, 3, 4]
-        assert all(np.array_equal(row, rows[place]) for place, row in found.items())
-    reader.add(inputs[5:], rows[5:])
-    assert len(writer.find(inputs)) == 8 == len(FeatureStore(tmp_path, "tower"))
-    assert FeatureStore(tmp_path, "another tower").find(inputs) == {}
-
-
-def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
+def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path):
     inputs, rows = _features(6), np.arange(24, dtype=np.float32).reshape(6, 4)
     path = _written(tmp_path, inputs, rows)
     whole = path.read_bytes()
@@ -384,30 +338,7 @@ def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path: Path) -> None:
         )
 
 
-def test_damage_is_said_and_made_good(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    inputs, rows = _features(6), np.arange(24, dtype=np.float32).reshape(6, 4)
-    path = _written(tmp_path, inputs, rows)
-    _corrupt(path, len(path.read_bytes()) - 1)
-    (tmp_path / "tower" / "notes.features").write_text(
-        "a file of somebody else's, which is longer than a header is"
-    )
-    store = FeatureStore(tmp_path, "tower")
-    found = store.find(inputs)
-    assert "notes.features does not hold features of this tower" in caplog.text
-    assert f"{path} is damaged at byte" in caplog.text
-    missing = [place for place in range(6) if place not in found]
-    store.add([inputs[place] for place in missing], rows[missing])
-    assert len(FeatureStore(tmp_path, "tower").find(inputs)) + len(found) >= 6
-    again = FeatureStore(tmp_path, "tower")
-    again.add([inputs[place] for place in found], rows[list(found)])
-    assert len(FeatureStore(tmp_path, "tower").find(inputs)) == 6
-
-
-def test_a_run_with_damaged_features_computes_them_anew(
-    tmp_path: Path, cache: Path
-) -> None:
+def test_a_run_with_damaged_features_computes_them_anew(tmp_path, cache):
     first = train(options(tmp_path, "first"))
     (path,) = cache.glob("*/*.features")
     _corrupt(path, len(path.read_bytes()) // 2)
@@ -415,13 +346,11 @@ def test_a_run_with_damaged_features_computes_them_anew(
     assert again["losses"] == first["losses"] and 1 < again["passed"] <= NUM_ROWS + 1
 
 
-def test_a_full_disk_costs_time_and_not_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_costs_time_and_not_the_run(tmp_path, monkeypatch):
     without = train(options(tmp_path, "without", cache_frozen_features=False))
     append, micro_batches = row_store.append, []
 
-    def full(descriptor: int, data: bytes) -> None:
+    def full(descriptor, data):
         micro_batches.append(1)
         if len(micro_batches) > 3:
             raise OSError(28, "No space left on device")
@@ -440,9 +369,7 @@ def test_a_full_disk_costs_time_and_not_the_run(
 
 
 @pytest.mark.parametrize("more", [{"freeze": []}, {"freeze": [], "use_lora": True}])
-def test_without_a_frozen_tower_it_is_refused_before_a_model_is_read(
-    tmp_path: Path, more: dict[str, Any]
-) -> None:
+def test_without_a_frozen_tower_it_is_refused_before_a_model_is_read(tmp_path, more):
     with pytest.raises(
         UserError,
         match=r"needs a tower of which nothing is trained.*freeze: \[vision\]",
@@ -452,7 +379,7 @@ def test_without_a_frozen_tower_it_is_refused_before_a_model_is_read(
         )
 
 
-def test_parts_of_towers_are_not_enough(tmp_path: Path) -> None:
+def test_parts_of_towers_are_not_enough(tmp_path):
     with pytest.raises(UserError, match=r"\(clip\) has none in this run: freeze one"):
         vembed.train(options(tmp_path, "run", freeze=["first_n_layers=1"]))
     data = mixed_rows(tmp_path, 8)

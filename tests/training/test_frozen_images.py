@@ -1,11 +1,5 @@
 """A frozen image tower inside a vision-language model sees each image once per step, and no digit changes by it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -25,7 +19,7 @@ FROZEN = {"freeze": ["vision"]}
 LORA = {"use_lora": True, "lora_r": 4, "freeze": ["vision"], "lora_dropout": 0.2}
 
 
-def options(folder: Path, output: str, **more: Any) -> dict[str, Any]:
+def options(folder, output, **more):
     data = folder / "mixed.jsonl"
     if not data.exists():
         mixed_rows(folder, 12)
@@ -44,36 +38,36 @@ def options(folder: Path, output: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def train(settings: dict[str, Any], keeps: bool = True) -> dict[str, Any]:
+def train(settings, keeps=True):
     """One run: its losses, and how many images' patches passed the image tower; `keeps`: whether a step keeps what it
     gave."""
-    passed: list[int] = []
+    passed = []
     original = modalities.image_features, FrozenImages.keeps
     forward = embedding_model.tower_features
 
-    def seen(backbone: Any, inputs: Any) -> torch.Tensor:
+    def seen(backbone, inputs):
         passed.append(len(inputs["image_grid_thw"]))
         return original[0](backbone, inputs)
 
     def counted(
-        description: Any,
-        backbone: Any,
-        modality: str,
-        inputs: Any,
-        *more: Any,
-        **options: Any,
-    ) -> torch.Tensor:
+        description,
+        backbone,
+        modality,
+        inputs,
+        *more,
+        **options,
+    ):
         if "pixel_values" in inputs:
             passed.append(len(inputs["image_grid_thw"]))
         return forward(description, backbone, modality, inputs, *more, **options)
 
     embedding_model.image_features, embedding_model.tower_features = seen, counted
     if not keeps:
-        FrozenImages.keeps = lambda self, num_tokens: False  # type: ignore[method-assign]
+        FrozenImages.keeps = lambda self, num_tokens: False
     try:
         vembed.train(settings)
     finally:
-        embedding_model.image_features, FrozenImages.keeps = original  # type: ignore[method-assign]
+        embedding_model.image_features, FrozenImages.keeps = original
         embedding_model.tower_features = forward
     found = list(
         zip(
@@ -87,8 +81,8 @@ def train(settings: dict[str, Any], keeps: bool = True) -> dict[str, Any]:
 
 @pytest.mark.parametrize("make", FAMILIES)
 def test_what_the_image_tower_gave_can_take_the_place_of_pixels(
-    make: Callable[..., Path],
-) -> None:
+    make,
+):
     model = built(make, freeze=["vision"]).train()
     (part,) = [part for part in parts_for(model.description) if part[0] == "multimodal"]
     per_token = model.bytes_of_frozen_images()
@@ -114,9 +108,7 @@ def test_what_the_image_tower_gave_can_take_the_place_of_pixels(
     ],
     ids=["frozen", "lora", "checkpointing", "bf16"],
 )
-def test_each_image_passes_once_and_the_run_is_the_same(
-    tmp_path: Path, more: dict[str, Any]
-) -> None:
+def test_each_image_passes_once_and_the_run_is_the_same(tmp_path, more):
     twice = train(options(tmp_path, "twice", **more), keeps=False)
     once = train(options(tmp_path, "once", **more))
     assert once["losses"] == twice["losses"]
@@ -137,8 +129,8 @@ STRATEGIES = {
 
 @pytest.fixture(scope="module")
 def on_two_ranks(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    tmp_path_factory,
+):
     """A run on one process, and runs on two ranks of each strategy, with kept images and without."""
     folder = tmp_path_factory.mktemp("ranks")
     more = {**LORA, "lora_dropout": 0.0, "mixed_precision": "no"}
@@ -155,9 +147,7 @@ def on_two_ranks(
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_on_two_ranks(
-    on_two_ranks: tuple[dict[str, Any], dict[str, Any]], strategy: str
-) -> None:
+def test_on_two_ranks(on_two_ranks, strategy):
     one, found = on_two_ranks
     two, again = (result_of(found, f"{strategy}-{keeps}") for keeps in (True, False))
     assert two[0]["losses"] == again[0]["losses"]
@@ -169,8 +159,8 @@ def test_on_two_ranks(
 
 
 def test_where_there_is_no_room_or_no_second_phase_nothing_is_kept(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     images = FrozenImages.__new__(FrozenImages)
     images.max_tokens = 100
     assert images.keeps(100) and not images.keeps(101)

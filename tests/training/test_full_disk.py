@@ -1,12 +1,7 @@
 """Disks that are really full: a small file system in memory, filled to the last byte at the worst moments."""
 
-from __future__ import annotations
-
 import os
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,15 +11,15 @@ from tests.training.test_run import settings
 from vembed.errors import RunError
 from vembed.evaluation.report.report import write_report
 from vembed.training import final as finish
-from vembed.training.hooks.base import Hook, StepReport
+from vembed.training.hooks.base import Hook
 
-OPTIONS: dict[str, Any] = {"val_data_path": None, "eval_before": False, "save_steps": 1}
+OPTIONS = {"val_data_path": None, "eval_before": False, "save_steps": 1}
 ROOM = 20_000
 """Bytes: more than a log line, less than any model."""
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path):
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
@@ -45,28 +40,28 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 class Filler(Hook):
     """Fills the disk before the checkpoint of a step, or before final/ is written."""
 
-    def __init__(self, disk: Path, step: int | None) -> None:
+    def __init__(self, disk, step):
         self.disk, self.step = disk, step
 
-    def on_step(self, report: StepReport) -> None:
+    def on_step(self, report):
         if report.step == self.step:
             fill(self.disk)
 
-    def on_finish(self, run: Any) -> None:
+    def on_finish(self, run):
         del run
         if self.step is None:
             fill(self.disk)
 
 
-def fill(disk: Path, room: int = ROOM) -> None:
+def fill(disk, room=ROOM):
     free = os.statvfs(disk)
     (disk / "ballast").write_bytes(bytes(free.f_bavail * free.f_frsize - room))
 
 
 @pytest.mark.parametrize("when", ["checkpoint", "final"])
 def test_a_run_whose_disk_fills_up_says_so_and_goes_on_when_there_is_room(
-    disk: Path, tmp_path: Path, when: str
-) -> None:
+    disk, tmp_path, when
+):
     options = {
         **settings(tmp_path, max_steps=2, **OPTIONS),
         "output_dir": str(disk / "run"),
@@ -87,15 +82,15 @@ def test_a_run_whose_disk_fills_up_says_so_and_goes_on_when_there_is_room(
 
 
 def test_a_disk_that_is_full_for_the_report_costs_the_report_alone(
-    disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    disk, tmp_path, monkeypatch
+):
     options = {
         **settings(tmp_path, max_steps=1, **OPTIONS, save_total_limit=1),
         "output_dir": str(disk / "run"),
     }
     save_model = finish.save_model
 
-    def then_full(*arguments: Any, **named: Any) -> Path:
+    def then_full(*arguments, **named):
         model = save_model(*arguments, **named)
         fill(disk, 0)
         return model

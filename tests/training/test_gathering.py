@@ -1,10 +1,5 @@
 """Under FSDP2 parameters are gathered once per step, not for every micro-batch, and no digit changes by it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -18,19 +13,19 @@ from vembed.training.update import Update
 STEPS = 3
 
 
-def train(options: dict[str, Any]) -> dict[str, Any]:
+def train(options):
     """One run on every rank: gathers, forwards and what is still gathered when the optimizer steps; and the losses."""
-    gathers: list[int] = []
-    until_update: list[int] = []
-    left: list[bool] = []
-    units_seen: set[int] = set()
+    gathers = []
+    until_update = []
+    left = []
+    units_seen = set()
     original, apply = _fsdp_param_group.foreach_all_gather, Update.apply
 
-    def gather(*args: Any, **more: Any) -> Any:
+    def gather(*args, **more):
         gathers.append(1)
         return original(*args, **more)
 
-    def update(self: Update, *args: Any) -> Any:
+    def update(self, *args):
         units = [
             module for module in self.model.modules() if isinstance(module, FSDPModule)
         ]
@@ -38,14 +33,14 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
         until_update.append(len(gathers))
         left.extend(
             unit._get_fsdp_state()._fsdp_param_group.is_unsharded for unit in units
-        )  # type: ignore[union-attr]
+        )
         return apply(self, *args)
 
-    _fsdp_param_group.foreach_all_gather, Update.apply = gather, update  # type: ignore[method-assign]
+    _fsdp_param_group.foreach_all_gather, Update.apply = gather, update
     try:
         vembed.train(options)
     finally:
-        _fsdp_param_group.foreach_all_gather, Update.apply = original, apply  # type: ignore[method-assign]
+        _fsdp_param_group.foreach_all_gather, Update.apply = original, apply
     return {
         "gathers": until_update[-1]
         / STEPS,  # the check of what is saved gathers once more
@@ -56,7 +51,7 @@ def train(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def train_all(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def train_all(runs):
     """Each run twice on every rank: gathered once in a step, and for every micro-batch."""
     results = []
     for options in runs:
@@ -68,7 +63,7 @@ def train_all(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
-CASES: list[dict[str, Any]] = [
+CASES = [
     {"use_gradient_cache": True},
     {"use_gradient_cache": False},
     {"use_lora": True},
@@ -77,8 +72,8 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.promise("E01")
 def test_units_were_gathered_twice_in_a_step_with_gradient_cache(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     runs = []
     for number, more in enumerate(CASES):
         folder = tmp_path / str(number)

@@ -98,24 +98,16 @@ def test_the_average_is_resumed(config, tmp_path):
 
 def test_a_model_made_of_a_checkpoint_has_the_average(config, tmp_path):
     result = vembed.train({**config, "ema": 0.5, "eval_steps": 2, "save_steps": 2})
-    lines = [
-        json.loads(line)
-        for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
-    ]
-    seen = {line["step"]: line["eval"]["ndcg@10"] for line in lines if "eval" in line}
-    last = whole_model(str(result.output_dir / "checkpoint-4"), tmp_path / "last")
-    one, other = (
-        weights_of(last),
-        weights_of(vembed.train({**config, "ema": 0.5, "overwrite": True}).model_dir),
-    )
-    assert all((one[name] == other[name]).all() for name in one)
-    vembed.train(
-        {**config, "ema": 0.5, "eval_steps": 2, "save_steps": 2, "overwrite": True}
-    )
-    earlier = whole_model(str(result.output_dir / "checkpoint-2"), tmp_path / "earlier")
-    assert vembed.evaluate(earlier, config["val_data_path"])[
-        "ndcg@10"
-    ] == pytest.approx(seen[2])
+    lines = (result.output_dir / "metrics.jsonl").read_text().splitlines()
+    scores = {}
+    for line in map(json.loads, lines):
+        if "eval" in line:
+            scores[line["step"]] = line["eval"]["ndcg@10"]
+    for step in (2, 4):
+        checkpoint = result.output_dir / f"checkpoint-{step}"
+        model = whole_model(str(checkpoint), tmp_path / str(step))
+        evaluated = vembed.evaluate(model, config["val_data_path"])
+        assert evaluated["ndcg@10"] == pytest.approx(scores[step])
 
 
 def _train_on_a_rank(config):
@@ -214,19 +206,6 @@ def test_a_run_that_a_guard_ended_goes_on_with_weaker_guards_or_none(
         "; final/ is the checkpoint of step"
         not in (result.output_dir / "report.md").read_text()
     )
-
-
-def test_guards_beside_data_that_are_held_out(config, tmp_path):
-    guard = pairs(tmp_path / "general.jsonl", 40)
-    options = {
-        "guards": [str(guard)],
-        "val_data_path": None,
-        "val_split": 0.2,
-        "eval_steps": 2,
-        "save_steps": 2,
-    }
-    result = vembed.train({**config, **options, "learning_rate": 1e-6})
-    assert {"ndcg@10", "guard/general/ndcg@10"} <= result.metrics.keys()
 
 
 def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):

@@ -1,21 +1,15 @@
 """Hooks: additions to the loop by their interface alone; their state and tensors travel in checkpoints."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.harness import result_of, run_cases, run_ranks
 from tests.training.test_run import metrics, settings
-from vembed.training.hooks.base import Evaluation, Hook, Hooks, Run, StepReport
+from vembed.training.hooks.base import Hook, Hooks
 from vembed.training.run import train
 
 
@@ -24,7 +18,7 @@ class Average(Hook):
 
     name = "average"
 
-    def on_build(self, run: Run) -> None:
+    def on_build(self, run):
         self.live = [
             one for one in run.components.model.parameters() if one.requires_grad
         ]
@@ -33,20 +27,20 @@ class Average(Hook):
         self.started_at = -1
         self.swaps = 0
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run):
         self.started_at = run.state.step
 
     @torch.no_grad()
-    def on_step(self, report: StepReport) -> None:
+    def on_step(self, report):
         self.num_steps += 1
         for mean, live in zip(self.averaged, self.live, strict=True):
             mean.lerp_(live.detach(), 0.5)
 
-    def figures(self, report: StepReport) -> Mapping[str, Any]:
+    def figures(self, report):
         return {"averaged_steps": self.num_steps}
 
     @contextmanager
-    def evaluation_weights(self) -> Iterator[None]:
+    def evaluation_weights(self):
         self.swaps += 1
         kept = [one.detach().clone() for one in self.live]
         with torch.no_grad():
@@ -57,52 +51,52 @@ class Average(Hook):
             for live, own in zip(self.live, kept, strict=True):
                 live.copy_(own)
 
-    def state(self) -> dict[str, Any]:
+    def state(self):
         return {"num_steps": self.num_steps}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state):
         self.num_steps = state["num_steps"]
 
-    def tensors(self) -> Mapping[str, Tensor]:
+    def tensors(self):
         return {str(number): mean for number, mean in enumerate(self.averaged)}
 
 
 class Notes(Hook):
     """All calls, and an end after a step or an evaluation."""
 
-    def __init__(self, *, end_after: int = 0, end_at_evaluation: int = -1) -> None:
-        self.calls: list[Any] = []
+    def __init__(self, *, end_after=0, end_at_evaluation=-1):
+        self.calls = []
         self.end_after = end_after
         self.end_at_evaluation = end_at_evaluation
 
-    def on_build(self, run: Run) -> None:
+    def on_build(self, run):
         self.calls.append("build")
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run):
         self.calls.append("start")
 
-    def on_epoch(self, epoch: int) -> None:
+    def on_epoch(self, epoch):
         self.calls.append(("epoch", epoch))
 
-    def before_step(self, step: int) -> None:
+    def before_step(self, step):
         self.calls.append(("before", step))
 
-    def on_step(self, report: StepReport) -> str | None:
+    def on_step(self, report):
         self.calls.append(("step", report.step))
         return "enough" if report.step == self.end_after else None
 
-    def on_evaluation(self, evaluation: Evaluation) -> str | None:
+    def on_evaluation(self, evaluation):
         self.calls.append(("evaluation", evaluation.step))
         return "too low" if evaluation.step == self.end_at_evaluation else None
 
-    def on_finish(self, run: Run) -> None:
+    def on_finish(self, run):
         self.calls.append("finish")
 
-    def close(self) -> None:
+    def close(self):
         self.calls.append("close")
 
 
-def test_order_of_the_calls(tmp_path: Path) -> None:
+def test_order_of_the_calls(tmp_path):
     notes = Notes()
     # 96 examples in batches of 40: two batches per epoch, three per step.
     options = settings(
@@ -134,7 +128,7 @@ def test_order_of_the_calls(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [{"end_after": 2}, {"end_at_evaluation": 2}])
-def test_a_hook_ends_the_run_well(how: dict[str, int], tmp_path: Path) -> None:
+def test_a_hook_ends_the_run_well(how, tmp_path):
     result = train(settings(tmp_path, eval_steps=2), hooks=[Notes(**how)])
     assert result.steps == 2 and len(metrics(result.output_dir)) == 2
     assert (result.model_dir / "model.safetensors").is_file() and (
@@ -144,9 +138,9 @@ def test_a_hook_ends_the_run_well(how: dict[str, int], tmp_path: Path) -> None:
     assert "Notes ends the run: enough" in said or "Notes ends the run: too low" in said
 
 
-def test_hooks_are_closed_after_an_error(tmp_path: Path) -> None:
+def test_hooks_are_closed_after_an_error(tmp_path):
     class Broken(Hook):
-        def before_step(self, step: int) -> None:
+        def before_step(self, step):
             raise ValueError("broken")
 
     notes = Notes()
@@ -155,14 +149,12 @@ def test_hooks_are_closed_after_an_error(tmp_path: Path) -> None:
     assert notes.calls[-1] == "close" and "finish" not in notes.calls
 
 
-def test_two_hooks_of_one_name_are_a_mistake() -> None:
+def test_two_hooks_of_one_name_are_a_mistake():
     with pytest.raises(AssertionError, match="same name"):
         Hooks([Average(), Average()])
 
 
-def averaged_run(
-    options: dict[str, Any], end_after: int
-) -> tuple[list[Tensor], int, int]:
+def averaged_run(options, end_after):
     """Called on every rank: this rank's shards of the averages, the steps they count, where it began. Only rank 0 asks
     for the end."""
     average = Average()
@@ -177,7 +169,7 @@ def averaged_run(
     return [shard.clone() for shard in shards], average.num_steps, average.started_at
 
 
-def test_state_and_tensors_of_hooks_are_resumed_under_fsdp(tmp_path: Path) -> None:
+def test_state_and_tensors_of_hooks_are_resumed_under_fsdp(tmp_path):
     (tmp_path / "whole").mkdir()
     common = {
         "strategy": "fsdp",

@@ -1,15 +1,12 @@
 """Checkpoint folders: damage of any kind is seen, and what is removed is never the best or the newest."""
 
 import json
-import os
-import re
 import shutil
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.training.test_checkpoint import found_in, starting
 from vembed.training.checkpoint import folder as integrity
 
 
@@ -58,24 +55,6 @@ def test_any_damage_to_any_file_is_seen(tmp_path_factory, name, kind, position):
     )
     assert not problems or name in problems[0]
     shutil.rmtree(folder.parent)
-
-
-def test_the_newest_whole_checkpoint_is_taken_and_the_log_says_why(tmp_path, caplog):
-    with starting(tmp_path) as run:
-        run.resume()
-        for _ in range(3):
-            run.train().save()
-    damage(tmp_path / "checkpoint-2", "rank00000-00000.safetensors", "truncate", 0.5)
-    (tmp_path / "checkpoint-3" / integrity.MANIFEST).unlink()
-    (tmp_path / "checkpoint-20.partial").mkdir()
-    (tmp_path / "checkpoint-x").mkdir()
-    assert found_in(tmp_path) == tmp_path / "checkpoint-1"
-    assert re.search(
-        r"checkpoint-2: rank00000-00000\.safetensors has [\d,]+ bytes instead of [\d,]+",
-        caplog.text,
-    )
-    assert "checkpoint-3: manifest.json is missing" in caplog.text
-    assert found_in(tmp_path / "nowhere") is None
 
 
 def test_a_newer_format_is_not_mistaken_for_damage(tmp_path):
@@ -129,26 +108,3 @@ def test_the_limit_spares_the_best_and_the_newest(tmp_path, limit, keep, left):
         f"checkpoint-{step}" for step in left
     }
     assert others == {"checkpoint-5.abandoned"}
-
-
-def test_leftovers_go_at_the_start(tmp_path):
-    fake_checkpoint(tmp_path, 1)
-    for name in ("checkpoint-2.partial", "checkpoint-3.removed.partial"):
-        (tmp_path / name / "model").mkdir(parents=True)
-    assert integrity.remove_leftovers(tmp_path) == [
-        "checkpoint-2.partial",
-        "checkpoint-3.removed.partial",
-    ]
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
-
-
-def test_a_folder_set_aside_twice_keeps_the_newer(tmp_path):
-    for content in (b"old", b"new"):
-        integrity.set_aside(fake_checkpoint(tmp_path, 1, content), integrity.ABANDONED)
-    assert (tmp_path / "checkpoint-1.abandoned" / "state.json").read_bytes() == b"new"
-
-
-def test_probe_tells_what_the_system_said(tmp_path):
-    assert integrity.probe(tmp_path / "new" / "run", ".probe") is None
-    (tmp_path / "file").touch()
-    assert integrity.probe(tmp_path / "file" / "run", ".probe") == os.strerror(20)

@@ -72,13 +72,6 @@ def test_what_was_to_be_ignored_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_without_a_signal_nothing_happens():
-    with Interrupts() as interrupts:
-        assert [interrupts.agree() for _ in range(3)] == [False] * 3
-        for _ in range(20):
-            interrupts.check()
-
-
 def test_an_evaluation_ends_between_two_micro_batches():
     with Interrupts() as interrupts:
         interrupts.agree()
@@ -117,19 +110,6 @@ def test_an_evaluation_after_the_last_step_that_fits_does_not_forget_why_the_run
         for _ in range(8):
             interrupts.check()
     assert interrupts.stopped(2, Path("c")).exit_code == 0
-
-
-def test_when_training_is_over_a_signal_is_told_what_is_left(caplog):
-    caplog.set_level("INFO", logger="vembed")
-    with Interrupts() as interrupts:
-        interrupts.agree()
-        interrupts.training_is_over()
-        os.kill(os.getpid(), signal.SIGTERM)
-        wait_for(interrupts)
-    assert (
-        "SIGTERM: training is over, writing final/; once more ends the run at once"
-        in caplog.text
-    )
 
 
 def test_only_the_main_thread_may_catch_signals():

@@ -1,12 +1,9 @@
 """What a run says and where: a detailed file per process, and a tracker that hears of the run from process 0 alone."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +16,12 @@ from vembed.training.hooks.metrics import MetricsLog
 from vembed.training.trackers import declaration
 
 
-def train(options: dict[str, Any]) -> int:
+def train(options):
     return int(vembed.train(options).steps)
 
 
 @pytest.mark.promise("A17", "B25", "C31")
-def test_debug_writes_a_detailed_file_per_process(tmp_path: Path) -> None:
+def test_debug_writes_a_detailed_file_per_process(tmp_path):
     options = settings(
         tmp_path,
         debug=True,
@@ -36,23 +33,17 @@ def test_debug_writes_a_detailed_file_per_process(tmp_path: Path) -> None:
     assert run_ranks(train, 2, options, process_group=False) == [2, 2]
     for rank in (0, 1):
         lines = (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text()
-        assert f" DEBUG rank {rank}, local rank {rank}: " in lines
+        assert f" DEBUG rank {rank}: " in lines
         assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in lines
         assert " INFO step 2/2 " in lines
     told = (tmp_path / "run" / "training.log").read_text()
-    assert " DEBUG rank 0, local rank 0: " in told
-    assert "rank 1, local rank 1" not in told
-
-
-def test_without_debug_there_are_no_such_files(tmp_path: Path) -> None:
-    train(settings(tmp_path, max_steps=1, val_data_path=None))
-    assert not (tmp_path / "run" / "logs").exists()
-    assert " DEBUG " not in (tmp_path / "run" / "training_log.txt").read_text()
+    assert " DEBUG rank 0: " in told
+    assert " DEBUG rank 1: " not in told
 
 
 def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(
         declaration,
         "find_spec",
@@ -71,63 +62,24 @@ def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
     assert not (tmp_path / "run").exists()
 
 
-def train_with_a_tracker(options: dict[str, Any]) -> list[str]:
-    """On every rank: a run, with a module in place of wandb. Return the events that wandb was told."""
-    told: list[str] = []
-    run = SimpleNamespace(
-        log=lambda values, step, **_: told.append(f"step {step}"),
-        finish=lambda: told.append("end"),
-    )
-    wandb = ModuleType("wandb")
-    wandb.init = lambda **said: told.append(f"{said['project']} {said['tags']}") or run  # type: ignore[attr-defined]
-    wandb.Html = wandb.Image = list  # type: ignore[attr-defined]
-    sys.modules["wandb"] = wandb
-    train(options)
-    return told
-
-
-@pytest.mark.promise("C32")
-def test_wandb_hears_of_two_sharded_processes_from_process_0_alone(
-    tmp_path: Path,
-) -> None:
-    said = {
-        "wandb": {
-            "use_wandb": True,
-            "project": "accfiy-fsdp",
-            "tags": ["fsdp", "multi-node"],
-        }
-    }
-    options = settings(
-        tmp_path, max_steps=2, val_data_path=None, strategy="fsdp", **said
-    )
-    options["report_to"] = ["wandb"]
-    first, second = run_ranks(train_with_a_tracker, 2, options, process_group=False)
-    assert (first[0], first[-1], second) == (
-        "accfiy-fsdp ['fsdp', 'multi-node']",
-        "end",
-        [],
-    )
-    assert {"step 1", "step 2"} <= set(first)
-
-
 @pytest.mark.promise("C32")
 def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    started: list[dict[str, Any]] = []
-    logged: list[tuple[int, dict[str, float]]] = []
+    tmp_path, monkeypatch
+):
+    started = []
+    logged = []
     run = SimpleNamespace(
         log=lambda values, step, **_: logged.append((step, values)),
         finish=lambda: logged.append((-1, {})),
     )
 
-    def init(**options: Any) -> SimpleNamespace:
+    def init(**options):
         started.append(options)
         return run
 
     wandb = ModuleType("wandb")
-    wandb.init = init  # type: ignore[attr-defined]
-    wandb.Html, wandb.Image = str, np.shape  # type: ignore[attr-defined]
+    wandb.init = init
+    wandb.Html, wandb.Image = str, np.shape
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     said = {
         "wandb": {
@@ -155,22 +107,20 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
     step, report = logged[-2]
     assert step == 3 and report["report"].startswith("<!doctype html>"), (
         "the report, before the end"
-    )  # type: ignore[attr-defined]
+    )
     assert report["report/picture"] == (597, 2 * 981, 3)
     metrics = MetricsLog()
     session = SimpleNamespace(is_main=False)
-    metrics.on_start(SimpleNamespace(session=session, output=tmp_path))  # type: ignore[arg-type]
+    metrics.on_start(SimpleNamespace(session=session, output=tmp_path))
     metrics.on_log({"step": 1, "loss": 1.0})
     metrics.close()
     assert len(started) == 1
 
 
-def test_mlflow_gets_settings_and_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mlflow_gets_settings_and_numbers(tmp_path, monkeypatch):
     """By Accelerate's tracker, with a module in place of MLflow."""
-    told: dict[str, Any] = {"params": {}, "steps": {}}
-    mlflow: Any = ModuleType("mlflow")
+    told = {"params": {}, "steps": {}}
+    mlflow = ModuleType("mlflow")
     mlflow.utils = SimpleNamespace(
         validation=SimpleNamespace(
             MAX_PARAM_VAL_LENGTH=6000, MAX_PARAMS_TAGS_PER_BATCH=100

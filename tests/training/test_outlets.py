@@ -1,7 +1,5 @@
 """What a run writes to may fail, and the run goes on: consoles that nobody reads any more, disks that are full."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging
@@ -9,15 +7,13 @@ import os
 import pty
 import resource
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import vembed
-from tests.commands import Started, start
+from tests.commands import start
 from tests.training.test_run import metrics, settings
 from vembed.errors import RunError, UserError
 from vembed.training import final as finish
@@ -25,13 +21,13 @@ from vembed.training import run_log
 from vembed.training.run_log import LineFile, LogFile
 
 
-def started(folder: Path, console: Path, **options: Any) -> Started:
+def started(folder, console, **options):
     config = folder / "cfg.json"
     config.write_text(json.dumps(settings(folder, **options)))
     return start("train", str(config), stdout=console, stderr=console)
 
 
-def test_a_pipe_that_nobody_reads_ends_no_run(tmp_path: Path) -> None:
+def test_a_pipe_that_nobody_reads_ends_no_run(tmp_path):
     """`vembed train cfg.yaml | head -1`"""
     os.mkfifo(tmp_path / "pipe")
     process = started(tmp_path, tmp_path / "pipe")
@@ -45,8 +41,8 @@ def test_a_pipe_that_nobody_reads_ends_no_run(tmp_path: Path) -> None:
 
 
 def test_a_closed_terminal_is_a_signal_and_the_checkpoint_is_saved(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     terminal, inner = pty.openpty()
     process = started(tmp_path, Path(os.ttyname(inner)), max_steps=100_000)
     seen = b""
@@ -61,7 +57,7 @@ def test_a_closed_terminal_is_a_signal_and_the_checkpoint_is_saved(
 
 
 @contextmanager
-def no_file_above(num_bytes: int) -> Iterator[None]:
+def no_file_above(num_bytes):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -70,9 +66,7 @@ def no_file_above(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_lines_wait_until_there_is_room(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lines_wait_until_there_is_room(tmp_path, caplog):
     caplog.set_level("INFO", logger="vembed")
     path = tmp_path / "lines"
     file = LineFile(path)
@@ -93,9 +87,7 @@ def test_lines_wait_until_there_is_room(
     ]
 
 
-def test_a_full_disk_is_said_once_by_the_log(
-    caplog: pytest.LogCaptureFixture, capsys: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_said_once_by_the_log(caplog, capsys, monkeypatch):
     monkeypatch.setattr(run_log, "require_regular", lambda *_: None)
     handler = LogFile(Path("/dev/full"))
     for _ in range(3):
@@ -107,12 +99,10 @@ def test_a_full_disk_is_said_once_by_the_log(
     assert capsys.readouterr().err == ""
 
 
-def test_a_tracker_that_fails_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_fails_is_left_alone(tmp_path, monkeypatch):
     from accelerate.tracking import TensorBoardTracker
 
-    def fail(*_: Any, **__: Any) -> None:
+    def fail(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(TensorBoardTracker, "log", fail)
@@ -129,7 +119,7 @@ def test_a_tracker_that_fails_is_left_alone(
     assert len(metrics(result.output_dir)) == 6
 
 
-def test_a_log_that_cannot_be_opened_is_a_mistake_in_output_dir(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_opened_is_a_mistake_in_output_dir(tmp_path):
     options = settings(tmp_path)
     (tmp_path / "run" / "training_log.txt").mkdir(parents=True)
     with pytest.raises(
@@ -143,12 +133,12 @@ def test_a_log_that_cannot_be_opened_is_a_mistake_in_output_dir(tmp_path: Path) 
     ("save_steps", "way_out"), [(3, "resume from checkpoint-6"), (None, "train again")]
 )
 def test_a_disk_that_is_full_at_the_end(
-    save_steps: int | None,
-    way_out: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
+    save_steps,
+    way_out,
+    tmp_path,
+    monkeypatch,
+):
+    def fail(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     options = settings(tmp_path, save_steps=save_steps, val_data_path=None)

@@ -1,9 +1,6 @@
 """`vembed.train` with Python objects for data, and with callbacks."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,7 +9,6 @@ from tests.data.files import open_examples
 from tests.tiny import shared, texts, tiny_bert
 from vembed.config.schema import TrainConfig
 from vembed.data.in_memory import as_path
-from vembed.training.hooks.callbacks import EvaluationInfo, StepInfo
 
 WORDS = texts(64)
 ROWS = [
@@ -22,11 +18,11 @@ ROWS = [
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def config(folder: Path, **more: Any) -> dict[str, Any]:
+def config(folder, **more):
     options = {
         "model_name": shared(tiny_bert),
         "batch_size": 8,
@@ -42,11 +38,11 @@ def config(folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path: Path) -> None:
-    steps: list[StepInfo] = []
-    evaluations: list[EvaluationInfo] = []
+def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path):
+    steps = []
+    evaluations = []
 
-    def on_step(info: StepInfo) -> str | None:
+    def on_step(info):
         steps.append(info)
         return "stop" if info.step == 3 else None
 
@@ -79,7 +75,7 @@ def test_lists_of_dicts_and_callbacks_that_end_the_run(tmp_path: Path) -> None:
         )
 
 
-def test_datasets_and_paths_become_paths(tmp_path: Path) -> None:
+def test_datasets_and_paths_become_paths(tmp_path):
     import datasets
 
     stored = as_path("data_path", datasets.Dataset.from_list(ROWS))
@@ -97,7 +93,7 @@ def test_datasets_and_paths_become_paths(tmp_path: Path) -> None:
         as_path("data_path", [{"query": b"x"}])
 
 
-def test_tables_become_paths(tmp_path: Path) -> None:
+def test_tables_become_paths(tmp_path):
     import pandas as pd
     import pyarrow as pa
 
@@ -122,7 +118,7 @@ def test_tables_become_paths(tmp_path: Path) -> None:
         as_path("data_path", pd.DataFrame({"query": ["a", 1]}, dtype=object))
 
 
-def test_a_dataset_dict_is_refused_with_its_splits() -> None:
+def test_a_dataset_dict_is_refused_with_its_splits():
     import datasets
 
     splits = datasets.DatasetDict(

@@ -248,19 +248,13 @@ def test_metrics_end_where_the_run_goes_on(tmp_path):
         line_of(3),
         line_of(3, eval={}),
     ]
-    write_metrics(tmp_path, *kept, line_of(4), line_of(5), '{"step": 6, "lo')
-    assert trim_metrics(tmp_path, 3) == 3
+    broken = ["[]\n", '{"loss": 1}\n', '{"step": "x"}\n', "\x00\n"]
+    cut = '{"step": 6, "lo'
+    write_metrics(tmp_path, *kept, *broken, line_of(4), line_of(5), cut)
+    assert trim_metrics(tmp_path, 3) == 7
     assert (tmp_path / "metrics.jsonl").read_text() == "".join(kept)
     assert trim_metrics(tmp_path, 3) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_lines_that_are_no_metrics_go(tmp_path):
-    write_metrics(
-        tmp_path, "[]\n", '{"loss": 1}\n', '{"step": "x"}\n', "\x00\n", line_of(1)
-    )
-    assert trim_metrics(tmp_path, 1) == 4
-    assert (tmp_path / "metrics.jsonl").read_text() == line_of(1)
 
 
 def test_a_run_cuts_its_own_metrics(tmp_path):

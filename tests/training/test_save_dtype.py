@@ -1,10 +1,6 @@
 """final/ is stored in the dtype of the model's own files, or in the one asked for, and scores what the report says."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ BF16_STEP = 2**-8
 """A score may move by a few of these: two documents that are almost equally near change places."""
 
 
-def in_dtype(source: Path, folder: Path, dtype: torch.dtype) -> Path:
+def in_dtype(source, folder, dtype):
     """A copy of a model whose weights are stored in this dtype, as published ones are."""
     folder.mkdir()
     for path in source.iterdir():
@@ -42,11 +38,11 @@ def in_dtype(source: Path, folder: Path, dtype: torch.dtype) -> Path:
     return folder
 
 
-def half(folder: Path, dtype: torch.dtype = torch.bfloat16) -> str:
+def half(folder, dtype=torch.bfloat16):
     return str(in_dtype(shared(tiny_bert), folder / "source", dtype))
 
 
-def stored(folder: Path) -> set[torch.dtype]:
+def stored(folder):
     return {
         one.dtype
         for path in folder.rglob("*.safetensors")
@@ -55,8 +51,8 @@ def stored(folder: Path) -> set[torch.dtype]:
 
 
 def test_a_bfloat16_model_stays_one_and_scores_what_was_reported(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     options = settings(
         tmp_path,
         model_name=half(tmp_path),
@@ -100,7 +96,7 @@ def test_a_bfloat16_model_stays_one_and_scores_what_was_reported(
     assert scores["ndcg@10"] == pytest.approx(exact.metrics["ndcg@10"], abs=1e-6)
 
 
-def test_lora_on_a_bfloat16_model(tmp_path: Path) -> None:
+def test_lora_on_a_bfloat16_model(tmp_path):
     result = vembed.train(
         settings(tmp_path, model_name=half(tmp_path), use_lora=True, max_steps=3)
     )
@@ -110,7 +106,7 @@ def test_lora_on_a_bfloat16_model(tmp_path: Path) -> None:
     assert stored(result.model_dir / "adapter") == {torch.float32}
 
 
-def test_a_float32_model_stays_one_unless_asked_otherwise(tmp_path: Path) -> None:
+def test_a_float32_model_stays_one_unless_asked_otherwise(tmp_path):
     assert stored(vembed.train(settings(tmp_path, max_steps=1)).model_dir) == {
         torch.float32
     }
@@ -120,12 +116,12 @@ def test_a_float32_model_stays_one_unless_asked_otherwise(tmp_path: Path) -> Non
     assert stored(vembed.train(asked).model_dir) == {torch.float16}
 
 
-def trained_there(options: dict[str, Any]) -> None:
+def trained_there(options):
     """On a rank."""
     vembed.train(options)
 
 
-def test_sharded_with_whole_models_in_checkpoints(tmp_path: Path) -> None:
+def test_sharded_with_whole_models_in_checkpoints(tmp_path):
     options = settings(
         tmp_path,
         model_name=half(tmp_path),
@@ -144,8 +140,8 @@ def test_sharded_with_whole_models_in_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_too_large_for_float16_keeps_the_model_in_float32(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     source = in_dtype(shared(tiny_bert), tmp_path / "source", torch.float32)
     weights = load_file(source / "model.safetensors")
     weights["embeddings.LayerNorm.bias"][0] = 1e5
@@ -161,7 +157,7 @@ def test_a_weight_that_is_too_large_for_float16_keeps_the_model_in_float32(
     )
 
 
-def test_the_files_decide_whatever_the_config_says(tmp_path: Path) -> None:
+def test_the_files_decide_whatever_the_config_says(tmp_path):
     text = in_dtype(shared(tiny_bert), tmp_path / "text", torch.bfloat16)
     image = in_dtype(shared(tiny_dinov2), tmp_path / "image", torch.bfloat16)
     clip = in_dtype(shared(tiny_clip), tmp_path / "clip", torch.float16)
@@ -172,7 +168,7 @@ def test_the_files_decide_whatever_the_config_says(tmp_path: Path) -> None:
         and dtype_in_files(shared(tiny_bert)) == torch.float32
     )
 
-    def decided(**options: Any) -> torch.dtype | None:
+    def decided(**options):
         settings = TrainConfig(
             data_path=[], **{name: str(value) for name, value in options.items()}
         )

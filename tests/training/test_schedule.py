@@ -23,16 +23,6 @@ def test_linear_rises_to_the_peak_and_falls_towards_zero():
     assert factors[4:] == pytest.approx([6 / 7, 5 / 7, 4 / 7, 3 / 7, 2 / 7, 1 / 7])
 
 
-def test_without_warmup_the_first_step_has_the_peak():
-    assert [lr_factor(step, 4, 0, "linear") for step in range(4)] == [
-        1.0,
-        0.75,
-        0.5,
-        0.25,
-    ]
-    assert [lr_factor(step, 4, 0, "constant") for step in range(4)] == [1.0] * 4
-
-
 def test_cosine_is_half_way_down_in_the_middle():
     assert lr_factor(5, 10, 0, "cosine") == pytest.approx(0.5)
     assert lr_factor(9, 10, 0, "cosine") == pytest.approx(
@@ -54,19 +44,6 @@ def test_no_step_is_wasted_and_the_peak_is_reached(total, warmup, kind):
     peak = min(max(warmup - 1, 0), total - 1)
     assert factors[:peak] == sorted(factors[:peak])
     assert factors[peak:] == sorted(factors[peak:], reverse=True)
-
-
-def test_a_resumed_run_needs_no_state(tmp_path):
-    optimizer = torch.optim.SGD(
-        [{"params": [torch.nn.Parameter(torch.ones(1))], "initial_lr": 0.1}], lr=0.1
-    )
-    whole = schedule_of(tmp_path)
-    curve = [whole.set(optimizer, step) for step in range(10)]
-    assert (
-        schedule_of(tmp_path).set(optimizer, 7)
-        == curve[7]
-        == optimizer.param_groups[0]["lr"]
-    )
 
 
 def test_groups_keep_their_ratio_and_tensors_stay_tensors(tmp_path):

@@ -1,12 +1,8 @@
 """Running out of device memory: the step is replayed with a smaller budget, and the result is the same."""
 
-from __future__ import annotations
-
 import itertools
 import logging
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,20 +26,18 @@ H100 = next(one for one in GPUS if one.name == "H100-80GB")
 
 
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def watched(monkeypatch):
     """The guard as on a GPU."""
     original = MemoryGuard.__init__
 
-    def on_a_gpu(self: MemoryGuard, session: Any) -> None:
+    def on_a_gpu(self, session):
         original(self, session)
         self.active = True
 
     monkeypatch.setattr(MemoryGuard, "__init__", on_a_gpu)
 
 
-def fail_at(
-    monkeypatch: pytest.MonkeyPatch, micro_batches: set[int], *, above_rows: int = 0
-) -> None:
+def fail_at(monkeypatch, micro_batches, *, above_rows=0):
     """The model's forward runs out of memory at these calls in training, or whenever it gets many rows."""
     original, count = EmbeddingModel.forward, [0]
     # In turns as torch's allocator says it, and as a library that allocates by itself. Each is made anew: an error
@@ -57,7 +51,7 @@ def fail_at(
         ]
     )
 
-    def forward(self: EmbeddingModel, parts: Any, **options: Any) -> Any:
+    def forward(self, parts, **options):
         if self.training:
             count[0] += 1
             if count[0] in micro_batches or (
@@ -74,12 +68,12 @@ def fail_at(
     [(1, False, True), (1, True, False), (2, False, False)],
 )
 def test_fsdp1_says_that_it_cannot_keep_several_graphs(
-    version: Literal[1, 2],
-    cache: bool,
-    is_said: bool,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    version,
+    cache,
+    is_said,
+    tmp_path,
+    caplog,
+):
     options = {
         "use_gradient_cache": cache,
         "micro_batch_tokens": 100,
@@ -88,21 +82,19 @@ def test_fsdp1_says_that_it_cannot_keep_several_graphs(
         fsdp=FsdpConfig(version=version), device=torch.device("cpu")
     )
     caplog.set_level(logging.INFO, logger="vembed")
-    budget = find_budget(config_for(tmp_path, **options).batch, None, None, session, [])  # type: ignore[arg-type]
+    budget = find_budget(config_for(tmp_path, **options).batch, None, None, session, [])
     said = "use_gradient_cache: false holds only for steps of one micro-batch under fsdp_version: 1"
     assert (said in caplog.text, "fsdp_version: 2 keeps" in caplog.text) == (
         is_said,
         is_said,
     )
-    assert budget.keeps_graphs(50, 2, session) is (version == 2 and not cache)  # type: ignore[arg-type]
-    assert budget.keeps_graphs(50, 1, session) is not cache  # type: ignore[arg-type]
+    assert budget.keeps_graphs(50, 2, session) is (version == 2 and not cache)
+    assert budget.keeps_graphs(50, 1, session) is not cache
 
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.promise("A15")
-def test_step_is_replayed_with_half_the_budget(
-    cache: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None
-) -> None:
+def test_step_is_replayed_with_half_the_budget(cache, tmp_path, monkeypatch, watched):
     common = settings(
         tmp_path,
         model_name=str(shared(tiny_bert, dropout=0.0)),
@@ -126,7 +118,7 @@ def test_step_is_replayed_with_half_the_budget(
     assert "micro-batches of 200 tokens instead of 400" in said
 
 
-def test_other_errors_are_no_shortage() -> None:
+def test_other_errors_are_no_shortage():
     assert not is_shortage(
         RuntimeError(
             "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"
@@ -136,9 +128,7 @@ def test_other_errors_are_no_shortage() -> None:
 
 
 @pytest.mark.promise("D26")
-def test_no_budget_is_small_enough(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None
-) -> None:
+def test_no_budget_is_small_enough(tmp_path, monkeypatch, watched):
     fail_at(monkeypatch, set(range(1, 100)))
     with pytest.raises(
         RunError, match=r"out of device memory .*2\. micro_batch_tokens.*use_lora: true"
@@ -154,8 +144,8 @@ def test_no_budget_is_small_enough(
 
 
 def test_chunks_of_rows_got_advice_about_tokens_without_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watched: None
-) -> None:
+    tmp_path, monkeypatch, watched
+):
     # The chunk was halved to one row, and the step replayed 30 times more until the tokens were few too.
     fail_at(monkeypatch, set(range(1, 100)))
     with pytest.raises(
@@ -200,8 +190,8 @@ def test_chunks_of_rows_got_advice_about_tokens_without_a_limit(
     ids=["FSDP1", "FSDP2", "gathered by FSDP1", "hybrid"],
 )
 def test_under_fsdp_the_advice_named_what_does_not_go_there(
-    options: dict[str, Any], ranks: RankInfo, wanted: str, absent: str
-) -> None:
+    options, ranks, wanted, absent
+):
     config = TrainConfig(
         model_name=str(shared(tiny_bert)), data_path="-", strategy="fsdp", **options
     )
@@ -216,6 +206,6 @@ def test_under_fsdp_the_advice_named_what_does_not_go_there(
         strategy="fsdp",
         keeps_gathered=placement.keeps_gathered(1.0),
     )
-    said = advice(session, Budget(8192, None, 8192, None))  # type: ignore[arg-type]
+    said = advice(session, Budget(8192, None, 8192, None))
     assert wanted in said and absent not in said
     assert "micro_batch_tokens: 4096 (now 8,192)" in said

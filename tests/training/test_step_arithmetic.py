@@ -1,10 +1,5 @@
 """What a step computes with: no padding where none is needed, and a loss that is whole float32 beside TF32."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -14,7 +9,7 @@ from vembed.losses.build import TermLoss
 from vembed.parallel.devices import matmul_precision
 
 
-def test_a_run_without_padding_is_the_run_with_it(tmp_path: Path) -> None:
+def test_a_run_without_padding_is_the_run_with_it(tmp_path):
     runs = {}
     for free in (True, False):
         (tmp_path / str(free)).mkdir()
@@ -35,13 +30,11 @@ def test_a_run_without_padding_is_the_run_with_it(tmp_path: Path) -> None:
     )
 
 
-def test_the_loss_is_exact_where_the_model_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_loss_is_exact_where_the_model_is_not(tmp_path, monkeypatch):
     seen = set()
     original = TermLoss.forward
 
-    def forward(self: TermLoss, batch: Any) -> torch.Tensor:
+    def forward(self, batch):
         seen.add(torch.get_float32_matmul_precision())
         return original(self, batch)
 

@@ -1,15 +1,12 @@
 """A run with quantize_embeddings scores every stored form at every size, and its report shows them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import vembed
 from tests.training.test_run import settings
 
 
-def test_scores_and_report(tmp_path: Path) -> None:
+def test_scores_and_report(tmp_path):
     run = settings(
         tmp_path,
         quantize_embeddings="binary",

@@ -1,11 +1,8 @@
 """Several tasks in one run: sources with losses of their own, in batches of their own, on any number of ranks."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +27,7 @@ from vembed.evaluation.dataset import RetrievalData
 from vembed.losses.build import build_loss
 
 
-def files(folder: Path) -> list[dict[str, Any]]:
+def files(folder):
     """Retrieval rows with negatives, scored sentence pairs, rows with a teacher's scores, and labelled texts."""
     words = texts(200, seed=4, longest=14)
     rows = {
@@ -95,7 +92,7 @@ def files(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def options(folder: Path, **more: Any) -> dict[str, Any]:
+def options(folder, **more):
     return {
         "model_name": str(shared(tiny_bert)),
         "data_path": files(folder),
@@ -112,14 +109,14 @@ def options(folder: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def train(settings: dict[str, Any]) -> list[dict[str, Any]]:
+def train(settings):
     """Called on every rank: the logged steps."""
     vembed.train(settings)
     lines = (Path(settings["output_dir"]) / "metrics.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if "loss" in line]
 
 
-def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path: Path) -> None:
+def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path):
     one = train(options(tmp_path))
     tasks = [next(name for name in step if name.startswith("loss/")) for step in one]
     assert set(tasks) == {"loss/retrieval", "loss/sts", "loss/scored", "loss/topics"}
@@ -144,7 +141,7 @@ def test_tasks_train_together_and_the_ranks_make_no_difference(tmp_path: Path) -
     np.testing.assert_allclose(losses[1], losses[0], rtol=2e-4)
 
 
-def test_labelled_images_are_pairs_of_their_class(tmp_path: Path) -> None:
+def test_labelled_images_are_pairs_of_their_class(tmp_path):
     rows = [
         {"image": write(tmp_path / f"{n}.jpg", seed=n).name, "label": n % 4}
         for n in range(12)
@@ -167,7 +164,7 @@ def test_labelled_images_are_pairs_of_their_class(tmp_path: Path) -> None:
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
-def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path: Path) -> None:
+def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path):
     sources = files(tmp_path)[:1]
     (tmp_path / "texts.jsonl").write_text(
         "".join(json.dumps({"text": one}) + "\n" for one in texts(16, seed=9))
@@ -204,14 +201,6 @@ def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path: Path) -> 
     }
 
 
-def test_a_task_needs_batches_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(
-        vembed.UserError,
-        match="a source with losses or a temperature of its own needs batches of",
-    ):
-        resolve_run(options(tmp_path, homogeneous_batches=False))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -244,12 +233,12 @@ def test_a_task_needs_batches_of_its_own(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_sources_that_do_not_go_together(change: dict[str, Any], message: str) -> None:
+def test_sources_that_do_not_go_together(change, message):
     with pytest.raises(vembed.UserError, match=message):
         resolve_run({"model_name": "m", **change})
 
 
-def test_each_task_is_validated_logged_and_drawn(tmp_path: Path) -> None:
+def test_each_task_is_validated_logged_and_drawn(tmp_path):
     sources = files(tmp_path)[:2]
     sources[1]["val_data_path"] = sources[1]["path"]
     settings = options(
@@ -275,7 +264,7 @@ def test_each_task_is_validated_logged_and_drawn(tmp_path: Path) -> None:
     assert any(f"Loss, {name.removeprefix('loss/')}" in page for name in drawn)
 
 
-def test_held_out_examples_are_scored_by_task(tmp_path: Path) -> None:
+def test_held_out_examples_are_scored_by_task(tmp_path):
     sources = files(tmp_path)[:3]
     sources[1]["query_prompt"] = "compare: "
     config = resolve_run(options(tmp_path, data_path=sources, val_split=0.3)).config
@@ -295,7 +284,7 @@ def test_held_out_examples_are_scored_by_task(tmp_path: Path) -> None:
     assert {item.prompt for item in sets.by_task["sts"].first} == {"compare: "}
 
 
-def test_the_loss_is_that_of_the_source() -> None:
+def test_the_loss_is_that_of_the_source():
     sources = [DataSource(path="a"), DataSource(path="b", temperature=0.5, losses=None)]
     config = config_of(homogeneous_batches=True).changed(**{"data_path": sources})
     loss = build_loss(config)
@@ -321,31 +310,11 @@ def test_the_loss_is_that_of_the_source() -> None:
         ("round_robin", (1.0, 1.0), [336, 672]),
     ],
 )
-def test_sources_are_drawn_as_sampling_says(
-    sampling: str, weights: tuple[float, float], wanted: list[int]
-) -> None:
+def test_sources_are_drawn_as_sampling_says(sampling, weights, wanted):
     assert parse_sampling(sampling).num_drawn((1000, 10), weights, (4, 8)) == wanted
 
 
-@pytest.mark.parametrize(
-    "text", ["temperature", "temperature(1.5)", "temperature(-1)", "random"]
-)
-def test_sampling_that_does_not_exist(tmp_path: Path, text: str) -> None:
-    with pytest.raises(
-        vembed.UserError,
-        match=r"sampling must be proportional, temperature\(alpha\) with alpha",
-    ):
-        resolve_run(options(tmp_path, sampling=text))
-
-
-def test_the_earlier_name_of_the_temperature() -> None:
-    run = resolve_run(
-        {"model_name": "m", "data_path": ["a", "b"], "sampling_alpha": 0.3}
-    )
-    assert run.config.data.sampling == "temperature(0.3)"
-
-
-def test_turns_and_batch_sizes() -> None:
+def test_turns_and_batch_sizes():
     turns = BatchSchedule(
         [90, 20],
         4,
@@ -368,7 +337,7 @@ def test_turns_and_batch_sizes() -> None:
     assert sized.num_left_out == 0
 
 
-def test_sources_of_one_task_share_batches() -> None:
+def test_sources_of_one_task_share_batches():
     schedule = BatchSchedule([12, 12, 12], 6, 1, homogeneous=True, tasks=[0, 1, 0])
     seen = set()
     for step in range(schedule.steps_per_epoch):
@@ -397,13 +366,3 @@ def test_sources_of_one_task_share_batches() -> None:
     assert source_batch_sizes(config.data, config.batch, 64) == [64, 64, 64, 4]
     loss = build_loss(config)
     assert len(loss.sources) == 3
-
-
-def test_the_schedule_knows_the_source() -> None:
-    schedule = BatchSchedule([7, 5], 2, 1, homogeneous=True)
-    for step in range(schedule.steps_per_epoch):
-        assert (
-            len({schedule.source_of(int(index)) for index in schedule.batch(0, step)})
-            == 1
-        )
-    assert [schedule.source_of(index) for index in (0, 6, 7, 11)] == [0, 0, 1, 1]

@@ -1,9 +1,6 @@
 """profile_steps: a trace of the chosen steps that a run has, whatever it ends or begins with."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +9,7 @@ from vembed.training.hooks.base import StepReport
 from vembed.training.hooks.display import Profile
 
 
-def profiling(folder: Path, chosen: list[int]) -> Profile:
+def profiling(folder, chosen):
     """The profile of a run of five steps, begun."""
     profile = Profile(*chosen)
     profile.on_start(
@@ -20,7 +17,7 @@ def profiling(folder: Path, chosen: list[int]) -> Profile:
             output=folder,
             session=SimpleNamespace(rank=0),
             data=SimpleNamespace(total_steps=5),
-        )  # type: ignore[arg-type]
+        )
     )
     return profile
 
@@ -45,12 +42,12 @@ def profiling(folder: Path, chosen: list[int]) -> Profile:
     ],
 )
 def test_a_trace_of_the_steps_that_there_are(
-    chosen: list[int],
-    done: list[int],
-    recorded: str | None,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    chosen,
+    done,
+    recorded,
+    tmp_path,
+    caplog,
+):
     caplog.set_level("INFO", logger="vembed")
     profile = profiling(tmp_path, chosen)
     steps = list(done)
@@ -67,8 +64,6 @@ def test_a_trace_of_the_steps_that_there_are(
         assert json.loads(trace.read_text())["traceEvents"]
 
 
-def test_steps_behind_the_end_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_steps_behind_the_end_are_named(tmp_path, caplog):
     profiling(tmp_path, [6, 8])
     assert "profile_steps: [6, 8] is after the run's last step, 5" in caplog.text

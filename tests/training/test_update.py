@@ -6,12 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.training.test_checkpoint import starting
 from tests.training.tiny_run import assert_same, config_for
 from vembed.errors import RunError
-from vembed.parallel.parameters import clip_gradients
 from vembed.training import update as module
 from vembed.training.hooks.checks import Watch
 from vembed.training.update import (
@@ -74,30 +72,6 @@ def report_of(step, outcome, parts):
     return SimpleNamespace(
         step=step, outcome=outcome, batches=batches, embeddings=torch.eye(4)
     )
-
-
-class Multiplications(TorchDispatchMode):
-    """Counts operations that multiply in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if "mul" in name:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def test_clipping_was_one_kernel_for_each_tensor() -> None:
-    parameters = [torch.nn.Parameter(torch.ones(3)) for _ in range(5)]
-    for one in parameters:
-        one.grad = torch.ones(3)
-    with Multiplications() as seen:
-        clip_gradients(parameters, 0.5)
-    assert seen.names == ["_foreach_mul_"]
-    assert all(one.grad.tolist() == [0.5] * 3 for one in parameters)
 
 
 NO, YES = False, True
@@ -187,13 +161,3 @@ def test_a_loss_that_stays_is_warned_of_after_200_steps_of_this_run(tmp_path, ca
     other = watching(tmp_path)
     look(other, 300)  # a single look says nothing
     assert len(caplog.messages) == 1
-
-
-def test_other_dtypes_have_no_scale(tmp_path):
-    with starting(tmp_path) as run:
-        scale = GradientScale()
-        session = SimpleNamespace(mixed_precision="bf16", strategy="single")
-        update = Update(run.model, run.loss, run.optimizer, session, 1.0, scale)
-        run.model(torch.arange(11)).sum().backward()
-        update.apply(torch.ones(()))
-    assert scale == GradientScale(value=1.0, good_steps=0)

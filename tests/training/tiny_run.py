@@ -1,38 +1,33 @@
 """A model small enough to be saved hundreds of times, with every kind of parameter that a checkpoint has to carry."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from vembed.config.schema import TrainConfig
-from vembed.losses.batch import EmbeddingLoss, LossBatch
+from vembed.losses.batch import EmbeddingLoss
 
 NUM_INPUTS = 11
 
 
 class Layer(nn.Module):
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim):
         super().__init__()
         self.linear = nn.Linear(dim, dim)
         self.norm = nn.LayerNorm(dim)
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden):
         return self.norm(self.linear(hidden))
 
 
 class Backbone(nn.Module):
-    def __init__(self, dim: int, num_layers: int) -> None:
+    def __init__(self, dim, num_layers):
         super().__init__()
         self.embeddings = nn.Embedding(NUM_INPUTS, dim)
         self.layer = nn.ModuleList([Layer(dim) for _ in range(num_layers)])
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         hidden = self.embeddings(ids)
         for layer in self.layer:
             hidden = layer(hidden)
@@ -44,12 +39,12 @@ class TinyModel(nn.Module):
 
     def __init__(
         self,
-        dim: int = 7,
-        num_layers: int = 2,
+        dim=7,
+        num_layers=2,
         *,
-        num_outputs: int = 1,
-        frozen_embeddings: bool = True,
-    ) -> None:
+        num_outputs=1,
+        frozen_embeddings=True,
+    ):
         super().__init__()
         torch.manual_seed(0)
         self.backbone = Backbone(dim, num_layers)
@@ -57,20 +52,20 @@ class TinyModel(nn.Module):
         self.register_buffer("num_seen", torch.zeros(3))
         self.backbone.embeddings.weight.requires_grad_(not frozen_embeddings)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids):
         return self.head(self.backbone(ids))
 
 
 class TinyLoss(EmbeddingLoss):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(2.0))
 
-    def forward(self, batch: LossBatch) -> Tensor:
+    def forward(self, batch):
         return batch.embeddings.sum()
 
 
-def config_for(output_dir: Path, **options: Any) -> TrainConfig:
+def config_for(output_dir, **options):
     """Nobody reads the model's folder or the data, except that FSDP wants to know how large the model is: there,
     `model_name` must be the folder of a real one, made before the ranks start."""
     options = {
@@ -82,20 +77,18 @@ def config_for(output_dir: Path, **options: Any) -> TrainConfig:
     return TrainConfig(output_dir=str(output_dir), **options)
 
 
-def backward(model: nn.Module, loss: nn.Module) -> None:
+def backward(model, loss):
     """Every trainable parameter gets a gradient, the same on every rank."""
     (model(torch.arange(NUM_INPUTS)).pow(2).sum() * loss.scale).backward()
 
 
-def step(model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def step(model, loss, optimizer):
     backward(model, loss)
     optimizer.step()
     optimizer.zero_grad()
 
 
-def whole_state(
-    model: nn.Module, loss: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, np.ndarray]:
+def whole_state(model, loss, optimizer):
     """Weights and optimizer state, whole on every rank, read by torch's own functions and not by ours."""
     model_and_loss = nn.ModuleDict({"model": model, "loss": loss})
     options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
@@ -113,7 +106,7 @@ def whole_state(
     return values
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+def assert_same(found, expected):
     """The same names, and not a bit of difference."""
     assert set(found) == set(expected)
     for name, value in expected.items():

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
 from vembed.cli.support import MODE, Command, guarded, open_closed_streams
@@ -61,7 +62,7 @@ TAKE_CONFIGS = (
 def json_option(
     json_file: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--json",
             metavar="[FILE.json]",
             help="The result as JSON: alone on standard output, or in this file.",
@@ -129,7 +130,7 @@ def _print_versions(is_asked: bool) -> None:
 def options(
     show_version: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--version",
             is_eager=True,
             callback=_print_versions,

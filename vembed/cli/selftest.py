@@ -44,7 +44,14 @@ def main() -> int:
             )
             session = start_session(config)
             total = collectives.sum_ints([1])[0]
-            lines.append(_started(session, total))
+            device = session.device.type
+            line = f"* Started with {total} process, so nothing is sharded ({device})"
+            if session.strategy == "fsdp":
+                backend = torch.distributed.get_backend()
+                line = (
+                    f"* FSDP initialized with {total} processes ({backend}, {device})"
+                )
+            lines.append(line)
             if total != rank_info.world_size:
                 raise RuntimeError(
                     f"{total} processes answered instead of {rank_info.world_size}"
@@ -254,14 +261,6 @@ def check(name: str, rank: int) -> Iterator[list[str]]:
     for line in lines[:-1]:
         _say(rank, line)
     _say(rank, f"{lines[-1]}: pass")
-
-
-def _started(session: Session, total: int) -> str:
-    if session.strategy == "fsdp":
-        return f"* FSDP initialized with {total} processes ({torch.distributed.get_backend()}, {session.device.type})"
-    return (
-        f"* Started with {total} process, so nothing is sharded ({session.device.type})"
-    )
 
 
 def _inputs(

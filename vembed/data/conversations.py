@@ -37,12 +37,12 @@ def fields_of(columns: Iterable[str]) -> dict[str, str]:
 
 def as_fields(record: dict[str, Any]) -> dict[str, Any]:
     """Return the record with `query`, `positive`, `negatives` and `score`. Other fields are kept."""
-    known = {name for messages, images, _ in _SIDES for name in (messages, images)}
-    fields = {
-        name: value
-        for name, value in record.items()
-        if name not in known and name != "label"
-    }
+    fields = dict(record)
+    for side in _SIDES:
+        for name in side[:2]:
+            fields.pop(name, None)
+    if fields.pop("label", None) is not None:
+        fields["score"] = record["label"]
     for name, images_name, field in _SIDES:
         conversations = record.get(name)
         images = record.get(images_name)
@@ -59,37 +59,21 @@ def as_fields(record: dict[str, Any]) -> dict[str, Any]:
             raise BadRecord(
                 f"{images_name} is {images!r:.60}, and a list of images is needed"
             )
-        if conversations and isinstance(
-            conversations[0], dict
-        ):  # one conversation instead of a list of them
+        if conversations and isinstance(conversations[0], dict):
+            # One conversation instead of a list of them.
             conversations = [conversations]
-            images = None if images is None else [images]
+            images = images and [images]
         images = images or [None] * len(conversations)
         if len(images) != len(conversations):
             raise BadRecord(
                 f"{name} has {len(conversations):,d} conversations, and {images_name} {len(images):,d} lists"
             )
-        items = [
-            _item(conversation, images_of_conversation, name)
-            for conversation, images_of_conversation in zip(
-                conversations, images, strict=True
-            )
-        ]
-        before = (
-            fields.get(field) if field == "negatives" else None
-        )  # of negatives all are read
-        fields[field] = [
-            *(
-                before
-                if isinstance(before, list)
-                else [before]
-                if before is not None
-                else []
-            ),
-            *items,
-        ]
-    if record.get("label") is not None:
-        fields["score"] = record["label"]
+        # Of negatives all are read.
+        items = fields.get(field) if field == "negatives" else None
+        items = [] if items is None else items
+        fields[field] = list(items) if isinstance(items, list) else [items]
+        for conversation, its_images in zip(conversations, images, strict=True):
+            fields[field].append(_item(conversation, its_images, name))
     return fields
 
 
@@ -105,14 +89,17 @@ def _item(messages: Any, images: Any, name: str) -> dict[str, Any]:
                 "instructions belong into query_prompt and document_prompt"
             )
         texts.append(message["content"])
-    images = [] if images is None else images if isinstance(images, list) else [images]
-    whole = "\n".join(texts)
-    if whole.count(_IMAGE) not in (0, len(images)):
+    if images is None:
+        images = []
+    if not isinstance(images, list):
+        images = [images]
+    text = "\n".join(texts)
+    num_marks = text.count(_IMAGE)
+    if num_marks not in (0, len(images)):
         raise BadRecord(
-            f"{name} has {whole.count(_IMAGE):,d} {_IMAGE} and {len(images):,d} images"
+            f"{name} has {num_marks:,d} {_IMAGE} and {len(images):,d} images"
         )
-    text = whole.replace(_IMAGE, "").strip() if images else whole
-    return {
-        **({"text": text} if text or not images else {}),
-        **({"images": images} if images else {}),
-    }
+    if not images:
+        return {"text": text}
+    text = text.replace(_IMAGE, "").strip()
+    return {"text": text, "images": images} if text else {"images": images}

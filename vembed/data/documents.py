@@ -46,15 +46,14 @@ class TextLines(TextFormat):
 
     def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
         """Yield the lines that begin in a range."""
-        start = self.start if start is None else start
-        stop = self.stop if stop is None else stop
-        with self.open_at(start) as file:
-            for number, line in enumerate(file, 1):
-                if start >= stop:
-                    return
-                if not line.isspace():
-                    yield start, number, _decoded(line)
-                start += len(line)
+        for position, number, line in self.lines(start, stop):
+            if line.isspace():
+                continue
+            try:
+                yield position, number, line.decode().strip()
+            except UnicodeDecodeError:
+                reason = "not UTF-8: save the file as UTF-8"
+                yield position, number, BadRecord(reason)
 
 
 def open_document_reader(path: Path) -> Format:
@@ -102,33 +101,23 @@ def document_item(
         if not text:
             raise BadRecord("an empty text")
         return Item(text=text)
-    values: Any = next(
-        (record[name] for name in IMAGE_FIELDS if record.get(name) is not None), []
-    )
-    if not isinstance(values, list):
-        values = [values]
+    values: Any = []
+    for name in IMAGE_FIELDS:
+        if not values and record.get(name) is not None:
+            values = record[name] if isinstance(record[name], list) else [record[name]]
     if not values and not text:
         names = f"{', '.join(fields)} and image are read"
         raise BadRecord(
             f"no text and no image ({names}, and it has {listed(record) or 'no fields'})"
         )
-    return Item(
-        text=text or None, images=tuple(_image(value, images) for value in values)
-    )
-
-
-def _image(value: Any, images: ImageRoot) -> ImageRef:
-    if isinstance(value, dict):
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, bytes):
-        return ImageRef(data=value)
-    if not isinstance(value, str):
-        raise BadRecord("an image that is no path")
-    return images.reference(value)
-
-
-def _decoded(line: bytes) -> str | BadRecord:
-    try:
-        return line.decode().strip()
-    except UnicodeDecodeError:
-        return BadRecord("not UTF-8: save the file as UTF-8")
+    refs = []
+    for value in values:
+        if isinstance(value, dict):
+            value = value.get("bytes") or value.get("path")  # noqa: PLW2901
+        if isinstance(value, bytes):
+            refs.append(ImageRef(data=value))
+        elif isinstance(value, str):
+            refs.append(images.reference(value))
+        else:
+            raise BadRecord("an image that is no path")
+    return Item(text=text or None, images=tuple(refs))

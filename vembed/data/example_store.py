@@ -356,7 +356,18 @@ def open_examples(
         identity = [entry.column_mapping, entry.max_negatives]
         identities.append([*identity, *astuple(source.read_as)])
     for source in sources:
-        _refuse_missing_negatives(source)
+        num_records = source.index.num_without_negatives
+        if num_records and not len(source):
+            needing = [
+                name for name in source.form.losses if LOSSES[name].negatives == "each"
+            ]
+            reason = f"none of its {num_records:,d} records has a negative"
+            if source.form.max_negatives == 0:
+                reason = f"max_negatives: 0 leaves none of its {num_records:,d} records a negative"
+            raise UserError(
+                f"{source.reader.name}: {reason}, which loss: {needing[0]} needs: add negatives, take the source out, "
+                "or use loss: infonce, which takes the others of the batch"
+            )
     terms = run_terms(objective, data, model_name)
     has_negatives = any(source.index.counts["negatives"] for source in sources)
     if (
@@ -500,20 +511,3 @@ def refuse_bad_records(
             if source.index.problems:
                 reason = f"no record that can be used: {source.index.problems[0]}"
             raise UserError(f"{source.reader.name} holds {reason}")
-
-
-def _refuse_missing_negatives(source: _Source) -> None:
-    """Raise UserError if all records of a source lack the negatives that its loss needs."""
-    num_records = source.index.num_without_negatives
-    if not num_records or len(source):
-        return
-    needing = [name for name in source.form.losses if LOSSES[name].negatives == "each"]
-    reason = f"none of its {num_records:,d} records has a negative"
-    if source.form.max_negatives == 0:
-        reason = (
-            f"max_negatives: 0 leaves none of its {num_records:,d} records a negative"
-        )
-    raise UserError(
-        f"{source.reader.name}: {reason}, which loss: {needing[0]} needs: add negatives, take the source out, or use "
-        "loss: infonce, which takes the others of the batch"
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 from vembed.errors import UserError
 
@@ -102,6 +102,14 @@ class Example:
             positives=tuple(item.read_from(self.where) for item in self.positives),
             negatives=tuple(item.read_from(self.where) for item in self.negatives),
         )
+
+
+class Examples(Protocol):
+    """Examples by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Example: ...
 
 
 @dataclass(frozen=True, slots=True)

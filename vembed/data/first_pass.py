@@ -32,7 +32,7 @@ from vembed.data.batching.class_batches import label_key
 from vembed.data.batching.schedule import ContentKeys
 from vembed.data.cache import short_hash, stamp
 from vembed.data.child_process import answers, send, start_child
-from vembed.data.examples import BadRecord, Example, ImageRef, MissingNegative
+from vembed.data.examples import BadRecord, Example, ImageRef, Item, MissingNegative
 from vembed.data.formats.base import FILE_BITS, Format, Part
 from vembed.data.images.files import check_image
 from vembed.data.records import RecordFormat
@@ -63,8 +63,8 @@ class Index:
     """Hash of the class of each record, in labelled data. Negative: a record whose text or image its class has already,
     as a class of its own, since two equal inputs are no pair to learn from."""
     counts: Counter[str]
-    """Statistics of the good records: records, positives, negatives, scored (records with scores), with_negatives,
-    text_queries, image_queries, text_documents and image_documents. A query with text and image counts in both."""
+    """Statistics of the good records: records, positives, negatives, scored (records with scores), text_queries,
+    image_queries, text_documents and image_documents. A query with text and image counts in both."""
     fingerprint: str
     """Hash of the contents of the source's files, independent of their paths."""
     num_bad: int = 0
@@ -121,34 +121,33 @@ class PartIndex:
         """Columns of the records, for the lists of unused and missing ones."""
         self.unused: list[str] = []
 
-    def add(self, example: Example, *, with_keys: bool) -> None:
-        """Count one more record."""
-        documents = example.positives + example.negatives
-        self.counts["records"] += 1
-        self.counts["positives"] += len(example.positives)
-        self.counts["negatives"] += len(example.negatives)
-        self.counts["with_negatives"] += bool(example.negatives)
-        self.counts["scored"] += example.scores is not None
-        self.counts["text_queries"] += example.query.text is not None
-        self.counts["image_queries"] += bool(example.query.images)
-        for item in documents:
-            self.counts["text_documents"] += item.text is not None
-            self.counts["image_documents"] += bool(item.images)
+    def add(self, example: Example, number: int, line: int, *, with_keys: bool) -> None:
+        """Take in one more record."""
+        self.numbers.append(number)
+        self.lines.append(line)
+        self.count(example)
         if example.label is not None:
             self.members.extend((label_key(example.label), example.query.key()))
         if with_keys:
-            keys = content_keys(example)
+            keys = dict.fromkeys(item.key() for item in example.items)
             self.keys.extend(keys)
             self.num_keys.append(len(keys))
 
-    def add_texts(self, num_records: int, num_negatives: int) -> None:
-        """Count pairs of texts with so many negatives each."""
-        self.counts["records"] += num_records
-        self.counts["positives"] += num_records
-        self.counts["negatives"] += num_records * num_negatives
-        self.counts["with_negatives"] += num_records if num_negatives else 0
-        self.counts["text_queries"] += num_records
-        self.counts["text_documents"] += num_records * (1 + num_negatives)
+    def count(self, example: Example, times: int = 1) -> None:
+        """Count a record, or so many of its form."""
+        query = example.query
+        documents = example.positives + example.negatives
+        for name, count in (
+            ("records", 1),
+            ("positives", len(example.positives)),
+            ("negatives", len(example.negatives)),
+            ("scored", example.scores is not None),
+            ("text_queries", query.text is not None),
+            ("image_queries", bool(query.images)),
+            ("text_documents", sum(item.text is not None for item in documents)),
+            ("image_documents", sum(bool(item.images) for item in documents)),
+        ):
+            self.counts[name] += count * times
 
 
 def build_index(reader: Format, form: RecordFormat, *, with_keys: bool) -> Index:
@@ -198,23 +197,23 @@ def build_index(reader: Format, form: RecordFormat, *, with_keys: bool) -> Index
     all_lines = np.concatenate(lines)
     if not len(all_lines) or all_lines[-1] < 2**32:
         all_lines = all_lines.astype(np.uint32)
-    numbers = np.concatenate([np.asarray(result.numbers) for result in checked])
-    members = np.concatenate([np.asarray(result.members) for result in checked])
-    labels = None
-    if len(members):
-        labels = _labels(members.reshape(-1, 2))
-        # A batch of labelled data is made by classes, one of pairs by rows.
-        if len(labels) < len(numbers):
-            raise UserError(
-                f"{reader.name}: {len(labels):,d} of its records are a text or image with a label, "
-                f"{len(numbers) - len(labels):,d} are pairs: make them two sources of data_path"
-            )
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([np.asarray(getattr(part, name)) for part in checked])
+
+    numbers = joined("numbers")
+    members = joined("members").reshape(-1, 2)
+    labels = _labels(members) if len(members) else None
+    # A batch of labelled data is made by classes, one of pairs by rows.
+    if labels is not None and len(labels) < len(numbers):
+        raise UserError(
+            f"{reader.name}: {len(labels):,d} of its records are a text or image with a label, "
+            f"{len(numbers) - len(labels):,d} are pairs: make them two sources of data_path"
+        )
     keys = None
     if with_keys:
-        num_keys = np.concatenate([np.asarray(result.num_keys) for result in checked])
-        starts = np.concatenate([[0], np.cumsum(num_keys)]).astype(np.int64)
-        values = np.concatenate([np.asarray(result.keys) for result in checked])
-        keys = ContentKeys(values, starts)
+        starts = np.concatenate([[0], np.cumsum(joined("num_keys"))])
+        keys = ContentKeys(joined("keys"), starts.astype(np.int64))
     return Index(
         numbers=numbers,
         lines=all_lines,
@@ -236,6 +235,7 @@ def index_part(
 ) -> PartIndex:
     """Check the records of a part. `with_keys`: keep the content keys."""
     index = PartIndex()
+    text = Item("text")
     with ThreadPoolExecutor(IMAGE_THREADS) as pool:
         for block in reader.blocks(part.start, part.stop):
             # The fast way: a block of plain text pairs is accepted column by column, without an Example for each.
@@ -243,16 +243,15 @@ def index_part(
             if num_negatives is not None:
                 index.numbers.frombytes(block.numbers.tobytes())
                 index.lines.frombytes(block.lines.tobytes())
-                index.add_texts(len(block.numbers), num_negatives)
+                negatives = (text,) * num_negatives
+                index.count(Example(text, (text,), negatives), len(block.numbers))
                 continue
             rows = list(block.rows())
             outcomes = [_outcome(form, record) for _, _, record in rows]
             _refuse_bad_images(outcomes, index.images, pool)
             for (number, line, _), outcome in zip(rows, outcomes, strict=True):
                 if isinstance(outcome, Example):
-                    index.numbers.append(number)
-                    index.lines.append(line)
-                    index.add(outcome, with_keys=with_keys)
+                    index.add(outcome, number, line, with_keys=with_keys)
                     continue
                 index.counts["bad"] += 1
                 is_missing = isinstance(outcome, MissingNegative)
@@ -263,11 +262,6 @@ def index_part(
     index.layouts = form.columns.layouts
     index.unused = form.columns.unused
     return index
-
-
-def content_keys(example: Example) -> list[int]:
-    """Return the distinct content keys of an example's items."""
-    return list(dict.fromkeys(item.key() for item in example.items))
 
 
 def _outcome(form: RecordFormat, record: object) -> Example | BadRecord:

@@ -190,11 +190,11 @@ def _near_links(
     groups = near_groups(
         feature_arrays(features(texts[key]) for key in keys), **options
     )
-    return [
-        (keys[group], keys[number])
-        for number, group in enumerate(groups.tolist())
-        if group != number
-    ]
+    links = []
+    for key, group in zip(keys, groups.tolist(), strict=True):
+        if keys[group] != key:
+            links.append((keys[group], key))
+    return links
 
 
 def _components(

@@ -22,7 +22,7 @@ def as_path(name: str, value: Any) -> Any:
     """Return the path of data given as objects; anything else, such as a path, a name or a list of them, as it is."""
     if isinstance(value, Path):
         return str(value)
-    if _is_dataset(value):
+    if _is_of("datasets", "Dataset", value):
         return _stored_dataset(value)
     if _is_of("pandas", "DataFrame", value) or _is_of("pyarrow", "Table", value):
         return _stored_table(name, value)
@@ -31,17 +31,11 @@ def as_path(name: str, value: Any) -> Any:
             f"{name} is a DatasetDict with the splits {listed(value)}: give one of them, such as "
             f"data[{next(iter(value), 'train')!r}]"
         )
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(entry, Mapping) and "path" not in entry for entry in value)
-    ):
+    if isinstance(value, list) and value and all(map(_is_record, value)):
         return _stored_rows(name, value)
     if isinstance(value, list):
         return [
-            as_path(name, entry)
-            if isinstance(entry, Path) or _is_dataset(entry)
-            else entry
+            entry if isinstance(entry, Mapping) else as_path(name, entry)
             for entry in value
         ]
     if isinstance(value, Mapping) and name == "val_data_path":
@@ -51,8 +45,8 @@ def as_path(name: str, value: Any) -> Any:
     return value
 
 
-def _is_dataset(value: Any) -> bool:
-    return _is_of("datasets", "Dataset", value)
+def _is_record(value: Any) -> bool:
+    return isinstance(value, Mapping) and "path" not in value
 
 
 def _is_of(library: str, kind: str, value: Any) -> bool:
@@ -68,12 +62,9 @@ def _stored_table(name: str, table: Any) -> str:
 
     sink = pa.BufferOutputStream()
     try:
-        pq.write_table(
-            table
-            if isinstance(table, pa.Table)
-            else pa.Table.from_pandas(table, preserve_index=False),
-            sink,
-        )
+        if not isinstance(table, pa.Table):
+            table = pa.Table.from_pandas(table, preserve_index=False)
+        pq.write_table(table, sink)
     except pa.ArrowException as error:
         raise UserError(
             f"{name}: the table has a column of mixed types: {str(error).splitlines()[0]}"
@@ -87,7 +78,11 @@ def _stored_dataset(dataset: Any) -> str:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
         dataset.save_to_disk(str(partial))
-        _rename(partial, folder)
+        try:
+            partial.rename(folder)
+        except OSError:  # another process that was faster has written the same
+            if not folder.is_dir():
+                raise
     return str(folder)
 
 
@@ -95,18 +90,14 @@ def _stored_rows(name: str, rows: list[Mapping[str, Any]]) -> str:
     lines = []
     for number, row in enumerate(rows, 1):
         try:
-            lines.append(
-                json.dumps(dict(row), ensure_ascii=False).encode(
-                    "utf-8", "surrogatepass"
-                )
-                + b"\n"
-            )
+            line = json.dumps(dict(row), ensure_ascii=False)
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"{name}, record {number}: {error}; records in a list hold texts, numbers and paths of images (a "
                 "datasets.Dataset may hold images too)"
             ) from error
-    return _stored(b"".join(lines), "jsonl")
+        lines.append(line + "\n")
+    return _stored("".join(lines).encode("utf-8", "surrogatepass"), "jsonl")
 
 
 def _stored(data: bytes, kind: str) -> str:
@@ -117,12 +108,3 @@ def _stored(data: bytes, kind: str) -> str:
         partial.write_bytes(data)
         partial.replace(path)
     return str(path)
-
-
-def _rename(partial: Path, folder: Path) -> None:
-    """Rename a folder; another process that was faster has written the same."""
-    try:
-        partial.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise

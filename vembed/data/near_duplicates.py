@@ -219,8 +219,7 @@ def near_groups(features: Sequence[np.ndarray], **options: Any) -> np.ndarray:
         return group_of(text) != group_of(other)
 
     for text in range(len(features)):
-        is_apart = functools.partial(are_apart, text)
-        for other in index.near(text, is_apart):
+        for other in index.near(text, functools.partial(are_apart, text)):
             first, second = sorted((group_of(text), group_of(other)))
             parents[second] = first
         index.add(text, group_of(text))
@@ -243,8 +242,8 @@ class DuplicateFinder:
         """Return whether a document is a near-duplicate of one of the others."""
         if self._threshold is None:
             return False
-        document_ngrams = self._ngrams(document)
-        shares = (
-            containment(document_ngrams, self._ngrams(int(other))) for other in others
-        )
-        return any(share >= self._threshold for share in shares)
+        for other in others:
+            share = containment(self._ngrams(document), self._ngrams(int(other)))
+            if share >= self._threshold:
+                return True
+        return False

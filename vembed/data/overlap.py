@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
-from vembed.data.examples import Example, Item
+from vembed.data.examples import Examples, Item
 from vembed.data.normal_form import normal_key
 
 NUM_EXAMPLES = 3
@@ -24,63 +23,49 @@ class Overlap:
 
     what: str
     """queries, positives or pairs."""
-    num_validation: int
-    """Different ones in the validation data."""
+    validation: dict[int | tuple[int, int], tuple[Item, ...]] = field(
+        default_factory=dict
+    )
+    """Key -> contents of the validation data, different ones."""
     examples: dict[int | tuple[int, int], str] = field(default_factory=dict)
     """Key -> shown content of those that are in the training data too."""
+
+    def note(self, key: int | tuple[int, int]) -> None:
+        """Take in a content of the training data."""
+        if key in self.validation and key not in self.examples:
+            self.examples[key] = " -> ".join(map(short_item, self.validation[key]))
 
     def sentence(self) -> str:
         """Return the warning: count, share and examples."""
         examples = "; ".join(list(self.examples.values())[:NUM_EXAMPLES])
         count = len(self.examples)
         return (
-            f"{count:,d} of the {self.num_validation:,d} {self.what} of the validation data "
-            f"({_percent(count / max(self.num_validation, 1))}) are in the training data too, for example: {examples}"
+            f"{count:,d} of the {len(self.validation):,d} {self.what} of the validation data "
+            f"({_percent(count / max(len(self.validation), 1))}) are in the training data too, for example: {examples}"
         )
 
 
-class SizedExamples(Protocol):
-    """Examples by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Example: ...
-
-
-def find_overlap(train: SizedExamples, pairs: Iterable[Pair]) -> list[Overlap]:
+def find_overlap(train: Examples, pairs: Iterable[Pair]) -> list[Overlap]:
     """Return the overlaps of training data with the (query, relevant document) pairs of validation data.
 
     Texts are equal if they differ in case, spaces and punctuation alone; images if their files are equal.
     """
-    queries: dict[int, Item] = {}
-    positives: dict[int, Item] = {}
-    both: dict[tuple[int, int], Pair] = {}
-    for pair in pairs:
-        keys = normal_key(pair[0]), normal_key(pair[1])
-        queries.setdefault(keys[0], pair[0])
-        positives.setdefault(keys[1], pair[1])
-        both.setdefault(keys, pair)
-    results = [
-        Overlap("queries", len(queries)),
-        Overlap("positives", len(positives)),
-        Overlap("pairs", len(both)),
-    ]
-    for example in _compared(train):
-        query = normal_key(example.query)
-        if query in queries:
-            results[0].examples.setdefault(query, short_item(queries[query]))
+    overlaps = [Overlap(what) for what in ("queries", "positives", "pairs")]
+    of_queries, of_positives, of_pairs = overlaps
+    for query, positive in pairs:
+        keys = (normal_key(query), normal_key(positive))
+        of_queries.validation.setdefault(keys[0], (query,))
+        of_positives.validation.setdefault(keys[1], (positive,))
+        of_pairs.validation.setdefault(keys, (query, positive))
+    # Every n-th example of a large store, from all of its sources.
+    for index in range(0, len(train), -(-len(train) // MOST_COMPARED)):
+        example = train[index]
+        query_key = normal_key(example.query)
+        of_queries.note(query_key)
         for item in example.positives:
-            positive = normal_key(item)
-            if positive in positives:
-                results[1].examples.setdefault(
-                    positive, short_item(positives[positive])
-                )
-            if (query, positive) in both:
-                results[2].examples.setdefault(
-                    (query, positive),
-                    " -> ".join(short_item(part) for part in both[query, positive]),
-                )
-    return [part for part in results if part.examples]
+            of_positives.note(normal_key(item))
+            of_pairs.note((query_key, normal_key(item)))
+    return [overlap for overlap in overlaps if overlap.examples]
 
 
 def warnings_of(overlaps: Sequence[Overlap]) -> list[str]:
@@ -112,9 +97,3 @@ def short_item(item: Item) -> str:
     ]
     full = " + ".join([*([repr(text)] if text else []), *names])
     return full if len(full) <= SHOWN else full[: SHOWN - 3] + "..."
-
-
-def _compared(train: SizedExamples) -> Iterator[Example]:
-    # Every n-th of a large store, from all of its sources.
-    step = -(-len(train) // MOST_COMPARED)
-    return (train[index] for index in range(0, len(train), step))

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vembed.errors import UserError
-
-CHECKED_EACH_TIME = 16
-"""Mapped files of one table that are looked at before each read; of more, only a few times per second."""
-SECONDS_BETWEEN_CHECKS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +50,16 @@ class FileStamp:
         return None
 
 
-class MappedFiles:
-    """Files that are mapped into memory. Reading a page behind the end of a truncated one would end the process."""
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._stamps = [FileStamp.of(path) for path in paths]
-        self._next = 0.0
-
-    def check(self) -> None:
-        """Raise UserError if a file is shorter than it was when it was mapped. A file that was deleted or replaced
-        stays mapped as it was."""
-        if len(self._stamps) > CHECKED_EACH_TIME:
-            now = time.monotonic()
-            if now < self._next:
-                return
-            self._next = now + SECONDS_BETWEEN_CHECKS
-        for stamp in self._stamps:
-            try:
-                status = stamp.path.stat()
-            except OSError:
-                continue
-            # Another file under the same name does not matter: the mapping is of the old one.
-            if (
-                status.st_dev,
-                status.st_ino,
-            ) == stamp.number and status.st_size < stamp.size:
-                raise UserError(
-                    f"{stamp.path} has been truncated from {stamp.size:,d} to {status.st_size:,d} bytes since it was "
-                    "opened: restore it, and start again"
-                )
+def refuse_truncated(stamps: Sequence[FileStamp]) -> None:
+    """Raise UserError if a file is shorter than it was when it was mapped into memory: reading a page behind its end
+    would end the process. A file that was deleted or replaced stays mapped as it was."""
+    for stamp in stamps:
+        try:
+            now = FileStamp.of(stamp.path)
+        except OSError:
+            continue
+        if now.number == stamp.number and now.size < stamp.size:
+            raise UserError(
+                f"{stamp.path} has been truncated from {stamp.size:,d} to {now.size:,d} bytes since it was "
+                "opened: restore it, and start again"
+            )

@@ -13,8 +13,8 @@ from vembed.config.negatives import ChoiceOptions
 from vembed.data.cache import short_hash
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.mining.config import BM25, MineConfig
-from vembed.mining.documents import Documents, array_identity
-from vembed.mining.known_positives import KnownPositives
+from vembed.mining.documents import array_identity
+from vembed.mining.known_positives import Inputs, KnownPositives
 from vembed.mining.retrievers import (
     DenseRetriever,
     LexicalRetriever,
@@ -264,23 +264,19 @@ class CandidateSearch:
 
 
 def open_candidates(
-    config: MineConfig,
-    documents: Documents,
-    known: KnownPositives,
-    folder: Path,
-    session: Session,
+    config: MineConfig, inputs: Inputs, folder: Path, session: Session
 ) -> CandidateSearch:
     """Encode and index what is not in a folder yet, and return the search. Collective."""
+    documents = inputs.documents
+    known = inputs.known
     options = config.all_retrievers()
     weights = [each.weight for each in options]
     retrievers: list[LexicalRetriever | DenseRetriever] = []
     for each in options:
         if each.model == BM25:
-            retrievers.append(LexicalRetriever(folder, documents, known, session))
+            retrievers.append(LexicalRetriever(folder, inputs, session))
         else:
-            retrievers.append(
-                open_dense(each, config, folder, documents, known, session)
-            )
+            retrievers.append(open_dense(each, config, folder, inputs, session))
     excluded = known.excluded(with_negatives=config.keep_negatives)
     arrays = (
         documents.exact,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -224,6 +224,13 @@ class MineConfig(ChoiceOptions, DataOptions, ModelOptions, CommandConfig):
     """Keep that folder, so that a run with other choices computes no vector again. false: delete it at the end."""
     seed: NonNegativeInt = 42
     """Seed of sampling and of what is hidden for `threshold: auto`."""
+
+    @classmethod
+    def shared(cls, config: CommandConfig, **changes: Any) -> MineConfig:
+        """Return the options that another command shares with `vembed mine`, with some changes."""
+        names = set(cls.model_fields) & set(type(config).model_fields)
+        values = config.model_dump(include=names, exclude_unset=True)
+        return cls.model_validate(values | changes)
 
     @model_validator(mode="after")
     def _check(self) -> MineConfig:

@@ -20,10 +20,9 @@ from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker
 from vembed.mining.candidates import Candidates
 from vembed.mining.choice import UNDECIDED, Chosen
 from vembed.mining.config import Judge, MineConfig, WeightOptions
-from vembed.mining.documents import Documents
-from vembed.mining.encoders import files_identity
 from vembed.mining.endpoint import ChatClient
-from vembed.mining.known_positives import KnownPositives
+from vembed.mining.known_positives import Inputs
+from vembed.mining.retrievers import files_identity
 from vembed.mining.vectors import DTYPES
 from vembed.models.families.model_files import kind_of, model_folder, whole_model_folder
 from vembed.parallel import collectives
@@ -217,16 +216,9 @@ class Cascade:
 class CandidateJudge:
     """The judges of `vembed mine`, and what becomes of the candidates that they have judged."""
 
-    def __init__(
-        self,
-        config: MineConfig,
-        documents: Documents,
-        known: KnownPositives,
-        session: Session,
-    ) -> None:
+    def __init__(self, config: MineConfig, inputs: Inputs, session: Session) -> None:
         self._config = config
-        self._documents = documents
-        self._known = known
+        self._inputs = inputs
         self._cascade = Cascade(config.judges, config, session)
         self.summary = self._cascade.summary
         self.counts = {"judged_relevant": 0, "undecided": 0}
@@ -241,8 +233,8 @@ class CandidateJudge:
         documents = chosen.documents[is_candidate]
 
         def pair_of(number: int) -> Pair:
-            query = self._known.item(candidates.first + int(queries[number]))
-            document = self._documents.item(int(documents[number]))
+            query = self._inputs.known.item(candidates.first + int(queries[number]))
+            document = self._inputs.documents.item(int(documents[number]))
             return text_of(query), text_of(document)
 
         judged = chosen.judgements.copy()

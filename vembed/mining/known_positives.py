@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ from vembed.evaluation.beir_folder import is_beir_folder, qrels_files
 from vembed.evaluation.top_k import Pairs
 from vembed.mining.config import DataOptions, paths_of
 from vembed.mining.documents import Documents, content_key
-from vembed.mining.record_tables import RowSource, qrels_file, read_qrels
+from vembed.mining.record_tables import (
+    Rows,
+    RowSource,
+    open_rows,
+    qrels_file,
+    read_qrels,
+)
 
 QUERY_ID_FIELDS = ("query_id", "qid", "query-id", "_id")
 POSITIVE_ID_FIELDS = (
@@ -120,6 +127,31 @@ class KnownPositives:
                 f"the first: {identities[missing[0]]}"
             )
         return Pairs.of(queries[numbers >= 0], numbers[numbers >= 0])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs that are read before any model is loaded."""
+
+    rows: Rows
+    documents: Documents
+    known: KnownPositives
+
+    def summary(self) -> list[str]:
+        """Lines for the log."""
+        known = self.known
+        lines = [
+            f"data: {len(self.rows):,d} rows, {known.num_queries:,d} distinct queries, "
+            f"{len(known.positives):,d} known positives, {len(known.negatives):,d} negatives that are there already"
+        ]
+        return [*lines, self.documents.summary(), *known.notes]
+
+
+def read_inputs(config: DataOptions) -> Inputs:
+    """Check and read the data, the corpus and what is known."""
+    rows = open_rows(config)
+    documents = Documents(config, rows)
+    return Inputs(rows, documents, KnownPositives(rows, documents, config))
 
 
 def _pairs(values: array[int], documents: Documents) -> Pairs:

@@ -14,9 +14,8 @@ from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.mining.candidates import CandidateSearch
 from vembed.mining.choice import UNDECIDED, Chosen, of_turn
 from vembed.mining.config import MineConfig
-from vembed.mining.documents import Documents, content_key, row_value
-from vembed.mining.known_positives import KnownPositives
-from vembed.mining.record_tables import Rows
+from vembed.mining.documents import content_key, row_value
+from vembed.mining.known_positives import Inputs
 
 SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
 POSITIVE_NAME = "positive"
@@ -29,17 +28,16 @@ class RowMaker:
 
     def __init__(
         self,
-        rows: Rows,
-        documents: Documents,
-        known: KnownPositives,
         config: MineConfig,
+        inputs: Inputs,
         chosen: Chosen,
         relabelled: Mapping[int, Sequence[int]],
         search: CandidateSearch,
     ) -> None:
         """`chosen`: for all queries. `relabelled`: query -> documents that become its positives. Collective."""
-        self._rows = rows
-        self._documents = documents
+        known = inputs.known
+        self._rows = inputs.rows
+        self._documents = inputs.documents
         self._known = known
         self._config = config
         self._chosen = chosen

@@ -14,13 +14,11 @@ from vembed.config.schema import TrainConfig
 from vembed.mining.candidates import open_candidates
 from vembed.mining.choice import Calibration, Chooser, Chosen, Limits, calibrate
 from vembed.mining.config import BM25, MineConfig
-from vembed.mining.documents import Documents
 from vembed.mining.judges import CandidateJudge
-from vembed.mining.known_positives import KnownPositives
+from vembed.mining.known_positives import read_inputs
 from vembed.mining.merged import RowMaker
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.record_tables import Rows, open_rows
 from vembed.mining.retrievers import check_bm25
 from vembed.parallel.session import Session, start_session
 from vembed.progress import duration
@@ -49,31 +47,6 @@ class MineResult:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Inputs that are read before any model is loaded."""
-
-    rows: Rows
-    documents: Documents
-    known: KnownPositives
-
-    def summary(self) -> list[str]:
-        """Lines for the log."""
-        known = self.known
-        lines = [
-            f"data: {len(self.rows):,d} rows, {known.num_queries:,d} distinct queries, "
-            f"{len(known.positives):,d} known positives, {len(known.negatives):,d} negatives that are there already"
-        ]
-        return [*lines, self.documents.summary(), *known.notes]
-
-
-def read_inputs(config: MineConfig) -> Inputs:
-    """Check and read the data, the corpus and what is known."""
-    rows = open_rows(config)
-    documents = Documents(config, rows)
-    return Inputs(rows, documents, KnownPositives(rows, documents, config))
-
-
 def mine(
     source: Source,
     overrides: Sequence[str] = (),
@@ -93,9 +66,7 @@ def mine(
         folder = work_folder(config)
         for line in inputs.summary():
             log_line(line)
-        search = open_candidates(
-            config, inputs.documents, inputs.known, folder, running
-        )
+        search = open_candidates(config, inputs, folder, running)
         for line in search.summary:
             log_line(line)
         search.find_all()
@@ -109,7 +80,7 @@ def mine(
         chooser = Chooser(config, config.seed, limits, inputs.documents, running)
         judge: CandidateJudge | None = None
         if config.judges:
-            judge = CandidateJudge(config, inputs.documents, inputs.known, running)
+            judge = CandidateJudge(config, inputs, running)
         chunks = []
         # Chunk by chunk: choice and judging look at one query at a time.
         for candidates in search.chunks():
@@ -126,15 +97,8 @@ def mine(
             for line in judge.summary():
                 log_line(line)
 
-        maker = RowMaker(
-            inputs.rows,
-            inputs.documents,
-            inputs.known,
-            config,
-            chosen,
-            judge.relabelled if judge is not None else {},
-            search,
-        )
+        relabelled = {} if judge is None else judge.relabelled
+        maker = RowMaker(config, inputs, chosen, relabelled, search)
         if running.is_main:
             write_rows(target, maker.rows())
         # The others wait here: none may clear the folder, or log that it is done, before the file is whole.

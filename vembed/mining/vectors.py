@@ -44,9 +44,7 @@ class VectorStore:
         session: Session,
     ) -> None:
         """`keys`: the contents of the items, [N] or [N, 2] int64. `identity`: all else that the vectors depend on."""
-        columns = keys.reshape(len(keys), -1)
-        self._keys = np.zeros((len(keys), 2), np.int64)
-        self._keys[:, : columns.shape[1]] = columns
+        self._keys = keys.reshape(len(keys), -1)
         self._rows = RowStore(folder, identity, KIND)
         self._dtype = DTYPES[dtype]
         self._session = session
@@ -70,15 +68,13 @@ class VectorStore:
         models with sharded weights need. Return how many vectors all ranks have computed.
         """
         session = self._session
-        is_missing = np.zeros(len(self._keys), bool)
-        is_missing[self._rows.missing(self._keys_of(slice(None)))] = True
         todo: list[np.ndarray] = []
         for first in range(0, len(self._blocks), session.world_size):
             numbers = np.zeros(0, np.int64)
             # Behind the last block the rank only takes part.
             if first + session.rank < len(self._blocks):
                 block = self._blocks[first + session.rank]
-                numbers = block[is_missing[block]]
+                numbers = block[self._rows.missing(self._keys_of(block))]
             if len(numbers) or together:
                 todo.append(numbers)
         total = sum(map(len, todo))
@@ -98,11 +94,12 @@ class VectorStore:
                 progress(done, total)
         session.barrier()
         # After the barrier every rank has written. What is not here lies on another machine's disk.
-        if self._rows.missing(self._keys_of(slice(None))):
-            raise UserError(
-                f"{self._rows.folder} lacks vectors that another rank has written: work_dir must be a folder that all "
-                "machines see"
-            )
+        for block in self._blocks:
+            if self._rows.missing(self._keys_of(block)):
+                raise UserError(
+                    f"{self._rows.folder} lacks vectors that another rank has written: work_dir must be a folder that "
+                    "all machines see"
+                )
         return sum(collectives.sum_ints([total]))
 
     def take(self, numbers: np.ndarray) -> Tensor:
@@ -168,6 +165,9 @@ class VectorStore:
                 "float16"
             )
 
-    def _keys_of(self, numbers: np.ndarray | slice) -> Sequence[bytes]:
-        joined = self._keys[numbers].tobytes()
+    def _keys_of(self, numbers: np.ndarray) -> Sequence[bytes]:
+        """The keys of some items in the store: their one or two numbers, filled up with zeros."""
+        keys = np.zeros((len(numbers), 2), np.int64)
+        keys[:, : self._keys.shape[1]] = self._keys[numbers]
+        joined = keys.tobytes()
         return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]

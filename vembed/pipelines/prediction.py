@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -76,17 +75,12 @@ class DataSize:
 
 
 def predict(
-    arguments: TrainArguments,
-    env: Mapping[str, str] = os.environ,
-    *,
-    hardware: Hardware | None = None,
+    arguments: TrainArguments, *, hardware: Hardware | None = None
 ) -> Prediction:
     """Return the prediction for a config. `hardware`: instead of this machine's."""
-    run = resolve_run(
-        arguments.source, arguments.overrides, stage=arguments.stage, env=env
-    )
+    run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
     count = None if hardware is None else hardware.count
-    ranks = resolve_launch(run, arguments, env, num_gpus=count).first_rank
+    ranks = resolve_launch(run, arguments, num_gpus=count).first_rank
     gpu = None if hardware is None else hardware.gpu
     placement = place_here(run, ranks, gpu)
     # The placement has measured the model only where the strategy depends on its size.

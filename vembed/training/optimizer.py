@@ -24,7 +24,7 @@ from vembed.errors import UserError
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.models.names import plain_name
-from vembed.training.optimizers.declaration import OptimizedWeights
+from vembed.training.optimizers.declaration import OptimizerInputs
 from vembed.training.optimizers.table import OPTIMIZERS
 
 log = logging.getLogger("vembed")
@@ -109,22 +109,25 @@ def build_optimizer(
         )
         group["params"].append(entry.parameter)
     dtypes = {entry.parameter.dtype for entry in trained}
-    weights = OptimizedWeights(
+    inputs = OptimizerInputs(
         groups=list(groups.values()),
+        learning_rate=rates.base,
+        options=options,
+        seed=seed,
         is_sharded=any(is_sharded for _, _, is_sharded in groups),
         is_flat=bool(FullyShardedDataParallel.fsdp_modules(model)),
         is_half=bool(dtypes & {torch.bfloat16, torch.float16}),
     )
     kind = OPTIMIZERS[options.optim]
-    problem = kind.refusal(weights)
-    if problem is None and weights.is_half and not kind.trains_half:
+    problem = kind.refusal(inputs)
+    if problem is None and inputs.is_half and not kind.trains_half:
         problem = (
             f"torch_dtype: pure_bfloat16 with optim: {kind.name}: updates of bfloat16 weights vanish in rounding; use "
             "optim: adamw, which rounds them stochastically, or torch_dtype: bfloat16"
         )
     if problem is not None:
         raise UserError(problem)
-    optimizer, description = kind.build(weights, rates.base, options, seed)
+    optimizer, description = kind.build(inputs)
     _log_groups(description, options, rates, trained, len(groups))
     return optimizer
 

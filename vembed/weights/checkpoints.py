@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import needed_teachers
@@ -95,28 +91,15 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     # The loss is built only for its learned scale and bias, which are stored beside the weights; no optimizer state is
     # read.
     reader = CheckpointReader(checkpoint)
-    entries = reader.read_metadata().state_dict_metadata
-    shapes = {}
-    for key, entry in entries.items():
-        if isinstance(entry, TensorStorageMetadata):
-            shapes[key] = list(entry.size)
     for name, parameter in loss.named_parameters(prefix="loss"):
         # The checkpoint knows the size of a teacher's vectors without the teacher.
-        if list(parameter.shape) != shapes[name]:
-            parameter.data = torch.empty(shapes[name])
+        shape = reader.tensors[name].size
+        if parameter.shape != shape:
+            parameter.data = torch.empty(shape)
     quieten_torch()
-
-    def fill(tensors: dict[str, Any]) -> None:
-        # no_dist: rank 0 alone reads, inside a process group of several ranks too; others would wait in a collective.
-        load(
-            tensors,
-            storage_reader=reader,
-            planner=DefaultLoadPlanner(flatten_state_dict=False),
-            no_dist=True,
-        )
-
     averages = averages_of(embedder) if config.optimizer.ema else {}
-    restore(embedder, loss, None, shapes, fill, extra=averages)
+    # no_dist: rank 0 alone reads, inside a process group of several ranks too; others would wait in a collective.
+    restore(embedder, loss, None, reader, no_dist=True, extra=averages)
     if averages:
         put_averages(embedder, averages)
     weights = full_state_dict(embedder)

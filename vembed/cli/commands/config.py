@@ -6,7 +6,7 @@ import json
 import sys
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Option
 
 from vembed.cli.support import ConfigArguments, read_config_arguments
 
@@ -60,9 +60,7 @@ def config(args: ConfigArguments = None) -> dict[str, Any]:
 def schema(
     form: Annotated[
         Literal["json", "markdown"],
-        typer.Option(
-            "--format", help="json, for editors, or markdown, the page of options."
-        ),
+        Option("--format", help="json, for editors, or markdown, the page of options."),
     ] = "json",
 ) -> None:
     """Print the JSON schema of a config, with which editors complete and check it."""

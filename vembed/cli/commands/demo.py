@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Argument, Option
 
 from vembed.errors import UserError
 
@@ -111,16 +111,12 @@ class Pair:
 def demo(
     options: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Options as of train."),
+        Argument(metavar="KEY=VALUE", help="Options as of train."),
     ] = None,
-    output: Annotated[str, typer.Option(help="Folder for data, config and run.")] = (
-        "demo"
-    ),
+    output: Annotated[str, Option(help="Folder for data, config and run.")] = ("demo"),
     quick: Annotated[
         bool,
-        typer.Option(
-            "--quick", help="30 seconds: everything happens, little is learned."
-        ),
+        Option("--quick", help="30 seconds: everything happens, little is learned."),
     ] = False,
 ) -> int:
     """Train a small model on the functions of Python's standard library, without network access."""
@@ -240,10 +236,15 @@ def standard_library_pairs(folder: Path | None = None) -> list[Pair]:
     root = folder or Path(sysconfig.get_path("stdlib"))
     pairs = []
     seen: set[str] = set()
-    for relative in sorted(_modules(root), key=lambda path: path.parts):
-        for pair in _pairs_of_file(
-            root / relative, ".".join(relative.with_suffix("").parts)
-        ):
+    modules = [path.relative_to(root) for path in root.rglob("*.py")]
+    for relative in sorted(modules, key=lambda path: path.parts):
+        names = relative.with_suffix("").parts
+        is_test = any(
+            name.startswith("test_") or name.endswith("_test") for name in names
+        )
+        if is_test or SKIPPED_FOLDERS.intersection(relative.parts):
+            continue
+        for pair in _pairs_of_file(root / relative, ".".join(names)):
             if pair.query not in seen and pair.positive not in seen:
                 seen.update((pair.query, pair.positive))
                 pairs.append(pair)
@@ -305,24 +306,6 @@ def _thin(pairs: list[Pair], number: int) -> list[Pair]:
         ]
     )
     return [pair for index, pair in enumerate(pairs) if index in chosen]
-
-
-def _modules(root: Path) -> Iterator[Path]:
-    """Yield the path of each module below a folder, from there; installed packages are not looked into."""
-    for folder, names, files in os.walk(root):
-        # In place: os.walk goes into what is left.
-        names[:] = [name for name in names if name not in SKIPPED_FOLDERS]
-        for file_name in files:
-            relative = Path(folder, file_name).relative_to(root)
-            if file_name.endswith(".py") and not _is_test(relative):
-                yield relative
-
-
-def _is_test(relative: Path) -> bool:
-    return any(
-        part.startswith("test_") or part.endswith("_test")
-        for part in relative.with_suffix("").parts
-    )
 
 
 def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:

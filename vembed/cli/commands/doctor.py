@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import psutil
 import torch
 import torch.distributed as dist
-import typer
+from typer import Argument, Option
 
 import vembed
 from vembed.cli.run_train import Launch, resolve_launch
@@ -45,20 +45,20 @@ LINE = "=" * 50
 def doctor(
     config: Annotated[
         str | None,
-        typer.Argument(metavar="CFG", help="Check the machine for this config too."),
+        Argument(metavar="CFG", help="Check the machine for this config too."),
     ] = None,
     nproc: Annotated[
         int | None,
-        typer.Option("--nproc", min=1, help="Default: one per GPU, or 2 on the CPU."),
+        Option("--nproc", min=1, help="Default: one per GPU, or 2 on the CPU."),
     ] = None,
     model_class: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Check a class of your own instead: FILE.py:Class or package.module:Class."
         ),
     ] = None,
     model_config: Annotated[
-        str, typer.Option(help="Its keyword arguments, as {size: 64}.")
+        str, Option(help="Its keyword arguments, as {size: 64}.")
     ] = "",
 ) -> tuple[Any, int]:
     """Check this machine: versions, devices, and a sharded self-test on several processes.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from vembed.cli.support import (
     Kind,
@@ -28,54 +28,54 @@ METRICS = {
 
 def edit(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model folder or a Hub name.")
+        str, Argument(metavar="MODEL", help="A model folder or a Hub name.")
     ],
     first: Annotated[
-        str, typer.Argument(metavar="FIRST", help="Texts of one kind, one per line.")
+        str, Argument(metavar="FIRST", help="Texts of one kind, one per line.")
     ],
     second: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="SECOND",
             help="Texts of the other kind: what tells them apart is removed.",
         ),
     ],
-    output: Annotated[str, typer.Option("--output", "-o", help="A new folder.")],
+    output: Annotated[str, Option("--output", "-o", help="A new folder.")],
     direction: Annotated[
         Literal["mean_difference", "principal", "erase"],
-        typer.Option(
+        Option(
             "--remove-direction",
             help="mean_difference, principal, or erase (with --where embedding).",
         ),
     ] = "mean_difference",
     where: Annotated[
         Literal["layers", "embedding", "both"],
-        typer.Option(
+        Option(
             help="layers: the weights that write to it, embedding: a layer behind the model, or both."
         ),
     ] = "layers",
     components: Annotated[
-        int, typer.Option(min=1, help="principal: how many directions.")
+        int, Option(min=1, help="principal: how many directions.")
     ] = 1,
     strength: Annotated[
-        float, typer.Option(help="1: all of it, less: a part, more: beyond it.")
+        float, Option(help="1: all of it, less: a part, more: beyond it.")
     ] = 1.0,
     layers: Annotated[
         str,
-        typer.Option(help="Of which layers' weights, as 4,5,6 (0: the embeddings)."),
+        Option(help="Of which layers' weights, as 4,5,6 (0: the embeddings)."),
     ] = "",
     kind: Kind = "document",
     data: Annotated[
-        str | None, typer.Option(help="Evaluation data: what must not be lost.")
+        str | None, Option(help="Evaluation data: what must not be lost.")
     ] = None,
     trials: Annotated[
         int,
-        typer.Option(min=0, help="Search over strengths and layers by so many trials."),
+        Option(min=0, help="Search over strengths and layers by so many trials."),
     ] = 0,
     max_drop: Annotated[
-        float, typer.Option(help="--trials: what the score on the data may lose.")
+        float, Option(help="--trials: what the score on the data may lose.")
     ] = 0.01,
-    seed: Annotated[int, typer.Option(help="--trials: seed of the search.")] = 42,
+    seed: Annotated[int, Option(help="--trials: seed of the search.")] = 42,
     torch_dtype: WeightsDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     strategy: Strategy = "ddp",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from vembed.cli.support import (
     AnyModel,
@@ -61,63 +61,61 @@ def encode(
     model: AnyModel,
     input_file: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="INPUT",
             help="Texts (one per line), JSONL, a table or a folder of images. - is standard input.",
         ),
     ],
     output: Annotated[
         str,
-        typer.Argument(
-            metavar="OUTPUT", help="Where to write: NAME.npy or NAME.parquet."
-        ),
+        Argument(metavar="OUTPUT", help="Where to write: NAME.npy or NAME.parquet."),
     ],
     kind: Kind = "document",
     column: Annotated[
-        str | None, typer.Option(help="The field or column that holds the text.")
+        str | None, Option(help="The field or column that holds the text.")
     ] = None,
     keep: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Columns to write beside the vectors, as id,title. For .npy to NAME.kept.jsonl."
         ),
     ] = "",
     input_format: Annotated[
-        Literal["auto", "jsonl", "text"], typer.Option(help="auto, jsonl or text.")
+        Literal["auto", "jsonl", "text"], Option(help="auto, jsonl or text.")
     ] = "auto",
     truncate_dim: Annotated[
-        int | None, typer.Option(min=1, help="Keep only the first so many numbers.")
+        int | None, Option(min=1, help="Keep only the first so many numbers.")
     ] = None,
     normalize: Annotated[
         bool | None,
-        typer.Option(help="Vectors of length 1. Default: as the model says."),
+        Option(help="Vectors of length 1. Default: as the model says."),
     ] = None,
     layers: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Hidden states instead of embeddings: all, or layers as 0,6,12 (0: the embeddings)."
         ),
     ] = "",
     pooling: Annotated[
         str,
-        typer.Option(help="--layers: cls, mean, last, ... Default: the model's own."),
+        Option(help="--layers: cls, mean, last, ... Default: the model's own."),
     ] = "",
     precision: Annotated[
         Literal["float32", "int8", "uint8", "binary", "ubinary"],
-        typer.Option(
+        Option(
             help="Of the vectors: float32, int8, uint8, binary or ubinary (one bit per coordinate)."
         ),
     ] = "float32",
     ranges: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="int8, uint8: NAME.ranges.npy of an earlier file, so that levels mean the same in both."
         ),
     ] = None,
     image_root: ImageRoot = None,
     on_bad_record: Annotated[
         OnBadRecord,
-        typer.Option(
+        Option(
             help="stop, or skip: leave out what cannot be encoded, named in NAME.skipped.jsonl."
         ),
     ] = "stop",

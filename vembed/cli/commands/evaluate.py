@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import typer
+from typer import Argument, Option
 
 from vembed.cli.support import (
     AnyModel,
@@ -34,34 +34,32 @@ def eval(
     model: AnyModel,
     data: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="DATA",
             help="A BEIR-style folder, or a file of pairs or scored pairs.",
         ),
     ],
     dims: Annotated[
         str,
-        typer.Option(
-            help="Also score at these sizes, as 256,128. Default: the model's own."
-        ),
+        Option(help="Also score at these sizes, as 256,128. Default: the model's own."),
     ] = "",
-    ks: Annotated[str, typer.Option(help="Cut-offs of the metrics.")] = "1,5,10,100",
+    ks: Annotated[str, Option(help="Cut-offs of the metrics.")] = "1,5,10,100",
     task: Annotated[
         Literal["auto", "retrieval", "similarity"],
-        typer.Option(help="auto, retrieval or similarity."),
+        Option(help="auto, retrieval or similarity."),
     ] = "auto",
     split: Annotated[
         str | None,
-        typer.Option(help="Split of the qrels of a BEIR-style folder. Default: test."),
+        Option(help="Split of the qrels of a BEIR-style folder. Default: test."),
     ] = None,
     compressed: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Also score int8 and binary documents, and draw quality against bytes (.png, .svg)."
         ),
     ] = None,
     column_mapping: ColumnMapping = "",
-    on_bad_record: Annotated[OnBadRecord, typer.Option(help="stop or skip.")] = "stop",
+    on_bad_record: Annotated[OnBadRecord, Option(help="stop or skip.")] = "stop",
     batch_tokens: BatchTokens = None,
     torch_dtype: WeightsDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,

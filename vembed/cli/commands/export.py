@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from vembed.cli.support import TrustRemoteCode, log_line, usable_model
 from vembed.errors import UserError
@@ -17,34 +17,34 @@ from vembed.errors import UserError
 def export(
     model: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="MODEL",
             help="A run, a checkpoint of one, a model folder or an adapter.",
         ),
     ],
     output: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="OUTPUT",
             help="A new folder. With --check it may be left out: nothing is kept.",
         ),
     ] = None,
     form: Annotated[
         Literal["safetensors", "onnx", "static", "openvino", "gguf"] | None,
-        typer.Option(
+        Option(
             "--format",
             help="safetensors, onnx, static, openvino or gguf. Default: a copy of the folder.",
         ),
     ] = None,
     precision: Annotated[
         Literal["float32", "float16", "bfloat16", "int8"] | None,
-        typer.Option(
+        Option(
             help="float32, float16, bfloat16 or int8. Default: float32, for safetensors that of the file."
         ),
     ] = None,
     check: Annotated[
         bool | None,
-        typer.Option(
+        Option(
             "--check/--no-check",
             help="Compare 200 texts through the export and the model, and refuse an export that differs. "
             "Default: yes, but a plain copy is not loaded. --check without --format takes safetensors.",
@@ -52,26 +52,24 @@ def export(
     ] = None,
     data: Annotated[
         str | None,
-        typer.Option(
-            help="Evaluation data for texts and nDCG. Default: those of the run."
-        ),
+        Option(help="Evaluation data for texts and nDCG. Default: those of the run."),
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(
+        Option(
             min=0.0,
             help="Largest cosine distance. Default: 1e-4, 1e-3, 1e-2 or 5e-2 by precision.",
         ),
     ] = None,
     server: Annotated[
         Literal["tei", "vllm", "llama.cpp", "infinity", "fastembed"] | None,
-        typer.Option(
+        Option(
             "--for",
             help="tei, vllm, llama.cpp, infinity or fastembed: its format and start command.",
         ),
     ] = None,
     merge: Annotated[
-        bool, typer.Option("--merge", help="Merge an adapter into the weights.")
+        bool, Option("--merge", help="Merge an adapter into the weights.")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-import typer
 import yaml
+from typer import Option
 
 from vembed.cli.commands.demo import demo_model
 from vembed.cli.support import ColumnMapping, option
@@ -78,37 +78,37 @@ class DataSummary:
 
 def init(
     family: Annotated[
-        str, typer.Option(help="Kind of model: text_encoder, text_decoder, clip, ...")
+        str, Option(help="Kind of model: text_encoder, text_decoder, clip, ...")
     ] = "text_encoder",
     data: Annotated[
-        str, typer.Option(help="Training data. Its first records are read.")
+        str, Option(help="Training data. Its first records are read.")
     ] = "train.jsonl",
-    val_data: Annotated[str | None, typer.Option(help="Validation data.")] = None,
+    val_data: Annotated[str | None, Option(help="Validation data.")] = None,
     model: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Hub name or folder. demo: that of `vembed demo`. Default: a good one of that kind."
         ),
     ] = None,
     query: Annotated[
-        str | None, typer.Option(help="The column of the queries. Default: guessed.")
+        str | None, Option(help="The column of the queries. Default: guessed.")
     ] = None,
     positive: Annotated[
         str | None,
-        typer.Option(help="The column of what they should find. Default: guessed."),
+        Option(help="The column of what they should find. Default: guessed."),
     ] = None,
     column_mapping: ColumnMapping = "",
-    output: Annotated[str, typer.Option(help="The config to write.")] = "vembed.yaml",
+    output: Annotated[str, Option(help="The config to write.")] = "vembed.yaml",
     force: Annotated[
-        bool, typer.Option("--force", help="Write over an existing file.")
+        bool, Option("--force", help="Write over an existing file.")
     ] = False,
     tokenizer: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Train a tokenizer on the data instead, and write it to this folder."
         ),
     ] = None,
-    vocab_size: Annotated[int, typer.Option(min=300, help="Its size.")] = 8192,
+    vocab_size: Annotated[int, Option(min=300, help="Its size.")] = 8192,
 ) -> None:
     """Write a commented starter config for a kind of model and a data file, whose columns are guessed by content."""
     if tokenizer is not None:

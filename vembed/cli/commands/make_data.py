@@ -41,7 +41,8 @@ class Arguments(NamedTuple):
 def mine(args: ConfigArguments = None) -> Any:
     """Find hard negatives for training data in a corpus."""
     config, arguments = _read(MineConfig, "mine", mine.__doc__, args)
-    from vembed.mining.mine import check_config, read_inputs, work_folder
+    from vembed.mining.known_positives import read_inputs
+    from vembed.mining.mine import check_config, work_folder
     from vembed.mining.mine import mine as mine_negatives
 
     target = check_config(config)
@@ -88,7 +89,7 @@ def audit(args: ConfigArguments = None) -> Any:
     config, arguments = _read(AuditConfig, "audit", audit.__doc__, args)
     from vembed.data_tools.audit.run import audit as audit_data
     from vembed.data_tools.audit.run import check_audit, mining_config
-    from vembed.mining.mine import read_inputs
+    from vembed.mining.known_positives import read_inputs
 
     page = check_audit(config)
     if arguments.is_dry_run:

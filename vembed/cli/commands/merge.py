@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, Option
 
 from vembed.cli.support import Nproc, numbers, share
 
@@ -12,59 +12,55 @@ from vembed.cli.support import Nproc, numbers, share
 def merge(
     models: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="MODEL", help="Folders, Hub names, adapters, checkpoints or runs."
         ),
     ],
-    output: Annotated[str, typer.Option("--output", "-o", help="A new folder.")],
+    output: Annotated[str, Option("--output", "-o", help="A new folder.")],
     method: Annotated[
         Literal["mean", "weighted", "slerp", "task_arithmetic", "ties", "dare", "soup"],
-        typer.Option(
-            help="mean, weighted, slerp, task_arithmetic, ties, dare or soup."
-        ),
+        Option(help="mean, weighted, slerp, task_arithmetic, ties, dare or soup."),
     ] = "mean",
-    weights: Annotated[
-        str, typer.Option(help="One number for each model, as 0.7,0.3.")
-    ] = "",
+    weights: Annotated[str, Option(help="One number for each model, as 0.7,0.3.")] = "",
     base: Annotated[
         str | None,
-        typer.Option(help="What differences are taken from. Default: what all share."),
+        Option(help="What differences are taken from. Default: what all share."),
     ] = None,
     of: Annotated[
         Literal["auto", "weights", "differences"],
-        typer.Option(help="slerp: of the weights or of the differences from the base."),
+        Option(help="slerp: of the weights or of the differences from the base."),
     ] = "auto",
     density: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="ties, dare: the share that is kept."),
+        Option(min=0.0, max=1.0, help="ties, dare: the share that is kept."),
     ] = 0.2,
     scale: Annotated[
         float,
-        typer.Option(help="task_arithmetic, ties, dare: factor of the difference."),
+        Option(help="task_arithmetic, ties, dare: factor of the difference."),
     ] = 1.0,
     interpolate: Annotated[
-        float, typer.Option(help="1: the merged model, 0: the base.")
+        float, Option(help="1: the merged model, 0: the base.")
     ] = 1.0,
     last: Annotated[
-        int | None, typer.Option(min=1, help="Of a run: its last so many checkpoints.")
+        int | None, Option(min=1, help="Of a run: its last so many checkpoints.")
     ] = None,
     sweep: Annotated[
         str,
-        typer.Option(
+        Option(
             help="Evaluate a line of weights, as 0,0.25,0.5,0.75,1, and keep the best."
         ),
     ] = "",
     data: Annotated[
-        str | None, typer.Option(help="Evaluation data, for soup and --sweep.")
+        str | None, Option(help="Evaluation data, for soup and --sweep.")
     ] = None,
     metric: Annotated[
-        str, typer.Option(help="What decides. Default: nDCG@10 or Spearman.")
+        str, Option(help="What decides. Default: nDCG@10 or Spearman.")
     ] = "auto",
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="auto, float32, bfloat16 or float16."),
+        Option(help="auto, float32, bfloat16 or float16."),
     ] = "auto",
-    seed: Annotated[int, typer.Option(help="dare: what its draws depend on.")] = 42,
+    seed: Annotated[int, Option(help="dare: what its draws depend on.")] = 42,
     nproc: Nproc = 1,
 ) -> Any:
     """Merge models of one architecture into one: means, slerp, task arithmetic, TIES, DARE, greedy soups."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
 
 from vembed.cli.support import (
     ConfigArguments,
     read_config_arguments,
-    taken_flags,
 )
 
 if TYPE_CHECKING:
@@ -28,11 +29,15 @@ NAMES = {
 """Parts of the memory whose names say too little."""
 
 
-def plan(args: ConfigArguments = None) -> tuple[Any, int]:
+def plan(
+    args: ConfigArguments = None,
+    gpu: Annotated[str | None, Option()] = None,
+    memory: Annotated[str | None, Option()] = None,
+) -> tuple[Any, int]:
     """Predict the memory of each process for a config, and the settings that fit, without loading the model."""
-    rest, (gpu, memory) = taken_flags(args or [], ("--gpu", "--memory"))
     # A dry run needs no machine rank, and may describe GPUs of other machines.
-    arguments = read_config_arguments("plan", plan.__doc__, [*rest, "--dry-run"])
+    words = [*(args or []), "--dry-run"]
+    arguments = read_config_arguments("plan", plan.__doc__, words)
     from vembed.parallel.hardware import read_hardware
     from vembed.pipelines.prediction import predict
     from vembed.pipelines.stages.estimates import estimates, table
@@ -60,6 +65,7 @@ def plan(args: ConfigArguments = None) -> tuple[Any, int]:
 def show(prediction: Prediction) -> dict[str, Any]:
     """Print a prediction in full, and return it as a dict."""
     from rich.console import Console
+    from rich.table import Table
 
     from vembed.parallel.estimate import GIB
 
@@ -76,7 +82,13 @@ def show(prediction: Prediction) -> dict[str, Any]:
         ("rows of each process", f"{placement.rows:,d}"),
     ]
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    console.print(_memory_table(rows))
+    title = "memory of each process"
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    table.add_column("what")
+    table.add_column("GB", justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
     fsdp_notes = () if placement.fsdp is None else placement.run.fsdp_notes
     for line in (*placement.run.notes, *fsdp_notes, *placement.notes):
         console.print(f"note: {line}")
@@ -112,18 +124,6 @@ def show(prediction: Prediction) -> dict[str, Any]:
         "ways_out": ways,
         "seconds": prediction.seconds,
     }
-
-
-def _memory_table(rows: list[tuple[str, str]]) -> Any:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, title="memory of each process")
-    table.title_justify = "left"
-    table.add_column("what")
-    table.add_column("GB", justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def ways_out(placement: Placement, size: ModelSize) -> list[str]:

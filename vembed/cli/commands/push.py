@@ -5,32 +5,32 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 
 def push(
     model: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="RUN", help="The output_dir of a finished run, or a model folder."
         ),
     ],
     repository: Annotated[
         str,
-        typer.Argument(metavar="REPOSITORY", help="Repository on the Hub: user/name."),
+        Argument(metavar="REPOSITORY", help="Repository on the Hub: user/name."),
     ],
     public: Annotated[
         bool,
-        typer.Option("--public", help="Make the repository public. Default: private."),
+        Option("--public", help="Make the repository public. Default: private."),
     ] = False,
     report: Annotated[
         bool,
-        typer.Option(
+        Option(
             help="With the report of the run, which shows texts of the validation data."
         ),
     ] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="List the files and send nothing.")
+        bool, Option("--dry-run", help="List the files and send nothing.")
     ] = False,
 ) -> dict[str, Any]:
     """Push a model to the Hub, with its card, the report and a description of the training data.

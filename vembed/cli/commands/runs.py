@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Argument, Option
 
 from vembed.cli.support import ConfigArguments, read_config_arguments
 from vembed.errors import UserError
@@ -30,7 +31,7 @@ def data(args: ConfigArguments = None) -> dict[str, Any] | None:
 def report(
     run: Annotated[
         str,
-        typer.Argument(metavar="RUN", help="The output_dir of a run, finished or not."),
+        Argument(metavar="RUN", help="The output_dir of a run, finished or not."),
     ],
 ) -> dict[str, Any]:
     """Write report.html and report.md of a run, also of one that was stopped or killed."""
@@ -47,14 +48,14 @@ def compare(
     ctx: typer.Context,
     runs: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="RUN",
             help="Folders of runs, finished or not. The first is the baseline.",
         ),
     ],
     output: Annotated[
         str | None,
-        typer.Option("--output", "-o", help="The page. Default: comparison.html."),
+        Option("--output", "-o", help="The page. Default: comparison.html."),
     ] = None,
 ) -> dict[str, Any]:
     """Compare several runs on one page: curves, scores with intervals, settings that differ, queries won and lost."""
@@ -77,7 +78,7 @@ def compare(
 def card(
     model: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="MODEL", help="The output_dir of a finished run, or its final/."
         ),
     ],

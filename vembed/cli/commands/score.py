@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from vembed.cli.support import (
     AnyModel,
@@ -33,13 +33,11 @@ def score(
     model: AnyModel,
     pairs: Annotated[
         str,
-        typer.Argument(metavar="PAIRS", help="A file of pairs, as training reads it."),
+        Argument(metavar="PAIRS", help="A file of pairs, as training reads it."),
     ],
     output: Annotated[
         str,
-        typer.Option(
-            "--output", "-o", help="NAME.npy or NAME.jsonl. - is standard output."
-        ),
+        Option("--output", "-o", help="NAME.npy or NAME.jsonl. - is standard output."),
     ] = "-",
     column_mapping: ColumnMapping = "",
     image_root: ImageRoot = None,

@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 from vembed.cli.support import AnyModel, TrustRemoteCode, usable_model
 from vembed.errors import UserError
@@ -18,33 +18,33 @@ if TYPE_CHECKING:
 def serve(
     model: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="MODEL",
             help="A model folder, a Hub name, a run, a checkpoint, or an export to ONNX or OpenVINO.",
         ),
     ],
     host: Annotated[
-        str, typer.Option(help="Address to listen on. 0.0.0.0: every network.")
+        str, Option(help="Address to listen on. 0.0.0.0: every network.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="0: a free one, which is printed.")
+        int, Option(min=0, max=65535, help="0: a free one, which is printed.")
     ] = 8080,
     served_name: Annotated[
-        str | None, typer.Option(help="Name of the model. Default: that of its folder.")
+        str | None, Option(help="Name of the model. Default: that of its folder.")
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(
+        Option(
             envvar="VEMBED_API_KEY",
             help="Key that clients must send. Other users see arguments: set VEMBED_API_KEY.",
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one."),
+        Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one."),
     ] = None,
     truncate_dim: Annotated[
-        int | None, typer.Option(min=1, help="Keep only the first so many numbers.")
+        int | None, Option(min=1, help="Keep only the first so many numbers.")
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -92,7 +92,7 @@ def serve(
 def check_server(
     url: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="URL",
             help="Address of an OpenAI-compatible or TEI endpoint: http://localhost:8080.",
         ),
@@ -100,17 +100,13 @@ def check_server(
     model: AnyModel,
     data: Annotated[
         str | None,
-        typer.Option(
-            help="Evaluation data for texts and nDCG. Default: those of the run."
-        ),
+        Option(help="Evaluation data for texts and nDCG. Default: those of the run."),
     ] = None,
     served_name: Annotated[
         str | None,
-        typer.Option(
-            help="Name of the model at the server. Default: MODEL as it is given."
-        ),
+        Option(help="Name of the model at the server. Default: MODEL as it is given."),
     ] = None,
-    tolerance: Annotated[float, typer.Option(help="Largest cosine distance.")] = 1e-3,
+    tolerance: Annotated[float, Option(help="Largest cosine distance.")] = 1e-3,
 ) -> dict[str, Any]:
     """Compare a running embedding server with the model, batch by batch.
 

@@ -5,36 +5,32 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Argument, Option
 
 
 def tune(
     config: Annotated[
         str,
-        typer.Argument(
-            metavar="CFG", help="The config to start from, with validation data."
-        ),
+        Argument(metavar="CFG", help="The config to start from, with validation data."),
     ],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
+    overrides: Annotated[list[str] | None, Argument(metavar="KEY=VALUE")] = None,
     trials: Annotated[
         int,
-        typer.Option(min=1, help="Trials in all, those of an earlier start included."),
+        Option(min=1, help="Trials in all, those of an earlier start included."),
     ] = 20,
     options: Annotated[
-        str, typer.Option(help="Options to search, as learning_rate,temperature.")
+        str, Option(help="Options to search, as learning_rate,temperature.")
     ] = "",
     output: Annotated[
-        str, typer.Option(help="Folder of the search, in which it goes on.")
+        str, Option(help="Folder of the search, in which it goes on.")
     ] = "tune",
     nproc: Annotated[
-        int, typer.Option("--nproc", min=0, help="Trials at once. 0: one for each GPU.")
+        int, Option("--nproc", min=0, help="Trials at once. 0: one for each GPU.")
     ] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    seed: Annotated[int, Option(help="Seed of the search.")] = 0,
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Show the options, their ranges and the trials."
-        ),
+        Option("--dry-run", help="Show the options, their ranges and the trials."),
     ] = False,
 ) -> dict[str, Any] | None:
     """Search for better values of a few options, and write the best config as YAML."""

@@ -6,13 +6,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 from vembed.data.batching.schedule import BatchSchedule, rank_rows
 from vembed.data.distinct import distinct
-from vembed.data.examples import Example, Item, Kind
+from vembed.data.examples import Example, Examples, Item, Kind
 from vembed.data.features import Features, Featuriser
 
 AHEAD = 2
@@ -109,18 +108,12 @@ def make_rank_batch(
     )
 
 
-class IndexedExamples(Protocol):
-    """Examples by number."""
-
-    def __getitem__(self, index: int, /) -> Example: ...
-
-
 class RankBatchStream:
     """Rank batches of one rank in order, from any starting point, prepared ahead by threads."""
 
     def __init__(
         self,
-        store: IndexedExamples,
+        store: Examples,
         batch_schedule: BatchSchedule,
         featuriser: Featuriser,
         rank: int,

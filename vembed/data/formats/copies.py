@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ log = logging.getLogger("vembed")
 
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """Endings of packed files, and pyarrow's names of their codecs."""
+VERSION_FACTS = ("size", "ETag", "etag", "md5", "mtime", "LastModified", "created")
 PIECE = 4 * 2**20
 MOST = 2**30
 MOST_TIMES = 200
@@ -35,34 +36,19 @@ def is_address(path: str) -> bool:
 
 def unpacked_copy(path: Path, cache: Path) -> Path:
     """Return a file without gzip, zstd or bzip2, in the cache folder; unpacked once for each version of it."""
-    name = path.with_suffix("").name
-    target = (
-        cache
-        / "unpacked"
-        / f"{short_hash(str(path.absolute()))}-{short_hash(stamp(path))}"
-        / name
-    )
-    if target.exists():
-        return target
+    version = f"{short_hash(str(path.absolute()))}-{short_hash(stamp(path))}"
+    target = cache / "unpacked" / version / path.with_suffix("").name
+    codec = CODECS[path.suffix.lower()]
     most = max(MOST, MOST_TIMES * path.stat().st_size)
-    title = f"unpacking {path}"
-    with (
-        partial_copy(target, str(path)) as partial,
-        ProgressReport(title, log=log.info) as progress,
-    ):
-        try:
-            with pa.CompressedInputStream(
-                pa.OSFile(str(path)), CODECS[path.suffix.lower()]
-            ) as source:
-                _copy(source, partial, progress, str(path), most)
-        except (pa.ArrowException, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"{path} cannot be unpacked as {CODECS[path.suffix.lower()]}: {reason}"
-            ) from error
-    remove_older(target)
+    try:
+        if not target.exists():
+            with pa.CompressedInputStream(pa.OSFile(str(path)), codec) as source:
+                _copy(source, target, str(path), most)
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} cannot be unpacked as {codec}: {reason}") from error
     return target
 
 
@@ -75,10 +61,11 @@ def fetched_copies(address: str, cache: Path) -> list[tuple[str, Path]]:
         places = sorted(files.glob(place)) if is_pattern(place) else [place]
         if not places:
             raise UserError(f"{address} names no file")
-        return [
-            (files.unstrip_protocol(file_place), _fetched(files, file_place, cache))
-            for file_place in places
-        ]
+        copies = []
+        for file_place in places:
+            name = files.unstrip_protocol(file_place)
+            copies.append((name, _fetched(files, file_place, name, cache)))
+        return copies
     except ImportError as error:
         scheme = address.partition("://")[0]
         raise UserError(
@@ -91,32 +78,17 @@ def fetched_copies(address: str, cache: Path) -> list[tuple[str, Path]]:
         ) from error
 
 
-def _fetched(files: Any, place: str, cache: Path) -> Path:
+def _fetched(files: Any, place: str, address: str, cache: Path) -> Path:
     facts = files.info(place)
     if facts["type"] != "file":
-        raise UserError(
-            f"{files.unstrip_protocol(place)} is a folder: name its files, as in .../*.jsonl"
-        )
+        raise UserError(f"{address} is a folder: name its files, as in .../*.jsonl")
     # What tells versions apart depends on the store: an entity tag, a time, or the size alone.
-    version = [
-        str(facts.get(fact))
-        for fact in ("size", "ETag", "etag", "md5", "mtime", "LastModified", "created")
-    ]
-    address = files.unstrip_protocol(place)
-    target = (
-        cache
-        / "fetched"
-        / f"{short_hash(address)}-{short_hash(version)}"
-        / Path(place).name
-    )
+    known = [str(facts.get(fact)) for fact in VERSION_FACTS]
+    version = f"{short_hash(address)}-{short_hash(known)}"
+    target = cache / "fetched" / version / Path(place).name
     if not target.exists():
-        with (
-            partial_copy(target, address) as partial,
-            ProgressReport(f"fetching {address}", log=log.info) as progress,
-            files.open(place, "rb") as source,
-        ):
-            _copy(source, partial, progress, address, None)
-        remove_older(target)
+        with files.open(place, "rb") as source:
+            _copy(source, target, address, None)
     return target
 
 
@@ -125,15 +97,14 @@ def is_pattern(path: str) -> bool:
     return any(character in path for character in "*?[")
 
 
-def _copy(
-    source: Any,
-    target: Path,
-    progress: Callable[[int, int | None], None],
-    name: str,
-    most: int | None,
-) -> None:
+def _copy(source: Any, target: Path, name: str, most: int | None) -> None:
+    """Copy an open file, and remove the copies of its earlier versions."""
     done = 0
-    with target.open("wb") as file:
+    with (
+        partial_copy(target, name) as partial,
+        ProgressReport(f"copying {name}", log=log.info) as progress,
+        partial.open("wb") as file,
+    ):
         while piece := source.read(PIECE):
             file.write(piece)
             done += len(piece)
@@ -142,6 +113,7 @@ def _copy(
                     f"{name} unpacks to more than {most:,d} bytes, which no texts do"
                 )
             progress(done, None)
+    remove_older(target)
 
 
 @contextmanager
@@ -153,6 +125,8 @@ def partial_copy(target: Path, name: str) -> Iterator[Path]:
         yield partial
         partial.replace(target)
     except OSError as error:
+        if error.errno is None:  # of the source, not of this disk
+            raise
         raise UserError(
             f"{name} could not be copied into {target.parent} ({error.strerror or error}): {ROOM}"
         ) from error

@@ -194,17 +194,16 @@ def _open_folder(folder: Path, role: Role, cache: Path) -> list[Format]:
         reader = _open_file(class_records(folder, cache), cache, str(folder))
         reader.folder = folder
         return [reader]
-    names = sorted(
-        path.name for path in folder.iterdir() if not path.name.startswith(".")
-    )
-    if any(Path(name).suffix.lower() in IMAGE_SUFFIXES for name in names):
+    paths = sorted(path for path in folder.iterdir() if path.name[0] != ".")
+    names = listed(path.name for path in paths)
+    if any(path.suffix.lower() in IMAGE_SUFFIXES for path in paths):
         raise UserError(
             f"{folder} holds images and nothing that says what they show: write pairs with their paths into a file, or "
             f"put the images of each class into a folder of its own ({folder}/cat/1.jpg)"
         )
     raise UserError(
         f"{folder} is a folder without data files of one kind ({', '.join(ENDINGS)}), without folders of images and "
-        f"not saved by `datasets`; it holds {listed(names) or 'nothing'}: name a file"
+        f"not saved by `datasets`; it holds {names or 'nothing'}: name a file"
     )
 
 

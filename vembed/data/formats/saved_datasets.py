@@ -13,7 +13,7 @@ import pyarrow as pa
 from vembed.data.formats.arrow import ArrowRows
 from vembed.data.formats.base import first_line
 from vembed.data.messages import listed
-from vembed.data.watched_files import MappedFiles
+from vembed.data.watched_files import FileStamp, refuse_truncated
 from vembed.errors import UserError
 
 log = logging.getLogger("vembed")
@@ -40,7 +40,7 @@ class SavedDataset(ArrowRows):
         self.folder = folder
         self.columns = tuple(dataset.column_names)
         self._files = [Path(entry["filename"]) for entry in dataset.cache_files]
-        self._mapped = MappedFiles(self._files)
+        self._stamps = [FileStamp.of(path) for path in self._files]
         self._rows = dataset.with_format("arrow")
 
     @property
@@ -60,7 +60,7 @@ class SavedDataset(ArrowRows):
         """Yield rows. The first ones tell how large the next chunk may be."""
         num_rows = 32
         while start < stop:
-            self._mapped.check()
+            refuse_truncated(self._stamps)
             table = self._rows[start : min(start + num_rows, stop)]
             yield from table.to_batches()
             start += table.num_rows
@@ -118,12 +118,11 @@ def _split_for(name: str, dataset: Any, role: Role) -> Any:
     """Return the split for this role, or the dataset itself if it has no splits."""
     if not isinstance(dataset, dict):
         return dataset
-    splits = list(dataset)
+    if len(dataset) == 1:
+        return next(iter(dataset.values()))
     for split in _SPLITS[role]:
-        if split in splits:
+        if split in dataset:
             return dataset[split]
-    if len(splits) == 1:
-        return dataset[splits[0]]
     raise UserError(
-        f"{name} has the splits {listed(splits)}, and none is called {' or '.join(_SPLITS[role])}"
+        f"{name} has the splits {listed(dataset)}, and none is called {' or '.join(_SPLITS[role])}"
     )

@@ -29,6 +29,7 @@ MAX_BYTES = 256 * 2**20
 URL_SECONDS = 30.0
 LONGEST_NAME = 64
 """Characters of a text beyond which one that begins as an image in base64 does is no path."""
+_HTTP = ("http://", "https://")
 _ENCODED = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """Beginnings of images in base64: a data URI, PNG, JPEG, GIF and WebP."""
 
@@ -108,6 +109,7 @@ class ImageRoot:
 
     def reference(self, path: str) -> ImageRef:
         """Return the reference for a path or address in a record. Opens nothing."""
+        name = printable(path, 200)
         if "\0" in path or not path.strip():
             raise BadRecord("an image path is empty or has a NUL character in it")
         if path.startswith(_ENCODED) and len(path) > LONGEST_NAME:
@@ -116,39 +118,31 @@ class ImageRoot:
                 "Parquet"
             )
         if "://" in path:
-            return self._address(path)
+            if not path.startswith(_HTTP):
+                raise BadRecord(f"image address {name} is neither a path nor http(s)")
+            if not self.allow_urls:
+                raise BadRecord(
+                    f"image {name} is an address, and none is fetched unless allow_image_urls: true"
+                )
+            return ImageRef(path=path)
         if path.startswith("/"):
             return ImageRef(path=os.path.normpath(path))
         whole = os.path.normpath(f"{self.folder}/{path}")
-        if not self._stays_inside(whole):
-            raise BadRecord(
-                f"image path {printable(path, 200)} leads out of image_root ({self.folder}): "
-                "set image_root, or write the whole path"
-            )
-        return ImageRef(path=whole)
-
-    def _address(self, address: str) -> ImageRef:
-        if not address.startswith(("http://", "https://")):
-            raise BadRecord(
-                f"image address {printable(address, 200)} is neither a path nor http(s)"
-            )
-        if not self.allow_urls:
-            raise BadRecord(
-                f"image {printable(address, 200)} is an address, and none is fetched unless allow_image_urls: true"
-            )
-        return ImageRef(path=address)
-
-    def _stays_inside(self, whole: str) -> bool:
         # Folders are resolved once; only the last component is checked for every path.
         parent = whole.rpartition("/")[0]
-        known = self._inside.get(parent)
-        if known is None:
-            known = self._inside[parent] = _is_in(parent, self.folder) and _is_in(
-                os.path.realpath(parent), self._real
+        if parent not in self._inside:
+            real_parent = os.path.realpath(parent)
+            self._inside[parent] = _is_in(parent, self.folder) and _is_in(
+                real_parent, self._real
             )
-        return known and (
-            not _is_link(whole) or _is_in(os.path.realpath(whole), self._real)
-        )
+        is_inside = self._inside[parent]
+        if is_inside and Path(whole).is_symlink():
+            is_inside = _is_in(os.path.realpath(whole), self._real)
+        if not is_inside:
+            raise BadRecord(
+                f"image path {name} leads out of image_root ({self.folder}): set image_root, or write the whole path"
+            )
+        return ImageRef(path=whole)
 
 
 def check_image(image: ImageRef) -> None:
@@ -165,12 +159,9 @@ def check_image(image: ImageRef) -> None:
                 is_png = picture.format == "PNG"
                 if is_png:
                     picture.verify()  # by its checksums; after that it can only be opened again
-                else:
-                    picture.load()
-            if is_png:
-                file.seek(0)
-                with _parsed(file) as picture:
-                    picture.load()
+                    file.seek(0)
+            with _parsed(file) as picture:
+                picture.load()
     except UserError as error:
         raise BadRecord(str(error)) from error
 
@@ -189,22 +180,12 @@ def load_image(image: ImageRef) -> Image.Image:
 def image_size(image: ImageRef) -> tuple[int, int]:
     """Return width and height of the image that `load_image` returns, from the file's header only."""
     with _named(image), _opened(image) as file, _parsed(file) as picture:
-        return (
-            (picture.height, picture.width)
-            if _turn(picture) in _SIDEWAYS
-            else picture.size
-        )
+        width, height = picture.size
+        return (height, width) if _turn(picture) in _SIDEWAYS else (width, height)
 
 
 def _is_in(path: str, folder: str) -> bool:
     return path == folder or path.startswith(f"{folder.rstrip('/')}/")
-
-
-def _is_link(path: str) -> bool:
-    try:
-        return stat.S_ISLNK(Path(path).lstat().st_mode)
-    except OSError:  # a missing file is reported when it is opened
-        return False
 
 
 @contextmanager
@@ -219,68 +200,54 @@ def _named(image: ImageRef) -> Iterator[None]:
             f"{image_name(image)} has more than {MAX_PIXELS:,d} pixels: scale it down"
         ) from error
     except UnidentifiedImageError as error:
-        known = ", ".join(_formats())
-        texts = (
-            "; if the column holds texts, write it as strings, not as bytes"
-            if _is_text(image.data)
-            else ""
-        )
+        hint = ""
+        if image.data is not None and image.data.isascii():
+            hint = "; if the column holds texts, write it as strings, not as bytes"
         raise UserError(
-            f"{image_name(image)} is none, or of an unknown format (known: {known}){texts}"
+            f"{image_name(image)} is none, or of an unknown format (known: {', '.join(_formats())}){hint}"
         ) from error
     except FileNotFoundError as error:
         raise UserError(f"{image_name(image)} does not exist") from error
     except (*_BROKEN, zlib.error) as error:
-        reason = (
-            error.strerror
-            if isinstance(error, OSError) and error.strerror
-            else str(error)
-        )
+        reason = str(error) or type(error).__name__
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
         raise UserError(
-            f"{image_name(image)} is broken or cannot be read: {reason or type(error).__name__}"
+            f"{image_name(image)} is broken or cannot be read: {reason}"
         ) from error
-
-
-def _is_text(data: bytes | None) -> bool:
-    try:
-        return data is not None and data.decode().isprintable()
-    except UnicodeDecodeError:
-        return False
 
 
 def image_name(image: ImageRef) -> str:
     """Return what messages call an image."""
-    name = (
-        f"of {len(image.data or b''):,d} bytes"
-        if image.path is None
-        else printable(image.path, 300)
-    )
+    name = f"of {len(image.data or b''):,d} bytes"
+    if image.path is not None:
+        name = printable(image.path, 300)
     return f"image {name} ({image.where})" if image.where else f"image {name}"
 
 
 @contextmanager
 def _opened(image: ImageRef) -> Iterator[BinaryIO]:
-    if image.path is None or _is_address(image):
-        data = _fetch(image.path) if image.path is not None else image.data or b""
-        with io.BytesIO(data) as file:
-            _check_size(len(data))
-            yield file
+    """Open the encoded image, if it has a size that is read."""
+    file: BinaryIO
+    if image.path is None:
+        file = io.BytesIO(image.data or b"")
+    elif _is_address(image):
+        file = io.BytesIO(_fetch(image.path))
     else:
-        status = Path(image.path).stat()
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would block forever
+        # Opening a pipe would block forever.
+        if not stat.S_ISREG(Path(image.path).stat().st_mode):
             raise UserError("is not a regular file")
-        _check_size(status.st_size)
-        with Path(image.path).open("rb") as on_disk:
-            yield on_disk
-
-
-def _check_size(size: int) -> None:
-    if size == 0:
-        raise UserError("is empty")
-    if size > MAX_BYTES:
-        raise UserError(
-            f"has {size:,d} bytes, and at most {MAX_BYTES:,d} are read: scale it down"
-        )
+        file = Path(image.path).open("rb")  # noqa: SIM115 - closed below
+    with file:
+        size = file.seek(0, io.SEEK_END)
+        file.seek(0)
+        if size == 0:
+            raise UserError("is empty")
+        if size > MAX_BYTES:
+            raise UserError(
+                f"has {size:,d} bytes, and at most {MAX_BYTES:,d} are read: scale it down"
+            )
+        yield file
 
 
 @contextmanager
@@ -332,7 +299,7 @@ def _rgb(picture: Image.Image) -> Image.Image:
 
 
 def _is_address(image: ImageRef) -> bool:
-    return image.path is not None and image.path.startswith(("http://", "https://"))
+    return image.path is not None and image.path.startswith(_HTTP)
 
 
 def _fetch(address: str) -> bytes:

@@ -127,32 +127,19 @@ def resized(
     picture: Image.Image, height: int, width: int, resample: Image.Resampling
 ) -> Image.Image:
     """Return the image in another size."""
-    return (
-        picture
-        if picture.size == (width, height)
-        else picture.resize((width, height), resample=resample)
-    )
+    if picture.size == (width, height):
+        return picture
+    return picture.resize((width, height), resample=resample)
 
 
 def _cropped(planes_CHW: np.ndarray, height: int, width: int) -> np.ndarray:
     """Return the middle; a smaller image gets a black border."""
-    if planes_CHW.shape[1:] == (height, width):
-        return planes_CHW
-    (from_top, to_top), (from_left, to_left) = (
-        _middle(has, wanted)
-        for has, wanted in zip(planes_CHW.shape[1:], (height, width), strict=True)
-    )
-    if planes_CHW.shape[1] >= height and planes_CHW.shape[2] >= width:
-        return planes_CHW[:, from_top, from_left]
-    cropped = np.zeros((len(planes_CHW), height, width), np.uint8)
-    cropped[:, to_top, to_left] = planes_CHW[:, from_top, from_left]
-    return cropped
-
-
-def _middle(has: int, wanted: int) -> tuple[slice, slice]:
-    """Return the part of an edge that is taken, and its place in the cropped one."""
-    if has >= wanted:
-        start = (has - wanted) // 2
-        return slice(start, start + wanted), slice(0, wanted)
-    start = math.ceil((wanted - has) / 2)
-    return slice(0, has), slice(start, start + has)
+    borders = [(0, 0)]
+    for has, wanted in zip(planes_CHW.shape[1:], (height, width), strict=True):
+        missing = max(wanted - has, 0)
+        borders.append((math.ceil(missing / 2), missing // 2))
+    if any(map(any, borders)):
+        planes_CHW = np.pad(planes_CHW, borders)
+    top = (planes_CHW.shape[1] - height) // 2
+    left = (planes_CHW.shape[2] - width) // 2
+    return planes_CHW[:, top : top + height, left : left + width]

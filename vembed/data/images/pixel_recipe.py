@@ -47,32 +47,28 @@ class Scale:
 
     def apply(self, values: Tensor) -> Tensor:
         """Return the numbers of uint8 values [n, channels, a, b] as contiguous float32."""
-        if values.device.type == "cpu":
-            # NumPy computes in the calling thread. PyTorch would wake a team of threads in each thread that collates.
-            numbers = np.empty(values.shape, np.float32)
-            step = max(_AT_ONCE // max(values[0].numel(), 1), 1)
-            for start in range(0, len(values), step):
-                self._write(
-                    values[start : start + step].numpy(), numbers[start : start + step]
-                )
-            return torch.from_numpy(numbers)
-        if (
-            values.device not in self._on_device
-        ):  # copied once, since every copy waits for the device
-            self._on_device[values.device] = [
-                torch.from_numpy(term).to(values.device) for term in self._terms
-            ]
-        of_divisor, of_mean, of_deviation = self._on_device[values.device]
-        floats = values.to(torch.float32, memory_format=torch.contiguous_format)
-        return floats.div_(of_divisor).sub_(of_mean).div_(of_deviation)
-
-    def _write(self, values: np.ndarray, numbers: np.ndarray) -> None:
+        device = values.device
+        if device.type != "cpu":
+            if device not in self._on_device:
+                # Copied once, since every copy waits for the device.
+                self._on_device[device] = [
+                    torch.from_numpy(term).to(device) for term in self._terms
+                ]
+            of_divisor, of_mean, of_deviation = self._on_device[device]
+            floats = values.to(torch.float32, memory_format=torch.contiguous_format)
+            return floats.div_(of_divisor).sub_(of_mean).div_(of_deviation)
+        # NumPy computes in the calling thread. PyTorch would wake a team of threads in each thread that collates.
         divisor, mean, deviation = self._terms
-        np.copyto(numbers, values)
-        if not (divisor == 1).all():
-            numbers /= divisor
-        numbers -= mean
-        numbers /= deviation
+        numbers = np.empty(values.shape, np.float32)
+        step = max(_AT_ONCE // max(values[0].numel(), 1), 1)
+        for start in range(0, len(values), step):
+            chunk = numbers[start : start + step]
+            np.copyto(chunk, values[start : start + step].numpy())
+            if not (divisor == 1).all():
+                chunk /= divisor
+            chunk -= mean
+            chunk /= deviation
+        return torch.from_numpy(numbers)
 
 
 @dataclass(frozen=True)

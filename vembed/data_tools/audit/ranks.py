@@ -9,7 +9,7 @@ from vembed.errors import UserError
 from vembed.mining.candidates import CandidateSearch
 from vembed.mining.choice import calibrate
 from vembed.mining.config import MineConfig
-from vembed.mining.mine import Inputs
+from vembed.mining.known_positives import Inputs
 
 LOW_RANK = 10
 """A positive below so many other documents is looked at."""

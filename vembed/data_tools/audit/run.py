@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,31 @@ from vembed.data_tools.audit.checks import (
     lengths,
     scripts,
 )
-from vembed.data_tools.audit.page import render
 from vembed.data_tools.audit.ranks import check_ranks
 from vembed.data_tools.config import AuditConfig
 from vembed.data_tools.init.data_page import PageSection, sections
 from vembed.errors import UserError
+from vembed.evaluation.report.page import render_page
 from vembed.mining.candidates import open_candidates
 from vembed.mining.config import MineConfig
-from vembed.mining.mine import Inputs, Log, open_session, read_inputs, work_folder
+from vembed.mining.known_positives import Inputs, read_inputs
+from vembed.mining.mine import Log, open_session, work_folder
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
 from vembed.mining.record_tables import Rows, open_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
 from vembed.saving.durability import replace_text
+
+SEVERITY_ORDER = ("error", "warning", "note")
+LENGTH_COLUMNS = ("count", "mean", "p5", "median", "p95", "longest")
+SOURCE_COLUMNS = [
+    "source",
+    "rows",
+    "positive found first",
+    "among the first 10",
+    "documents above it (median)",
+]
 
 
 @dataclass(frozen=True)
@@ -90,9 +101,7 @@ def audit(
             sources[name] = {"rows": size}
         if config.model_name is not None:
             folder = work_folder(mining)
-            search = open_candidates(
-                mining, inputs.documents, inputs.known, folder, running
-            )
+            search = open_candidates(mining, inputs, folder, running)
             search.find_all()
             sources = check_ranks(inputs, search, data, mining, findings)
             running.barrier()
@@ -162,23 +171,17 @@ def check_audit(config: AuditConfig) -> Path:
 
 def mining_config(config: AuditConfig) -> MineConfig:
     """The search that an audit needs, as options of mining."""
-    # near_duplicate has another meaning in an audit: between rows, not between a candidate and a positive.
-    names = set(MineConfig.model_fields) & set(AuditConfig.model_fields) - {
-        "near_duplicate"
-    }
-    values = config.model_dump(include=names, exclude_unset=True)
-    # MineConfig wants a model; without one the audit searches nothing.
-    fixed = {
-        "model_name": config.model_name or "none",
-        "output_path": config.output_path,
-        "top_k": config.top_k,
-    }
-    return MineConfig.model_validate(
-        # Without limits, and with the rows' own negatives among the candidates: what they are is what the audit looks
-        # at. Bad records are left out here and become a finding.
-        values
-        | fixed
-        | {"relative_margin": None, "keep_negatives": False, "on_bad_record": "skip"}
+    # Without limits, and with the rows' own negatives among the candidates: what they are is what the audit looks at.
+    # Bad records are left out here and become a finding.
+    return MineConfig.shared(
+        config,
+        # MineConfig wants a model; without one the audit searches nothing.
+        model_name=config.model_name or "none",
+        output_path=config.output_path,
+        top_k=config.top_k,
+        relative_margin=None,
+        keep_negatives=False,
+        on_bad_record="skip",
     )
 
 
@@ -254,3 +257,59 @@ def _check_records(rows: Rows, findings: Findings) -> None:
                 examples,
                 count=len(table),
             )
+
+
+def render(report: Mapping[str, Any]) -> str:
+    """Return the page: first what `vembed data` prints, then the findings."""
+    ordered = sorted(
+        report["findings"],
+        key=lambda found: (SEVERITY_ORDER.index(found["severity"]), -found["share"]),
+    )
+    findings = []
+    for finding in ordered:
+        columns: dict[str, None] = {}
+        for example in finding["examples"]:
+            columns |= dict.fromkeys(example)
+        examples = []
+        for example in finding["examples"]:
+            examples.append([example.get(name, "") for name in columns])
+        shown = {
+            "count": f"{finding['count']:,d} ({finding['share']:.1%})",
+            "columns": list(columns),
+            "examples": examples,
+        }
+        findings.append(finding | shown)
+
+    words = []
+    for part, values in report["lengths"].items():
+        row = [part]
+        for key in LENGTH_COLUMNS:
+            row.append(f"{values[key]:,.0f}" if key in values else "")
+        words.append(row)
+    letters = []
+    for part, shares in report["scripts"].items():
+        names = [f"{name} {share:.1%}" for name, share in shares.items()]
+        letters.append([part, ", ".join(names)])
+    sources = []
+    for source, values in report["sources"].items():
+        row = [source]
+        for key, value in values.items():
+            row.append(f"{value:.1%}" if key.startswith("found") else f"{value:,.0f}")
+        sources.append(row)
+    # Title, header, rows, and whether the texts wrap.
+    tables = [
+        ("Words", ["words", *LENGTH_COLUMNS], words, False),
+        ("Scripts", ["letters of", "scripts"], letters, True),
+    ]
+    if any(len(row) > 2 for row in sources):
+        tables.append(("Sources and the model", SOURCE_COLUMNS, sources, False))
+    return render_page(
+        "audit.html.j2",
+        title=f"Audit of {report['name']}",
+        name=report["name"],
+        summary=report["summary"],
+        data_sections=report["data"],
+        num_errors=sum(finding["severity"] == "error" for finding in findings),
+        findings=findings,
+        tables=tables,
+    )

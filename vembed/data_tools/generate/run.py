@@ -39,7 +39,8 @@ from vembed.mining.documents import (
     distinct_by,
     read_corpus,
 )
-from vembed.mining.mine import Log, open_session, read_inputs
+from vembed.mining.known_positives import read_inputs
+from vembed.mining.mine import Log, open_session
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
 from vembed.mining.record_tables import open_rows
@@ -261,29 +262,17 @@ def _round_trip(
     if session.is_main:
         write_rows(path, rows)
     session.barrier()
-    shared = {
-        "model_name",
-        "corpus_path",
-        "image_root",
-        "torch_dtype",
-        "max_length",
-        "trust_remote_code",
-        "batch_tokens",
-        "vector_dtype",
-        "on_bad_record",
-        "output_path",
-    }
-    values = config.model_dump(include=shared, exclude_unset=True) | {
-        "data_path": str(path),
-        "top_k": config.round_trip_top_k,
-        "num_negatives": 1,
-        "relative_margin": None,
-    }
-    if any("document_id" in row for row in rows):
-        values["positive_id_field"] = "document_id"
-    mining = MineConfig.model_validate(values)
+    has_ids = any("document_id" in row for row in rows)
+    mining = MineConfig.shared(
+        config,
+        data_path=str(path),
+        top_k=config.round_trip_top_k,
+        num_negatives=1,
+        relative_margin=None,
+        positive_id_field="document_id" if has_ids else None,
+    )
     inputs = read_inputs(mining)
-    store = open_candidates(mining, inputs.documents, inputs.known, folder, session)
+    store = open_candidates(mining, inputs, folder, session)
     store.find_all()
     positives = store.scores_of(inputs.known.positives)
     known = inputs.known

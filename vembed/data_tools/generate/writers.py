@@ -10,10 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from vembed.data.cache import short_hash
-from vembed.data_tools.config import GenerateConfig, Writer
+from vembed.data_tools.config import GenerateConfig
 from vembed.inference.reranker import add_padding_token, read_weights
-from vembed.mining.encoders import files_identity
+from vembed.mining.config import Endpoint
 from vembed.mining.endpoint import ChatClient
+from vembed.mining.retrievers import files_identity
 from vembed.mining.vectors import DTYPES
 from vembed.models.families.model_files import whole_model_folder
 from vembed.models.processors import open_tokenizer
@@ -39,105 +40,77 @@ WriteTexts = Callable[[Sequence[str], int], Iterator[tuple[int, str]]]
 """Takes prompts and a seed, and gives the number of each prompt and what was written, in any order."""
 
 
-class LocalWriter:
-    """A decoder of Transformers."""
-
-    def __init__(
-        self, writer: Writer, config: GenerateConfig, device: torch.device
-    ) -> None:
-        self._writer = writer
-        self._device = device
-        folder = whole_model_folder(writer.model, option="writer")
-        self._tokenizer = open_tokenizer(
-            folder, padding_side="left", trust_remote_code=config.trust_remote_code
+def load_writer(config: GenerateConfig, device: torch.device) -> WriteTexts:
+    """The model of `writer`: behind an endpoint, or a decoder of Transformers here."""
+    writer = config.writer
+    assert writer is not None, "the config asks for it"
+    if writer.base_url:
+        client = ChatClient(writer, writer.model)
+        return lambda prompts, _: client.complete(
+            prompts, writer.max_new_tokens, writer.temperature
         )
-        add_padding_token(self._tokenizer)
-        dtype = DTYPES.get(config.torch_dtype)
-        self._model = (
-            read_weights(AutoModelForCausalLM, folder, dtype, config.trust_remote_code)
-            .eval()
-            .to(device)
-        )
+    trust = config.trust_remote_code
+    folder = whole_model_folder(writer.model, option="writer")
+    tokenizer = open_tokenizer(folder, padding_side="left", trust_remote_code=trust)
+    add_padding_token(tokenizer)
+    dtype = DTYPES.get(config.torch_dtype)
+    model = read_weights(AutoModelForCausalLM, folder, dtype, trust).eval().to(device)
+    # None in words: generate() warns of sampling settings that a model brings along.
+    sampling: dict[str, Any] = {
+        "do_sample": False,
+        "temperature": None,
+        "top_p": None,
+        "top_k": None,
+    }
+    if writer.temperature > 0:
+        sampling = {"do_sample": True, "temperature": writer.temperature}
 
-    def write(self, prompts: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:
-        """The number of each prompt, and what was written."""
-        texts = [self._chat(prompt) for prompt in prompts]
-        # generate() draws from the global generator.
-        torch.manual_seed(seed)
-        # None in words: generate() warns of sampling settings that a model brings along.
-        sampling: dict[str, Any] = {
-            "do_sample": False,
-            "temperature": None,
-            "top_p": None,
-            "top_k": None,
-        }
-        if self._writer.temperature > 0:
-            sampling = {"do_sample": True, "temperature": self._writer.temperature}
-        for start in range(0, len(texts), self._writer.batch_size):
-            batch = texts[start : start + self._writer.batch_size]
-            inputs = self._tokenizer(
-                batch,
-                return_tensors="pt",
-                padding=True,
-                truncation=True,
-                max_length=self._writer.max_length,
-            ).to(self._device)
-            with torch.inference_mode():
-                answers = self._model.generate(
-                    input_ids=inputs["input_ids"],
-                    attention_mask=inputs["attention_mask"],
-                    max_new_tokens=self._writer.max_new_tokens,
-                    pad_token_id=self._tokenizer.pad_token_id,
-                    **sampling,
-                )
-            written = self._tokenizer.batch_decode(
-                answers[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True
-            )
-            yield from enumerate(written, start)
-
-    def _chat(self, prompt: str) -> str:
-        if self._tokenizer.chat_template is None:
+    def as_chat(prompt: str) -> str:
+        if tokenizer.chat_template is None:
             return f"{prompt}\n"
         messages = [{"role": "user", "content": prompt}]
-        text: str = self._tokenizer.apply_chat_template(
+        text: str = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
         return text
 
+    def write(prompts: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:
+        texts = list(map(as_chat, prompts))
+        # generate() draws from the global generator.
+        torch.manual_seed(seed)
+        for start in range(0, len(texts), writer.batch_size):
+            inputs = tokenizer(
+                texts[start : start + writer.batch_size],
+                return_tensors="pt",
+                padding=True,
+                truncation=True,
+                max_length=writer.max_length,
+            ).to(device)
+            with torch.inference_mode():
+                answers = model.generate(
+                    input_ids=inputs["input_ids"],
+                    attention_mask=inputs["attention_mask"],
+                    max_new_tokens=writer.max_new_tokens,
+                    pad_token_id=tokenizer.pad_token_id,
+                    **sampling,
+                )
+            new = answers[:, inputs["input_ids"].shape[1] :]
+            written = tokenizer.batch_decode(new, skip_special_tokens=True)
+            yield from enumerate(written, start)
 
-def load_writer(config: GenerateConfig, device: torch.device) -> WriteTexts:
-    """The model of `writer`: behind an endpoint, or here."""
-    writer = config.writer
-    assert writer is not None, "the config asks for it"
-    if not writer.base_url:
-        return LocalWriter(writer, config, device).write
-    client = ChatClient(writer, writer.model)
-    return lambda prompts, _: client.complete(
-        prompts, writer.max_new_tokens, writer.temperature
-    )
+    return write
 
 
 def writer_identity(config: GenerateConfig) -> str:
-    """A short name for everything that a written text depends on besides the document."""
-    if config.writer is None:
-        return ""
+    """A short name for everything that a written text depends on besides the document and the examples."""
     writer = config.writer
-    model = writer.model if writer.base_url else files_identity(writer.model)
-    endpoint = {
-        "api_key_env",
-        "timeout_seconds",
-        "max_retries",
-        "retry_seconds",
-        "concurrency",
-    }
+    assert writer is not None, "the config asks for it"
+    connection = set(Endpoint.model_fields) - {"base_url"}
+    shown = {"language", "personas", "num_examples", "prompts"}
     return short_hash(
-        model,
-        writer.model_dump(exclude=endpoint),
-        config.language,
-        config.personas,
-        config.num_examples,
-        config.examples_path,
-        config.prompts,
+        writer.model if writer.base_url else files_identity(writer.model),
+        writer.model_dump(exclude=connection),
+        config.model_dump(include=shown),
         PROMPTS,
         RULES,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -32,13 +32,11 @@ class Estimate:
     fits: bool = True
 
 
-def pipeline_table(
-    pipeline: Pipeline, arguments: TrainArguments, env: Mapping[str, str]
-) -> str:
+def pipeline_table(pipeline: Pipeline, arguments: TrainArguments) -> str:
     """Return the estimates of all steps for a dry run, which fetches nothing and without a model imports no torch."""
 
     def predict_if_here(stage: TrainArguments) -> Prediction:
-        run = resolve_run(stage.source, stage.overrides, stage=stage.stage, env=env)
+        run = resolve_run(stage.source, stage.overrides, stage=stage.stage)
         model = run.config.model
         if of_model(model.model_name, model.model_revision) is None:
             raise UserError(
@@ -46,7 +44,7 @@ def pipeline_table(
             )
         from vembed.pipelines.prediction import predict  # imports torch
 
-        return predict(stage, env)
+        return predict(stage)
 
     return table(estimates(pipeline, arguments, predict_if_here, skips_missing=True))
 

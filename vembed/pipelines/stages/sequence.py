@@ -53,7 +53,6 @@ def pipeline_of_arguments(arguments: TrainArguments) -> Pipeline | None:
 def run_stages(
     pipeline: Pipeline,
     arguments: TrainArguments,
-    env: Mapping[str, str] = os.environ,
     *,
     starts_processes: bool,
     train: Callable[[TrainArguments], int] | None = None,
@@ -66,10 +65,10 @@ def run_stages(
     """
 
     def train_by_command(stage_arguments: TrainArguments) -> int:
-        return run_train(stage_arguments, env, starts_processes=starts_processes)
+        return run_train(stage_arguments, starts_processes=starts_processes)
 
     chosen = _chosen(pipeline, arguments)
-    stages = [_Stage(pipeline, step, arguments, env) for step in pipeline.steps]
+    stages = [_Stage(pipeline, step, arguments) for step in pipeline.steps]
     for stage in stages:
         if stage.step in chosen:
             # A mistake in the last step must not come out after days of training.
@@ -94,8 +93,8 @@ def run_stages(
         if code:
             return code
     if arguments.is_dry_run:
-        sys.stdout.write(pipeline_table(pipeline, arguments, env))
-    elif _is_main(env):
+        sys.stdout.write(pipeline_table(pipeline, arguments))
+    elif _is_main():
         log_line(f"stages: all done; report: {_write_report(pipeline)}")
     return 0
 
@@ -118,11 +117,9 @@ class _Stage:
         pipeline: Pipeline,
         step: Step,
         arguments: TrainArguments,
-        env: Mapping[str, str],
     ) -> None:
         self.pipeline = pipeline
         self.step = step
-        self.env = env
         self.folder = pipeline.folder(step.name)
         self.before = pipeline.before(step.name)
         self.model_before = pipeline.model_before(step.name)
@@ -161,8 +158,8 @@ class _Stage:
         if self.model_before is not None and self.step.option("model_name") is None:
             start = known[self.model_before.name]
         world_size = 1
-        if self.env.get("WORLD_SIZE"):
-            world_size = int(self.env["WORLD_SIZE"])
+        if os.environ.get("WORLD_SIZE"):
+            world_size = int(os.environ["WORLD_SIZE"])
         elif run.processes.value != "auto":
             world_size = int(run.processes.value) * run.machines.value
         fingerprint = of_training(run.config, start, world_size)
@@ -177,7 +174,7 @@ class _Stage:
         name = self.step.name
         state = _read_state(self.folder)
         is_same = state.get("fingerprint") == fingerprint
-        is_main = _is_main(self.env)
+        is_main = _is_main()
         if is_same and state.get("state") == "done":
             if is_main:
                 log_line(
@@ -260,7 +257,7 @@ class _Stage:
 
     def _run_between(self) -> tuple[int, dict[str, Any]]:
         final = self.folder / "final"
-        is_main = _is_main(self.env)
+        is_main = _is_main()
         if self.step.kind == "merge" and is_main and final.exists():
             raise UserError(
                 f"{final} exists already; remove it, or give the merge another name"
@@ -331,12 +328,10 @@ class _Stage:
 
     def _resolve(self) -> ResolvedRun:
         arguments = self.arguments
-        return resolve_run(
-            arguments.source, arguments.overrides, stage=self.step.name, env=self.env
-        )
+        return resolve_run(arguments.source, arguments.overrides, stage=self.step.name)
 
     def _write_state(self, state: Mapping[str, Any]) -> None:
-        if _is_main(self.env):
+        if _is_main():
             self.folder.mkdir(parents=True, exist_ok=True)
             path = self.folder / STATE_FILE
             partial = path.with_suffix(".part")
@@ -445,5 +440,5 @@ def _as_word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _is_main(env: Mapping[str, str]) -> bool:
-    return env.get("RANK", "0") == "0"
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"

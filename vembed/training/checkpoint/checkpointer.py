@@ -19,25 +19,19 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Self
 
 import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-)
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from vembed.config.schema import ModelSection, RunSection
@@ -46,7 +40,7 @@ from vembed.files import read_json_object
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
 from vembed.parallel.session import Session
-from vembed.saving.durability import way_out
+from vembed.saving.durability import way_out, write_durably
 from vembed.training.checkpoint import folder as folders
 from vembed.training.checkpoint import schema
 from vembed.training.checkpoint.folder import (
@@ -119,8 +113,8 @@ class Checkpointer:
         # An asynchronous save communicates from its own thread, so it needs a process group of its own.
         timeout = timedelta(minutes=session.placement.run.timeout_minutes.value)
         self._group = collectives.new_cpu_group(timeout) if run.async_save else None
-        self._pending: Future[Any] | None = None
-        self._pending_step = -1
+        self._pending: tuple[int, Future[Any]] | None = None
+        """Step of an asynchronous save, and its result."""
         self._saved_step = -1
         self._damaged: set[Path] = set()
         self._elsewhere: dict[int, Path] = {}
@@ -131,10 +125,7 @@ class Checkpointer:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
+        self, kind: object, error: BaseException | None, traceback: object
     ) -> None:
         """Finish the checkpoint that is being written, also when the run has failed."""
         try:
@@ -168,6 +159,7 @@ class Checkpointer:
                 break
             damaged[path] = problems
             log.warning("skipped %s: %s", path, "; ".join(problems))
+        self._damaged = set(damaged)
         resume = self.run.resume
         if chosen is None and damaged and resume != "auto":
             reasons = "; ".join(
@@ -177,7 +169,6 @@ class Checkpointer:
                 f"resume: {'true' if resume is True else resume}, but none of the {len(damaged)} checkpoint(s) is "
                 f"intact ({reasons}); restore one, or start anew with resume: auto or in another output_dir"
             )
-        self._damaged = set(damaged)
         # A path to resume from may be a folder of each machine's own.
         seal = None if chosen is None else folders.sha256_of(chosen / MANIFEST)
         require_equal(
@@ -206,22 +197,19 @@ class Checkpointer:
         if point is None:
             return
         differences = self._differences(point)
-        if self.run.resume == "force":
-            forbidden = [str(entry) for entry in differences if not entry.is_allowed]
-            if forbidden:
-                log.warning(
-                    "resume: force: going on although the settings differ: %s",
-                    "; ".join(forbidden),
-                )
+        forbidden = [str(entry) for entry in differences if not entry.is_allowed]
+        if forbidden and self.run.resume == "force":
+            log.warning(
+                "resume: force: going on although the settings differ: %s",
+                "; ".join(forbidden),
+            )
         else:
             refuse(differences, str(point.path))
         changed = []
         for entry in differences:
             # What is auto now is decided again, later.
-            is_shown = (
-                entry.name not in ("resume", "output_dir") and entry.now != "auto"
-            )
-            if is_shown and entry.is_allowed:
+            is_named = entry.name not in ("resume", "output_dir")
+            if entry.is_allowed and is_named and entry.now != "auto":
                 changed.append(str(entry))
         if changed:
             log.info("settings changed since the checkpoint: %s", "; ".join(changed))
@@ -245,24 +233,53 @@ class Checkpointer:
         aside later checkpoints, removes the earlier run with `overwrite`, and cuts metrics.jsonl to end where this run
         begins.
         """
-        if self.session.is_main:
-            for name in folders.remove_leftovers(self.output):
-                log.info("removed %s (incomplete, left by an earlier process)", name)
-            if self.run.overwrite and point is None:
-                self._remove_earlier_run()
-            self._set_later_aside(point)
-            if point is None:
-                trim_metrics(self.output, -1)
-            else:
-                loop = point.state["loop"]
-                is_same_folder = point.path.resolve().parent == self.output.resolve()
-                metrics = loop["hooks"].get("metrics", {}) if is_same_folder else {}
-                trim_metrics(
-                    self.output,
-                    loop["step"],
-                    is_scored=loop["scored_step"] == loop["step"],
-                    num_bytes=metrics.get("bytes", 0),
+        if not self.session.is_main:
+            collectives.barrier()
+            return
+        for path in sorted(self.output.glob(f"checkpoint-*{PARTIAL}")):
+            if path.is_dir():
+                shutil.rmtree(path)
+                log.info(
+                    "removed %s (incomplete, left by an earlier process)", path.name
                 )
+        checkpoints = list_checkpoints(self.output)
+        if self.run.overwrite and point is None:
+            # `final/` stays until the new model replaces it.
+            for _, path in checkpoints:
+                folders.remove(path)
+            if checkpoints or finished_run(self.output) is not None:
+                log.info(
+                    "overwrite: the earlier run in %s is replaced (%d checkpoints removed)",
+                    self.output,
+                    len(checkpoints),
+                )
+            forget_finished(self.output)
+            checkpoints = []
+        # Checkpoints later than the chosen one must not be taken for the resumed run's. All steps here are later than a
+        # checkpoint of another folder.
+        last = -1
+        for step, path in checkpoints:
+            if point is not None and path.resolve() == point.path.resolve():
+                last = step
+        for step, path in checkpoints:
+            if step > last:
+                ending = DAMAGED if path in self._damaged else ABANDONED
+                renamed = path.with_name(path.name + ending)
+                shutil.rmtree(renamed, ignore_errors=True)
+                path.rename(renamed)
+                log.info("renamed %s to %s", path, renamed.name)
+        if point is None:
+            trim_metrics(self.output, -1)
+        else:
+            loop = point.state["loop"]
+            is_same_folder = point.path.resolve().parent == self.output.resolve()
+            metrics = loop["hooks"].get("metrics", {}) if is_same_folder else {}
+            trim_metrics(
+                self.output,
+                loop["step"],
+                is_scored=loop["scored_step"] == loop["step"],
+                num_bytes=metrics.get("bytes", 0),
+            )
         collectives.barrier()
 
     def load(
@@ -277,7 +294,7 @@ class Checkpointer:
 
         `tensors` (see `save`) are filled in place, those that the checkpoint holds.
         """
-        self._read(point, model, loss, optimizer, tensors or {})
+        self._read(point, model, loss, optimizer, tensors)
         state: dict[str, Any] = dict(point.state["loop"])
         changed = {entry.name for entry in self._differences(point)} & JUDGES
         if changed:
@@ -286,17 +303,12 @@ class Checkpointer:
             )
             state |= NO_CHECKPOINT["best_step"]
             # Patience counts since that score.
-            hooks = dict(state["hooks"])
-            hooks.pop("patience", None)
-            state["hooks"] = hooks
+            state["hooks"] = dict(state["hooks"])
+            state["hooks"].pop("patience", None)
         if "val_data_path" in changed:
             # Scores on other data do not belong in this run's report and do not count as an evaluation of this step.
-            state |= {
-                "before": {},
-                "scores": {},
-                "scored_step": None,
-                "held_scores": {},
-            }
+            no_scores: dict[str, Any] = {"before": {}, "scores": {}, "held_scores": {}}
+            state |= {**no_scores, "scored_step": None}
         if self._may_go_back:
             state |= self._look_for_earlier(point, state)
         return state
@@ -320,7 +332,7 @@ class Checkpointer:
             )
             return False
         point = ResumePoint(directory, read_state(directory))
-        self._read(point, model, loss, None, tensors or {})
+        self._read(point, model, loss, None, tensors)
         return True
 
     def verify(self, directory: Path) -> list[str]:
@@ -357,50 +369,57 @@ class Checkpointer:
         start = time.monotonic()
         final = self.path_of(step)
         unfinished = final.with_name(final.name + PARTIAL)
-
-        def make_folder() -> None:
+        try:
             if self.session.is_main:
                 if unfinished.exists():
                     shutil.rmtree(unfinished)
                 unfinished.mkdir(parents=True)
-
-        problem = self._attempt(make_folder)
-        if problem is None and write_more is not None:
-            problem = self._attempt(partial(write_more, unfinished))
-        if problem is not None:
-            self._fail(final, problem)
-        kept_steps: set[int] = set()
-        for key in NO_CHECKPOINT:
-            if state[key] is not None:
-                kept_steps.add(state[key])
+            self._agree(step, None)
+            if write_more is not None:
+                write_more(unfinished)
+                self._agree(step, None)
+        except (OSError, SafetensorError) as error:
+            self._agree(step, error)
+        kept_steps = {state[key] for key in NO_CHECKPOINT} - {None}
         writer = CheckpointWriter(
             unfinished,
             final,
-            self._description(state, optimizer),
+            {
+                "loop": dict(state),
+                "config": dict(self.settings),
+                "identity": self.identity,
+                "optimizer": optimizer_kind(optimizer),
+                "strategy": self.session.strategy,
+                "precision": self.session.mixed_precision,
+                "world_size": self.session.world_size,
+                "versions": {
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
+            },
             rank=self.session.rank,
             on_commit=partial(self._on_commit, final, kept_steps, start),
         )
-        weights = tensors_of(model, loss, optimizer, tensors or {})
         arguments: dict[str, Any] = {
             "storage_writer": writer,
             "planner": DefaultSavePlanner(flatten_state_dict=False),
             "no_dist": self._is_alone,
         }
+        weights = tensors_of(model, loss, optimizer, tensors)
         if self.run.async_save:
             pending = async_save(weights, process_group=self._group, **arguments)
             assert isinstance(pending, Future)
-            self._pending = pending
-            self._pending_step = step
+            self._pending = (step, pending)
         else:
-            self._guard(partial(save, weights, **arguments), step)
+            self._finish(step, partial(save, weights, **arguments))
         self.save_seconds = max(self.save_seconds, time.monotonic() - start)
 
     def wait(self) -> None:
         """Wait for an asynchronous save. Each save calls this first; the run calls it before it ends."""
-        pending = self._pending
-        if pending is not None:
+        if self._pending is not None:
+            step, pending = self._pending
             self._pending = None
-            self._guard(pending.result, self._pending_step)
+            self._finish(step, pending.result)
 
     def path_of(self, step: int) -> Path:
         """Return the folder of a step's checkpoint of this run, whether or not it exists."""
@@ -434,19 +453,23 @@ class Checkpointer:
 
     def _check_output(self) -> None:
         """Raise UserError unless every rank can write to output_dir and sees there the files of rank 0."""
-        name = f".probe-{self.session.rank}"
-        problem = folders.probe(self.output, name)
+        probe = self.output / f".probe-{self.session.rank}"
+        problem = None
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+            write_durably(probe, b"vembed writes here\n")
+        except OSError as error:
+            problem = error.strerror or str(error)
         problems = collectives.gather_objects_as_json(problem)
         # Skipped where writing failed already: even a lookup may be forbidden there.
         sees_main = problem is not None or (self.output / ".probe-0").exists()
         is_shared = collectives.gather_objects_as_json(sees_main)
         if problem is None:
-            (self.output / name).unlink()
-        failed = [
-            f"process {rank}: {reason}"
-            for rank, reason in enumerate(problems)
-            if reason is not None
-        ]
+            probe.unlink()
+        failed = []
+        for rank, reason in enumerate(problems):
+            if reason is not None:
+                failed.append(f"process {rank}: {reason}")
         if failed:
             raise UserError(
                 f"output_dir: {self.output} cannot be written to ({'; '.join(failed[:3])}); give a folder that every "
@@ -459,32 +482,6 @@ class Checkpointer:
                 "all machines share"
             )
 
-    def _remove_earlier_run(self) -> None:
-        """Remove checkpoints, summary and report; `final/` stays until the new model replaces it."""
-        checkpoints = list_checkpoints(self.output)
-        for _, path in checkpoints:
-            folders.remove(path)
-        if checkpoints or finished_run(self.output) is not None:
-            log.info(
-                "overwrite: the earlier run in %s is replaced (%d checkpoints removed)",
-                self.output,
-                len(checkpoints),
-            )
-        forget_finished(self.output)
-
-    def _set_later_aside(self, point: ResumePoint | None) -> None:
-        """Rename checkpoints later than the chosen one, so that they are not taken for the resumed run's."""
-        checkpoints = list_checkpoints(self.output)
-        last = -1  # all steps here are later than a checkpoint of another folder
-        for step, path in checkpoints:
-            if point is not None and path.resolve() == point.path.resolve():
-                last = step
-        for step, path in checkpoints:
-            if step > last:
-                ending = DAMAGED if path in self._damaged else ABANDONED
-                renamed = folders.set_aside(path, ending)
-                log.info("renamed %s to %s", path, renamed.name)
-
     def _look_for_earlier(
         self, point: ResumePoint, state: Mapping[str, Any]
     ) -> dict[str, Any]:
@@ -496,16 +493,12 @@ class Checkpointer:
         steps = {state["step"], *(state[key] for key in NO_CHECKPOINT)} - {None}
         missing = []
         for step in sorted(steps):
-            places = [
-                self.path_of(step),
-                point.path.parent / checkpoint_name(step),
-            ]
+            places = [self.path_of(step), point.path.parent / checkpoint_name(step)]
             if step == state["step"]:
                 places.insert(1, point.path)
-            for path in places:
-                if (path / MANIFEST).is_file():
-                    self._elsewhere[step] = path
-                    break
+            existing = [path for path in places if (path / MANIFEST).is_file()]
+            if existing:
+                self._elsewhere[step] = existing[0]
             else:
                 missing.append(step)
         missing = collectives.broadcast_json(missing)
@@ -519,58 +512,24 @@ class Checkpointer:
                 changes |= without
         return changes
 
-    def _take_along(self, steps: Iterable[int]) -> None:
-        """Copy checkpoints of the resumed run's folder, which may be removed before this run ends. Called by rank 0.
-
-        Only after a checkpoint was written: none that is older may be the newest here.
-        """
-        for step in steps:
-            target = self.path_of(step)
-            source = self.find_path(step)
-            if source == target or not source.is_dir():
-                continue
-            unfinished = target.with_name(target.name + PARTIAL)
-            shutil.rmtree(unfinished, ignore_errors=True)
-            # Files of a checkpoint are never changed, so that both folders may share them.
-            shutil.copytree(source, unfinished, copy_function=_link_or_copy)
-            unfinished.rename(target)
-            log.info("copied %s (final/ may get it)", source)
-
     def _read(
         self,
         point: ResumePoint,
         model: nn.Module,
         loss: nn.Module,
         optimizer: torch.optim.Optimizer | None,
-        extra: Mapping[str, Any],
+        tensors: Mapping[str, Any] | None,
     ) -> None:
-        """Restore model, loss, `extra` tensors of hooks, and the optimizer unless it is None."""
-        reader = CheckpointReader(point.path)
-        # Another strategy may hold the same weights in another type.
-        is_same_strategy = point.state["strategy"] == self.session.strategy
-        shapes: dict[str, list[int]] = {}
-        dtypes: dict[str, torch.dtype] = {}
-        for name, entry in reader.read_metadata().state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
-                shapes[name] = list(entry.size)
-                if is_same_strategy:
-                    dtypes[name] = entry.properties.dtype
-
-        def fill(tensors: dict[str, Any]) -> None:
-            planner = DefaultLoadPlanner(flatten_state_dict=False)
-            load(
-                tensors, storage_reader=reader, planner=planner, no_dist=self._is_alone
-            )
-
         restore(
             model,
             loss,
             optimizer,
-            shapes,
-            fill,
-            dtypes=dtypes,
+            CheckpointReader(point.path),
+            no_dist=self._is_alone,
+            # Another strategy may hold the same weights in another type.
+            checks_dtypes=point.state["strategy"] == self.session.strategy,
             saved_optimizer=point.state["optimizer"],
-            extra=extra,
+            extra=tensors,
         )
 
     def _differences(self, point: ResumePoint) -> list[Difference]:
@@ -580,49 +539,24 @@ class Checkpointer:
             point.state["identity"],
             self.identity,
         )
-        if point.state.get("precision") != self.session.mixed_precision:
-            return differences
-        # `auto` and what it came to are the same.
-        return [
-            replace(
-                entry, is_allowed=entry.is_allowed or entry.name == "mixed_precision"
-            )
-            for entry in differences
-        ]
+        if point.state.get("precision") == self.session.mixed_precision:
+            # `auto` and what it came to are the same.
+            for number, entry in enumerate(differences):
+                if entry.name == "mixed_precision":
+                    differences[number] = replace(entry, is_allowed=True)
+        return differences
 
-    def _description(
-        self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        """Return the content of state.json."""
-        return {
-            "loop": dict(state),
-            "config": dict(self.settings),
-            "identity": self.identity,
-            "optimizer": optimizer_kind(optimizer),
-            "strategy": self.session.strategy,
-            "precision": self.session.mixed_precision,
-            "world_size": self.session.world_size,
-            "versions": {
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-        }
-
-    def _attempt(self, action: Callable[[], None]) -> str | None:
-        """Run an action that may meet a full disk on any rank; return the first error of any rank. Collective."""
+    def _agree(self, step: int, error: Exception | None) -> None:
+        """Raise RunError on every rank if the disk is full on one of them. Collective."""
         problem = None
-        try:
-            action()
-        except (OSError, SafetensorError) as error:
+        if error is not None:
             problem = f"rank {self.session.rank}: {_reason(error)}"
         for reason in collectives.gather_objects_as_json(problem):
             if reason is not None:
-                return str(reason)
-        return None
+                self._fail(step, str(reason))
 
-    def _guard(self, action: Callable[[], Any], step: int) -> None:
+    def _finish(self, step: int, action: Callable[[], Any]) -> None:
         """Run a save. Turn disk errors, which torch reports to every rank, into a RunError."""
-        final = self.path_of(step)
         try:
             action()
             self._saved_step = step
@@ -630,18 +564,22 @@ class Checkpointer:
             problems = []
             for rank, (cause, _) in error.failures.items():
                 if not isinstance(cause, OSError):
-                    raise RuntimeError(f"saving {final.name} failed") from error
+                    name = checkpoint_name(step)
+                    raise RuntimeError(f"saving {name} failed") from error
                 problems.append(f"rank {rank}: {_reason(cause)}")
-            self._fail(final, "; ".join(problems))
+            self._fail(step, "; ".join(problems))
 
-    def _fail(self, final: Path, problem: str) -> NoReturn:
+    def _fail(self, step: int, problem: str) -> NoReturn:
+        name = checkpoint_name(step)
         if self.session.is_main:
-            shutil.rmtree(final.with_name(final.name + PARTIAL), ignore_errors=True)
+            shutil.rmtree(self.output / (name + PARTIAL), ignore_errors=True)
         checkpoints = list_checkpoints(self.output)
         newest = checkpoints[-1][1].name if checkpoints else "none"
-        message = f"{final.name} could not be written ({problem}); the newest checkpoint is {newest}"
         advice = way_out(problem, self.output)
-        raise RunError(f"{message}. {advice[0].upper()}{advice[1:]} and resume")
+        raise RunError(
+            f"{name} could not be written ({problem}); the newest checkpoint is {newest}. "
+            f"{advice[0].upper()}{advice[1:]} and resume"
+        )
 
     def _on_commit(self, final: Path, kept_steps: set[int], start: float) -> None:
         """Log the finished checkpoint and prune the oldest ones. Runs on rank 0."""
@@ -650,8 +588,18 @@ class Checkpointer:
         log.info("saved %s (%.2f GB, %.1f s)", final.name, size / 1e9, seconds)
         limit = self.run.save_total_limit
         try:
-            if self._may_go_back:
-                self._take_along(kept_steps)
+            # The folder of the resumed run may be removed before this run ends. Only now: no checkpoint that is older
+            # may be the newest here.
+            for step in kept_steps if self._may_go_back else ():
+                target = self.path_of(step)
+                source = self.find_path(step)
+                if source != target and source.is_dir():
+                    unfinished = target.with_name(target.name + PARTIAL)
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    # Files of a checkpoint are never changed, so that both folders may share them.
+                    shutil.copytree(source, unfinished, copy_function=_link_or_copy)
+                    unfinished.rename(target)
+                    log.info("copied %s (final/ may get it)", source)
             for path in folders.prune(self.output, limit, kept_steps):
                 log.info("removed %s (save_total_limit: %d)", path.name, limit)
         except OSError as error:
@@ -673,7 +621,6 @@ def _link_or_copy(source: str, target: str) -> str:
 
 def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
-        if error.filename:
-            return f"{error.strerror}: {error.filename}"
-        return error.strerror
+        name = f": {error.filename}" if error.filename else ""
+        return f"{error.strerror}{name}"
     return str(error)

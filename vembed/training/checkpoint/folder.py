@@ -20,6 +20,7 @@ log = logging.getLogger("vembed")
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+INDEX = "index.json"
 PARTIAL = ".partial"
 """Suffix of a folder that is being written or removed. It never counts; the next start removes it."""
 DAMAGED = ".damaged"
@@ -126,40 +127,40 @@ def commit(partial: Path, final: Path, checksums: Mapping[str, str]) -> None:
 def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
     """Return the problems of a checkpoint as messages; empty if it is intact. With `num_parts`, check one part of
     the files."""
-    unusable = irregular(directory, MANIFEST)
-    if unusable is not None:
-        return [unusable]
+    problem = irregular(directory, MANIFEST)
+    if problem is not None:
+        return [problem]
     try:
         content = read_json_object(directory / MANIFEST)
         seal = content.pop("sha256")
-        files = {
-            str(name): (int(entry["bytes"]), str(entry["sha256"]))
-            for name, entry in content["files"].items()
-        }
         if content["format"] > _FORMAT:
             return [
                 f"{MANIFEST} has format {content['format']}, newer than this vembed reads ({_FORMAT})"
             ]
         if seal != _seal(content):
             return [f"{MANIFEST} does not match its own checksum"]
+        files: dict[str, Any] = content["files"]
+        wanted = sorted(files)[part::num_parts]
+        sizes = {name: int(files[name]["bytes"]) for name in wanted}
+        checksums = {name: str(files[name]["sha256"]) for name in wanted}
     except (UserError, ValueError, KeyError, TypeError, AttributeError):
         return [f"{MANIFEST} is damaged"]
     problems = []
-    for name in sorted(files)[part::num_parts]:
-        path = directory / name
-        (size, checksum) = files[name]
-        unusable = irregular(directory, name)
-        if unusable is not None:
-            problems.append(unusable)
-            continue
+    for name in wanted:
+        problem = irregular(directory, name)
         try:
-            num_bytes = path.stat().st_size
-            if num_bytes != size:
-                problems.append(f"{name} has {num_bytes:,d} bytes instead of {size:,d}")
-            elif sha256_of(path) != checksum:
-                problems.append(f"{name} does not match its checksum")
+            if problem is None:
+                num_bytes = (directory / name).stat().st_size
+                if num_bytes != sizes[name]:
+                    problem = (
+                        f"{name} has {num_bytes:,d} bytes instead of {sizes[name]:,d}"
+                    )
+                elif sha256_of(directory / name) != checksums[name]:
+                    problem = f"{name} does not match its checksum"
         except OSError as error:
-            problems.append(f"{name} cannot be read ({error.strerror or error})")
+            problem = f"{name} cannot be read ({error.strerror or error})"
+        if problem is not None:
+            problems.append(problem)
     return problems
 
 
@@ -171,15 +172,6 @@ def remove(directory: Path) -> None:
     # Rename first: a removal that is cut short must not leave a damaged checkpoint under a valid name.
     directory.rename(leaving)
     shutil.rmtree(leaving)
-
-
-def set_aside(directory: Path, ending: str) -> Path:
-    """Rename a checkpoint so that it no longer counts; return its new path."""
-    target = directory.with_name(directory.name + ending)
-    if target.exists():
-        shutil.rmtree(target)
-    directory.rename(target)
-    return target
 
 
 def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
@@ -196,23 +188,3 @@ def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
     for path in removed:
         remove(path)
     return removed
-
-
-def remove_leftovers(output_dir: Path) -> list[str]:
-    """Remove folders that a killed process left incomplete; return their names."""
-    leftovers = [
-        path for path in output_dir.glob(f"checkpoint-*{PARTIAL}") if path.is_dir()
-    ]
-    for path in leftovers:
-        shutil.rmtree(path)
-    return sorted(path.name for path in leftovers)
-
-
-def probe(folder: Path, name: str) -> str | None:
-    """Write and flush a small file, which stays. Return the error message, or None."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_durably(folder / name, b"vembed writes here\n")
-    except OSError as error:
-        return error.strerror or str(error)
-    return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,8 +158,18 @@ def candidates(run: RunSection) -> list[Path]:
     checkpoints = [path for _, path in reversed(list_checkpoints(output))]
     finished = finished_run(output)
     if run.resume is False:
-        if not run.overwrite:
-            _refuse_earlier_run(output, checkpoints, finished)
+        # Nothing of an earlier run is replaced unasked.
+        ways = (
+            "choose another output_dir (output_dir: runs/{model}-{time} names a new one each time), or replace it "
+            "(overwrite: true, --overwrite)"
+        )
+        if checkpoints and not run.overwrite:
+            raise UserError(
+                f"output_dir: {output} holds {len(checkpoints)} checkpoint(s) of an earlier run, the newest "
+                f"{checkpoints[0].name}: go on with it (resume: true, --resume), {ways}"
+            )
+        if finished is not None and not run.overwrite:
+            raise UserError(f"output_dir: {output} holds {finished}: {ways}")
         return []
     if run.resume in (True, "force") and not checkpoints and finished is None:
         raise UserError(
@@ -262,23 +273,6 @@ def refuse_own_model(run: RunSection, model: ModelSection) -> None:
             )
 
 
-def _refuse_earlier_run(
-    output: Path, checkpoints: list[Path], finished: FinishedRun | None
-) -> None:
-    """Raise UserError if a new run would replace what is in its output_dir."""
-    ways = (
-        "choose another output_dir (output_dir: runs/{model}-{time} names a new one each time), or replace it "
-        "(overwrite: true, --overwrite)"
-    )
-    if checkpoints:
-        raise UserError(
-            f"output_dir: {output} holds {len(checkpoints)} checkpoint(s) of an earlier run, the newest "
-            f"{checkpoints[0].name}: go on with it (resume: true, --resume), {ways}"
-        )
-    if finished is not None:
-        raise UserError(f"output_dir: {output} holds {finished}: {ways}")
-
-
 def precision_before(run: RunSection) -> Precision | None:
     """Return the precision in which the run that is resumed has computed; None for a new run, or if it is unknown.
 
@@ -286,19 +280,11 @@ def precision_before(run: RunSection) -> Precision | None:
     """
     if run.resume is False:
         return None
-    try:
-        paths = candidates(run)
-    except UserError:
-        return None
-    for path in paths:
-        try:
-            name = read_json_object(path / STATE).get("precision")
-        except UserError:
-            continue
-        for precision in PRECISIONS:
-            if precision == name:
-                return precision
-        return None
+    with suppress(UserError):
+        for path in candidates(run):
+            with suppress(UserError):
+                name = read_json_object(path / STATE).get("precision")
+                return name if name in PRECISIONS else None
     return None
 
 
@@ -389,39 +375,25 @@ def kept_decisions(
     is_left = leaves_temperature(objective, config.data, config.model.model_name)
     if is_left and is_same_loss and "temperature" in saved:
         kept["temperature"] = saved["temperature"]
-    size = _kept_global_batch(options, state, world_size)
-    if size is not None:
-        kept["global_batch_size"] = size
-    return kept
-
-
-def _kept_global_batch(
-    options: Mapping[str, Any], state: Mapping[str, Any], world_size: int
-) -> int | None:
-    """Return the global batch of a checkpoint, where only the number of processes has changed it.
-
-    `batch_size` counts per process. A resumed run on another number of processes keeps the examples per step, unless
-    the user has changed one of the batch options.
-    """
+    # `batch_size` counts per process. A resumed run on another number of processes keeps the examples per step, unless
+    # the user has changed one of the batch options.
     examples = state["identity"].get("global_batch_size")
-    if options["global_batch_size"] is not None or examples is None:
-        return None
-    for name in ("batch_size", "gradient_accumulation_steps"):
-        if options[name] != state["config"][name]:
-            return None
-    # The identity counts the examples of a step, and the option those of one batch.
-    size = int(examples) // int(options["gradient_accumulation_steps"])
-    batch_size = int(options["batch_size"])
-    if size == batch_size * world_size:
-        return None
-    log.info(
-        "global batch: %s examples, as in the checkpoint (batch_size: %d x %d process(es) would be %s)",
-        f"{size:,d}",
-        batch_size,
-        world_size,
-        f"{batch_size * world_size:,d}",
-    )
-    return size
+    batch_options = ("batch_size", "gradient_accumulation_steps")
+    is_open = options["global_batch_size"] is None and examples is not None
+    if is_open and all(options[name] == saved[name] for name in batch_options):
+        # The identity counts the examples of a step, and the option those of one batch.
+        size = int(examples) // int(options["gradient_accumulation_steps"])
+        now = int(options["batch_size"]) * world_size
+        if size != now:
+            kept["global_batch_size"] = size
+            log.info(
+                "global batch: %s examples, as in the checkpoint (batch_size: %d x %d process(es) would be %s)",
+                f"{size:,d}",
+                options["batch_size"],
+                world_size,
+                f"{now:,d}",
+            )
+    return kept
 
 
 # ---- metrics.jsonl -----------------------------------------------------------
@@ -436,10 +408,7 @@ def trim_metrics(
     `num_bytes`: the length that the file had when the checkpoint was written; a shorter one is reported.
     """
     path = output_dir / METRICS
-    if not path.exists():
-        content = b""
-    else:
-        content = read_state_bytes(path)
+    content = read_state_bytes(path) if path.exists() else b""
     if len(content) < num_bytes:
         log.warning(
             "%s is damaged: it has %s bytes, and had %s when the checkpoint was written; the report will lack the "
@@ -451,20 +420,15 @@ def trim_metrics(
     lines = content.splitlines(keepends=True)
     kept = []
     for line in lines:
-        if line.endswith(b"\n") and _position(line) <= (step, is_scored):
-            kept.append(line)
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            values = json.loads(line)
+            # An evaluation comes after the step's own line.
+            position = (float(values["step"] + 0), "eval" in values)
+            if line.endswith(b"\n") and position <= (step, is_scored):
+                kept.append(line)
     if len(kept) != len(lines):
         # Written to a temporary file and renamed, so that a crash loses nothing.
         partial = path.with_name(METRICS + ".partial")
         write_durably(partial, b"".join(kept))
         partial.replace(path)
     return len(lines) - len(kept)
-
-
-def _position(line: bytes) -> tuple[float, bool]:
-    """Return the step of a line, and whether it is an evaluation, which comes after the step's own line."""
-    try:
-        values = json.loads(line)
-        return float(values["step"] + 0), "eval" in values
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return float("inf"), False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,12 +15,9 @@ from vembed.errors import UserError
 from vembed.files import read_state_bytes
 from vembed.models.families.weight_files import WEIGHTS, Stored, read_header
 from vembed.training.checkpoint import folder as integrity
-from vembed.training.checkpoint.folder import STATE, irregular, step_of
+from vembed.training.checkpoint.folder import INDEX, STATE, irregular, step_of
 
-INDEX = "index.json"
 MAX_STEPS = 10**10
-MAX_COMPARED_PAIRS = 10_000
-"""Pairs of chunks of one tensor that are compared with each other."""
 CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -123,24 +120,16 @@ def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
     With `num_parts`, each part compares some of the files with their checksums; the first looks at the contents too.
     """
     problems = integrity.verify(directory, part=part, num_parts=num_parts)
-    if part == 0 and not problems:
-        return problems_in(directory)
-    return problems
-
-
-def problems_in(directory: Path) -> list[str]:
-    """Return what is wrong in a checkpoint whose files match their checksums."""
-    unusable = [
-        problem
-        for name in (STATE, INDEX)
-        if (problem := irregular(directory, name)) is not None
-    ]
-    if unusable:
-        return unusable
-    return [*_state_problems(directory), *_index_problems(directory)][:3]
-
-
-# ---- state -----------------------------------------------------------------------------------------------------
+    if problems or part > 0:
+        return problems
+    for name in (STATE, INDEX):
+        problem = irregular(directory, name)
+        if problem is not None:
+            return [problem]
+    try:
+        return [*_state_problems(directory), *_index_problems(directory)][:3]
+    except (ValueError, UserError) as error:
+        return [str(error)]
 
 
 def _state_problems(directory: Path) -> Iterator[str]:
@@ -148,120 +137,84 @@ def _state_problems(directory: Path) -> Iterator[str]:
         state = StateSchema.model_validate_json(read_state_bytes(directory / STATE))
         TrainConfig(**state.config)
     except ValidationError as error:
-        yield f"{STATE}: {_said(error)}"
+        yield f"{STATE}: {_first_problem(error)}"
+        return
     except (ValueError, UserError) as error:
         yield f"{STATE}: {error}"
-    else:
-        step = state.loop.step
-        named = step_of(directory.name)
-        if named is not None and step != named:
-            yield f"{STATE}: loop.step is {step}, and the folder is that of step {named}"
-        for name, value in (
-            ("best_step", state.loop.best_step),
-            ("held_step", state.loop.held_step),
-        ):
-            if value is not None and value > step:
-                yield f"{STATE}: loop.{name} is {value}, later than its step {step}"
+        return
+    loop = state.loop
+    named = step_of(directory.name)
+    if named is not None and loop.step != named:
+        yield f"{STATE}: loop.step is {loop.step}, and the folder is that of step {named}"
+    for name, value in (("best_step", loop.best_step), ("held_step", loop.held_step)):
+        if value is not None and value > loop.step:
+            yield f"{STATE}: loop.{name} is {value}, later than its step {loop.step}"
 
 
-def _said(error: ValidationError) -> str:
+def _first_problem(error: ValidationError) -> str:
     """Return the first problem that pydantic found: where it is, what is wrong, and the value."""
     first = error.errors()[0]
     place = ".".join(map(str, first["loc"])) or "its content"
     value = first["input"]
-    value_text = (
-        f" ({value!r:.60})" if isinstance(value, str | int | float | None) else ""
-    )
+    is_simple = isinstance(value, str | int | float | None)
+    value_text = f" ({value!r:.60})" if is_simple else ""
     return f"{place}: {first['msg'][:1].lower()}{first['msg'][1:]}{value_text}"
-
-
-# ---- tensors ---------------------------------------------------------------------------------------------------
 
 
 def _index_problems(directory: Path) -> Iterator[str]:
     try:
         index = _INDEX.validate_json(read_state_bytes(directory / INDEX))
-    except UserError as error:
-        yield f"{INDEX}: {error}"
-        return
     except ValidationError as error:
-        yield f"{INDEX}: {_said(error)}"
+        yield f"{INDEX}: {_first_problem(error)}"
         return
-    files: dict[str, dict[str, Stored]] = {}
+    unnamed: dict[tuple[str, str], Stored] = {}
     for path in sorted(directory.glob("rank*" + WEIGHTS)):
-        try:
-            files[path.name] = read_header(path)[0]
-        except UserError as error:
-            yield str(error)
-            return
+        for key, stored in read_header(path)[0].items():
+            unnamed[path.name, key] = stored
+    pieces = dict(unnamed)
     for name, entry in index.items():
-        problems = [_coverage_problem(entry)]
-        if problems == [None]:
-            problems = [_piece_problem(entry, chunk, files) for chunk in entry.chunks]
-        yield from (
-            f"{INDEX}: {name}: {problem}" for problem in problems if problem is not None
-        )
-    named = set()
-    for entry in index.values():
-        named |= {(chunk.file, chunk.key) for chunk in entry.chunks}
-    left = sorted({(file, key) for file, held in files.items() for key in held} - named)
-    if left:
-        yield f"{INDEX} names none of {len(left):,d} tensors in the files ({left[0][1]} in {left[0][0]})"
+        problem = _tensor_problem(entry, pieces)
+        if problem is not None:
+            yield f"{INDEX}: {name}: {problem}"
+        for chunk in entry.chunks:
+            unnamed.pop((chunk.file, chunk.key), None)
+    if unnamed:
+        file, key = min(unnamed)
+        yield f"{INDEX} names none of {len(unnamed):,d} tensors in the files ({key} in {file})"
 
 
-def _coverage_problem(entry: EntrySchema) -> str | None:
-    """Return why the chunks are not the tensor cut into pieces, each element once; None if they are."""
+def _tensor_problem(
+    entry: EntrySchema, pieces: Mapping[tuple[str, str], Stored]
+) -> str | None:
+    """Return why the chunks are not the tensor cut into pieces, each element once, in these files; None if they are."""
     if entry.dtype not in CODES:
         return f"{entry.dtype} is not the name of a type"
-    num_dims = {len(entry.shape)}
+    shape = entry.shape
+    num_stored = 0
     for chunk in entry.chunks:
-        num_dims |= {len(chunk.offsets), len(chunk.sizes)}
-    if len(num_dims) > 1:
-        return "offsets, sizes and shape have different lengths"
-    for chunk in entry.chunks:
-        ends = [
-            start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
-        ]
-        if any(end > size for end, size in zip(ends, entry.shape, strict=True)):
-            return f"a chunk ends at {ends}, outside of the shape {entry.shape}"
-    num_stored = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
-    num_elements = math.prod(entry.shape)
+        if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
+            return "offsets, sizes and shape have different lengths"
+        for start, count, size in zip(chunk.offsets, chunk.sizes, shape, strict=True):
+            if start + count > size:
+                return f"a chunk of {chunk.sizes} at {chunk.offsets} is outside of the shape {shape}"
+        num_stored += math.prod(chunk.sizes)
     # Equal numbers and no overlap together mean: every element once.
-    if num_stored != num_elements:
-        return f"its chunks hold {num_stored:,d} of {num_elements:,d} elements"
-    # In order of their offsets, pieces along the first dimension overlap only with their neighbours.
+    if num_stored != math.prod(shape):
+        return f"its chunks hold {num_stored:,d} of {math.prod(shape):,d} elements"
+    # Pieces are cut along the first dimension. In order of their offsets they overlap only with their neighbours.
     chunks = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
     chunks.sort(key=lambda chunk: chunk.offsets)
-    are_rows = all(chunk.sizes[1:] == entry.shape[1:] for chunk in chunks)
-    pairs: Iterable[tuple[ChunkSchema, ChunkSchema]]
-    if are_rows or len(chunks) ** 2 > MAX_COMPARED_PAIRS:
-        pairs = itertools.pairwise(chunks)
-    else:
-        pairs = itertools.combinations(chunks, 2)
-    for left, right in pairs:
-        if _overlap(left, right):
+    for left, right in itertools.pairwise(chunks):
+        spans = zip(left.offsets, left.sizes, right.offsets, right.sizes, strict=True)
+        if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans):
             return "two chunks overlap"
-    return None
-
-
-def _overlap(left: ChunkSchema, right: ChunkSchema) -> bool:
-    for start, size, other_start, other_size in zip(
-        left.offsets, left.sizes, right.offsets, right.sizes, strict=True
-    ):
-        if start >= other_start + other_size or other_start >= start + size:
-            return False
-    return True
-
-
-def _piece_problem(
-    entry: EntrySchema, chunk: ChunkSchema, files: Mapping[str, Mapping[str, Stored]]
-) -> str | None:
-    stored = files.get(chunk.file, {}).get(chunk.key)
-    if stored is None:
-        return f"{chunk.file!r} is no file of this folder that holds {chunk.key!r}"
-    if stored.dtype != CODES[entry.dtype] or list(stored.shape) != chunk.sizes:
-        return (
-            f"{chunk.key} is {stored.dtype} of the shape {list(stored.shape)} in {chunk.file}, and "
-            f"{CODES[entry.dtype]} of {chunk.sizes} in the index"
-        )
+    for chunk in entry.chunks:
+        stored = pieces.get((chunk.file, chunk.key))
+        if stored is None:
+            return f"{chunk.file!r} is no file of this folder that holds {chunk.key!r}"
+        if stored.dtype != CODES[entry.dtype] or list(stored.shape) != chunk.sizes:
+            return (
+                f"{chunk.key} is {stored.dtype} of the shape {list(stored.shape)} in {chunk.file}, and "
+                f"{CODES[entry.dtype]} of {chunk.sizes} in the index"
+            )
     return None

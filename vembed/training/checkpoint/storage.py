@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +31,6 @@ from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
     WriteItem,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.storage import (
     StorageReader,
@@ -45,25 +42,14 @@ from typing_extensions import override
 
 from vembed.files import read_json_object
 from vembed.saving.durability import write_durably
-from vembed.training.checkpoint.folder import STATE, commit
-from vembed.training.checkpoint.schema import INDEX
+from vembed.training.checkpoint.folder import INDEX, STATE, commit
 
 FILE_BYTES = 256 * 2**20
 """Approximate size of a file of pieces. While writing, a process holds this much twice in memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class PieceLocation:
-    """Location of one piece of a tensor."""
-
-    file: str
-    key: str
-    checksum: str
-    """Checksum of the whole file."""
-
-
 class CheckpointWriter(StorageWriter):
-    """Storage writer that fills `partial` and renames it to `final`."""
+    """Storage writer that fills `partial` and renames it to `final`. It is made for one checkpoint."""
 
     def __init__(
         self,
@@ -81,8 +67,8 @@ class CheckpointWriter(StorageWriter):
         self.on_commit = on_commit
 
     @override
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a writer is made for one checkpoint."""
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing."""
 
     @override
     def set_up_storage_writer(
@@ -92,41 +78,49 @@ class CheckpointWriter(StorageWriter):
 
     @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the planner's plan unchanged."""
         return plan
 
     @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the planner's plans unchanged."""
         return plans
 
     @override
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> Future[list[WriteResult]]:
-        """Write this process's pieces, flush them, and return their locations."""
+        """Write this process's pieces, flush them, and return file, key and checksum of the file for each."""
+        bundles: list[list[WriteItem]] = [[]]  # one for each file
+        filled = 0
+        for item in plan.items:
+            if item.tensor_data is None:
+                raise TypeError(
+                    f"{item.index.fqn} is not a tensor; a checkpoint holds only tensors and JSON"
+                )
+            dtype = item.tensor_data.properties.dtype
+            size = item.tensor_data.chunk.sizes.numel() * dtype.itemsize
+            if bundles[-1] and filled + size > FILE_BYTES:
+                bundles.append([])
+                filled = 0
+            bundles[-1].append(item)
+            filled += size
         results: list[WriteResult] = []
-        for number, items in enumerate(_bundles(plan.items)):
-            name = f"rank{self.rank:05d}-{number:05d}.safetensors"
+        for number, items in enumerate(bundles if plan.items else []):
+            file = f"rank{self.rank:05d}-{number:05d}.safetensors"
             pieces: dict[str, torch.Tensor] = {}
             for item in items:
-                # Clone: safetensors refuses tensors that share memory, as pieces of a flat parameter do.
                 piece = planner.resolve_data(item)
                 assert isinstance(piece, torch.Tensor)
-                pieces[_key(item.index)] = (
-                    piece.detach().cpu().clone(memory_format=torch.contiguous_format)
+                # Clone: safetensors refuses tensors that share memory, as pieces of a flat parameter do.
+                host = piece.detach().cpu()
+                pieces[_key(item.index)] = host.clone(
+                    memory_format=torch.contiguous_format
                 )
             data = to_safetensors(pieces)
             checksum = hashlib.sha256(data).hexdigest()
-            write_durably(self.partial / name, data)
-            results += [
-                WriteResult(
-                    item.index,
-                    len(data),
-                    PieceLocation(name, _key(item.index), checksum),
-                )
-                for item in items
-            ]
+            write_durably(self.partial / file, data)
+            for item in items:
+                stored = (file, _key(item.index), checksum)
+                results.append(WriteResult(item.index, len(data), stored))
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
@@ -134,26 +128,32 @@ class CheckpointWriter(StorageWriter):
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write index, state and manifest, then rename. Runs on the coordinator after all have written."""
-        stored = {
-            result.index: result.storage_data
-            for per_rank in results
-            for result in per_rank
-        }
-        write_durably(
-            self.partial / INDEX, json.dumps(_index(metadata, stored)).encode()
-        )
+        stored = {}
+        for of_rank in results:
+            for result in of_rank:
+                stored[result.index] = result.storage_data
+        index = {}
+        for name, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            chunks = []
+            for chunk in entry.chunks:
+                file, key, _ = stored[MetadataIndex(name, chunk.offsets)]
+                offsets = list(chunk.offsets)
+                sizes = list(chunk.sizes)
+                chunks.append(
+                    {"offsets": offsets, "sizes": sizes, "file": file, "key": key}
+                )
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            index[name] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
+        write_durably(self.partial / INDEX, json.dumps(index).encode())
         write_durably(self.partial / STATE, json.dumps(self.state, indent=1).encode())
-        commit(
-            self.partial,
-            self.final,
-            {piece.file: piece.checksum for piece in stored.values()},
-        )
+        checksums = {file: checksum for file, _, checksum in stored.values()}
+        commit(self.partial, self.final, checksums)
         self.on_commit()
 
     @classmethod
     @override
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: checkpoints are not chosen by name."""
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return False
 
 
@@ -162,56 +162,48 @@ class CheckpointReader(StorageReader):
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        """Shape, type and pieces of each tensor."""
         self.stored: dict[MetadataIndex, tuple[str, str]] = {}
+        """File and key of each piece."""
+        for name, entry in read_json_object(directory / INDEX).items():
+            chunks = []
+            for chunk in entry["chunks"]:
+                offsets = chunk["offsets"]
+                self.stored[MetadataIndex(name, offsets)] = (
+                    chunk["file"],
+                    chunk["key"],
+                )
+                chunks.append(
+                    ChunkStorageMetadata(
+                        torch.Size(offsets), torch.Size(chunk["sizes"])
+                    )
+                )
+            properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+            shape = torch.Size(entry["shape"])
+            self.tensors[name] = TensorStorageMetadata(properties, shape, chunks)
 
     @override
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Do nothing: a reader is made for one checkpoint."""
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing."""
 
     @override
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index in torch's form."""
-        tensors: dict[str, TensorStorageMetadata] = {}
-        places: dict[MetadataIndex, tuple[str, str]] = {}
-        for name, entry in read_json_object(self.directory / INDEX).items():
-            chunks = []
-            for chunk in entry["chunks"]:
-                chunks.append(
-                    ChunkStorageMetadata(
-                        torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
-                    )
-                )
-                places[MetadataIndex(name, chunk["offsets"])] = (
-                    chunk["file"],
-                    chunk["key"],
-                )
-            dtype = getattr(torch, entry["dtype"])
-            assert isinstance(dtype, torch.dtype)
-            tensors[name] = TensorStorageMetadata(
-                TensorProperties(dtype=dtype), torch.Size(entry["shape"]), chunks
-            )
-        return Metadata(
-            state_dict_metadata=dict(tensors),
-            storage_data=places,
-            storage_meta=StorageMeta(),
-        )
+        return Metadata(dict(self.tensors), storage_meta=StorageMeta())
 
     @override
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Store the locations of the pieces."""
-        self.stored = metadata.storage_data
+        """Do nothing: the index is read."""
 
     @override
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Sort the reads by file."""
-        plan.items.sort(key=lambda item: self.stored[item.storage_index])
         return plan
 
     @override
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the planner's plans unchanged."""
         return plans
 
     @override
@@ -219,20 +211,18 @@ class CheckpointReader(StorageReader):
         """Copy the pieces, or the parts of them that this process holds, into its tensors."""
         by_file: dict[str, list[tuple[str, Any]]] = {}
         for item in plan.items:
-            file, key = self.stored[item.storage_index]
-            by_file.setdefault(file, []).append((key, item))
+            name, key = self.stored[item.storage_index]
+            by_file.setdefault(name, []).append((key, item))
         for name, wanted in by_file.items():
             with safe_open(self.directory / name, framework="pt") as file:
                 for key, item in wanted:
                     target = planner.resolve_tensor(item).detach()
                     if item.lengths:
                         part = zip(item.storage_offsets, item.lengths, strict=True)
-                        source = file.get_slice(key)[
-                            tuple(slice(start, start + size) for start, size in part)
-                        ]
+                        slices = tuple(slice(at, at + size) for at, size in part)
+                        target.copy_(file.get_slice(key)[slices])
                     else:
-                        source = file.get_tensor(key)
-                    target.copy_(source)
+                        target.copy_(file.get_tensor(key))
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -240,58 +230,10 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     @override
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True: checkpoints are not chosen by name."""
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return False
 
 
 def _key(index: MetadataIndex) -> str:
     """Return the name of a piece in its file."""
     return f"{index.fqn}@{','.join(str(start) for start in index.offset or ())}"
-
-
-def _bundles(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yield groups of pieces, one group per file, in order."""
-    bundle: list[WriteItem] = []
-    filled = 0
-    for item in items:
-        if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
-            raise TypeError(
-                f"{item.index.fqn} is not a tensor; a checkpoint holds only tensors and JSON"
-            )
-        size = (
-            item.tensor_data.chunk.sizes.numel()
-            * item.tensor_data.properties.dtype.itemsize
-        )
-        if bundle and filled + size > FILE_BYTES:
-            yield bundle
-            bundle = []
-            filled = 0
-        bundle.append(item)
-        filled += size
-    if bundle:
-        yield bundle
-
-
-def _index(
-    metadata: Metadata, stored: dict[MetadataIndex, PieceLocation]
-) -> dict[str, Any]:
-    index = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata)
-        chunks = []
-        for chunk in entry.chunks:
-            place = stored[MetadataIndex(name, chunk.offsets)]
-            sizes = list(chunk.sizes)
-            offsets = list(chunk.offsets)
-            chunks.append(
-                {
-                    "offsets": offsets,
-                    "sizes": sizes,
-                    "file": place.file,
-                    "key": place.key,
-                }
-            )
-        dtype = str(entry.properties.dtype).removeprefix("torch.")
-        index[name] = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
-    return index

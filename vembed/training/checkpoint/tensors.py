@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
@@ -27,6 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from vembed.errors import UserError
 from vembed.models.names import plain_name
 from vembed.parallel import collectives
+from vembed.training.checkpoint.storage import CheckpointReader
 
 log = logging.getLogger("vembed")
 
@@ -36,28 +38,9 @@ _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
 _OWN = re.compile(r"\.rank\d+of\d+$")
 MAX_NAMED = 3
 
-Load = Callable[[dict[str, Any]], None]
-"""Function that fills tensors in place from a checkpoint, by name."""
-
-
-class ModelAndLoss(nn.Module):
-    """Model and loss as one module. Parameter names begin with "model." and "loss.", as in the optimizer."""
-
-    def __init__(self, model: nn.Module, loss: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.loss = loss
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """One value of the optimizer's state, and the tensors that represent it in a checkpoint."""
-
-    path: tuple[str, ...]
-    """Name of the parameter, then keys."""
-    value: Any
-    pieces: dict[str, Any]
-    """Tensors by name. They share memory with `value`, unless that is a number."""
+Leaf = tuple[tuple[str, ...], Any, dict[str, Any]]
+"""One value of the optimizer's state: its path (name of the parameter, then keys), the value, and the tensors by name
+that represent it in a checkpoint. They share memory with the value, unless that is a number."""
 
 
 def quieten_torch() -> None:
@@ -82,48 +65,46 @@ def tensors_of(
 ) -> dict[str, Any]:
     """Return trained weights, buffers, optimizer state and `extra` (tensors of hooks) by name, as plain tensors or
     DTensors."""
-    model_and_loss = ModelAndLoss(model, loss)
-    tensors = {
-        name: _movable(value) for name, value in _weights(model_and_loss).items()
-    }
-    tensors |= {_HOOKS + name: _movable(value) for name, value in (extra or {}).items()}
+    # Names begin with "model." and "loss.", as in the optimizer's state.
+    model_and_loss = nn.ModuleDict({"model": model, "loss": loss})
+    tensors = _weights(model_and_loss)
+    tensors |= {_HOOKS + name: value for name, value in (extra or {}).items()}
     # A new optimizer has no state, and get_state_dict would create some by taking a step.
     if optimizer is not None and optimizer.state:
         state: Any = get_optimizer_state_dict(
             model_and_loss, optimizer, options=_TRAINED
         )["state"]
-        for leaf in _leaves(state):
-            tensors |= leaf.pieces
-    return tensors
+        for _, _, pieces in _leaves(state):
+            tensors |= pieces
+    return {name: _movable(value) for name, value in tensors.items()}
 
 
 def restore(
     model: nn.Module,
     loss: nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    saved: Mapping[str, list[int]],
-    load: Load,
+    reader: CheckpointReader,
     *,
-    dtypes: Mapping[str, torch.dtype] | None = None,
+    no_dist: bool,
+    checks_dtypes: bool = False,
     saved_optimizer: str = "",
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Restore model, loss and optimizer from a checkpoint with the names and shapes `saved`, and of the tensors `extra`
-    those that it holds. `dtypes`: refuse weights that are stored as another type than this run holds.
+    """Restore model, loss and optimizer from a checkpoint, and of the tensors `extra` those that it holds.
 
-    The optimizer's group options (learning rate, weight decay, betas) stay as the config has them.
+    The optimizer's group options (learning rate, weight decay, betas) stay as the config has them. `no_dist`: this
+    process reads alone. `checks_dtypes`: refuse weights that are stored as another type than this run holds.
     """
+    saved = {name: list(entry.size) for name, entry in reader.tensors.items()}
     # The same names as in `tensors_of`: a tensor of the checkpoint finds its place by name alone.
-    model_and_loss = ModelAndLoss(model, loss)
+    model_and_loss = nn.ModuleDict({"model": model, "loss": loss})
     weights = _weights(model_and_loss)
-    _check_weights(weights, saved, dtypes or {})
-    tensors = {name: _movable(value) for name, value in weights.items()}
-    tensors |= {
-        _HOOKS + name: _movable(value)
-        for name, value in (extra or {}).items()
-        if _HOOKS + name in saved
-    }
-    leaves: list[_Leaf] = []
+    _check_weights(weights, reader, checks_dtypes=checks_dtypes)
+    tensors = dict(weights)
+    for name, value in (extra or {}).items():
+        if _HOOKS + name in saved:
+            tensors[_HOOKS + name] = value
+    leaves: list[Leaf] = []
     state: dict[str, Any] = {}
     groups: Any = []
     if optimizer is not None and any(name.startswith(_OPTIMIZER) for name in saved):
@@ -132,20 +113,21 @@ def restore(
         whole: Any = get_optimizer_state_dict(
             model_and_loss, optimizer, options=_TRAINED
         )
-        state = whole["state"]
         groups = whole["param_groups"]
         # State that the step above has made, and the checkpoint lacks, is not loaded.
-        held = {
-            name
-            for name in state
-            if any(key.startswith(f"{_OPTIMIZER}{name}.") for key in saved)
-        }
-        state = {name: value for name, value in state.items() if name in held}
+        for name, value in whole["state"].items():
+            if any(key.startswith(f"{_OPTIMIZER}{name}.") for key in saved):
+                state[name] = value
         leaves = _leaves(state)
         _check_optimizer(leaves, saved, saved_optimizer, optimizer_kind(optimizer))
-        for leaf in leaves:
-            tensors |= leaf.pieces
-    load(tensors)
+        for _, _, pieces in leaves:
+            tensors |= pieces
+    load(
+        {name: _movable(value) for name, value in tensors.items()},
+        storage_reader=reader,
+        planner=DefaultLoadPlanner(flatten_state_dict=False),
+        no_dist=no_dist,
+    )
     if FullyShardedDataParallel.fsdp_modules(model):
         # FSDP1 returned copies of its flat parameters' pieces, so they must be loaded back.
         _put_numbers(leaves, state)
@@ -160,10 +142,9 @@ def restore(
     elif optimizer is not None:
         # The tensors above were the live ones. Numbers are still to be restored, and state that the checkpoint lacks
         # (created by the step above) is dropped.
-        live = {
-            plain_name(name): parameter
-            for name, parameter in model_and_loss.named_parameters()
-        }
+        live = {}
+        for name, parameter in model_and_loss.named_parameters():
+            live[plain_name(name)] = parameter
         _put_numbers(leaves, {name: optimizer.state[live[name]] for name in state})
         for name, parameter in live.items():
             if name not in state:
@@ -179,7 +160,7 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def _weights(model_and_loss: ModelAndLoss) -> dict[str, Any]:
+def _weights(model_and_loss: nn.Module) -> dict[str, Any]:
     """Return trained parameters and buffers. Extra state entries of quantised frozen layers are left out."""
     frozen = {
         plain_name(name) + "."
@@ -194,37 +175,31 @@ def _weights(model_and_loss: ModelAndLoss) -> dict[str, Any]:
     }
 
 
-def _leaves(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[_Leaf]:
-    """Yield the values of an optimizer's state, at any nesting depth."""
-    leaves = []
+def _leaves(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[Leaf]:
+    """Return the values of an optimizer's state, at any nesting depth.
+
+    A tensor stands for itself, and a number becomes one. A quantised shard (torchao) is stored as its parts: its blocks
+    do not fit shards of another size, so their names contain the rank and the world size.
+    """
+    leaves: list[Leaf] = []
     for key, value in state.items():
         here = (*path, key)
         if isinstance(value, dict):
             leaves += _leaves(value, here)
+            continue
+        name = _OPTIMIZER + ".".join(here)
+        pieces: dict[str, Any] = {name: value}
+        if not isinstance(value, Tensor):
+            pieces = {name: torch.tensor(value)}
         else:
-            leaves.append(
-                _Leaf(here, value, _pieces(_OPTIMIZER + ".".join(here), value))
-            )
+            shard = f"rank{collectives.rank()}of{collectives.world_size()}"
+            local: Any = value.to_local() if isinstance(value, DTensor) else value
+            if is_traceable_wrapper_subclass(local):
+                pieces = {}
+                for part in local.__tensor_flatten__()[0]:
+                    pieces[f"{name}.{part}.{shard}"] = getattr(local, part)
+        leaves.append((here, value, pieces))
     return leaves
-
-
-def _pieces(name: str, value: Any) -> dict[str, Any]:
-    """Return the tensors that represent a value: a tensor itself, a number as a tensor, a quantised shard (torchao) as
-    its parts.
-
-    The blocks of a quantised shard do not fit shards of another size, so the name contains the rank and the world size.
-    """
-    if not isinstance(value, Tensor):
-        return {name: torch.tensor(value)}
-    value = _movable(value)
-    local: Any = value.to_local() if isinstance(value, DTensor) else value
-    if not is_traceable_wrapper_subclass(local):
-        return {name: value}
-    shard = f"rank{collectives.rank()}of{collectives.world_size()}"
-    return {
-        f"{name}.{part}.{shard}": getattr(local, part)
-        for part in local.__tensor_flatten__()[0]
-    }
 
 
 def _movable(value: Any) -> Any:
@@ -244,62 +219,66 @@ def _movable(value: Any) -> Any:
     )
 
 
-def _put_numbers(leaves: list[_Leaf], state: Mapping[str, Any]) -> None:
+def _put_numbers(leaves: list[Leaf], state: Mapping[str, Any]) -> None:
     """Write numbers, which were loaded as tensors, back into the optimizer's state."""
-    for leaf in leaves:
-        if isinstance(leaf.value, Tensor):
-            continue
-        place = state
-        for key in leaf.path[:-1]:
-            place = place[key]
-        place[leaf.path[-1]] = next(iter(leaf.pieces.values())).item()  # type: ignore[index]
+    for path, value, pieces in leaves:
+        if not isinstance(value, Tensor):
+            place: Any = state
+            for key in path[:-1]:
+                place = place[key]
+            (number,) = pieces.values()
+            place[path[-1]] = number.item()
 
 
 def _check_weights(
-    weights: Mapping[str, Any],
-    saved: Mapping[str, list[int]],
-    dtypes: Mapping[str, torch.dtype],
+    weights: Mapping[str, Any], reader: CheckpointReader, *, checks_dtypes: bool
 ) -> None:
     """Raise UserError unless the checkpoint holds exactly the tensors that this run trains."""
-    held = {name for name in saved if not name.startswith((_OPTIMIZER, _HOOKS))}
-    missing = sorted(set(weights) - held)
-    extra = sorted(held - set(weights))
-    if missing or extra:
-        sides = {"only this run trains": missing, "only the checkpoint has": extra}
-        named = "; ".join(
-            f"{side} {_few(names)}" for side, names in sides.items() if names
-        )
+    held = {
+        name for name in reader.tensors if not name.startswith((_OPTIMIZER, _HOOKS))
+    }
+    sides = {
+        "only this run trains": sorted(set(weights) - held),
+        "only the checkpoint has": sorted(held - set(weights)),
+    }
+    differences = []
+    for side, names in sides.items():
+        num_more = len(names) - MAX_NAMED
+        more = f" and {num_more:,d} more" if num_more > 0 else ""
+        if names:
+            differences.append(f"{side} {', '.join(names[:MAX_NAMED])}{more}")
+    settings = "model, LoRA and freeze settings"
+    for name, value in weights.items() if not differences else ():
+        saved = reader.tensors[name]
+        if value.size() != saved.size:
+            differences.append(
+                f"{name} has the shape {list(saved.size)} there and {list(value.size())} in this run"
+            )
+        elif checks_dtypes and value.dtype != saved.properties.dtype:
+            settings = "torch_dtype and mixed_precision"
+            differences.append(
+                f"{name} is stored as {saved.properties.dtype} there and is {value.dtype} in this run"
+            )
+    if differences:
         raise UserError(
-            f"the checkpoint is of another model: {named}; resume with the model, LoRA and freeze settings that it was "
+            f"the checkpoint is of another model: {'; '.join(differences[:2])}; resume with the {settings} that it was "
             "trained with, or start anew in another output_dir"
         )
-    for name, value in weights.items():
-        if list(value.size()) != saved[name]:
-            raise UserError(
-                f"the checkpoint is of another model: {name} has the shape {saved[name]} there and "
-                f"{list(value.size())} in this run; resume with the settings that it was trained with"
-            )
-        if dtypes.get(name, value.dtype) != value.dtype:
-            raise UserError(
-                f"the checkpoint is of another model: {name} is stored as {dtypes[name]} there and is {value.dtype} in "
-                "this run; resume with the torch_dtype and mixed_precision that it was trained with"
-            )
 
 
 def _check_optimizer(
-    leaves: list[_Leaf], saved: Mapping[str, list[int]], theirs: str, ours: str
+    leaves: list[Leaf], saved: Mapping[str, list[int]], theirs: str, ours: str
 ) -> None:
     """Raise UserError if the optimizer state does not fit: another optimizer, or 8-bit blocks of other shards."""
-    held = {
-        name for name in saved if name.startswith(_OPTIMIZER) and not _OWN.search(name)
-    }
-    shapes = {
-        name: list(piece.size())
-        for leaf in leaves
-        for name, piece in leaf.pieces.items()
-    }
+    shapes = {}
+    for _, _, pieces in leaves:
+        for name, piece in pieces.items():
+            shapes[name] = list(piece.size())
     foreign = sorted(name for name, shape in shapes.items() if saved.get(name) != shape)
-    foreign += sorted(held - set(shapes))
+    for name in sorted(saved):
+        is_shared = name.startswith(_OPTIMIZER) and not _OWN.search(name)
+        if is_shared and name not in shapes:
+            foreign.append(name)
     if not foreign:
         return
     if theirs == ours and any(_OWN.search(name) for name in foreign):
@@ -313,9 +292,3 @@ def _check_optimizer(
         "optim and strategy that it was trained with (8-bit state does not move between copied and sharded "
         "parameters), or start anew in another output_dir"
     )
-
-
-def _few(names: list[str]) -> str:
-    """Return the first of many names, and their number."""
-    more = f" and {len(names) - MAX_NAMED:,d} more" if len(names) > MAX_NAMED else ""
-    return ", ".join(names[:MAX_NAMED]) + more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,16 +37,11 @@ class WeightAverage(Hook):
                 f"ema: {self.decay} cannot average the flat parameters of FSDP1: use fsdp_version: 2, or leave ema out"
             )
         self._model = model
-        self._trained = {
-            plain_name(name): weight
-            for name, weight in model.named_parameters()
-            if weight.requires_grad
-        }
-        # float32, since small changes of a 16-bit average would be rounded away.
-        self._averages = {
-            name: weight.detach().clone().float()
-            for name, weight in self._trained.items()
-        }
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                self._trained[plain_name(name)] = weight
+                # float32, since small changes of a 16-bit average would be rounded away.
+                self._averages[plain_name(name)] = weight.detach().clone().float()
 
     @override
     def on_step(self, report: StepReport) -> None:
@@ -62,10 +57,6 @@ class WeightAverage(Hook):
                 local.lerp_(_local(self._trained[name]).to(local.dtype), 1 - decay)
 
     @override
-    def evaluation_weights(self) -> AbstractContextManager[None]:
-        return self._averaged()
-
-    @override
     def state(self) -> dict[str, Any]:
         return {"num_updates": self.num_updates}
 
@@ -77,8 +68,9 @@ class WeightAverage(Hook):
     def tensors(self) -> Mapping[str, Tensor]:
         return self._averages
 
+    @override
     @contextmanager
-    def _averaged(self) -> Iterator[None]:
+    def evaluation_weights(self) -> Iterator[None]:
         reshard(self._model)  # what is still gathered would keep the trained weights
         kept = {
             name: _local(weight).detach().clone()
@@ -99,15 +91,12 @@ class WeightAverage(Hook):
 
 def averages_of(model: nn.Module) -> dict[str, Tensor]:
     """Return room for the averages of a model's trained weights, by the names that they have in a checkpoint."""
-    trained = {
-        plain_name(name): weight
-        for name, weight in model.named_parameters()
-        if weight.requires_grad
-    }
-    return {
-        f"{WeightAverage.name}.{name}": torch.zeros_like(weight, dtype=torch.float32)
-        for name, weight in trained.items()
-    }
+    averages = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            key = f"{WeightAverage.name}.{plain_name(name)}"
+            averages[key] = torch.zeros_like(weight, dtype=torch.float32)
+    return averages
 
 
 def put_averages(model: nn.Module, averages: Mapping[str, Tensor]) -> None:

@@ -183,16 +183,13 @@ class Hook:
         """Release files and threads. Called once, also after an error."""
 
 
-class Hooks:
+class Hooks(list[Hook]):
     """All hooks of a run, in the order in which they are called."""
 
     def __init__(self, hooks: Sequence[Hook]) -> None:
-        self._all = list(hooks)
-        names = [hook.name for hook in self._all if hook.name]
+        super().__init__(hooks)
+        names = [hook.name for hook in self if hook.name]
         assert len(names) == len(set(names)), f"two hooks have the same name: {names}"
-
-    def __iter__(self) -> Iterator[Hook]:
-        return iter(self._all)
 
     def on_step(self, report: StepReport) -> bool:
         """Call `on_step` of each. Return whether one of this rank's hooks has a reason to end the run, and log it."""

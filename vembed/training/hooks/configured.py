@@ -14,11 +14,10 @@ from vembed.training.hooks.display import (
 )
 from vembed.training.hooks.evaluations import Guards, Patience, QueryRecord, TaskScores
 from vembed.training.hooks.metrics import (
-    AuxiliaryLossMeans,
     Diagnostics,
+    LossMeans,
     MetricsLog,
     StepCurves,
-    TaskAndTermLosses,
 )
 from vembed.training.hooks.mining import EpochMiner
 from vembed.training.hooks.publishing import PushBest
@@ -46,8 +45,6 @@ def configured_hooks(run: Run, warmup_steps: int, console: Console) -> list[Hook
         hooks.append(TaskScores())
     if run.data.evaluation is not None:
         hooks.append(QueryRecord())
-    hooks += [Diagnostics(), TaskAndTermLosses(), DataWatch()]
-    if run.components.embedder.has_auxiliary():
-        hooks.append(AuxiliaryLossMeans())
+    hooks += [Diagnostics(), LossMeans(), DataWatch()]
     hooks += [StepCurves(), SetupLines(), Watch(), MetricsLog()]
     return hooks

@@ -28,44 +28,39 @@ class SetupLines(Hook):
 
     @override
     def on_start(self, run: Run) -> None:
-        for line in setup_lines(run):
+        config = run.config
+        data = run.data
+        session = run.session
+        description = run.components.embedder.description
+        total = num_parameters(run.components.model)
+        trained = num_parameters(run.components.model, trainable_only=True)
+        share = "all trained" if trained == total else f"{trained:,d} trained"
+        num_sources = len(data.examples.names)
+        sources = "1 source" if num_sources == 1 else f"{num_sources:,d} sources"
+        evaluation = "no validation data (set val_split: 0.1)"
+        if data.evaluation is not None:
+            evaluation = data.evaluation.summary()
+        epochs = data.epoch_at(data.total_steps)
+        epochs_text = "1 epoch" if epochs == 1 else f"{epochs:.3g} epochs"
+        # Data smaller than one batch are one batch.
+        per_step = min(data.examples_per_step, len(data.examples))
+        num_ranks = session.world_size
+        processes = "1 process" if num_ranks == 1 else f"{num_ranks} processes"
+        strategy: str = session.strategy
+        if session.placement.run.strategy.value not in ("auto", strategy):
+            strategy += f" ({session.placement.decisions['strategy'].reason})"
+        lines = [
+            f"model: {config.model.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, "
+            f"{total:,d} parameters ({share}), at most {description.max_length:,d} tokens",
+            f"data: {len(data.examples):,d} examples of {sources}; {evaluation}",
+            f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs_text}), learning "
+            f"rate {config.optimizer.learning_rate:g}, loss {config.objective.loss}",
+            f"device: {session.device}, {processes}, strategy {strategy}, mixed precision {session.mixed_precision}",
+        ]
+        for line in lines:
             log.info("%s", line, extra=HEADLINE)
-        path = run.output / run.config.logging.log_file
+        path = run.output / config.logging.log_file
         log.info("log: %s", path, extra=END_OF_SETUP)
-
-
-def setup_lines(run: Run) -> list[str]:
-    """Return the lines but the last."""
-    config = run.config
-    data = run.data
-    session = run.session
-    description = run.components.embedder.description
-    total = num_parameters(run.components.model)
-    trained = num_parameters(run.components.model, trainable_only=True)
-    share = "all trained" if trained == total else f"{trained:,d} trained"
-    num_sources = len(data.examples.names)
-    sources = "1 source" if num_sources == 1 else f"{num_sources:,d} sources"
-    evaluation = "no validation data (set val_split: 0.1)"
-    if data.evaluation is not None:
-        evaluation = data.evaluation.summary()
-    epochs = data.epoch_at(data.total_steps)
-    epochs_text = "1 epoch" if epochs == 1 else f"{epochs:.3g} epochs"
-    # Data smaller than one batch are one batch.
-    per_step = min(data.examples_per_step, len(data.examples))
-    processes = (
-        "1 process" if session.world_size == 1 else f"{session.world_size} processes"
-    )
-    strategy: str = session.strategy
-    if session.placement.run.strategy.value not in ("auto", strategy):
-        strategy += f" ({session.placement.decisions['strategy'].reason})"
-    return [
-        f"model: {config.model.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, {total:,d} "
-        f"parameters ({share}), at most {description.max_length:,d} tokens",
-        f"data: {len(data.examples):,d} examples of {sources}; {evaluation}",
-        f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs_text}), learning "
-        f"rate {config.optimizer.learning_rate:g}, loss {config.objective.loss}",
-        f"device: {session.device}, {processes}, strategy {strategy}, mixed precision {session.mixed_precision}",
-    ]
 
 
 class ProgressBar(Hook):

@@ -179,26 +179,18 @@ class Guards(Hook):
             state.fell = f"guard after step {evaluation.step:,d}: {'; '.join(drops)}"
             return state.fell
         state.fell = None  # of a run that was resumed after a guard had ended it
-        self._choose_checkpoint(evaluation)
-        return None
-
-    def _choose_checkpoint(self, evaluation: Evaluation) -> None:
-        """Set the checkpoint that `final/` gets if a guard falls later."""
-        state = self._run.state
+        # The checkpoint that `final/` gets if a guard falls later.
         intervals = self._run.intervals
-        is_saved = (
-            evaluation.step > 0
-            and intervals.save_steps is not None
-            and evaluation.step % intervals.save_steps == 0
-            and not state.skipped_in_a_row  # skipped steps get no checkpoint
-        )
-        if is_saved:
-            state.held_step = evaluation.step
+        step = evaluation.step
+        is_due = bool(intervals.save_steps) and step % (intervals.save_steps or 1) == 0
+        if step > 0 and is_due and not state.skipped_in_a_row:
+            state.held_step = step
             state.held_scores = evaluation.scores
         has_best = intervals.load_best_model_at_end and state.best_step is not None
         if has_best and state.held_step is not None:
             state.held_step = state.best_step
             state.held_scores = state.best_scores
+        return None
 
     @override
     def state(self) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from vembed.config.terms import task_names
-from vembed.data.batching.rank_batch import RankBatch
 from vembed.errors import UserError
 from vembed.evaluation.report.pictures import picture_image, picture_svg
 from vembed.evaluation.report.plots import Curve, curve_svg, evaluations_svg
-from vembed.evaluation.report.record import RunRecord, metric_name, read_run
+from vembed.evaluation.report.record import metric_name, read_run
 from vembed.files import require_regular
 from vembed.parallel import collectives
 from vembed.parallel.memory import memory_snapshot
@@ -30,7 +29,6 @@ from vembed.progress import duration
 from vembed.training.checkpoint.resume import METRICS
 from vembed.training.hooks.base import Evaluation, Hook, Run, StepReport
 from vembed.training.run_log import LineFile
-from vembed.training.step import BatchResult
 from vembed.training.trackers.declaration import TrackedReport, TrackedRun, Tracker
 from vembed.training.trackers.table import TRACKERS
 
@@ -44,29 +42,6 @@ SLOW_RANK_RATIO = 1.2
 # ---- speed, padding and memory -----------------------------------------------
 
 
-@dataclass
-class StepCounts:
-    """Counts of this rank since the last log line."""
-
-    num_examples: int = 0
-    num_inputs: int = 0
-    num_distinct: int = 0
-    useful_tokens: int = 0
-    padded_tokens: int = 0
-    num_forwards: int = 0
-    num_steps: int = 0
-    seconds: float = 0.0
-
-    def add(self, rank_batch: RankBatch, result: BatchResult) -> None:
-        """Count one global batch."""
-        self.num_examples += rank_batch.num_examples
-        self.num_inputs += rank_batch.num_inputs
-        self.num_distinct += len(rank_batch.features)
-        self.useful_tokens += rank_batch.useful_tokens
-        self.padded_tokens += result.padded_tokens
-        self.num_forwards += result.num_forwards
-
-
 class Diagnostics(Hook):
     """Speed, padding, time per phase and memory of every rank.
 
@@ -74,7 +49,10 @@ class Diagnostics(Hook):
     """
 
     def __init__(self) -> None:
-        self.counts = StepCounts()
+        self._counts: Counter[str] = Counter()
+        """Of this rank, since the last log line."""
+        self._num_steps = 0
+        self._seconds = 0.0
         self._start = 0.0
 
     @override
@@ -89,55 +67,57 @@ class Diagnostics(Hook):
     @override
     def on_step(self, report: StepReport) -> None:
         for rank_batch, result in report.batches:
-            self.counts.add(rank_batch, result)
-        self.counts.num_steps += 1
-        self.counts.seconds += time.perf_counter() - self._start
+            self._counts.update(
+                examples=rank_batch.num_examples,
+                inputs=rank_batch.num_inputs,
+                distinct=len(rank_batch.features),
+                useful=rank_batch.useful_tokens,
+                padded=result.padded_tokens,
+                forwards=result.num_forwards,
+            )
+        self._num_steps += 1
+        self._seconds += time.perf_counter() - self._start
 
     @override
     def figures(self, report: StepReport) -> dict[str, Any]:
         """Return the metrics of all ranks since the last call. Collective; the same on every rank."""
-        counts = self.counts
-        self.counts = StepCounts()
-        seconds = max(counts.seconds, 1e-9)
+        seconds = max(self._seconds, 1e-9)
+        num_steps = max(self._num_steps, 1)
         phases = self._timer.take()
-        ranks = collectives.gather_objects_as_json(
-            {
-                "seconds": {name: round(value, 6) for name, value in phases.items()},
-                "examples": counts.num_examples,
-                "inputs": counts.num_inputs,
-                "distinct": counts.num_distinct,
-                "useful": counts.useful_tokens,
-                "padded": counts.padded_tokens,
-                "forwards": counts.num_forwards,
-                "memory": memory_snapshot(self._device),
-            }
-        )
-        total = {
-            name: sum(entry[name] for entry in ranks)
-            for name in ("examples", "inputs", "distinct", "useful", "padded")
+        of_rank = {
+            "counts": dict(self._counts),
+            "seconds": {name: round(value, 6) for name, value in phases.items()},
+            "memory": memory_snapshot(self._device),
         }
+        self._counts.clear()
+        self._num_steps = 0
+        self._seconds = 0.0
+        ranks = collectives.gather_objects_as_json(of_rank)
+        counts: list[Counter[str]] = [Counter(entry["counts"]) for entry in ranks]
+        total: Counter[str] = Counter()
         # Time in collectives is excluded: it includes waiting for the slowest rank, so it would hide which one that is.
         work = []
-        for entry in ranks:
+        memory = []
+        for rank, entry in enumerate(ranks):
+            total.update(counts[rank])
             work.append(sum(entry["seconds"].values()) - entry["seconds"]["wait"])
+            memory.append({"rank": rank, **entry["memory"]})
         median = max(sorted(work)[len(work) // 2], 1e-9)
         return {
             "samples_per_second": total["examples"] / seconds,
             "tokens_per_second": total["useful"] / seconds,
-            "step_seconds": seconds / max(counts.num_steps, 1),
+            "step_seconds": seconds / num_steps,
             "padding_fraction": _missing_share(total["useful"], total["padded"]),
             "duplicate_fraction": _missing_share(total["distinct"], total["inputs"]),
             "seconds": [entry["seconds"] for entry in ranks],
-            "tokens": [entry["useful"] for entry in ranks],
+            "tokens": [count["useful"] for count in counts],
             "padding": [
-                _missing_share(entry["useful"], entry["padded"]) for entry in ranks
+                _missing_share(count["useful"], count["padded"]) for count in counts
             ],
-            "forwards": [entry["forwards"] for entry in ranks],
+            "forwards": [count["forwards"] for count in counts],
             "skew": max(work) / median,
             "slowest_rank": work.index(max(work)),
-            "memory": [
-                {"rank": rank, **entry["memory"]} for rank, entry in enumerate(ranks)
-            ],
+            "memory": memory,
         }
 
 
@@ -169,24 +149,27 @@ def log_line(values: dict[str, Any], total_steps: int, seconds_left: float) -> s
 # ---- losses ------------------------------------------------------------------
 
 
-class TaskAndTermLosses(Hook):
-    """Mean loss of each task, and mean of each term of `losses` without its weight, since the last log line.
+class LossMeans(Hook):
+    """Means since the last log line: of each task, of each term of `losses` without its weight, and of the model's own
+    losses.
 
     Tasks: of runs with several sources and homogeneous batches. A source is a task, unless `homogeneous_batches: task`
     joins it with others. There, each batch is of one task, and the terms are those of a task.
     """
 
     def __init__(self) -> None:
-        self._tasks: tuple[str, ...] = ()
+        self._tasks: list[str] = []
         """Name of the task of each source; empty if batches are not of one task each."""
-        self._losses: dict[str, list[Tensor]] = {}
+        self._shares: dict[str, list[Tensor]] = {}
         """Name in the log -> this rank's shares of the losses."""
+        self._of_model: dict[str, list[float]] = {}
+        """Name in the log -> losses of the global batches, the same on every rank."""
 
     @override
     def on_start(self, run: Run) -> None:
         names = run.data.examples.names
         if run.config.data.homogeneous_batches and len(names) > 1:
-            self._tasks = tuple(task_names(run.config.data, names))
+            self._tasks = task_names(run.config.data, names)
 
     @override
     def on_step(self, report: StepReport) -> None:
@@ -194,53 +177,28 @@ class TaskAndTermLosses(Hook):
             prefix = "loss/"
             if self._tasks:
                 task = self._tasks[rank_batch.source]
-                self._losses.setdefault(f"loss/{task}", []).append(result.loss_share)
+                self._shares.setdefault(f"loss/{task}", []).append(result.loss_share)
                 prefix = f"loss/{task}/"
             for term, share in result.terms.items():
-                self._losses.setdefault(prefix + term, []).append(share)
+                self._shares.setdefault(prefix + term, []).append(share.detach())
+            for name, value in result.auxiliary.items():
+                self._of_model.setdefault(f"loss/{name}", []).append(value)
 
     @override
     def figures(self, report: StepReport) -> Mapping[str, Any]:
         """Return the means since the last call. Collective; the same on every rank."""
         # All ranks have had the same tasks in the same steps, and so the same names in the same order.
-        losses = self._losses
-        self._losses = {}
-        if not losses:
-            return {}
-        names = list(losses)
         sums = []
-        for name in names:
-            shares = [share.detach().to(torch.float64) for share in losses[name]]
-            sums.append(float(torch.stack(shares).sum()))
-        totals = collectives.sum_scalars(sums)
-        return {
-            name: total / len(losses[name])
-            for name, total in zip(names, totals, strict=True)
-        }
-
-
-class AuxiliaryLossMeans(Hook):
-    """Mean of each loss of the model's own since the last log line, by name."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._num_batches = 0
-
-    @override
-    def on_step(self, report: StepReport) -> None:
-        for _, result in report.batches:
-            self._num_batches += 1
-            for name, value in result.auxiliary.items():
-                self._sums[name] = self._sums.get(name, 0.0) + value
-
-    @override
-    def figures(self, report: StepReport) -> Mapping[str, float]:
-        """Return the means since the last call. They are those of the global batch, the same on every rank."""
+        for shares in self._shares.values():
+            sums.append(float(torch.stack(shares).to(torch.float64).sum()))
+        totals = collectives.sum_scalars(sums) if sums else []
         means = {}
-        for name, value in self._sums.items():
-            means[f"loss/{name}"] = value / self._num_batches
-        self._sums = {}
-        self._num_batches = 0
+        for (name, shares), total in zip(self._shares.items(), totals, strict=True):
+            means[name] = total / len(shares)
+        for name, values in self._of_model.items():
+            means[name] = sum(values) / len(values)
+        self._shares = {}
+        self._of_model = {}
         return means
 
 
@@ -295,11 +253,10 @@ class MetricsLog(Hook):
         if not run.session.is_main:
             return
         options = run.config.logging
-        settings = {
-            name: value
-            for name, value in run.config.to_dict().items()
-            if value is not None
-        }
+        settings = {}
+        for name, value in run.config.to_dict().items():
+            if value is not None:
+                settings[name] = value
         tracked = TrackedRun(
             run.output,
             options.run_name,
@@ -350,17 +307,21 @@ class MetricsLog(Hook):
     def on_finish(self, run: Run) -> None:
         """Close the file: the report reads it. The trackers get the report when it is written."""
         self._is_trained = True
-        self._close_file()
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
     @override
     def close(self) -> None:
         """Close the file, send the report of a finished run to the trackers, and end them."""
-        self._close_file()
+        if self.file is not None:
+            self.file.close()
+            self.file = None
         has_report = self._is_trained and (self._output / "report.html").is_file()
         for tracker in self.trackers:
             if has_report:
                 try:
-                    tracker.send_report(tracked_report(self._output))
+                    tracker.send_report(_tracked_report(self._output))
                 except (OSError, UserError) as error:
                     log.warning(
                         "report_to: %s did not take the report (%s)",
@@ -370,11 +331,6 @@ class MetricsLog(Hook):
             with suppress(OSError):
                 tracker.finish()
         self.trackers = []
-
-    def _close_file(self) -> None:
-        if self.file is not None:
-            self.file.close()
-            self.file = None
 
     def _write(
         self, line: Mapping[str, Any], numbers: dict[str, float], step: int
@@ -426,27 +382,13 @@ def _without_nan(value: Any) -> Any:
     return value
 
 
-def tracked_report(output: Path) -> TrackedReport:
-    """Return the report of a finished run, for trackers."""
+def _tracked_report(output: Path) -> TrackedReport:
+    """Return the report of a finished run. Its picture: the deciding score over the evaluations, and the loss."""
     record = read_run(output)
-    steps = [evaluation.step for evaluation in record.evaluations]
-    if record.steps:
-        steps.append(int(record.steps[-1]["step"]))
-    return TrackedReport(
-        output / "report.html", report_picture(record), max(steps, default=0)
-    )
-
-
-def report_picture(record: RunRecord) -> np.ndarray:
-    """Return [height, width, 3] uint8: the deciding score over the evaluations, and the loss over the steps."""
     lines = [line for line in record.steps if isinstance(line.get("loss"), float)]
-    curve = Curve(
-        "loss",
-        "",
-        [line["step"] for line in lines],
-        [line["loss"] for line in lines],
-        "{:.3g}".format,
-    )
+    steps = [line["step"] for line in lines]
+    losses = [line["loss"] for line in lines]
+    curve = Curve("loss", "", steps, losses, "{:.3g}".format)
     pictures = [picture_svg(curve_svg(curve), "loss")]
     key = record.headline
     scored = [entry for entry in record.evaluations if key in entry.scores]
@@ -460,4 +402,9 @@ def report_picture(record: RunRecord) -> np.ndarray:
         )
         pictures.insert(0, picture_svg(svg, name))
     images = [np.asarray(picture_image(picture)) for picture in pictures]
-    return np.concatenate(images, axis=1)
+    last = [entry.step for entry in record.evaluations]
+    if record.steps:
+        last.append(int(record.steps[-1]["step"]))
+    return TrackedReport(
+        output / "report.html", np.concatenate(images, axis=1), max(last, default=0)
+    )

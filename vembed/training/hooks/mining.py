@@ -34,6 +34,9 @@ class MinedExamples:
         self._miner = miner
         self._numbers = numbers_EN
 
+    def __len__(self) -> int:
+        return len(self._numbers)
+
     def __getitem__(self, index: int) -> Example:
         return self._miner.example(index, self._numbers[index].tolist())
 

@@ -6,15 +6,12 @@ from typing import TYPE_CHECKING
 
 from vembed.training.optimizers.declaration import (
     ADAM_OPTIONS,
-    OptimizedWeights,
+    OptimizerInputs,
     OptimizerKind,
-    adam_arguments,
 )
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-    from vembed.config.schema import OptimizerSection
 
 FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -29,21 +26,15 @@ class AdamW(OptimizerKind):
     state_bytes = 8.0
     trains_half = True
 
-    def build(
-        self,
-        weights: OptimizedWeights,
-        learning_rate: float,
-        options: OptimizerSection,
-        seed: int,
-    ) -> tuple[Optimizer, str]:
+    def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
         """Return torch's AdamW, or one that rounds stochastically."""
         import torch
 
         from vembed.training.optimizers.rounded_adamw import RoundedAdamW
 
-        arguments, betas = adam_arguments(learning_rate, options)
-        if weights.is_half:
-            rounded = RoundedAdamW(weights.groups, **arguments, seed=seed)
+        arguments, betas = inputs.adam_arguments()
+        if inputs.is_half:
+            rounded = RoundedAdamW(inputs.groups, **arguments, seed=inputs.seed)
             return (
                 rounded,
                 f"AdamW with stochastic rounding (the weights are bfloat16 alone), {betas}",
@@ -51,7 +42,7 @@ class AdamW(OptimizerKind):
         # On two CPU cores the fused step takes a third of the plain one's time. It supports DTensors.
         fused = all(
             tensor.is_floating_point() and tensor.device.type in FUSED_DEVICES
-            for tensor in weights.tensors()
+            for tensor in inputs.tensors()
         )
-        optimizer = torch.optim.AdamW(weights.groups, **arguments, fused=fused)
+        optimizer = torch.optim.AdamW(inputs.groups, **arguments, fused=fused)
         return optimizer, f"AdamW{' (fused)' if fused else ''}, {betas}"

@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any
 from vembed.errors import UserError
 from vembed.training.optimizers.declaration import (
     ADAM_OPTIONS,
-    OptimizedWeights,
+    OptimizerInputs,
     OptimizerKind,
-    adam_arguments,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
-
-    from vembed.config.schema import OptimizerSection
 
 log = logging.getLogger("vembed")
 
@@ -33,41 +30,34 @@ class AdamW8Bit(OptimizerKind):
     state_bytes = 2.1
     is_paged = False
 
-    def refusal(self, weights: OptimizedWeights) -> str | None:
+    def refusal(self, inputs: OptimizerInputs) -> str | None:
         """Refuse flat pieces: its blocks are of whole parameters."""
-        if weights.is_flat:
+        if inputs.is_flat:
             return (
                 f"optim: {self.name} holds blocks of whole parameters, and fsdp_version: 1 leaves each process a flat "
                 "piece of them: use fsdp_version: 2, or optim: adamw"
             )
         return None
 
-    def build(
-        self,
-        weights: OptimizedWeights,
-        learning_rate: float,
-        options: OptimizerSection,
-        seed: int,
-    ) -> tuple[Optimizer, str]:
-        """Return torchao's AdamW8bit for shards, and bitsandbytes' for whole weights."""
-        del seed
-        arguments, betas = adam_arguments(learning_rate, options)
-        if weights.is_sharded:
+    def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
+        """Return torchao's AdamW8bit for shards, and bitsandbytes' for whole inputs."""
+        arguments, betas = inputs.adam_arguments()
+        if inputs.is_sharded:
             # It supports DTensors, which bitsandbytes' kernels do not.
-            optimizer = self._of_torchao(weights, arguments)
+            optimizer = self._of_torchao(inputs, arguments)
             return optimizer, f"AdamW8bit of torchao (sharded parameters), {betas}"
         is_paged = self.is_paged
-        if is_paged and not all(tensor.is_cuda for tensor in weights.tensors()):
+        if is_paged and not all(tensor.is_cuda for tensor in inputs.tensors()):
             log.warning(
                 "optim: %s needs a GPU to page from; without one it is adamw_8bit",
                 self.name,
             )
             is_paged = False
-        optimizer = self._of_bitsandbytes(weights, arguments, is_paged=is_paged)
+        optimizer = self._of_bitsandbytes(inputs, arguments, is_paged=is_paged)
         return optimizer, f"{type(optimizer).__name__} of bitsandbytes, {betas}"
 
     def _of_bitsandbytes(
-        self, weights: OptimizedWeights, arguments: dict[str, Any], *, is_paged: bool
+        self, inputs: OptimizerInputs, arguments: dict[str, Any], *, is_paged: bool
     ) -> Optimizer:
         from vembed.models.quantized import quieten_bitsandbytes
 
@@ -79,11 +69,11 @@ class AdamW8Bit(OptimizerKind):
                 f"optim: {self.name} needs bitsandbytes ({error}): pip install 'vembed[gpu]'"
             ) from error
         kind = PagedAdamW8bit if is_paged else AdamW8bit
-        optimizer: Optimizer = kind(weights.groups, **arguments)
+        optimizer: Optimizer = kind(inputs.groups, **arguments)
         return optimizer
 
     def _of_torchao(
-        self, weights: OptimizedWeights, arguments: dict[str, Any]
+        self, inputs: OptimizerInputs, arguments: dict[str, Any]
     ) -> Optimizer:
         try:
             from torchao.optim import AdamW8bit
@@ -92,7 +82,7 @@ class AdamW8Bit(OptimizerKind):
                 f"optim: {self.name} needs torchao on sharded parameters ({error}): pip install 'vembed[fsdp]', or use "
                 "optim: adamw"
             ) from error
-        for tensor in weights.tensors():
+        for tensor in inputs.tensors():
             # torchao 0.18 on torch 2.13 aborts the process without a message here.
             if tensor.device.type == "cpu" and leaves_a_rank_empty(tensor):
                 raise UserError(
@@ -100,7 +90,7 @@ class AdamW8Bit(OptimizerKind):
                     f"and one of shape {list(tensor.shape)} has too few rows for all: use optim: adamw, or fewer "
                     "processes"
                 )
-        optimizer: Optimizer = AdamW8bit(weights.groups, **arguments)
+        optimizer: Optimizer = AdamW8bit(inputs.groups, **arguments)
         return optimizer
 
 

@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class OptimizedWeights:
-    """The weights that an optimizer gets on this rank."""
+class OptimizerInputs:
+    """The weights that an optimizer gets on this rank, and the options of the run."""
 
     groups: list[dict[str, Any]]
     """Parameter groups as torch takes them."""
+    learning_rate: float
+    options: OptimizerSection
+    seed: int
     is_sharded: bool
-    """They are DTensors, as FSDP2 leaves them."""
+    """The weights are DTensors, as FSDP2 leaves them."""
     is_flat: bool
     """They are flat pieces of several parameters, as FSDP1 leaves them."""
     is_half: bool
@@ -35,6 +38,16 @@ class OptimizedWeights:
     def tensors(self) -> list[Tensor]:
         """Return the weights of all groups."""
         return [tensor for group in self.groups for tensor in group["params"]]
+
+    def adam_arguments(self) -> tuple[dict[str, Any], str]:
+        """Return the arguments that all kinds of AdamW share, and the betas for the log."""
+        first, second = self.options.adam_betas
+        arguments = {
+            "lr": self.learning_rate,
+            "betas": (first, second),
+            "eps": self.options.adam_epsilon,
+        }
+        return arguments, f"betas ({first:g}, {second:g})"
 
 
 class OptimizerKind(ABC):
@@ -53,30 +66,14 @@ class OptimizerKind(ABC):
     trains_half: ClassVar[bool] = False
     """It trains weights that are held in bfloat16 alone."""
 
-    def refusal(self, weights: OptimizedWeights) -> str | None:
+    def refusal(self, inputs: OptimizerInputs) -> str | None:
         """Return why it cannot train these weights, as a sentence that names the option; or None."""
-        del weights
+        del inputs
         return None
 
     @abstractmethod
-    def build(
-        self,
-        weights: OptimizedWeights,
-        learning_rate: float,
-        options: OptimizerSection,
-        seed: int,
-    ) -> tuple[Optimizer, str]:
+    def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
         """Return the optimizer, and a short description of it for the log."""
 
 
 ADAM_OPTIONS = frozenset({"adam_betas", "adam_epsilon"})
-
-
-def adam_arguments(
-    learning_rate: float, options: OptimizerSection
-) -> tuple[dict[str, Any], str]:
-    """Return the arguments that all kinds of AdamW share, and the betas for the log."""
-    first, second = options.adam_betas
-    betas = (first, second)
-    arguments = {"lr": learning_rate, "betas": betas, "eps": options.adam_epsilon}
-    return arguments, f"betas ({first:g}, {second:g})"

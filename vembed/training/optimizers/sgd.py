@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vembed.training.optimizers.declaration import (
-    OptimizedWeights,
+    OptimizerInputs,
     OptimizerKind,
 )
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-    from vembed.config.schema import OptimizerSection
 
 
 class Sgd(OptimizerKind):
@@ -22,16 +20,11 @@ class Sgd(OptimizerKind):
     summary = "Gradient descent without momentum and without state."
     state_bytes = 0.0
 
-    def build(
-        self,
-        weights: OptimizedWeights,
-        learning_rate: float,
-        options: OptimizerSection,
-        seed: int,
-    ) -> tuple[Optimizer, str]:
+    def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
         """Return torch's SGD."""
         import torch
 
-        del options, seed
         # Without momentum torch's coupled weight decay is decoupled: p - lr (g + d p) = (1 - lr d) p - lr g.
-        return torch.optim.SGD(weights.groups, lr=learning_rate), "SGD without momentum"
+        return torch.optim.SGD(
+            inputs.groups, lr=inputs.learning_rate
+        ), "SGD without momentum"
