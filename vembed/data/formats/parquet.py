@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from vembed.config.user_folders import cache_folder
 from vembed.data.cache import short_hash, stamp
 from vembed.data.formats.arrow import ArrowRows
-from vembed.data.formats.base import Part, Row, first_line, row_values
+from vembed.data.formats.base import MAX_RECORD_BYTES, Part, Row, first_line, row_values
 from vembed.data.formats.copies import partial_copy, remove_older
 from vembed.errors import UserError
 
@@ -26,6 +26,11 @@ MAX_BATCH_ROWS = 256
 READ_ROWS = 4096
 READ_BYTES = 8 * 2**20
 """Rows and bytes that are decompressed at a time."""
+PROBED_ROWS = 64
+MAX_READ_BYTES = 2**28
+"""Bytes of the rows read at a time, by the size of the first ones: a value that many rows have is stored once."""
+MAX_RATIO = 1024
+"""Bytes of records for one byte of the file, at most. With 600,000 questions for 400 answers of 1,000 letters it is 180."""
 PART_BYTES = 64 * 2**20
 """Bytes of the rows that one process of the first pass reads at a time."""
 
@@ -45,11 +50,24 @@ class ParquetFile(ArrowRows):
         self._num_rows = int(self._metadata.num_rows)
         self._num_bytes = 0
         for number in range(self._metadata.num_row_groups):
-            self._num_bytes += self._metadata.row_group(number).total_byte_size
+            group = self._metadata.row_group(number)
+            self._num_bytes += group.total_byte_size
+            for place in range(group.num_columns):
+                self._check_ratio(group.column(place))
         self._row_bytes = max(1, self._num_bytes // max(self._num_rows, 1))
         self._batch_rows = max(1, min(MAX_BATCH_ROWS, BATCH_BYTES // self._row_bytes))
         self._copy: pa.RecordBatchFileReader | None = None
         self._lock = threading.Lock()
+
+    def _check_ratio(self, column: pq.ColumnChunkMetaData) -> None:
+        """Raise UserError if a column unpacks to far more than texts and images do."""
+        packed = max(column.total_compressed_size, 1)
+        unpacked = column.total_uncompressed_size
+        if unpacked > max(MAX_RATIO * packed, 2 * MAX_RECORD_BYTES):
+            raise UserError(
+                f"{self.name}: {column.path_in_schema} unpacks from {packed:,d} to {unpacked:,d} bytes, which no texts "
+                f"or images do; a record has at most {MAX_RECORD_BYTES:,d} bytes"
+            )
 
     @property
     def stop(self) -> int:
@@ -139,13 +157,28 @@ class ParquetFile(ArrowRows):
         writer.close()
 
     def _read(self) -> Iterator[pa.RecordBatch]:
-        num_rows = max(1, min(READ_ROWS, READ_BYTES // self._row_bytes))
+        """Yield the rows. Raise UserError if they are many times larger than the file."""
+        limit = MAX_RATIO * self.path.stat().st_size + 4 * MAX_HELD_BYTES
+        size = 0
+        with self._opened() as file:
+            first = list(range(min(file.num_row_groups, 1)))
+            probe = next(file.iter_batches(PROBED_ROWS, first, self.selected), None)
+        num_rows = min(READ_ROWS, READ_BYTES // self._row_bytes)
+        if probe is not None and probe.num_rows:
+            num_rows = min(num_rows, MAX_READ_BYTES * probe.num_rows // probe.nbytes)
         with self._opened() as file:
             # Group by group: Arrow cannot join dictionaries of several row groups inside of lists and structs.
             for group in range(file.num_row_groups):
                 for batch in file.iter_batches(
-                    num_rows, [group], self.selected, use_threads=False
+                    max(num_rows, 1), [group], self.selected, use_threads=False
                 ):
+                    size += batch.nbytes
+                    if size > limit:
+                        raise UserError(
+                            f"{self.name}: its records unpack to more than {limit:,d} bytes, far more than the file "
+                            "says: write it without dictionaries (in pandas df.to_parquet(..., use_dictionary=False)), "
+                            "or as JSON Lines"
+                        )
                     yield _without_dictionaries(batch)
 
     @contextmanager
@@ -160,6 +193,8 @@ class ParquetFile(ArrowRows):
                 pre_buffer=False,
             ) as file:
                 yield file
+        except UserError:
+            raise
         except (OSError, ValueError, LookupError, pa.ArrowException) as error:
             raise UserError(
                 f"{self.name} cannot be read as Parquet: {first_line(error)}"
@@ -169,7 +204,22 @@ class ParquetFile(ArrowRows):
 def _without_dictionaries(rows: pa.RecordBatch) -> pa.RecordBatch:
     """Return the rows with their values in place of numbers in a dictionary, which may differ between row groups."""
     for place, field in enumerate(rows.schema):
-        if pa.types.is_dictionary(field.type):
-            values = rows.column(place).dictionary_decode()
-            rows = rows.set_column(place, field.name, values)
+        kind = _plain_type(field.type)
+        if kind != field.type:
+            rows = rows.set_column(place, field.name, rows.column(place).cast(kind))
     return rows
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    """Return a type without dictionaries, also inside of lists and structs."""
+    if pa.types.is_dictionary(kind):
+        return kind.value_type
+    if pa.types.is_list(kind):
+        return pa.list_(_plain_type(kind.value_type))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(_plain_type(kind.value_type))
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(_plain_type(kind.value_type), kind.list_size)
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
+    return kind
