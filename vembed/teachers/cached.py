@@ -103,9 +103,10 @@ class CachedTeacher(Generic[Q]):
         """Compute what is missing of these answers. Collective: all ranks pass the same keys and questions."""
         session = self.session
         # Rank 0 decides for all: the files may change while the ranks look at them.
-        mask = torch.zeros(len(keys), dtype=torch.uint8, device=session.device)
+        mask = torch.zeros(len(keys), dtype=torch.uint8)
         if session.is_main:
             mask[self.store.missing(keys)] = 1
+        mask = mask.to(session.device)
         collectives.broadcast_tensors([mask])
         missing = mask.nonzero().flatten().tolist()
         log.info(
