@@ -70,14 +70,13 @@ INDUCTOR = pytest.mark.skipif(
 @pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)]
 )
-def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(
-    backend,
-):
+@pytest.mark.parametrize("options", [{}, {"use_lora": True}], ids=["all", "lora"])
+def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend, options):
     make = one_layer
-    loss, gradients, model = run_once(make, None)
+    loss, gradients, model = run_once(make, None, **options)
     # Without vectors, whose headers the C++ compiler reads for seconds.
     with torch._inductor.config.patch({"cpp.simdlen": 1}):
-        found, others, _ = run_once(make, backend)
+        found, others, _ = run_once(make, backend, **options)
     assert model.packs_texts(), "attention of packed texts is called as it is"
     assert torch.allclose(found, loss, rtol=1e-5)
     assert max(gradient_errors(others, gradients).values()) < 1e-4

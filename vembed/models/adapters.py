@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import AdapterSection, ModelSection
@@ -83,6 +86,8 @@ def add_adapters(
     for parameter in backbone.parameters():
         if parameter.requires_grad and model.torch_dtype != "pure_bfloat16":
             parameter.data = parameter.data.float()
+    if options.lora_variant != "dora" and options.lora_dropout == 0.0:
+        join_adapters(backbone)
     kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
     log.info(
         "LoRA: rank %d, alpha %d on %d layers (%s)",
@@ -247,3 +252,56 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
     del backbone.peft_config
     backbone.requires_grad_(True)  # peft has frozen all but the adapter
     log.info("adapter of %s merged into its base model", folder)
+
+
+# ---- adapters of layers with one input: one product ----------------------------------
+
+
+_SHARED_INPUT_LAYERS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q_lin", "k_lin", "v_lin"),
+    ("gate_proj", "up_proj"),
+    ("wi_0", "wi_1"),
+)
+"""Names of layers of one module that have the same input in most models. Where they have not, nothing is shared."""
+
+
+class _Joint:
+    """First matrices of some adapters, and their products with the last input that have not been asked for yet."""
+
+    def __init__(self, matrices: Sequence[nn.Linear]) -> None:
+        self.matrices = matrices
+        self.input: Callable[[], Tensor | None] = lambda: None
+        self.products: dict[int, Tensor] = {}
+
+    def product(self, number: int, values: Tensor) -> Tensor:
+        """Return the product of a matrix with its input. The first layer computes for all."""
+        if torch.compiler.is_compiling():
+            # The compiler cannot follow an input from layer to layer.
+            matrix = self.matrices[number]
+            return functional.linear(values, matrix.weight)
+        # Each product is given out once: a second request is another pass.
+        if self.input() is not values or number not in self.products:
+            weights = torch.cat([matrix.weight for matrix in self.matrices])
+            products = functional.linear(values, weights.to(values.dtype))
+            widths = [matrix.out_features for matrix in self.matrices]
+            self.products = dict(enumerate(torch.split(products, widths, dim=-1)))
+            self.input = weakref.ref(values)  # activations are not kept alive
+        return self.products.pop(number)
+
+
+def join_adapters(backbone: nn.Module) -> None:
+    """Compute the first products of adapters that read the same input together. The weights stay apart."""
+    for module in backbone.modules():
+        for names in _SHARED_INPUT_LAYERS:
+            layers: list[Any] = [module._modules.get(name) for name in names]
+            matrices: list[nn.Linear] = [
+                layer.lora_A[_NAME] for layer in layers if hasattr(layer, "lora_A")
+            ]
+            if len({matrix.in_features for matrix in matrices}) != 1:
+                continue
+            joint = _Joint(matrices)
+            for number, matrix in enumerate(matrices):
+                # On the instance: class, parameters and their names stay, for checkpoints, FSDP and peft.
+                matrix.forward = partial(joint.product, number)  # type: ignore[method-assign]
