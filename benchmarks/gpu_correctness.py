@@ -300,8 +300,8 @@ def sharded_alone() -> Iterator[None]:
         ranks: object,
         memory: int,
         measured: Callable[[TrainConfig], ModelSize],
-    ) -> tuple[Decision[Strategy], ModelSize, None]:
-        return Decision("fsdp", "a mesh of one"), measured(run.config), None
+    ) -> tuple[Decision[Strategy], ModelSize, list[str]]:
+        return Decision("fsdp", "a mesh of one"), measured(run.config), []
 
     with patch.object(placement, "_choose_strategy", choose):
         yield

@@ -469,7 +469,7 @@ def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(
         ),
         ("sentence1,sentence2,label\na,b,0\nc,d,1\ne,f,2\n", "label (0, 1, 2)"),
         ("query,positive\na,b\n,d\n", "the first: a.csv:3: query is empty"),
-        ("query,positive,negative1\na,b,c\nd,e,f\n", "negative1 is not read"),
+        ("query,positive,negative1\na,b,c\nd,e,f\n", "not read: negative1"),
         ("query,positive,page\na,b,1\nc,d,2\n", None),
     ],
 )

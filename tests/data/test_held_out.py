@@ -251,7 +251,13 @@ def test_a_run_says_which_documents_were_trained_on(
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     caplog.set_level("INFO", logger="vembed")
     options = load_config({"model_name": "m", "data_path": str(path), "val_split": 0.2})
-    sets = open_sets(options, compares=False)
+    sets = open_sets(
+        options.data,
+        options.objective,
+        model_name=options.model.model_name,
+        seed=options.run.seed,
+        compares=False,
+    )
     assert sets.evaluation is not None
     assert "over 3 documents" in sets.evaluation.summary()
     assert "3 of the 3 documents" in sets.evaluation.summary()

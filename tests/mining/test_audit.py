@@ -116,7 +116,13 @@ def test_the_page_begins_with_what_vembed_data_shows(options):
         "val_data_path": options["val_data_path"],
     }
     config = load_config(names)
-    sets = open_sets(config, compares=True)
+    sets = open_sets(
+        config.data,
+        config.objective,
+        model_name=config.model.model_name,
+        seed=config.run.seed,
+        compares=True,
+    )
     shown = sections(sets.examples, [], config.model)[
         1:
     ]  # the first one is on what was read, in the words of each command

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from vembed.evaluation.top_k import Pairs
-from vembed.mining.candidates import Candidates
+from vembed.mining.candidates import CandidateChunk
 from vembed.mining.choice import Limits, calibrate
 from vembed.mining.config import MineConfig
 
@@ -26,7 +26,7 @@ def drawn(num_known, num_unknown, seed=0):
     known = relevant[:, :num_known].ravel().astype(np.float32)
     sorted_scores = np.take_along_axis(scores, order, axis=1)
     unclaimed = np.zeros(order.shape, bool)
-    candidates = Candidates(0, order, sorted_scores, positives, known, unclaimed)
+    candidates = CandidateChunk(0, order, sorted_scores, positives, known, unclaimed)
     return candidates, order < num_unknown
 
 

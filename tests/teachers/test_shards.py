@@ -82,7 +82,7 @@ def kept(cache: Path) -> dict[str, dict[bytes, np.ndarray]]:
     ]
     found = {}
     for store in stores:
-        keys = list(store._places)
+        keys = list(store._places._recent)
         found[store.folder.name] = {
             keys[place]: row for place, row in store.find_rows(keys).items()
         }

@@ -39,9 +39,10 @@ def test_forwards_are_micro_batches_and_twice_as_many_with_gradient_cache(
 
 
 def test_the_step_seldom_waits_for_the_device(found):
-    # Loss and gradient norm are read, and what the two say of the update; nothing for each micro-batch.
+    # Loss and gradient norm, the width of the candidates' keys, and on CPUs alone how much of it is used. Nothing for
+    # each micro-batch. tests/imitation counts the reads of a GPU.
     for run in found["runs"]:
-        assert run["reads_per_step"] <= 3
+        assert run["reads_per_step"] <= 4
 
 
 def test_collectives_do_not_depend_on_micro_batches(found):

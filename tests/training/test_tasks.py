@@ -268,7 +268,13 @@ def test_held_out_examples_are_scored_by_task(tmp_path):
     sources = files(tmp_path)[:3]
     sources[1]["query_prompt"] = "compare: "
     config = resolve_run(options(tmp_path, data_path=sources, val_split=0.3)).config
-    sets = open_sets(config, compares=False)
+    sets = open_sets(
+        config.data,
+        config.objective,
+        model_name=config.model.model_name,
+        seed=config.run.seed,
+        compares=False,
+    )
     assert set(sets.by_task) == {"retrieval", "sts", "scored"}
     num_queries = [
         len(data.queries if isinstance(data, RetrievalData) else data.first)
@@ -280,7 +286,13 @@ def test_held_out_examples_are_scored_by_task(tmp_path):
     config = resolve_run(
         options(tmp_path, data_path=given, val_data_path=given[0]["path"])
     ).config
-    sets = open_sets(config, compares=False)
+    sets = open_sets(
+        config.data,
+        config.objective,
+        model_name=config.model.model_name,
+        seed=config.run.seed,
+        compares=False,
+    )
     assert {item.prompt for item in sets.by_task["sts"].first} == {"compare: "}
 
 

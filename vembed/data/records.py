@@ -110,9 +110,9 @@ class RecordFormat:
             label = record[layout.label]
             is_name = isinstance(label, str | int) and not isinstance(label, bool)
             if not is_name or not str(label).strip():
-                shown = self._null if label is None else described(label)
+                description = self._null if label is None else described(label)
                 raise BadRecord(
-                    f"{layout.label} is {shown}, not the name or number of a class"
+                    f"{layout.label} is {description}, not the name or number of a class"
                 )
             self._check_losses(layout, (), None)
             example = Example(query, (query,), where=where, label=str(label))
@@ -309,10 +309,10 @@ class RecordFormat:
         ):
             value = float(value)
         if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
-            shown = described(value)
+            description = described(value)
             if isinstance(value, str):
-                shown = f"the text {printable(value)!r}"
-            raise BadRecord(f"{name} is {shown}, not a number")
+                description = f"the text {printable(value)!r}"
+            raise BadRecord(f"{name} is {description}, not a number")
         try:
             number = float(value)
         except OverflowError as error:

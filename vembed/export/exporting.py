@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from vembed.config.schema import DataSection, TrainConfig
+from vembed.config.schema import DataSection, ObjectiveSection, RunSection
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Kind
 from vembed.data_tools.init.datasets import open_sets
@@ -192,8 +192,15 @@ def student_texts(model: str, data: EvalData | None) -> Texts:
         if not isinstance(paths, list):
             paths = [paths]
         if all(isinstance(path, str) and Path(path).exists() for path in paths):
-            config = TrainConfig(model_name=model, **options)
-            return _example_texts(open_sets(config, compares=False).examples)
+            seed = options.pop("seed", RunSection().seed)
+            sets = open_sets(
+                DataSection(**options),
+                ObjectiveSection(),
+                model_name=model,
+                seed=seed,
+                compares=False,
+            )
+            return _example_texts(sets.examples)
     if not isinstance(data, RetrievalData):
         return []
     # As many spread over the whole corpus, which may have millions; the first are those of the check.

@@ -70,9 +70,10 @@ class Tiling:
 
         `scores_per_row` counts all columns and sizes.
         """
-        block_mebibytes, tile_mebibytes, max_rows = 1024, 128, 4096
-        if embeddings.device.type == "cpu":
-            block_mebibytes, tile_mebibytes, max_rows = 192, 32, 512
+        is_cpu = embeddings.device.type == "cpu"
+        block_mebibytes = 192 if is_cpu else 1024
+        tile_mebibytes = 32 if is_cpu else 128
+        max_rows = 512 if is_cpu else 4096
         scores_per_mebibyte = MEBIBYTE // arithmetic_dtype(embeddings).itemsize
         # A block keeps rows * scores_per_row values. A tile is a temporary of rows *
         # columns values. At least 16 each, or a huge batch would degrade to vector

@@ -133,7 +133,7 @@ class ClaimFinder:
 
 
 @dataclass(frozen=True)
-class Candidates:
+class CandidateChunk:
     """Candidates of consecutive queries."""
 
     first: int
@@ -212,7 +212,7 @@ class CandidateSearch:
                     self._session.barrier()
                 progress(min(first + CHUNK, num_queries), num_queries)
 
-    def chunks(self) -> Iterator[Candidates]:
+    def chunks(self) -> Iterator[CandidateChunk]:
         """Candidates, chunk by chunk, from disk where there is a folder."""
         for first in range(0, self._known.num_queries, CHUNK):
             if self._folder is None:
@@ -222,7 +222,7 @@ class CandidateSearch:
                 arrays = dict(file)
             queries = arrays.pop("positive_queries")
             positives = Pairs(queries, arrays.pop("positive_documents"))
-            yield Candidates(positives=positives, **arrays)
+            yield CandidateChunk(positives=positives, **arrays)
 
     def scores_of(self, pairs: Pairs) -> np.ndarray:
         """Return the first model's scores of pairs."""
@@ -237,7 +237,7 @@ class CandidateSearch:
         last = min(first + CHUNK, self._known.num_queries)
         return self._folder / f"{first:09d}-{last:09d}.npz"
 
-    def _find(self, first: int) -> Candidates:
+    def _find(self, first: int) -> CandidateChunk:
         last = min(first + CHUNK, self._known.num_queries)
         excluded = self._excluded.from_query(first, last)
         rankings = []
@@ -254,7 +254,7 @@ class CandidateSearch:
         positives = self._known.positives.from_query(first, last)
         positive_scores = self._primary.pair_scores(first, positives)
         claimed = np.zeros(documents.shape, bool)
-        candidates = Candidates(
+        candidates = CandidateChunk(
             first, documents, scores, positives, positive_scores, claimed
         )
         if self._claims is not None:

@@ -11,7 +11,7 @@ import torch
 from vembed.config.negatives import ChoiceOptions
 from vembed.data.near_duplicates import DuplicateFinder
 from vembed.errors import UserError
-from vembed.mining.candidates import Candidates, claimed_limit
+from vembed.mining.candidates import CandidateChunk, claimed_limit
 from vembed.mining.documents import Documents
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -104,7 +104,7 @@ class Chooser:
         names = ("candidates", "skipped", "too_high", "too_low", "near_duplicates")
         self._counts = dict.fromkeys(names, 0)
 
-    def choose(self, candidates: Candidates, depth: int) -> Chosen:
+    def choose(self, candidates: CandidateChunk, depth: int) -> Chosen:
         """At most `depth` negatives for each query. Collective: the ranks share the queries."""
         session = self._session
         queries = range(session.rank, len(candidates), session.world_size)
@@ -150,7 +150,7 @@ class Chooser:
         totals = collectives.sum_ints(list(self._counts.values()))
         return dict(zip(self._counts, totals, strict=True))
 
-    def _allowed(self, candidates: Candidates, queries: range) -> np.ndarray:
+    def _allowed(self, candidates: CandidateChunk, queries: range) -> np.ndarray:
         """[n, K] which candidates of some queries keep to the limits."""
         rows = slice(queries.start, None, queries.step)
         scores = candidates.scores[rows]
@@ -177,7 +177,7 @@ class Chooser:
         return is_allowed
 
     def _order(
-        self, candidates: Candidates, query: int, columns: np.ndarray
+        self, candidates: CandidateChunk, query: int, columns: np.ndarray
     ) -> np.ndarray:
         """The columns in the order in which they are taken: a pure function of seed, query and candidates."""
         if self._options.sampling == "top" or not len(columns):
@@ -233,7 +233,7 @@ class Calibration:
 
 
 def calibrate(
-    chunks: Iterable[Candidates], options: ChoiceOptions, seed: int
+    chunks: Iterable[CandidateChunk], options: ChoiceOptions, seed: int
 ) -> Calibration:
     """The highest threshold at which the estimated rate is at most `max_false_negative_rate`.
 

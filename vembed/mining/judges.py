@@ -17,7 +17,7 @@ from vembed.data.examples import Item
 from vembed.data.row_store import KEY_BYTES, RowStore, StoreKind
 from vembed.errors import UserError
 from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker
-from vembed.mining.candidates import Candidates
+from vembed.mining.candidates import CandidateChunk
 from vembed.mining.choice import UNDECIDED, Chosen
 from vembed.mining.config import Judge, MineConfig, WeightOptions
 from vembed.mining.endpoint import ChatClient
@@ -225,7 +225,7 @@ class CandidateJudge:
         self.relabelled: dict[int, list[int]] = {}
         """Query -> documents that became its positives."""
 
-    def apply(self, candidates: Candidates, chosen: Chosen) -> Chosen:
+    def apply(self, candidates: CandidateChunk, chosen: Chosen) -> Chosen:
         """Judge chosen candidates, and keep at most `budget` of each query. Collective: the ranks share the pairs."""
         config = self._config
         is_candidate = chosen.documents >= 0

@@ -106,12 +106,12 @@ def load_options(
         if name not in options:
             refuse_key(name, COMMAND_LINE)
             continue
-        given = value_of_text(options[name], text)
+        parsed = value_of_text(options[name], text)
         kinds = options[name].kinds
-        if isinstance(given, str) and "list" in kinds and "text" not in kinds:
-            given = [part.strip() for part in given.split(",")]
+        if isinstance(parsed, str) and "list" in kinds and "text" not in kinds:
+            parsed = [part.strip() for part in parsed.split(",")]
         level = Level.COMMAND_LINE
-        values[name] = OptionValue(name, given, key, COMMAND_LINE, level)
+        values[name] = OptionValue(name, parsed, key, COMMAND_LINE, level)
 
     # A training config has one model. The command's own list of models is instead of it.
     model = training.values.get("model_name")

@@ -31,7 +31,7 @@ from vembed.models.families.backbones import (
     read_config,
 )
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
-from vembed.models.heads import Dense, load_dense
+from vembed.models.heads import Dense, Head, load_dense
 from vembed.models.poolings.table import POOLINGS
 from vembed.models.quantized import four_bit, rounded_to_four_bits
 from vembed.models.towers import TwoTowers, frozen_towers, tower_module
@@ -39,7 +39,7 @@ from vembed.models.towers import TwoTowers, frozen_towers, tower_module
 log = logging.getLogger(__name__)
 
 
-def build_head(description: ModelDescription) -> nn.Sequential | None:
+def build_head(description: ModelDescription) -> Head | None:
     """Return the model's Dense modules followed by this run's MRL projection; None if there are neither."""
     modules = [load_dense(folder) for folder in description.dense]
     if description.adds_projection:
@@ -50,7 +50,7 @@ def build_head(description: ModelDescription) -> nn.Sequential | None:
         # The first rows of the identity: plain truncation.
         nn.init.eye_(projection.linear.weight)
         modules.append(projection)
-    return nn.Sequential(*modules) if modules else None
+    return Head(*modules) if modules else None
 
 
 def build_pooling(description: ModelDescription) -> nn.Module | None:

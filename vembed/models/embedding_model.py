@@ -29,7 +29,7 @@ from vembed.models.families.backbones import layers_of
 from vembed.models.families.decisions import describe
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
-from vembed.models.heads import Dense, principal_components
+from vembed.models.heads import Dense, Head, principal_components
 from vembed.models.language_head import LanguageHead, has_language_head
 from vembed.models.modalities import (
     Collected,
@@ -69,7 +69,7 @@ class EmbeddingModel(nn.Module):
         self,
         description: ModelDescription,
         backbone: nn.Module,
-        head: nn.Sequential | None = None,
+        head: Head | None = None,
         *,
         pooling: nn.Module | None = None,
         scale_and_bias: tuple[float, float] | None = None,
@@ -159,13 +159,9 @@ class EmbeddingModel(nn.Module):
     def _embeddings(self, modality: Modality, features: Tensor) -> Tensor:
         """Map features [n, width] to [n, embedding_dim], by the modality's projection and the head."""
         vectors = project(self.description, self.backbone, modality, features)
-        modules = list(self.head or ())
-        if not self._projects:
-            modules.pop()
-        # The head is small and its output is the embedding: it computes in the dtype of its weights.
-        with torch.autocast(vectors.device.type, enabled=False):
-            for module in modules:
-                vectors = module(vectors)
+        if self.head is not None:
+            # Through the head as a whole: where the model is sharded, that gathers its weights.
+            vectors = self.head(vectors, skips_last=not self._projects)
         return vectors
 
     def train(self, mode: bool = True) -> Self:

@@ -60,6 +60,17 @@ class Dense(nn.Module):
         }
 
 
+class Head(nn.Sequential):
+    """Dense modules in sequence. They run outside autocast: they are small, and their output is the embedding."""
+
+    def forward(self, vectors: Tensor, *, skips_last: bool = False) -> Tensor:
+        """Map [n, hidden_dim] to [n, embedding_dim], or to the input of the last module."""
+        with torch.autocast(vectors.device.type, enabled=False):
+            for module in list(self)[: len(self) - skips_last]:
+                vectors = module(vectors)
+        return vectors
+
+
 def load_dense(folder: Path) -> Dense:
     """Load a Dense module saved by Sentence Transformers."""
     settings = read_dense(folder)

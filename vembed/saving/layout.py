@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from vembed.models.families.backbones import STATIC_TYPE
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import POOLING_MODULE, STATIC
 from vembed.models.families.weight_files import read_object
+from vembed.models.heads import Head
 from vembed.models.poolings.table import MODE_FLAGS, MODEL_POOLING, POOLINGS
 from vembed.models.processors import load_chat_template, load_tokenizer
 
@@ -26,7 +27,7 @@ TWO_TOWERS = "vembed.models.two_towers.TwoTowers"
 def write_layout(
     folder: Path,
     description: ModelDescription,
-    head: nn.Sequential | None,
+    head: Head | None,
     head_state: dict[str, Tensor],
     pooling_state: Mapping[str, Tensor],
     changed_settings: Mapping[str, Any],

@@ -116,17 +116,35 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
     message = None
     if session.is_main:
         try:
-            sets = open_sets(config, compares=True)
+            sets = open_sets(
+                config.data,
+                config.objective,
+                model_name=config.model.model_name,
+                seed=config.run.seed,
+                compares=True,
+            )
         except UserError as error:
             message = str(error)
     message = collectives.broadcast_json(message)
     if message is not None:
         raise UserError(message)
     if session.local_rank == 0 and not session.is_main:
-        sets = open_sets(config, compares=False)
+        sets = open_sets(
+            config.data,
+            config.objective,
+            model_name=config.model.model_name,
+            seed=config.run.seed,
+            compares=False,
+        )
     session.barrier()
     if session.local_rank > 0:
-        sets = open_sets(config, compares=False)
+        sets = open_sets(
+            config.data,
+            config.objective,
+            model_name=config.model.model_name,
+            seed=config.run.seed,
+            compares=False,
+        )
 
     store = sets.examples
     optimizer = config.optimizer

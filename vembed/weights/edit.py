@@ -30,7 +30,7 @@ from vembed.inference.encoding import first_dims
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import ModelDescription
-from vembed.models.heads import Dense
+from vembed.models.heads import Dense, Head
 from vembed.models.names import plain_name
 from vembed.models.towers import tower_module
 from vembed.parallel import collectives
@@ -352,7 +352,7 @@ class Editor:
                 weights[f"{prefix}.weight"] = matrix_DD
                 weights[f"{prefix}.bias"] = offset_D
                 size = len(offset_D)
-                head = nn.Sequential(*modules, Dense(size, size, bias=True))
+                head = Head(*modules, Dense(size, size, bias=True))
             model = EmbeddingModel(
                 self.embedder.description,
                 self.embedder.backbone,

@@ -112,8 +112,8 @@ class Findings:
             fix = f"vembed audit {self.arguments} cleaned_path=cleaned.jsonl drop=[{kind}]"
         if count:
             share = count / max(self._num_rows if num_all is None else num_all, 1)
-            shown = list(islice(examples, self.num_examples))
-            finding = Finding(kind, severity, title, text, count, share, fix, shown)
+            first = list(islice(examples, self.num_examples))
+            finding = Finding(kind, severity, title, text, count, share, fix, first)
             self.found.append(finding)
 
 

@@ -90,8 +90,8 @@ def check_ranks(
     passed = np.flatnonzero((above_Q > 0) & np.isfinite(best_Q))
     lead = scores_QK[passed, 0] - best_Q[passed]
     examples = []
-    shown = passed[np.argsort(-lead, kind="stable")][: findings.num_examples]
-    for query in shown.tolist():
+    worst = passed[np.argsort(-lead, kind="stable")][: findings.num_examples]
+    for query in worst.tolist():
         examples.append(
             {
                 "query": preview(known.item(query)),

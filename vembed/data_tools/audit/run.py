@@ -263,7 +263,7 @@ def render(report: Mapping[str, Any]) -> str:
     """Return the page: first what `vembed data` prints, then the findings."""
     ordered = sorted(
         report["findings"],
-        key=lambda found: (SEVERITY_ORDER.index(found["severity"]), -found["share"]),
+        key=lambda row: (SEVERITY_ORDER.index(row["severity"]), -row["share"]),
     )
     findings = []
     for finding in ordered:
@@ -273,12 +273,12 @@ def render(report: Mapping[str, Any]) -> str:
         examples = []
         for example in finding["examples"]:
             examples.append([example.get(name, "") for name in columns])
-        shown = {
+        numbers = {
             "count": f"{finding['count']:,d} ({finding['share']:.1%})",
             "columns": list(columns),
             "examples": examples,
         }
-        findings.append(finding | shown)
+        findings.append(finding | numbers)
 
     words = []
     for part, values in report["lengths"].items():

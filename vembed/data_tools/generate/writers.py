@@ -106,11 +106,11 @@ def writer_identity(config: GenerateConfig) -> str:
     writer = config.writer
     assert writer is not None, "the config asks for it"
     connection = set(Endpoint.model_fields) - {"base_url"}
-    shown = {"language", "personas", "num_examples", "prompts"}
+    names = {"language", "personas", "num_examples", "prompts"}
     return short_hash(
         writer.model if writer.base_url else files_identity(writer.model),
         writer.model_dump(exclude=connection),
-        config.model_dump(include=shown),
+        config.model_dump(include=names),
         PROMPTS,
         RULES,
     )

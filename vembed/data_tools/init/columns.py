@@ -256,10 +256,8 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
 
 
 def _score(column: ColumnFacts, role: str, longest: float) -> float:
-    role_words = QUERY_WORDS
-    other_words = POSITIVE_WORDS
-    if role != "query":
-        role_words, other_words = other_words, role_words
+    role_words = QUERY_WORDS if role == "query" else POSITIVE_WORDS
+    other_words = POSITIVE_WORDS if role == "query" else QUERY_WORDS
     # A name counts most, then whether values are questions, then their length: queries are the shorter of the two.
     score = 2.0 * _named(column.name, role_words) - _named(column.name, other_words)
     share = column.mean_length / longest

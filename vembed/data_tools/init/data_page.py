@@ -89,7 +89,13 @@ def data_facts(config: TrainConfig) -> DataFacts:
     Reads the data, and of the model only its tokenizer, if it is on this machine.
     """
     with unlogged():
-        sets = open_sets(config, compares=True)
+        sets = open_sets(
+            config.data,
+            config.objective,
+            model_name=config.model.model_name,
+            seed=config.run.seed,
+            compares=True,
+        )
     read = [*sets.examples.summary()]
     if sets.evaluation is not None:
         read.append(f"validation: {sets.evaluation.summary()}")
@@ -227,8 +233,8 @@ def _negatives(examples: Sequence[Example]) -> PageSection:
         "none given; the other documents of the batch serve (vembed mine finds hard ones)"
     ]
     if set(counts) != {0}:
-        shown = sorted(counts.items())[:8]
-        lines = [", ".join(f"{n} in {count:,d} examples" for n, count in shown)]
+        most_frequent = sorted(counts.items())[:8]
+        lines = [", ".join(f"{n} in {count:,d} examples" for n, count in most_frequent)]
     num_wrong = 0
     for example in examples:
         positives = {normal_key(item) for item in example.positives}

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from vembed.config.schema import DataSection, TrainConfig
+from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.config.terms import task_names
 from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import Item, ReadAs
@@ -36,13 +36,21 @@ class Sets:
     """Validation data of single tasks, by the task's name."""
 
 
-def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
-    """Open and log the data of a run. `compares`: look for validation data in the training data, on one rank."""
+def open_sets(
+    options: DataSection,
+    objective: ObjectiveSection,
+    *,
+    model_name: str,
+    seed: int,
+    compares: bool,
+) -> Sets:
+    """Open and log the data of a run. `seed`: of `val_split`. `compares`: look for validation data in the training
+    data, on one rank."""
     store = open_examples(
-        config.data,
-        config.data.data_path,
-        config.objective,
-        model_name=config.model.model_name,
+        options,
+        options.data_path,
+        objective,
+        model_name=model_name,
     )
     for line in store.summary():
         log.info(line)
@@ -52,33 +60,31 @@ def open_sets(config: TrainConfig, *, compares: bool) -> Sets:
     evaluation: EvalData | None = None
     # Of sources that name validation data, with the prompts of the source.
     by_task: dict[str, EvalData] = {}
-    tasks = task_names(config.data, store.names)
-    for name, source in zip(tasks, config.data.sources(), strict=True):
+    tasks = task_names(options, store.names)
+    for name, source in zip(tasks, options.sources(), strict=True):
         if source.val_data_path is not None:
-            data = open_eval_data(config.data, source.val_data_path, config.objective)
+            data = open_eval_data(options, source.val_data_path, objective)
             by_task[_free_name(name, by_task)] = data.read_as(
                 ReadAs(source.query_prompt, source.document_prompt, source.max_length)
             )
-    if config.data.val_split is not None:
+    if options.val_split is not None:
         names = store.names
-        parts = hold_out(store, config.data.val_split, config.run.seed)
+        parts = hold_out(store, options.val_split, seed)
         store = parts.train
         evaluation = from_examples(
             [example for _, example in parts.examples],
-            named(names, config.data.val_split),
+            named(names, options.val_split),
             documents=[item for _, item in parts.documents],
             notes=parts.notes(),
         )
-        by_task = {**held_by_task(config.data, parts), **by_task}
+        by_task = {**held_by_task(options, parts), **by_task}
         log.info(
             "val_split: %s examples to train on, %s held out",
             f"{len(store):,d}",
             f"{len(parts.examples):,d}",
         )
-    elif config.data.val_data_path:
-        evaluation = open_eval_data(
-            config.data, config.data.val_data_path, config.objective
-        )
+    elif options.val_data_path:
+        evaluation = open_eval_data(options, options.val_data_path, objective)
     if evaluation is None:
         return Sets(store, None, tuple(doubts))
     log.info(evaluation.summary())

@@ -77,14 +77,14 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
         )
     check_attention(folder, trust_remote_code=trust_remote_code)
     if (read_object(path) or {}).get("model_type") == OwnConfig.model_type:
-        own: OwnConfig = OwnConfig.from_pretrained(folder)
-        own.name_or_path = str(folder)
+        custom: OwnConfig = OwnConfig.from_pretrained(folder)
+        custom.name_or_path = str(folder)
         if trusted_class(str(folder)) is None and not trust_remote_code:
             raise UserError(
-                f"{folder} needs Python code of its own ({own.class_name}), and trust_remote_code is false; set "
+                f"{folder} needs Python code of its own ({custom.class_name}), and trust_remote_code is false; set "
                 "trust_remote_code: true if you trust this code, or give model_class your own copy of it"
             )
-        return own
+        return custom
     check_config(folder)
     try:
         return cast(

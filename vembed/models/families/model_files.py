@@ -129,9 +129,13 @@ def _inside_a_run(path: Path, option: str) -> Path:
     if not (path / RUN_CONFIG).is_file():
         return path
     if not (path / "final").is_dir():
+        steps = [folder.name.partition("-")[2] for folder in path.glob("checkpoint-*")]
+        newest = max((int(step) for step in steps if step.isdecimal()), default=None)
+        way_out = "resume it"
+        if newest is not None:
+            way_out += f"; `vembed export {path}/checkpoint-{newest} FOLDER` makes a model of its newest checkpoint"
         raise UserError(
-            f"{option}: {path} is a run that has not finished, so it has no final/: resume it, or make a model of a "
-            f"checkpoint by `vembed export {path}/checkpoint-N FOLDER`"
+            f"{option}: {path} is a run that has not finished, so it has no final/: {way_out}"
         )
     return path / "final"
 
