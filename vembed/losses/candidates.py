@@ -35,7 +35,7 @@ NO_KEY_COLUMN = -2
 FORWARD = 0
 REVERSE = 1
 SPARSE_SHARE = 4
-"""A mask with keys in fewer than one of so many columns is kept as single scores."""
+"""A mask with keys in at most one of so many columns is kept as single scores."""
 Anchor = Literal["query", "positive"]
 ExcludedScores = Tensor | tuple[Tensor, Tensor]
 """A bool mask of some rows and columns, or the rows and columns of single scores."""

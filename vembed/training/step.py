@@ -18,7 +18,7 @@ and `starts` says where they begin in E. Five stages, five methods:
 4. `score`     L is a sum over the rows. This rank computes the part of its own rows, and its gradient with respect to
                all of E. Added up over the ranks, these are G, of which this rank gets its own n rows.
 5. `backward`  <e_i, G_i> through each micro-batch, in the graphs that were kept, or in a second forward pass with the
-               same random draws. The last backward pass synchronises the gradients of the ranks.
+               same random draws. Under FSDP the last backward pass synchronises the gradients of the ranks.
 """
 
 from __future__ import annotations
