@@ -27,9 +27,10 @@ from vembed.errors import UserError
 from vembed.models.families.decisions import describe
 from vembed.models.families.weight_files import check_whole_weights, read_tensors
 from vembed.parallel.devices import bf16_instructions
-from vembed.parallel.estimate import GIB, ModelSize, measure, optimizer_bytes
 from vembed.parallel.launch import num_visible_devices, rank_environments, run_ranks
+from vembed.parallel.memory import GIB
 from vembed.parallel.placement import FITS_SHARE, Placement
+from vembed.parallel.step_memory import MemoryEstimate, ModelSize, measure
 from vembed.pipelines.prediction import FITS, place_here
 
 PACKAGES = ("torch", "accelerate", "transformers", "peft", "datasets", "safetensors")
@@ -219,7 +220,7 @@ def checklist(
     if placement is None or size is None:
         yield False, f"memory: not known ({problem})"
     else:
-        need = placement.predict(size).total
+        need = MemoryEstimate(placement, size).in_step().total
         shards = placement.num_shards
         shard = f", a shard of 1/{shards} on each process" if shards > 1 else ""
         yield (
@@ -266,9 +267,7 @@ def _strategy_point(placement: Placement, size: ModelSize | None) -> tuple[bool,
     passes = True
     if size is not None:
         # Whether a whole copy of the model is too large for a process.
-        config = placement.run.config
-        optimizer = optimizer_bytes(config.optimizer, config.model, size)
-        whole = size.weight_bytes + size.gradient_bytes + optimizer
+        whole = size.state_bytes
         share = whole / placement.memory
         is_needed = share > FITS_SHARE
         way = ""
