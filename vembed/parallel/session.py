@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -315,6 +315,12 @@ def start_session(
         exits.leave()
         raise
     return Session(placement, accelerator, exits)
+
+
+def start_inference_session(model_name: str = "-", **options: Any) -> Session:
+    """Start a session that uses models and does not train: copies or shards (`strategy`), in the dtype of their files."""
+    values: dict[str, Any] = {"strategy": "ddp", "mixed_precision": "no", **options}
+    return start_session(TrainConfig(model_name=model_name, data_path="-", **values))
 
 
 def _join(
