@@ -27,8 +27,7 @@ from vembed.errors import UserError
 from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker
 from vembed.parallel.session import start_session
 from vembed.teachers.cached import KIND
-from vembed.teachers.rerankers import PairTeacher
-from vembed.teachers.shards import is_sharded
+from vembed.teachers.models import PairTeacher, is_sharded
 from vembed.teachers.supply import Teachers, teacher_kind
 
 
