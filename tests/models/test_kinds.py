@@ -25,7 +25,7 @@ from vembed.inference.reranker import Reranker
 from vembed.models.families.decisions import describe
 from vembed.models.processors import load_tokenizer
 from vembed.parallel import session as sessions
-from vembed.parallel.session import start_inference_session
+from vembed.parallel.session import start_command_session
 
 
 def copied(source: Path, target: Path) -> Path:
@@ -142,7 +142,7 @@ def wide(tmp_path_factory):
 
 def encoded(folder: Path, strategy: str) -> tuple[np.ndarray, str]:
     sessions.bf16_instructions = lambda: "amx_bf16"
-    with start_inference_session(str(folder), strategy=strategy) as session:
+    with start_command_session(str(folder), strategy=strategy) as session:
         embedder = Embedder(folder, session=session)
         return one_by_one(embedder), embedder.arithmetic
 

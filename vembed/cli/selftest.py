@@ -19,7 +19,7 @@ from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import ModelDescription
 from vembed.parallel import collectives, memory, parameters
 from vembed.parallel.environment import read_rank_info
-from vembed.parallel.session import Session, start_inference_session
+from vembed.parallel.session import Session, start_command_session
 
 TIMEOUT_MINUTES = 0.5
 TOLERANCE = 1e-4
@@ -35,8 +35,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         with check("start", rank_info.rank) as lines:
             small_config().save_pretrained(folder)
-            session = start_inference_session(
-                folder, strategy="fsdp", dist_timeout_minutes=TIMEOUT_MINUTES
+            session = start_command_session(
+                strategy="fsdp", timeout_minutes=TIMEOUT_MINUTES
             )
             total = collectives.sum_ints([1])[0]
             device = session.device.type

@@ -229,15 +229,15 @@ def share(nproc: int, **machines: Any) -> None:
 
 @contextmanager
 def open_model(
-    name: str, strategy: str, *, trust_remote_code: bool
+    name: str, strategy: Literal["auto", "ddp", "fsdp"], *, trust_remote_code: bool
 ) -> Iterator[tuple[str, Session]]:
     """Yield the folder or Hub name of a model, and the session of the processes that use it."""
-    from vembed.parallel.session import start_inference_session
+    from vembed.parallel.session import start_command_session
 
     with (
         usable_model(name) as path,
-        start_inference_session(
-            path, strategy=strategy, trust_remote_code=trust_remote_code
+        start_command_session(
+            path, strategy, trust_remote_code=trust_remote_code
         ) as session,
     ):
         yield path, session

@@ -19,7 +19,7 @@ from vembed.mining.merged import RowMaker
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
 from vembed.mining.retrievers import check_bm25
-from vembed.parallel.session import Session, start_inference_session
+from vembed.parallel.session import Session, start_command_session
 from vembed.progress import duration
 
 log = logging.getLogger("vembed")
@@ -129,7 +129,7 @@ def open_session(
     if session is not None:
         yield session, _printer(session, log_line)
         return
-    with start_inference_session() as started:
+    with start_command_session() as started:
         yield started, _printer(started, log_line)
 
 

@@ -87,11 +87,11 @@ def edit(
     from rich.console import Console
     from rich.table import Table
 
-    from vembed.parallel.session import start_inference_session
+    from vembed.parallel.session import start_command_session
     from vembed.weights.edit import edit as edit_model
 
-    with start_inference_session(
-        model, strategy=strategy, trust_remote_code=trust_remote_code
+    with start_command_session(
+        model, strategy, trust_remote_code=trust_remote_code
     ) as session:
         result = edit_model(
             model,

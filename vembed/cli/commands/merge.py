@@ -83,10 +83,10 @@ def merge(
     from rich.console import Console
     from rich.table import Table
 
-    from vembed.parallel.session import start_inference_session
+    from vembed.parallel.session import start_command_session
     from vembed.weights.merge import merge as merge_models
 
-    with start_inference_session(models[0]) as session:
+    with start_command_session() as session:
         result = merge_models(
             models,
             output,
