@@ -382,8 +382,7 @@ class ContrastiveStep:
         on_host = gather_columns(columns)
         if has_starts:
             on_host["starts"] = F.pad(on_host["starts"].cumsum(0), (1, 0))
-        copies = copied_together(list(on_host.values()), self.session.device)
-        gathered |= dict(zip(on_host, copies, strict=True))
+        gathered |= copied_together(on_host, self.session.device)
         for name in ("scores", "negative_scores"):
             values = gathered[name]
             if values is not None:
@@ -393,7 +392,6 @@ class ContrastiveStep:
             **gathered,  # type: ignore[arg-type]
             rank_rows=rank_slice(rank, counts.rows),
             rank_negatives=rank_slice(rank, counts.negatives),
-            world_size=self.session.world_size,
             number=batch.number,
             source=rank_batch.source,
             host_indices={name: on_host[name] for name in INDEX_FIELDS},
