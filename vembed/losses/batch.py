@@ -174,7 +174,7 @@ class LossBatch:
     def rank_occurrences(self) -> Tensor:
         """Return which of the occurrences are of this rank's rows and hard negatives."""
         num_rows = self.num_rows
-        sizes = (num_rows, num_rows, self.negative.numel())
+        sizes = [num_rows, num_rows, self.negative.numel()]
         numbers = torch.arange(sum(sizes), device=self.query.device)
         queries, positives, negatives = torch.split(numbers, sizes)
         rows = self.rank_rows

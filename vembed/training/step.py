@@ -16,7 +16,8 @@ and `starts` says where they begin in E. Five stages, five methods:
                Features of frozen towers are computed first, or read from the cache; gradients do not reach them.
 3. `gather`    The embeddings of all ranks as one leaf E [U, D], and the indices by which the rows refer to them.
 4. `score`     L is a sum over the rows. This rank computes the part of its own rows, and its gradient with respect to
-               all of E. Added up over the ranks, these are G, of which this rank gets its own n rows.
+               all of E. Added up over the ranks, these are G, of which this rank gets the n vectors of its inputs, times
+               the world size, since the gradients of the ranks are averaged later.
 5. `backward`  <e_i, G_i> through each micro-batch, in the graphs that were kept, or in a second forward pass with the
                same random draws. Under FSDP the last backward pass synchronises the gradients of the ranks.
 """
@@ -405,7 +406,7 @@ class ContrastiveStep:
     def score(
         self, loss_batch: LossBatch, batch: StepBatch, weight: float
     ) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of L, and this rank's rows [n, D] of d(`weight` L)/dE. Collective."""
+        """Return this rank's part of L, and world size times this rank's vectors [n, D] of d(`weight` L)/dE. Collective."""
         # Not TF32: the rounding of a score is divided by the temperature too.
         with self.timer("loss"), torch.enable_grad(), matmul_precision("highest"):
             loss_share = self.loss(loss_batch)
@@ -413,7 +414,7 @@ class ContrastiveStep:
             (loss_share * weight).backward()
         loss_share = loss_share.detach()
         with self.timer("wait"):
-            # Every rank's part of L depends on all embeddings. Summed over the ranks, each rank gets its own rows. A
+            # Every rank's part of L depends on all embeddings. Summed over the ranks, each rank gets its vectors. A
             # loss that does not depend on the embeddings has no gradient.
             embeddings = loss_batch.embeddings
             gradient = embeddings.grad
