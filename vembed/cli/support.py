@@ -228,16 +228,19 @@ def share(nproc: int, **machines: Any) -> None:
 
 
 @contextmanager
-def model_session(
-    model: str, strategy: Literal["auto", "ddp", "fsdp"], *, trust_remote_code: bool
-) -> Iterator[Session]:
-    """Start a session that uses a model and does not train it: copies or shards, in the dtype of its file."""
+def open_model(
+    name: str, strategy: Literal["auto", "ddp", "fsdp"], *, trust_remote_code: bool
+) -> Iterator[tuple[str, Session]]:
+    """Yield the folder or Hub name of a model, and the session of the processes that use it."""
     from vembed.parallel.session import start_command_session
 
-    with start_command_session(
-        model, strategy, trust_remote_code=trust_remote_code
-    ) as session:
-        yield session
+    with (
+        usable_model(name) as path,
+        start_command_session(
+            path, strategy, trust_remote_code=trust_remote_code
+        ) as session,
+    ):
+        yield path, session
 
 
 @contextmanager
