@@ -68,14 +68,13 @@ def mine(args: ConfigArguments = None) -> Any:
 def judge(args: ConfigArguments = None) -> Any:
     """Judge the negatives of training data by rerankers or endpoints."""
     config, arguments = _read(JudgeConfig, "judge", judge.__doc__, args)
+    from vembed.data_tools.judge import RowNegatives
     from vembed.data_tools.judge import judge as judge_negatives
-    from vembed.data_tools.judge import read_negatives
     from vembed.mining.output import check_output
 
     target = check_output(config.output_path)
     if arguments.is_dry_run:
-        _, pairs = read_negatives(config)
-        lines = [pairs.summary()]
+        lines = [RowNegatives(config).summary()]
         for judge_config in config.judges:
             where = f" at {judge_config.base_url}" if judge_config.base_url else ""
             lines.append(f"judge {judge_config.model}{where}")
@@ -87,8 +86,8 @@ def judge(args: ConfigArguments = None) -> Any:
 def audit(args: ConfigArguments = None) -> Any:
     """Look at training data: duplicates, leakage, false negatives, weak positives."""
     config, arguments = _read(AuditConfig, "audit", audit.__doc__, args)
-    from vembed.data_tools.audit.run import audit as audit_data
-    from vembed.data_tools.audit.run import check_audit, mining_config
+    from vembed.data_tools.audit import audit as audit_data
+    from vembed.data_tools.audit import check_audit, mining_config
     from vembed.mining.known_positives import read_inputs
 
     page = check_audit(config)
@@ -101,7 +100,7 @@ def audit(args: ConfigArguments = None) -> Any:
 def generate(args: ConfigArguments = None) -> Any:
     """Make training pairs from documents, with or without a language model."""
     config, arguments = _read(GenerateConfig, "generate", generate.__doc__, args)
-    from vembed.data_tools.generate.run import generate as generate_pairs
+    from vembed.data_tools.generate import generate as generate_pairs
     from vembed.mining.output import check_output
 
     target = check_output(config.output_path)

@@ -18,7 +18,7 @@ from vembed.config.schema import ModelSection, TrainConfig
 from vembed.data.examples import Example, Item, Kind
 from vembed.data.normal_form import normal_key
 from vembed.data.overlap import short_item
-from vembed.data_tools.init.datasets import open_sets
+from vembed.data_tools.datasets import open_sets
 from vembed.data_tools.init.values import local_model
 
 MOST_READ = 20_000
