@@ -136,7 +136,7 @@ def sections(
         groups: list[list[Example]] = [[] for _ in examples.names]
         for number, example in zip(numbers, sample, strict=True):
             groups[examples.source_of(number)].append(example)
-        columns = [SOURCE_HEADS]
+        columns: list[tuple[str, ...]] = [SOURCE_HEADS]
         for name, size, group in zip(
             examples.names, examples.sizes, groups, strict=True
         ):

@@ -62,10 +62,11 @@ class RetrievalData:
     def read_as(self, settings: ReadAs) -> RetrievalData:
         """Return the data with the prompts and the length of a source on their items."""
         queries = tuple(map(settings.query, self.queries))
+        documents: Sequence[Item]
         if isinstance(self.documents, Corpus):
             documents = self.documents.read_as(settings)
-            return replace(self, queries=queries, documents=documents)
-        documents = tuple(map(settings.document, self.documents))
+        else:
+            documents = tuple(map(settings.document, self.documents))
         return replace(self, queries=queries, documents=documents)
 
     def summary(self) -> str:
