@@ -17,10 +17,10 @@ from typing import Any, Literal
 import numpy as np
 
 from vembed.config.schema import ModelSection
-from vembed.data.columns import unread_judgement
 from vembed.data.example_store import Records
 from vembed.data.examples import Example, Item
 from vembed.data.messages import joined, listed
+from vembed.data.misreadings import unread_judgement
 from vembed.data.near_duplicates import NearIndex, feature_arrays, ngrams
 from vembed.data.overlap import find_overlap, warnings_of
 from vembed.data_tools.config import AuditConfig
