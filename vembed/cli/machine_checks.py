@@ -15,8 +15,8 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from vembed.cli.commands.doctor import LINE, print_lines
 from vembed.cli.run_train import Launch, resolve_launch
+from vembed.cli.support import LINE, print_lines
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.errors import UserError
