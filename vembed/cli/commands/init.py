@@ -23,6 +23,7 @@ from vembed.data.formats.saved_datasets import has_validation_split
 from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.language import is_english
 from vembed.data.records import Mode
+from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.init import values
 from vembed.data_tools.init.columns import (
     bad_records,
@@ -31,7 +32,6 @@ from vembed.data_tools.init.columns import (
     guess,
     is_terminal,
 )
-from vembed.data_tools.init.data_page import unlogged
 from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
 from vembed.errors import UserError
 from vembed.models.families.family import Family
