@@ -19,7 +19,7 @@ from typing import Any, Self
 import psutil
 
 from vembed.errors import UserError
-from vembed.parallel.network import machine_name
+from vembed.parallel.environment import machine_name
 
 log = logging.getLogger("vembed")
 

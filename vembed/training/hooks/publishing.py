@@ -13,8 +13,7 @@ from typing_extensions import override
 from vembed.config.schema import LoggingSection
 from vembed.errors import RunError, UserError
 from vembed.parallel.parameters import full_state_dict
-from vembed.saving.hub import Hub
-from vembed.saving.publication import model_files, publication
+from vembed.saving.publication import Hub, model_files, publication
 from vembed.training.hooks.base import Evaluation, Hook
 
 if TYPE_CHECKING:
