@@ -17,9 +17,8 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from vembed.config.fsdp import PRECISIONS, Precision
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import ResolvedRun
+from vembed.config.resolved import PRECISIONS, Precision, ResolvedRun
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, Stopped, UserError
 from vembed.models.adapters import leave_casts_to_autocast
@@ -102,7 +101,6 @@ class Session:
         """Device on which the model is built. A model for FSDP is built in host memory and then sharded."""
         self._one_reads = (
             self.fsdp is not None
-            and self.fsdp.ram_efficient_loading
             # A shard of 4-bit weights would lack their quantisation tables.
             and not uses_qlora
             # FSDP1 broadcasts weights on GPUs only.
