@@ -160,8 +160,7 @@ def measure(
     config = TrainConfig(
         model_name="",
         data_path="",
-        use_mrl=len(dims) > 1,
-        mrl_dims=dims,
+        mrl_dims=dims if len(dims) > 1 else None,
         losses=TAUGHT if taught else None,
     )
     warm = with_teacher(make_batch(64, dim))

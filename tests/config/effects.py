@@ -238,7 +238,6 @@ def loss_value(options: Options) -> float:
     half = batch.num_rows // 2
     batch = replace(
         batch,
-        world_size=2,
         rank_rows=slice(0, half),
         rank_negatives=slice(0, batch.negative.numel() // 2),
     )

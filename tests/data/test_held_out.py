@@ -16,7 +16,7 @@ from vembed.data.example_store import ExampleStore
 from vembed.data.held_out import example_groups, hold_out
 from vembed.data.normal_form import normal_text
 from vembed.data.overlap import Overlap, find_overlap, warnings_of
-from vembed.data_tools.init.datasets import open_sets
+from vembed.data_tools.datasets import open_sets
 from vembed.errors import UserError
 from vembed.evaluation.dataset import RetrievalData, from_examples
 

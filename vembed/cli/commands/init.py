@@ -15,8 +15,7 @@ from vembed.cli.commands.demo import demo_model
 from vembed.cli.support import ColumnMapping, option
 from vembed.config.loading import load_config, one_line_yaml, resolve_run
 from vembed.config.options import join_words, nearest
-from vembed.data.columns import Columns
-from vembed.data.conversations import as_fields, is_conversation
+from vembed.data.columns import Columns, as_fields, is_conversation
 from vembed.data.example_store import open_examples
 from vembed.data.examples import BadRecord
 from vembed.data.formats.copies import is_pattern
@@ -24,6 +23,7 @@ from vembed.data.formats.saved_datasets import has_validation_split
 from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.language import is_english
 from vembed.data.records import Mode
+from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.init import values
 from vembed.data_tools.init.columns import (
     bad_records,
@@ -32,7 +32,6 @@ from vembed.data_tools.init.columns import (
     guess,
     is_terminal,
 )
-from vembed.data_tools.init.data_page import unlogged
 from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
 from vembed.errors import UserError
 from vembed.models.families.family import Family
