@@ -12,9 +12,9 @@ from typing import Any
 
 from vembed.config.schema import ModelSection
 from vembed.data.example_store import Records
+from vembed.data.held_out import overlap_warnings
 from vembed.data.messages import joined, listed
 from vembed.data.misreadings import unread_judgement
-from vembed.data.overlap import find_overlap, warnings_of
 from vembed.data_tools.audit.checks import (
     SHOWN_CHARACTERS,
     AuditedRows,
@@ -208,7 +208,7 @@ def data_sections(
         pairs = []
         for example in validation.examples:
             pairs += [(example.query, positive) for positive in example.positives]
-        warnings = warnings_of(find_overlap(data, pairs))
+        warnings = overlap_warnings(data, pairs)
         lines += [f"warning: {warning}" for warning in warnings]
     model = None
     if config.model_name is not None:
