@@ -16,7 +16,7 @@ from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Item
 from vembed.data.held_out import example_groups, hold_out, overlap_warnings
 from vembed.data.near_duplicates import normal_text
-from vembed.data_tools.init.datasets import open_sets
+from vembed.data_tools.datasets import open_sets
 from vembed.errors import UserError
 from vembed.evaluation.dataset import RetrievalData, from_examples
 

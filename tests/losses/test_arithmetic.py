@@ -284,6 +284,6 @@ def test_what_is_left_out_by_places_is_what_all_keys_say(
         )
         found = torch.zeros_like(expected)
         parts = found.split(size, dim=1)
-        for part, given in zip(parts, rule.excluded(rows, size), strict=True):
+        for part, given in zip(parts, rule.tiles(rows, size), strict=False):
             part[given] = True
         assert torch.equal(found, expected)

@@ -60,7 +60,6 @@ def rank_batches(batch: LossBatch, cuts: list[int]) -> list[LossBatch]:
                 batch,
                 rank_rows=slice(row_start, row_start + len(rows)),
                 rank_negatives=slice(negative_start, negative_start + len(negatives)),
-                world_size=len(cuts) + 1,
             )
         )
     return parts

@@ -87,7 +87,7 @@ def run_train(
         # A mistake in the data is reported after what is known. No data are fetched for a dry run.
         sys.stdout.flush()
         if not missing_data(config.data):
-            from vembed.data_tools.init.data_page import data_facts
+            from vembed.data_tools.data_page import data_facts
 
             sys.stdout.write(f"\n==== data\n{data_facts(config).page}")
         return 0, {

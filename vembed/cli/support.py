@@ -69,6 +69,7 @@ MODE: ContextVar[Literal["command", "check", "process"]] = ContextVar(
 )
 """check: a command ends where its work would begin. process: a launcher has started this process."""
 STANDARD_OUTPUT = "-"
+LINE = "=" * 50
 
 
 class StartRanks(Exception):  # noqa: N818 - not an error: the work is for other processes
@@ -213,6 +214,12 @@ def log_line(line: str) -> None:
     """Print a line of progress at once."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()
+
+
+def print_lines(*lines: str) -> None:
+    """Print lines at once: other processes write to the same terminal."""
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
 
 
 def share(nproc: int, **machines: Any) -> None:

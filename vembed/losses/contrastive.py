@@ -107,15 +107,15 @@ class GuidedLoss(CandidateLoss):
         if term.guide is not None:
             vectors = batch.teacher_vectors(term.guide, "guide")
             is_relative = self.guide_margin_kind == "relative"
-            guide = Guide(vectors, self.guide_margin, relative=is_relative)
+            guide = Guide(vectors, self.guide_margin, is_relative)
         share = 1.0 / max(1, batch.num_rows)
         scoring = Scoring(
             candidates=candidates,
             similarity=term.similarity(batch.embeddings),
             row_loss=row_loss,
             coefficients=(share / 2, share / 2) if both_directions else (share,),
-            margin=self.false_negative_margin,
             tiling=term.tiling,
+            margin_above_positive=self.false_negative_margin,
             guide=guide,
             is_separable=is_separable,
         )
@@ -293,13 +293,10 @@ class Triplet(MaskedLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs, StudentScores, num_listed_pairs
+        from vembed.losses.listed import ListedPairs
 
         similarity = term.similarity(batch.embeddings)
         pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
-        scores = pairs.scores(StudentScores(batch, similarity))  # [K, n + P]
-        positive = scores[:, pairs.group[pairs.num_groups :]]  # [K, P]
-        negative = scores[:, pairs.num_groups :]
-        losses = (negative - positive + self.triplet_margin).relu().sum(1)
-        num_triplets = num_listed_pairs(batch, mask_duplicates=self.mask_duplicates)
-        return similarity.total(losses) / max(1, num_triplets)
+        margins = pairs.margins(pairs.similarities(batch, similarity))  # [K, P]
+        losses = (self.triplet_margin - margins).relu().sum(1)
+        return similarity.total(losses) / max(1, pairs.num_negative_pairs)

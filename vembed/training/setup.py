@@ -32,7 +32,7 @@ from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, Featuriser
-from vembed.data_tools.init.datasets import Sets, open_sets
+from vembed.data_tools.datasets import Sets, open_sets
 from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
 from vembed.files import read_yaml

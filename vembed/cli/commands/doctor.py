@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import platform
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 from typer import Argument, Option
 
 import vembed
-from vembed.cli.support import option
+from vembed.cli.support import LINE, option, print_lines
 
 PACKAGES = ("torch", "accelerate", "transformers", "peft", "datasets", "safetensors")
 OPTIONAL_PACKAGES = ("flash-attn", "bitsandbytes", "torchao")
-LINE = "=" * 50
 
 
 def doctor(
@@ -77,9 +75,3 @@ def installed_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def print_lines(*lines: str) -> None:
-    """Print lines at once: other processes write to the same terminal."""
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
