@@ -20,7 +20,7 @@ from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import GPUS
 from vembed.parallel.memory import is_shortage
 from vembed.parallel.placement import place
-from vembed.training.budget import Budget, MemoryGuard, advice, find_budget
+from vembed.parallel.step_memory import Budget, MemoryGuard, advice, find_budget
 
 H100 = next(one for one in GPUS if one.name == "H100-80GB")
 

@@ -258,7 +258,7 @@ def split_by_module(
     """Return `num_train` and `num_val` pairs without a common top-level package. Validation packages are taken in
     the order of a hash of their names until there are enough pairs. Surplus pairs are dropped evenly over the
     modules. Texts that occur twice, apart from case and punctuation, are left out of the validation pairs."""
-    from vembed.data.normal_form import normal_text
+    from vembed.data.near_duplicates import normal_text
 
     counts = Counter(
         normal_text(text) for pair in pairs for text in (pair.query, pair.positive)
