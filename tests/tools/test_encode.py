@@ -234,7 +234,7 @@ def test_packed_files_and_saved_data_sets(texts, folder):
     ids = pq.read_table("out.parquet").column("id").to_pylist()
     assert ids == [record["id"] for record in records]
     datasets.DatasetDict(train=frame, test=frame).save_to_disk("both")
-    with pytest.raises(UserError, match="both holds the data sets test, train"):
+    with pytest.raises(UserError, match="both holds several data sets"):
         vectors_of("both")
 
 
