@@ -145,7 +145,7 @@ def checklist(
         here = launch.num_processes
         yield here <= num_devices, f"GPUs visible: {num_devices} for {here} process(es)"
     else:
-        asked = run.asked_precision(sharded=is_sharded).value
+        asked = run.precision.value
         yield asked != "fp16", "GPUs visible: none, the run computes on the CPU"
     placement: Placement | None = None
     size: ModelSize | None = None

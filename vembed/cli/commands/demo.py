@@ -64,7 +64,7 @@ output_dir: {output}
 max_length: {size.max_length}
 
 # Matryoshka: the first coordinates are an embedding by themselves
-use_mrl: true
+mrl_dims: auto
 
 # sizes to train and to measure
 mrl_dims: [384, 256, 128, 64]

@@ -343,7 +343,7 @@ def _training_lines(
             _line("use_lora", True, "train small adapters instead of all weights")
         )
     lines += [
-        "# use_mrl: true                   # Matryoshka: embeddings that can be cut to fewer numbers",
+        "# mrl_dims: auto                  # Matryoshka: embeddings that can be cut to fewer numbers",
         "# use_fsdp: true                  # shard a large model over several GPUs",
         "",
         "# Output",
