@@ -12,7 +12,7 @@ from torch import nn
 from vembed.config.schema import ModelSection, OptimizerSection, TrainConfig
 from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import layers_of, linear_names_inside_layers
-from vembed.models.families.decisions import describe
+from vembed.models.families.description import describe
 from vembed.training.optimizers.table import OPTIMIZERS
 
 GIB = 2**30
@@ -185,7 +185,7 @@ def optimizer_bytes(
 
 
 def copied_bytes(size: ModelSize) -> float:
-    """Return the bytes of bfloat16 copies of the weights inside the layers, as `vembed.models.bf16` makes them of those
+    """Return the bytes of bfloat16 copies of the weights inside the layers, as `vembed.models.precision` makes them of those
     that are float32: of all, or of adapters alone."""
     is_wide = size.weight_bytes > 3.0 * size.total
     return 2.0 * (

@@ -16,8 +16,7 @@ from vembed.data.features import Featuriser
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
 from vembed.models.embedding_model import load_embedder
-from vembed.models.families.decisions import describe
-from vembed.models.families.description import ModelDescription
+from vembed.models.families.description import ModelDescription, describe
 from vembed.models.families.model_files import model_folder
 from vembed.parallel.session import Session
 from vembed.parallel.sharding import shard_for_use

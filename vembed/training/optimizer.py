@@ -22,8 +22,7 @@ from vembed.config.rate import rate_of
 from vembed.config.schema import OptimizerSection
 from vembed.errors import UserError
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.families.backbones import layers_of
-from vembed.models.names import plain_name
+from vembed.models.families.backbones import layers_of, plain_name
 from vembed.training.optimizers.declaration import OptimizerInputs
 from vembed.training.optimizers.table import OPTIMIZERS
 

@@ -309,7 +309,7 @@ def _model_inputs(
     """Return lengths and samples as the model's tokenizer makes them."""
     # These import torch, which takes seconds.
     from vembed.data.features import Featuriser
-    from vembed.models.families.decisions import describe
+    from vembed.models.families.description import describe
     from vembed.models.processors import load_tokenizer
 
     description = describe(model)
