@@ -1,4 +1,5 @@
-"""The optimizer of a run: parameter groups with learning rate and weight decay, and the schedule of the rates.
+"""The optimizer of a run: parameter groups with learning rate and weight decay, the schedule of the rates, and the
+update of the weights (gradient norm, clipping, float16 scale), which is the same on every rank.
 
 The kinds are in `optimizers/`. The learning rate is a pure function of the step, so a resumed run needs no state for it.
 """
@@ -7,9 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +19,12 @@ from torch.distributed.tensor import DTensor
 from vembed.config.rate import rate_of
 from vembed.config.schema import OptimizerSection
 from vembed.errors import UserError
+from vembed.losses.batch import EmbeddingLoss
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.families.backbones import layers_of, plain_name
+from vembed.models.families.backbones import plain_name
+from vembed.parallel import collectives
+from vembed.parallel.parameters import clip_gradients, global_grad_norm
+from vembed.parallel.session import Session
 from vembed.training.optimizers.declaration import OptimizerInputs
 from vembed.training.optimizers.table import OPTIMIZERS
 
@@ -30,9 +32,6 @@ log = logging.getLogger("vembed")
 
 BASE_BATCH_SIZE = 32
 """The global batch that the learning rate is for, with `scale_learning_rate`."""
-_LAYER = re.compile(r"^(?:.*?\.)?(?:layers?|blocks?|h)\.\d+\.")
-"""Layers by their name, where the model's own structure does not tell them."""
-_EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +77,7 @@ def build_optimizer(
     "initial_lr", for `Schedule.set`.
     """
     rates = rates or LearningRates.given(options)
-    trained = trained_parameters(model, loss, options, rates)
-    # FSDP1 without use_orig_params flattens a unit's weights and biases into one parameter.
-    if any(entry.name.endswith("_flat_param") for entry in trained):
-        if options.layer_lr_decay != 1.0 or rates.heads is not None:
-            raise UserError(
-                "layer_lr_decay and head_learning_rate need separate parameters, and fsdp_use_orig_params: "
-                "false flattens those of a unit into one: set fsdp_use_orig_params: true or fsdp_version: 2"
-            )
-        if options.weight_decay:
-            log.warning(
-                "fsdp_use_orig_params: false flattens the parameters of a unit into one, so weight_decay: %g reaches "
-                "no parameter of a unit (biases and norms cannot be left out); fsdp_use_orig_params: true keeps them "
-                "apart",
-                options.weight_decay,
-            )
+    trained = trained_parameters(model, loss, rates)
     # Parameters with equal settings share a group. Plain tensors and DTensors cannot share one fused call.
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for entry in trained:
@@ -132,16 +117,13 @@ def build_optimizer(
 
 
 def trained_parameters(
-    model: nn.Module, loss: nn.Module, options: OptimizerSection, rates: LearningRates
+    model: nn.Module, loss: nn.Module, rates: LearningRates
 ) -> list[TrainedParameter]:
     """Return every trainable parameter with its learning rate and weight decay, in the order of the model."""
     named: list[tuple[str, nn.Parameter]] = []
     for prefix, module in (("", model), ("loss", loss)):
         for name, parameter in module.named_parameters(prefix=prefix):
             named.append((plain_name(name), parameter))
-    depths: dict[str, int] = {}
-    if options.layer_lr_decay != 1.0:
-        depths = _depths([name for name, _ in named], model)
     # FSDP1 leaves a flat piece of each parameter. FSDP2's DTensors and plain tensors report their whole shape.
     whole_shapes: dict[int, torch.Size] = {}
     for unit in FullyShardedDataParallel.fsdp_modules(model):
@@ -157,11 +139,9 @@ def trained_parameters(
         # The shape before sharding: a flat FSDP1 piece of a matrix has one dimension, but must still decay.
         shape = whole_shapes.get(id(parameter), parameter.shape)
         is_head = name.startswith(heads)
-        if is_head:
-            rate = rates.base if rates.heads is None else rates.heads
-        else:
-            # What belongs to no layer (norms behind the last one) has depth 0: the full rate.
-            rate = rates.base * options.layer_lr_decay ** depths.get(name, 0)
+        rate = rates.base
+        if is_head and rates.heads is not None:
+            rate = rates.heads
         decays = len(shape) > 1 and not name.endswith("bias")
         trained.append(TrainedParameter(name, parameter, shape, rate, decays, is_head))
     if not trained:
@@ -179,59 +159,6 @@ def head_prefixes(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, EmbeddingModel):
             names += [f"{name}." for name in module.head_names()]
     return tuple(names)
-
-
-def _depths(names: Sequence[str], model: nn.Module) -> dict[str, int]:
-    """Return the number of layers above each parameter in its tower.
-
-    It is 0 for the last layer and everything after it, and the number of layers for embeddings.
-    """
-    layers = {id(layer) for layer in layers_of(model)}
-    declared = []
-    embeddings = []
-    for module_name, module in model.named_modules():
-        prefix = f"{plain_name(module_name)}."
-        if id(module) in layers:
-            declared.append(prefix)
-        if isinstance(module, nn.Embedding):
-            embeddings.append(prefix)
-    # The layers that the model declares. Names decide only for what lies outside of them.
-    layer_of: dict[str, str] = {}
-    for name in names:
-        match = _LAYER.search(name)
-        inside = [prefix for prefix in declared if name.startswith(prefix)]
-        if inside:
-            layer_of[name] = inside[0]
-        elif match is not None:
-            layer_of[name] = match[0]
-    # Layers of one stack have equal names but for their numbers, so the stages of a hierarchical tower are one.
-    stacks: defaultdict[str, list[str]] = defaultdict(list)
-    for prefix in dict.fromkeys([*declared, *layer_of.values()]):
-        stacks[re.sub(r"\.\d+\.", ".#.", prefix)].append(prefix)
-    if not stacks:
-        log.warning(
-            "layer_lr_decay has no effect: no stack of layers was found in this model"
-        )
-    depth_of_layer = {}
-    for members in stacks.values():
-        for depth, prefix in enumerate(reversed(members)):
-            depth_of_layer[prefix] = depth
-    depths = {}
-    for name in names:
-        if name in layer_of:
-            depths[name] = depth_of_layer[layer_of[name]]
-        elif _EMBEDDING.search(name) or name.startswith(tuple(embeddings)):
-            # An embedding lies below the tower whose name shares the longest path with its own; of equals, the deepest.
-            candidates = [(0, 0)]
-            for stack, members in stacks.items():
-                num_shared = 0
-                for part, other in zip(name.split("."), stack.split("."), strict=False):
-                    if part != other:
-                        break
-                    num_shared += 1
-                candidates.append((num_shared, len(members)))
-            depths[name] = max(candidates)[1]
-    return depths
 
 
 def _log_groups(
@@ -260,12 +187,6 @@ def _log_groups(
         heads = [entry for entry in trained if entry.is_head]
         parts.append(
             f"head_learning_rate {rates.heads:g} for {count(heads)} (heads, projections, scales)"
-        )
-    if options.layer_lr_decay != 1.0:
-        peaks = [entry.learning_rate for entry in trained if not entry.is_head] or [0.0]
-        parts.append(
-            f"layer_lr_decay {options.layer_lr_decay:g}: peaks from {min(peaks):.3g} (lowest) to {max(peaks):.3g} "
-            "(last layer)"
         )
     log.info("optimizer: %s; %s", description, "; ".join(parts))
 
@@ -353,3 +274,116 @@ class Schedule:
             else:
                 group["lr"] = learning_rate
         return self.peak * factor
+
+
+# ---- update ------------------------------------------------------------------
+
+FIRST_SCALE = 2.0**16
+GROWTH_STEPS = 2000
+
+
+@dataclass
+class GradientScale:
+    """Loss scale that keeps float16 gradients from underflowing. Constant 1 for every other dtype."""
+
+    value: float = 1.0
+    good_steps: int = 0
+    is_started: bool = False
+    """True if the first float16 value was set. A value that overflows reduced to 1 must not be reset."""
+
+    def start(self) -> None:
+        """Set the first value, unless a checkpoint has restored a later one."""
+        if not self.is_started:
+            self.value = FIRST_SCALE
+            self.is_started = True
+
+    def after(self, is_finite: bool) -> bool:
+        """Halve the scale after an overflow, double it after many good steps. Return False if it cannot be halved
+        any more."""
+        if not is_finite:
+            was_lowest = self.value == 1.0
+            self.value = max(self.value / 2, 1.0)
+            self.good_steps = 0
+            return not was_lowest
+        self.good_steps += 1
+        if self.good_steps == GROWTH_STEPS:
+            self.value *= 2
+            self.good_steps = 0
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of one optimizer step."""
+
+    loss: float
+    """L of the global batch."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    applied: bool
+    """False if the step was skipped because of non-finite values."""
+    is_overflow: bool = False
+    """True if the step was skipped because of a float16 overflow, and the scale could be halved."""
+
+
+def synchronise(model: nn.Module, loss: EmbeddingLoss, session: Session) -> None:
+    """Synchronise gradients that FSDP did not reduce: replicas under DDP, and loss parameters. Call it after the
+    last backward."""
+    if session.strategy == "ddp":
+        collectives.all_reduce_gradients(model.parameters())
+    # Each rank's gradient of a loss parameter comes from its own rows, and L is the sum over the rows: sum, not mean.
+    collectives.all_reduce_gradients(loss.parameters(), average=False)
+
+
+class Update:
+    """Gradient norm, clipping and the optimizer step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: EmbeddingLoss,
+        optimizer: torch.optim.Optimizer,
+        session: Session,
+        max_grad_norm: float,
+        scale: GradientScale,
+    ) -> None:
+        """`max_grad_norm`: larger gradients are scaled down to it. 0: no clipping."""
+        self.model = model
+        self.loss = loss
+        self.optimizer = optimizer
+        self.session = session
+        self.max_grad_norm = max_grad_norm
+        self.scales = session.mixed_precision == "fp16"
+        self.scale = scale
+        if self.scales:
+            scale.start()
+
+    def apply(self, loss_share: torch.Tensor) -> Outcome:
+        """Take one optimizer step with the current gradients, then clear them. Collective."""
+        parameters = [*self.model.parameters(), *self.loss.parameters()]
+        # The loss's parameters are copies on every rank, also where the model is sharded.
+        norm_tensor = global_grad_norm(self.model, list(self.loss.parameters()))
+        loss = collectives.sum_scalars([float(loss_share)])[0]
+        # The norm is measured on scaled gradients and divided afterwards. Unscaling and clipping then share one
+        # multiplication below.
+        norm = float(norm_tensor) / self.scale.value
+        # Both values are sums over all ranks, so every rank takes the same branch.
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        if is_finite:
+            factor = 1.0 / self.scale.value
+            if self.max_grad_norm and norm > self.max_grad_norm:
+                # 1e-6 as in torch.nn.utils.clip_grad_norm_.
+                factor *= self.max_grad_norm / (norm + 1e-6)
+            if factor != 1.0:
+                clip_gradients(parameters, factor)
+            self.optimizer.step()
+            self.loss.project_parameters()
+        # Also after a skipped step: its gradients must not be added to those of the next.
+        self.optimizer.zero_grad(set_to_none=True)
+        could_scale = self.scales and self.scale.after(is_finite)
+        return Outcome(
+            loss,
+            norm,
+            is_finite,
+            is_overflow=could_scale and not is_finite and math.isfinite(loss),
+        )

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, Featuriser
-from vembed.data_tools.init.datasets import Sets, open_sets
+from vembed.data_tools.datasets import Sets, open_sets
 from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
 from vembed.files import read_yaml
@@ -116,38 +117,28 @@ class TrainingComponents:
 def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
     # Rank 0 reads first, then the first rank of each machine, then the others, which find in the cache what it has read.
+    open_here = partial(
+        open_sets,
+        config.data,
+        config.objective,
+        model_name=config.model.model_name,
+        seed=config.run.seed,
+        compares=session.is_main,
+    )
     message = None
     if session.is_main:
         try:
-            sets = open_sets(
-                config.data,
-                config.objective,
-                model_name=config.model.model_name,
-                seed=config.run.seed,
-                compares=True,
-            )
+            sets = open_here()
         except UserError as error:
             message = str(error)
     message = collectives.broadcast_json(message)
     if message is not None:
         raise UserError(message)
     if session.local_rank == 0 and not session.is_main:
-        sets = open_sets(
-            config.data,
-            config.objective,
-            model_name=config.model.model_name,
-            seed=config.run.seed,
-            compares=False,
-        )
+        sets = open_here()
     session.barrier()
     if session.local_rank > 0:
-        sets = open_sets(
-            config.data,
-            config.objective,
-            model_name=config.model.model_name,
-            seed=config.run.seed,
-            compares=False,
-        )
+        sets = open_here()
 
     store = sets.examples
     optimizer = config.optimizer
@@ -178,7 +169,6 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
         batch_sizes=source_batch_sizes(config.data, config.batch, size),
         sampling=parse_sampling(config.data.sampling),
         keys=store.all_keys() if config.data.no_duplicates else None,
-        drop_last=config.data.drop_last,
         labels=store.labels,
     )
     log.info(batch_schedule.summary())
@@ -205,7 +195,7 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
     if smallest < world_size:
         raise UserError(
             f"the smallest batch has {smallest} examples, fewer than the {world_size} processes: use fewer processes, "
-            "add data, or set drop_last: true"
+            "or add data"
         )
     return RunData(
         **vars(sets),
