@@ -60,8 +60,7 @@ TWO: dict[str, Mapping[str, Any]] = {
     "fsdp2_kept": {"strategy": "fsdp", "gradient_checkpointing": False},
     "fsdp2_param": {
         "strategy": "fsdp",
-        "fsdp_param_dtype": "bfloat16",
-        "mixed_precision": "no",
+        "mixed_precision": "bf16",
     },
     "fsdp2_offload": {"strategy": "fsdp", "fsdp_offload_params": True},
     "fsdp2_lora": {"strategy": "fsdp", **LORA},

@@ -117,23 +117,14 @@ def test_float32_products_are_as_exact_as_before_afterwards() -> None:
 def test_precision_on_the_cpu() -> None:
     def chosen(**options: Any) -> tuple[str, str]:
         made = choose_precision(
-            resolve_run(config_of("unused", **options), env={}).asked_precision(
-                sharded=True
-            ),
-            CPU,
+            resolve_run(config_of("unused", **options), env={}).precision, CPU
         )
         return made.value, made.reason
 
     assert chosen() == ("no", "auto: the CPU computes in the dtype of the weights")
     assert chosen(mixed_precision="bf16") == ("bf16", "mixed_precision: bf16")
-    assert chosen(fsdp_param_dtype="bfloat16") == ("bf16", "fsdp_param_dtype: bfloat16")
-    assert chosen(fsdp_param_dtype="float32", mixed_precision="bf16") == (
-        "no",
-        "fsdp_param_dtype: float32",
-    )
-    for option in ({"mixed_precision": "fp16"}, {"fsdp_param_dtype": "float16"}):
-        with pytest.raises(UserError, match=r"(fp16|float16) needs a GPU"):
-            chosen(**option)
+    with pytest.raises(UserError, match="fp16 needs a GPU"):
+        chosen(mixed_precision="fp16")
 
 
 SMALL = ModelSize(1000, 1000, 4000.0, 4000.0, 8000.0, 400, 2, 8, 16, 64)

@@ -67,7 +67,9 @@ def test_a_resumed_run_keeps_the_precision_that_auto_chose(
 
 def test_the_precision_of_a_resumed_run_on_other_devices():
     assert choose_precision(AUTO, CPU, resumed="no") == choose_precision(AUTO, CPU)
-    kept = choose_precision(AUTO, CPU, on_cpu=Decision("bf16", "auto: fast"), resumed="no")
+    kept = choose_precision(
+        AUTO, CPU, on_cpu=Decision("bf16", "auto: fast"), resumed="no"
+    )
     assert (kept.value, kept.source) == ("no", CHECKPOINT)
     lost = choose_precision(AUTO, CPU, resumed="fp16")
     assert (lost.value, lost.source) == ("no", CHECKPOINT)

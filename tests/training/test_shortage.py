@@ -11,8 +11,8 @@ import vembed
 from tests.tiny import shared, tiny_bert
 from tests.training.test_run import metrics, settings
 from tests.training.tiny_run import config_for
-from vembed.config.fsdp import FsdpConfig
 from vembed.config.loading import resolve_run
+from vembed.config.resolved import FsdpConfig
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError
 from vembed.models.embedding_model import EmbeddingModel

@@ -9,8 +9,15 @@ from typing import Any
 import psutil
 import torch
 
-from vembed.config.fsdp import AskedPrecision, FsdpConfig, Precision
-from vembed.config.resolved import DEFAULT, Decision, ResolvedRun, Strategy
+from vembed.config.resolved import (
+    DEFAULT,
+    AskedPrecision,
+    Decision,
+    FsdpConfig,
+    Precision,
+    ResolvedRun,
+    Strategy,
+)
 from vembed.config.schema import ModelSection
 from vembed.config.terms import source_batch_sizes
 from vembed.errors import UserError
@@ -149,7 +156,7 @@ class Placement(Layout):
 
     @property
     def copies_weights(self) -> bool:
-        """True if layers compute with bfloat16 copies of float32 weights (vembed.models.bf16), unless FSDP converts the
+        """True if layers compute with bfloat16 copies of float32 weights (vembed.models.precision), unless FSDP converts the
         weights, the compiler the layers, or the weights have 4 bits."""
         can_copy = (
             self.precision.value == "bf16"
@@ -209,7 +216,7 @@ def place(
         }
         names = [name for name, is_on in prevented_by.items() if is_on]
         auto_precision = _auto_on_cpu(model, instructions, prevented_by=names)
-    asked_precision = run.asked_precision(sharded=fsdp is not None)
+    asked_precision = run.precision
     compiles = False
     origin = DEFAULT
     why_compiled = "auto: on CPUs only if asked for"

@@ -17,9 +17,15 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from vembed.config.fsdp import PRECISIONS, FsdpConfig, Precision
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import Decision, ResolvedRun, Strategy
+from vembed.config.resolved import (
+    PRECISIONS,
+    Decision,
+    FsdpConfig,
+    Precision,
+    ResolvedRun,
+    Strategy,
+)
 from vembed.config.schema import ModelSection, TrainConfig
 from vembed.errors import RunError, Stopped, UserError
 from vembed.models.adapters import leave_casts_to_autocast
@@ -169,7 +175,6 @@ class Session:
         """Device on which the model is built. A model for FSDP is built in host memory and then sharded."""
         self._one_reads = (
             self.fsdp is not None
-            and self.fsdp.ram_efficient_loading
             # A shard of 4-bit weights would lack their quantisation tables.
             and not uses_qlora
             # FSDP1 broadcasts weights on GPUs only.
@@ -422,7 +427,7 @@ def start_command_session(
                 device=session.device,
                 memory=session.memory,
                 strategy=Decision("fsdp" if is_sharded else chosen, "strategy"),
-                fsdp=FsdpConfig(mixed_precision="no") if is_sharded else None,
+                fsdp=FsdpConfig() if is_sharded else None,
                 precision=Decision("no", "the dtype of the weights"),
             )
         )

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.files import read_json_object, read_state_bytes
-from vembed.models.families.weight_files import WEIGHTS, Stored, read_header
+from vembed.models.families.model_files import WEIGHTS, Stored, read_header
 from vembed.saving.durability import sync, write_durably
 
 MANIFEST = "manifest.json"

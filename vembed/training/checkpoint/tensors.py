@@ -61,7 +61,7 @@ from typing_extensions import override
 
 from vembed.errors import UserError
 from vembed.files import read_json_object
-from vembed.models.names import plain_name
+from vembed.models.families.backbones import plain_name
 from vembed.parallel import collectives
 from vembed.saving.durability import write_durably
 from vembed.training.checkpoint.folder import INDEX, STATE, commit
