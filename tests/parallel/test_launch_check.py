@@ -32,7 +32,7 @@ from vembed.parallel import launch_check
 from vembed.parallel.environment import RankInfo, read_rank_info
 from vembed.parallel.launch import free_port
 from vembed.parallel.launch_check import LaunchCheck
-from vembed.training.identity import facts_of
+from vembed.training.run import facts_of
 
 
 def another(annotation: Any, value: Any) -> Any:

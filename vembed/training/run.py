@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from torch import nn
 
 from vembed.config.loading import Source, require_earlier_stage, resolve_run
 from vembed.config.paths import require_paths
+from vembed.config.ranks import FILE_OPTIONS, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
 from vembed.data.in_memory import as_path
 from vembed.errors import UserError
 from vembed.models.custom.folder import as_options
 from vembed.parallel.environment import RankInfo, launched_rank
+from vembed.parallel.launch_check import COMPARED, DERIVED
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.checkpoint.resume import (
@@ -23,10 +26,10 @@ from vembed.training.checkpoint.resume import (
     precision_before,
     require_output_folder,
 )
+from vembed.training.fingerprints import of_option
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.callbacks import Callbacks, OnEvaluation, OnStep
 from vembed.training.hooks.publishing import hub_of, push_final
-from vembed.training.identity import facts_of
 from vembed.training.interrupts import Interrupts
 from vembed.training.lock import OutputLock
 from vembed.training.run_log import HEADLINE, RunLog
@@ -114,3 +117,35 @@ def train(
         if session.is_main and hub is not None:
             push_final(hub, output)
         return result
+
+
+def facts_of(run: ResolvedRun) -> dict[str, Any]:
+    """Return what must be equal on all ranks, by name: the options, the decisions behind them, and their files."""
+    config = run.config
+    facts: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        if name == "resume":
+            # Rank 0 chooses the checkpoint; the ranks compare it when they have found it.
+            is_switch = isinstance(value, bool) or value == "auto"
+            facts[name] = value if is_switch else "a path"
+        elif name in FILE_OPTIONS:
+            content = of_option(name, value, config.model.model_revision)
+            facts[name] = value
+            if content != value:
+                facts[name] = {COMPARED: content, "shown": f"{value} ({content})"}
+        elif name not in MAY_DIFFER:
+            facts[name] = value
+    # What follows from options, files and the environment together.
+    decisions: dict[str, Any] = {
+        "strategy": run.strategy.value,
+        "gradient checkpointing": run.recomputation.value,
+        "mixed precision": run.precision.value,
+        "dist_timeout_minutes": run.timeout_minutes.value,
+    }
+    if run.fsdp is not None:
+        for name, value in asdict(run.fsdp).items():
+            if name not in ("source", "precision_reason"):
+                decisions[f"fsdp {name}"] = str(value)
+    for name, value in decisions.items():
+        facts[f"{name}{DERIVED}"] = value
+    return facts

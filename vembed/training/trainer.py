@@ -42,9 +42,7 @@ from vembed.training.checkpoint.resume import kept_decisions
 from vembed.training.final import ModelWriter, require_free_folder, save_final
 from vembed.training.frozen import log_use
 from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
-from vembed.training.hooks.configured import configured_hooks
-from vembed.training.hooks.metrics import log_line
-from vembed.training.identity import identity_of, require_same_data
+from vembed.training.hooks.metrics import log_line, log_setup
 from vembed.training.interrupts import EvaluationStopped, Interrupts
 from vembed.training.optimizer import (
     GradientScale,
@@ -56,10 +54,13 @@ from vembed.training.optimizer import (
 from vembed.training.run_log import HEADLINE, RunLog, log_scores
 from vembed.training.setup import (
     build_components,
+    configured_hooks,
     decide_intervals,
+    identity_of,
     log_truncated_texts,
     open_data,
     open_stream,
+    require_same_data,
 )
 from vembed.training.step import ContrastiveStep
 
@@ -189,12 +190,7 @@ class Trainer:
         )
         log_parameter_summary(components.model)
         self.model_writer = ModelWriter(self.config, session, components)
-        self.hooks = Hooks(
-            [
-                *configured_hooks(self, self.schedule.warmup_steps, run_log.console),
-                *hooks,
-            ]
-        )
+        self.hooks = Hooks([*configured_hooks(self), *hooks])
         for hook in self.hooks:
             hook.on_build(self)
 
@@ -258,6 +254,7 @@ class Trainer:
         self.restart_stream()
         for hook in self.hooks:
             hook.on_start(self)
+        log_setup(self)
         if self.config.evaluation.eval_before and state.step == 0:
             self.evaluate()
             state.before = state.scores
