@@ -52,6 +52,7 @@ class Interrupts:
         self._last_step_at = self._began
         self._longest_step = 0.0
         self._is_armed = False
+        """True from the first `must_stop` on."""
         self._is_over = False
         self._num_checks = 0
         self._save_seconds = 0.0
