@@ -196,7 +196,7 @@ def save_final(
         warnings=warnings,
     )
     if session.is_main:
-        log.info("model: %s", folder)
+        log.info(f"model: {folder}")
         try:
             summary.save(output)
             write_report(output)

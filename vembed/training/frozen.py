@@ -17,6 +17,7 @@ from vembed.config.user_folders import cache_folder
 from vembed.data.batching.feeding import (
     Feeder,
     MicroBatch,
+    ModalitySlice,
     ModelInputs,
     row_index,
     to_device,
@@ -143,10 +144,9 @@ class BatchInputs:
             )
         fed = self.source.feeder.feed(trained, self.features)
         for micro_index, inputs in enumerate(fed):
-            for modality, indices in micro_batches[micro_index]:
-                if modality in towers.modalities:
-                    table = self._tables[modality]
-                    inputs.append((modality, towers.rows(modality, indices, table)))
+            for part in micro_batches[micro_index]:
+                if part[0] in towers.modalities:
+                    inputs.append(towers.inputs(part, self._tables))
             if self._keeps_images:
                 if micro_index == len(self._images):  # the first feeding
                     self._images.append(images.encode(inputs))
@@ -242,14 +242,16 @@ class FrozenTowers:
                 between()
         return tables
 
-    def rows(
-        self, modality: Modality, indices: Sequence[int], table: Tensor
-    ) -> dict[str, Tensor]:
-        """Return rows of a modality's table in the form that the model takes."""
+    def inputs(
+        self, modality_slice: ModalitySlice, tables: Mapping[Modality, Tensor]
+    ) -> tuple[Modality, dict[str, Tensor]]:
+        """Return a frozen modality's slice of a micro-batch in the form that the model takes."""
+        modality, indices = modality_slice
         if not indices:
-            return {FEATURES: self._dummy(modality)}
+            return modality, {FEATURES: self._dummy(modality)}
+        table = tables[modality]
         # A list of Python numbers as an index would be copied to the device while the host waits.
-        return {FEATURES: table[row_index(indices, table.device)]}
+        return modality, {FEATURES: table[row_index(indices, table.device)]}
 
     def _dummy(self, modality: Modality) -> Tensor:
         """Return a [1, width] feature for ranks without inputs of this modality. Every rank computes it in its first

@@ -198,7 +198,7 @@ class Interrupts:
                     action = "training is over, writing final/"
                 if self._is_armed:
                     name = signal.Signals(number).name
-                    log.info("%s: %s; once more ends the run at once", name, action)
+                    log.info(f"{name}: {action}; once more ends the run at once")
             # A launcher passes on the Ctrl-C that has reached this process too: that is one request.
             elif now - self._first_at > REPEATED_SIGNAL_SECONDS:
                 os._exit(128 + _counted_as(number))

@@ -94,10 +94,9 @@ def build_optimizer(
             )
         if options.weight_decay:
             log.warning(
-                "fsdp_use_orig_params: false flattens the parameters of a unit into one, so weight_decay: %g reaches "
-                "no parameter of a unit (biases and norms cannot be left out); fsdp_use_orig_params: true keeps them "
-                "apart",
-                options.weight_decay,
+                "fsdp_use_orig_params: false flattens the parameters of a unit into one, so weight_decay: "
+                f"{options.weight_decay:g} reaches no parameter of a unit (biases and norms cannot be left out); "
+                "fsdp_use_orig_params: true keeps them apart"
             )
     # Parameters with equal settings share a group. Plain tensors and DTensors cannot share one fused call.
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}

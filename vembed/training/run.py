@@ -104,7 +104,7 @@ def train(
         for line in resolved.translated:
             log.info("%s", line)
         for line in resolved.notes:
-            log.info("note: %s", line, extra=HEADLINE)
+            log.info(f"note: {line}", extra=HEADLINE)
         try:
             trainer = Trainer(
                 settings, session, checkpointer, interrupts, run_log, hooks

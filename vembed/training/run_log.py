@@ -83,9 +83,7 @@ class LogFile(logging.FileHandler):
         elif not self.is_reported:
             self.is_reported = True
             log.warning(
-                "%s: %s; lines are missing in it until there is room",
-                self.baseFilename,
-                error.strerror,
+                f"{self.baseFilename}: {error.strerror}; lines are missing in it until there is room"
             )
 
     def close(self) -> None:
@@ -141,7 +139,9 @@ class LineFile:
         """Flush the file to the disk and close it. Lines still pending are lost and counted."""
         self.sync()
         if self.waiting:
-            log.error(f"{self.path}: {len(self.waiting)} lines found no room, lost")
+            log.error(
+                f"{self.path}: {len(self.waiting)} lines found no room and are lost"
+            )
         self._file.close()
 
 
@@ -222,7 +222,7 @@ def log_scores(
     columns = SCORE_LINE_COLUMNS - len(ending)
     short = scores_line(when, scores, before, metric, columns=columns) + ending
     line = scores_line(when, scores, before, metric)
-    log.info("%s%s", line, ending, extra={SHORT_FORM: short})
+    log.info(f"{line}{ending}", extra={SHORT_FORM: short})
 
 
 class SafeFormatter(logging.Formatter):

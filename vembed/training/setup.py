@@ -179,7 +179,7 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
         )
         epochs = decision.value
         if is_open:
-            log.info("epochs: %g (auto; %s)", epochs, decision.reason)
+            log.info(f"epochs: {epochs:g} (auto; {decision.reason})")
 
     world_size = session.world_size
     size = kept.get("global_batch_size", config.batch.global_batch_size)
@@ -286,7 +286,7 @@ def build_components(
         similarity=config.objective.similarity,
         use_qlora=config.adapters.use_qlora,
     )
-    log.info("model: %s", description.summary())
+    log.info(f"model: {description.summary()}")
     options = config.options()
     for line in without_effect(
         description, {name: options[name] for name in config.given}
@@ -477,7 +477,7 @@ def start_projection(
                 embedder, featuriser, items, "document", normalize=False
             )
         embedder.start_mrl_projection(torch.from_numpy(vectors))
-        log.info("mrl_projection: principal components of %s documents", f"{count:,d}")
+        log.info(f"mrl_projection: principal components of {count:,d} documents")
     collectives.broadcast_tensors([projection.linear.weight])
 
 
@@ -521,12 +521,11 @@ def decide_rates(
         total_steps=total_steps,
     )
     decision = peak_rate(config.objective, config.adapters, facts)
-    log.info("learning_rate: %g (auto; %s)", decision.value, decision.reason)
+    log.info(f"learning_rate: {decision.value:g} (auto; {decision.reason})")
     if description.traits.has_two_models and head_rate is None:
         head_rate = max(HEAD, decision.value)
         log.info(
-            "head_learning_rate: %g (auto; the projections of the two towers are new)",
-            head_rate,
+            f"head_learning_rate: {head_rate:g} (auto; the projections of the two towers are new)"
         )
     return LearningRates(decision.value, head_rate)
 

@@ -160,7 +160,7 @@ class Trainer:
             kept = kept_decisions(config, point.state, session.world_size)
             precision = session.placement.precision
             if precision.source == CHECKPOINT:
-                log.info("mixed precision: %s", precision, extra=HEADLINE)
+                log.info(f"mixed precision: {precision}", extra=HEADLINE)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
         self.data = data = open_data(config, kept, session)
@@ -263,14 +263,11 @@ class Trainer:
         fsdp_print_memory_usage("before the first step")
         if state.step >= total_steps:
             log.info(
-                "nothing is left to train: step %s is done, and epochs or max_steps ask for %s",
-                f"{state.step:,d}",
-                f"{total_steps:,d}",
+                f"nothing is left to train: step {state.step:,d} is done, and epochs or max_steps ask for "
+                f"{total_steps:,d}"
             )
         seconds = self.clock.seconds() - state.seconds
-        log.info(
-            "set-up took %s; training %s steps", duration(seconds), f"{total_steps:,d}"
-        )
+        log.info(f"set-up took {duration(seconds)}; training {total_steps:,d} steps")
         self.clock.start_loop(state.step)
 
     def fit(self) -> None:
@@ -445,7 +442,7 @@ class Trainer:
             if self.checkpointer.load_weights(
                 folder, components.model, components.loss, self.hooks.tensors()
             ):
-                log.info("final/ gets %s, %s", reason, folder.name)
+                log.info(f"final/ gets {reason}, {folder.name}")
                 state.scores = scores
                 state.scored_step = step
         fsdp_print_memory_usage("after the last step")

@@ -222,6 +222,6 @@ def _log_reasons(answers: Sequence[tuple[Hook, str | None]]) -> bool:
     has_reason = False
     for hook, reason in answers:
         if reason is not None:
-            log.info("%s ends the run: %s", type(hook).__name__, reason)
+            log.info(f"{type(hook).__name__} ends the run: {reason}")
             has_reason = True
     return has_reason

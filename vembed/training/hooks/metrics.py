@@ -312,9 +312,7 @@ class MetricsLog(Hook):
                     tracker.send_report(_tracked_report(self._output))
                 except (OSError, UserError) as error:
                     log.warning(
-                        "report_to: %s did not take the report (%s)",
-                        tracker.name,
-                        error,
+                        f"report_to: {tracker.name} did not take the report ({error})"
                     )
             with suppress(OSError):
                 tracker.finish()
@@ -339,9 +337,7 @@ class MetricsLog(Hook):
             except OSError as error:
                 self.trackers.remove(tracker)
                 log.warning(
-                    "report_to: %s failed and is disabled (%s); metrics.jsonl continues",
-                    tracker.name,
-                    error,
+                    f"report_to: {tracker.name} failed and is disabled ({error}); metrics.jsonl continues"
                 )
 
 
@@ -440,7 +436,7 @@ def log_setup(run: Trainer) -> None:
     for line in lines:
         log.info("%s", line, extra=HEADLINE)
     path = run.output / config.logging.log_file
-    log.info("log: %s", path, extra=END_OF_SETUP)
+    log.info(f"log: {path}", extra=END_OF_SETUP)
 
 
 class ProgressBar(Hook):
@@ -499,10 +495,7 @@ class Profile(Hook):
         self.path = run.output / f"trace-rank{run.session.rank}.json"
         if self.first > total_steps:
             log.warning(
-                "profile_steps: [%d, %d] is after the run's last step, %d",
-                self.first,
-                self.last,
-                total_steps,
+                f"profile_steps: [{self.first}, {self.last}] is after the run's last step, {total_steps}"
             )
         self.last = min(self.last, total_steps)
 
@@ -536,8 +529,5 @@ class Profile(Hook):
         if self._last_recorded is not None:
             profiler.export_chrome_trace(str(self.path))
             log.info(
-                "profile: steps %d to %d are in %s",
-                self.first,
-                self._last_recorded,
-                self.path,
+                f"profile: steps {self.first} to {self._last_recorded} are in {self.path}"
             )
