@@ -96,7 +96,7 @@ ADAMW_BYTES_PER_PARAMETER = 12
 TASK_OPTIONS = {"losses", "temperature", "batch_size", "global_batch_size"}
 """Options of a source that are no part of the data's fingerprint."""
 
-Kept = Mapping[str, Any]
+ResumedOptions = Mapping[str, Any]
 """Option -> the value that the run that is resumed has decided, where the config leaves it open."""
 
 
@@ -139,7 +139,9 @@ class TrainingComponents:
     temperature: float
 
 
-def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
+def open_data(
+    config: TrainConfig, resumed_options: ResumedOptions, session: Session
+) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
 
     def read(*, compares: bool) -> Sets:
@@ -169,7 +171,7 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
 
     store = sets.examples
     optimizer = config.optimizer
-    epochs = kept.get("epochs", optimizer.epochs)
+    epochs = resumed_options.get("epochs", optimizer.epochs)
     if epochs == "auto":
         # Only where the length is left open is the model looked at: a checkpoint of another model is refused first.
         is_open = optimizer.max_steps is None
@@ -182,7 +184,7 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
             log.info(f"epochs: {epochs:g} (auto; {decision.reason})")
 
     world_size = session.world_size
-    size = kept.get("global_batch_size", config.batch.global_batch_size)
+    size = resumed_options.get("global_batch_size", config.batch.global_batch_size)
     size = size or config.batch.batch_size * world_size
     batch_schedule = BatchSchedule(
         store.sizes,
@@ -271,7 +273,10 @@ def require_same_data(identity: Mapping[str, Any], data: RunData) -> None:
 
 
 def build_components(
-    config: TrainConfig, kept: Kept, data: RunData, session: Session
+    config: TrainConfig,
+    resumed_options: ResumedOptions,
+    data: RunData,
+    session: Session,
 ) -> TrainingComponents:
     """Build model, loss and optimizer, with weights replicated or sharded. Collective."""
     # Before the model: the teachers' weights are no longer in memory when the model's are read.
@@ -334,7 +339,7 @@ def build_components(
     )
 
     # What needs the whole model, on rank 0: `prepare` changes parameters and wraps modules.
-    rates = decide_rates(config, kept, embedder, data.total_steps)
+    rates = decide_rates(config, resumed_options, embedder, data.total_steps)
     scale, bias = embedder.initial_scale_and_bias or (None, None)
     if session.device.type == "cpu" and session.fsdp is None:
         use_row_gradients(embedder.backbone)
@@ -352,7 +357,7 @@ def build_components(
     model = session.prepare(embedder, description.layer_classes)
     check_compiled(model, embedder, featuriser, first_items, session)
     loss_config = config
-    if "temperature" in kept:
+    if "temperature" in resumed_options:
         loss_config = config.changed(temperature=kept["temperature"])
     loss = build_loss(
         loss_config,
@@ -485,7 +490,10 @@ def start_projection(
 
 
 def decide_rates(
-    config: TrainConfig, kept: Kept, embedder: EmbeddingModel, total_steps: int
+    config: TrainConfig,
+    resumed_options: ResumedOptions,
+    embedder: EmbeddingModel,
+    total_steps: int,
 ) -> LearningRates:
     """Return the peak learning rates, and log the reason for what was left to `auto`. Collective.
 
@@ -493,9 +501,10 @@ def decide_rates(
     """
     optimizer = config.optimizer
     head_rate = optimizer.head_learning_rate
-    if "learning_rate" in kept:
+    if "learning_rate" in resumed_options:
         return LearningRates(
-            kept["learning_rate"], kept.get("head_learning_rate", head_rate)
+            resumed_options["learning_rate"],
+            resumed_options.get("head_learning_rate", head_rate),
         )
     if optimizer.learning_rate != "auto":
         return LearningRates.given(optimizer)
@@ -560,7 +569,10 @@ def has_initial_norms(model: nn.Module) -> bool:
 
 
 def decide_intervals(
-    config: TrainConfig, kept: Kept, data: RunData, model: nn.Module
+    config: TrainConfig,
+    resumed_options: ResumedOptions,
+    data: RunData,
+    model: nn.Module,
 ) -> RunIntervals:
     """Return how often the run is evaluated, saved and logged, and log what was left to `auto`."""
     num_counted = min(len(data.examples), NUM_COUNTED_EXAMPLES)
@@ -582,7 +594,7 @@ def decide_intervals(
         config.run,
         config.logging.logging_steps,
         size,
-        kept,
+        resumed_options,
         has_validation=validation != (None, None),
         is_length_given=config.optimizer.gives_length(),
     )

@@ -155,26 +155,30 @@ class Trainer:
         # The checkpoint. `find` also refuses a folder that is not writable or holds another run.
         self.resume_point = point = checkpointer.find(config.model)
         require_free_folder(self.output)
-        kept: dict[str, Any] = {}
+        resumed_options: dict[str, Any] = {}
         if point is not None:
-            kept = kept_decisions(config, point.state, session.world_size)
+            resumed_options = kept_decisions(config, point.state, session.world_size)
             precision = session.placement.precision
             if precision.source == CHECKPOINT:
                 log.info(f"mixed precision: {precision}", extra=HEADLINE)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
-        self.data = data = open_data(config, kept, session)
+        self.data = data = open_data(config, resumed_options, session)
         identity = identity_of(config, data, session.world_size)
         require_same_data(identity, data)
-        checkpointer.check(point, {**config.to_dict(), **kept}, identity)
+        checkpointer.check(point, {**config.to_dict(), **resumed_options}, identity)
         checkpointer.require_steps_left(point, data.total_steps)
 
         # The model, and everything that was left to `auto`. From here on the config does not change.
-        self.components = components = build_components(config, kept, data, session)
-        self.intervals = decide_intervals(config, kept, data, components.model)
+        self.components = components = build_components(
+            config, resumed_options, data, session
+        )
+        self.intervals = decide_intervals(
+            config, resumed_options, data, components.model
+        )
         rates = components.rates
         decided = {
-            **kept,
+            **resumed_options,
             **self.intervals.options(),
             "learning_rate": rates.base,
             "head_learning_rate": rates.heads,
@@ -208,7 +212,7 @@ class Trainer:
         auxiliary = None
         if components.embedder.has_auxiliary():
             auxiliary = AuxiliaryLosses(config.objective)
-        self.step = ContrastiveStep(
+        self.contrastive_step = ContrastiveStep(
             components.model,
             components.loss,
             components.source,
@@ -271,7 +275,10 @@ class Trainer:
         self.clock.start_loop(state.step)
 
     def fit(self) -> None:
-        """Train to the last step, or until a hook ends the run or an interrupt stops it. The loop."""
+        """Train to the last step, or until a hook ends the run or an interrupt stops it.
+
+        One iteration of the loop is one optimizer step: its batches, the update, the hooks, log, evaluation, checkpoint.
+        """
         state = self.state
         interrupts = self.interrupts
         num_batches = self.data.batches_per_step
@@ -281,14 +288,14 @@ class Trainer:
                 self.session.heartbeats.step = state.step + 1
             if not step_batches:  # otherwise this step is repeated
                 self._before_step()
-                with self.step.timer("data"):
+                with self.contrastive_step.timer("data"):
                     step_batches = [next(self.batches) for _ in range(num_batches)]
             report = StepReport(state.step + 1, self.data.epoch_at(state.step + 1))
             ran_out_of_memory = False
             try:
                 for index, rank_batch in enumerate(step_batches):
                     # Gradients add up over the batches of a step. Each has the weight 1 / num_batches: L is the mean.
-                    result = self.step.accumulate(
+                    result = self.contrastive_step.accumulate(
                         rank_batch,
                         state.step * num_batches + index,
                         weight=1 / num_batches,
@@ -300,7 +307,9 @@ class Trainer:
                 ran_out_of_memory = True
             if ran_out_of_memory:
                 # Not in the handler: the exception holds the attempt's outputs, which must be freed first.
-                self.step.budget = self.memory_guard.smaller(self.step.budget)
+                self.contrastive_step.budget = self.memory_guard.smaller(
+                    self.contrastive_step.budget
+                )
                 self.components.model.zero_grad(set_to_none=True)
                 self.components.loss.zero_grad(set_to_none=True)
                 continue
@@ -516,7 +525,7 @@ class Trainer:
         """Synchronise the gradients that are not reduced yet, take the optimizer step and count it. Collective."""
         state = self.state
         components = self.components
-        timer = self.step.timer
+        timer = self.contrastive_step.timer
         with timer("wait"):
             synchronise(components.model, components.loss, self.session)
         with timer("optimizer"):

@@ -66,7 +66,7 @@ class Diagnostics(Hook):
     @override
     def on_start(self, run: Trainer) -> None:
         self._device = run.session.device
-        self._timer = run.step.timer
+        self._timer = run.contrastive_step.timer
 
     @override
     def before_step(self, step: int) -> None:
