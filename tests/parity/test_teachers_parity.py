@@ -34,10 +34,10 @@ from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
 from vembed.losses.table import LOSSES
 from vembed.parallel.session import start_session
 from vembed.teachers.cached import KIND
+from vembed.teachers.models import item_key, pair_key
 from vembed.teachers.supply import Teachers
-from vembed.teachers.teacher_identity import item_key, pair_key
 
-MRL = {"use_mrl": True, "mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
+MRL = {"mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
 EVERY_NEGATIVE = {
     "bidirectional": True,
     "query_query_negatives": True,

@@ -1,6 +1,5 @@
 """The optimizer: who decays, who learns how fast, and which implementation takes whole and sharded parameters."""
 
-import logging
 import sys
 import types
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2Model
 
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
@@ -36,7 +34,6 @@ def trained(config, model=None):
         for one in trained_parameters(
             model or TinyModel(frozen_embeddings=False),
             TinyLoss(),
-            config.optimizer,
             LearningRates.given(config.optimizer),
         )
     }
@@ -77,70 +74,6 @@ def test_head_learning_rate_is_for_heads_projections_and_learned_scales(
     assert "loss.scale" in rates
 
 
-def two_towers():
-    towers = nn.Module()
-    text = TinyModel(num_layers=2).backbone
-    image = TinyModel(num_layers=4).backbone
-    towers.backbone = nn.ModuleDict({"text": text, "image": image})
-    return towers.requires_grad_(True)
-
-
-def layers_of_other_names():
-    model = nn.Module()
-    model.words = nn.Embedding(5, 3)
-    model.stack = nn.ModuleList(nn.Sequential(nn.Linear(3, 3)) for _ in range(3))
-    model.out = nn.Linear(3, 3)
-    return model
-
-
-DEPTHS = [
-    (
-        lambda: TinyModel(num_layers=3, frozen_embeddings=False),
-        {
-            "backbone.layer.0.linear.weight": 2,
-            "backbone.layer.2.linear.weight": 0,
-            "backbone.embeddings.weight": 3,
-            "head.weight": 0,
-            "loss.scale": 0,
-        },
-    ),
-    (
-        two_towers,
-        {
-            "backbone.text.layer.1.linear.weight": 0,
-            "backbone.image.layer.3.linear.weight": 0,
-            "backbone.text.embeddings.weight": 2,
-            "backbone.image.embeddings.weight": 4,
-        },
-    ),
-    (
-        layers_of_other_names,
-        {
-            "stack.0.0.weight": 2,
-            "stack.2.0.weight": 0,
-            "words.weight": 3,
-            "out.weight": 0,
-        },
-    ),
-    (
-        lambda: GPT2Model(GPT2Config(n_layer=2, n_embd=4, n_head=2, vocab_size=9)),
-        {
-            "wte.weight": 2,
-            "wpe.weight": 2,
-            "h.0.attn.c_attn.weight": 1,
-            "ln_f.weight": 0,
-        },
-    ),
-]
-
-
-@pytest.mark.parametrize(("make", "depths"), DEPTHS)
-def test_layers_learn_less_the_deeper_they_lie(tmp_path, make, depths):
-    rates = rates_of(tmp_path, make(), layer_lr_decay=0.5)
-    for name, depth in depths.items():
-        assert rates[name] == 0.1 * 0.5**depth, name
-
-
 def test_decay_of_sgd_is_decoupled_as_that_of_all_others(tmp_path):
     """Weights shrink by lr * weight_decay, beside a step along the gradient as it is."""
     model, loss = TinyModel(), TinyLoss()
@@ -178,7 +111,6 @@ def test_missing_bitsandbytes_names_the_extra(tmp_path, monkeypatch):
 
 OPTIONS = {
     "weight_decay": 0.5,
-    "layer_lr_decay": 0.5,
     "head_learning_rate": 0.3,
     "learning_rate": 0.01,
 }
@@ -198,7 +130,7 @@ def train_two_steps(config, model, loss):
     names = {
         id(one.parameter): one.name
         for one in trained_parameters(
-            model, loss, config.optimizer, LearningRates.given(config.optimizer)
+            model, loss, LearningRates.given(config.optimizer)
         )
     }
     groups = groups_of(optimizer, names)
@@ -291,40 +223,3 @@ def test_shards_step_as_the_whole_does(tmp_path, version):
         assert too_few in refused["paged_adamw_8bit"]
     # The optimizer's state is sharded with the parameters; the loss's scale is on both.
     assert num_values <= sum(held for _, _, held, _ in results) <= num_values + 10
-
-
-def flattened(tmp_path, model_name):
-    options = {
-        "strategy": "fsdp",
-        "fsdp_version": 1,
-        "fsdp_use_orig_params": False,
-        "weight_decay": 0.5,
-    }
-    config = config_for(tmp_path, model_name=model_name, **options)
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("vembed").addHandler(handler)
-    with start_session(config) as session:
-        model, loss = (
-            session.prepare(TinyModel(dim=8, frozen_embeddings=False), ("Layer",)),
-            TinyLoss(),
-        )
-        optimizer = build_optimizer(model, loss, config.optimizer)
-        backward(model, loss)
-        optimizer.step()
-        with pytest.raises(UserError, match="fsdp_use_orig_params: true"):
-            build_optimizer(
-                model, loss, config.changed(**{"layer_lr_decay": 0.5}).optimizer
-            )
-    return [line for line in lines if "flattens" in line], {
-        group["weight_decay"] for group in optimizer.param_groups
-    }
-
-
-def test_flat_parameters_say_what_they_cost(tmp_path):
-    lines, decays = run_ranks(
-        flattened, 2, tmp_path, str(shared(tiny_bert)), process_group=False
-    )[0]
-    assert len(lines) == 1
-    assert decays == {0.0}

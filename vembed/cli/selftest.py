@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 from vembed.config.schema import ModelSection
-from vembed.models import packing
+from vembed.models import attention
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import ModelDescription
 from vembed.parallel import collectives, memory, parameters
@@ -182,7 +182,7 @@ def _try_bf16(model: nn.Module, device: torch.device) -> str:
 
 def _try_packed_attention(device: torch.device) -> str:
     """Compare attention over texts end to end with attention over each of them."""
-    reason = packing.why_padded(
+    reason = attention.why_padded(
         ModelSection(model_name="-"), small_config(), device, half=True
     )
     if reason is not None:
@@ -192,10 +192,10 @@ def _try_packed_attention(device: torch.device) -> str:
     query, key, value = (
         torch.randn(1, 4, 8, 16, generator=draw).to(device, dtype) for _ in range(3)
     )
-    boundaries = packing.Packed(
+    boundaries = attention.Packed(
         torch.tensor([0, 5, 8], dtype=torch.int32, device=device), 5
     )
-    packed, _ = packing.attention(
+    packed, _ = attention.attention(
         nn.Identity(), query, key, value, None, packed=boundaries
     )
     single = []

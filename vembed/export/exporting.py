@@ -13,7 +13,7 @@ from PIL import Image
 from vembed.config.schema import DataSection, ObjectiveSection, RunSection
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Kind
-from vembed.data_tools.init.datasets import open_sets
+from vembed.data_tools.datasets import open_sets
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.report.record import read_run
@@ -50,7 +50,7 @@ from vembed.export.static_format import StaticFormat
 from vembed.inference.embedder import Embedder
 from vembed.models.families.backbones import file_dtype, read_config
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.weight_files import EXPORT_FILE
+from vembed.models.families.model_files import EXPORT_FILE
 from vembed.saving.card import Card, render_card
 from vembed.saving.files import replaced_folder
 from vembed.saving.layout import write_json

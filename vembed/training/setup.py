@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, Featuriser
-from vembed.data_tools.init.datasets import Sets, open_sets
+from vembed.data_tools.datasets import Sets, open_sets
 from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
 from vembed.files import read_yaml
@@ -46,10 +47,13 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
-from vembed.models.cpu_kernels import use_row_gradients
 from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.decisions import describe, without_effect
-from vembed.models.families.description import ModelDescription
+from vembed.models.families.description import (
+    ModelDescription,
+    describe,
+    without_effect,
+)
+from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
 from vembed.parallel.parameters import num_parameters
@@ -143,31 +147,29 @@ def open_data(
     config: TrainConfig, resumed_options: ResumedOptions, session: Session
 ) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
-
-    def read(*, compares: bool) -> Sets:
-        return open_sets(
-            config.data,
-            config.objective,
-            model_name=config.model.model_name,
-            seed=config.run.seed,
-            compares=compares,
-        )
-
     # Rank 0 reads first, then the first rank of each machine, then the others, which find in the cache what it has read.
+    open_here = partial(
+        open_sets,
+        config.data,
+        config.objective,
+        model_name=config.model.model_name,
+        seed=config.run.seed,
+        compares=session.is_main,
+    )
     message = None
     if session.is_main:
         try:
-            sets = read(compares=True)
+            sets = open_here()
         except UserError as error:
             message = str(error)
     message = collectives.broadcast_json(message)
     if message is not None:
         raise UserError(message)
     if session.local_rank == 0 and not session.is_main:
-        sets = read(compares=False)
+        sets = open_here()
     session.barrier()
     if session.local_rank > 0:
-        sets = read(compares=False)
+        sets = open_here()
 
     store = sets.examples
     optimizer = config.optimizer
@@ -197,7 +199,6 @@ def open_data(
         batch_sizes=source_batch_sizes(config.data, config.batch, size),
         sampling=parse_sampling(config.data.sampling),
         keys=store.all_keys() if config.data.no_duplicates else None,
-        drop_last=config.data.drop_last,
         labels=store.labels,
     )
     log.info(batch_schedule.summary())
@@ -217,7 +218,7 @@ def open_data(
     if smallest < world_size:
         raise UserError(
             f"the smallest batch has {smallest} examples, fewer than the {world_size} processes: use fewer processes, "
-            "add data, or set drop_last: true"
+            "or add data"
         )
     return RunData(
         **vars(sets),
@@ -358,7 +359,7 @@ def build_components(
     check_compiled(model, embedder, featuriser, first_items, session)
     loss_config = config
     if "temperature" in resumed_options:
-        loss_config = config.changed(temperature=kept["temperature"])
+        loss_config = config.changed(temperature=resumed_options["temperature"])
     loss = build_loss(
         loss_config,
         mrl_dims=description.mrl_dims,
