@@ -476,11 +476,11 @@ class _Arrangement:
         # Fill places that suit no waiting example by an exchange.
         for batch, members in enumerate(self.batches):
             while waiting and len(members) < self.size:
-                swap = (each for each in waiting if self._exchange(each, batch))
-                example = next(swap, None)
-                if example is None:
+                swaps = (each for each in waiting if self._exchange(each, batch))
+                placed = next(swaps, None)
+                if placed is None:
                     break
-                waiting.remove(example)
+                waiting.remove(placed)
 
     def _place(self, example: int) -> bool:
         """Put an example into the next batch in turn that has room and none of its contents."""
