@@ -17,8 +17,8 @@ import numpy as np
 from vembed.config.schema import ModelSection, TrainConfig
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item, Kind
-from vembed.data.normal_form import normal_key
-from vembed.data.overlap import short_item
+from vembed.data.held_out import short_item
+from vembed.data.near_duplicates import normal_key
 from vembed.data_tools.datasets import open_sets
 from vembed.data_tools.init.values import local_model
 

@@ -166,7 +166,6 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
         batch_sizes=source_batch_sizes(config.data, config.batch, size),
         sampling=parse_sampling(config.data.sampling),
         keys=store.all_keys() if config.data.no_duplicates else None,
-        drop_last=config.data.drop_last,
         labels=store.labels,
     )
     log.info(batch_schedule.summary())
@@ -193,7 +192,7 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
     if smallest < world_size:
         raise UserError(
             f"the smallest batch has {smallest} examples, fewer than the {world_size} processes: use fewer processes, "
-            "add data, or set drop_last: true"
+            "or add data"
         )
     return RunData(
         **vars(sets),

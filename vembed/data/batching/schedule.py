@@ -102,8 +102,8 @@ class BatchSchedule:
     to different batches. With `labels`, no two examples of a batch share a class (ClassBatches), and all are of one
     source.
 
-    Examples that do not fill a batch at the end of an epoch are dropped from that epoch; with `drop_last=False`, or
-    where there is no other batch, they make a smaller one.
+    Examples that do not fill a batch at the end of an epoch are dropped from that epoch. Where there is no other batch,
+    they make a smaller one.
     """
 
     def __init__(
@@ -119,7 +119,6 @@ class BatchSchedule:
         batch_sizes: Sequence[int] | None = None,
         sampling: Sampling = PROPORTIONAL,
         keys: ContentKeys | None = None,
-        drop_last: bool = True,
         labels: Sequence[np.ndarray | None] = (),
     ) -> None:
         self.sizes = tuple(sizes)
@@ -127,7 +126,6 @@ class BatchSchedule:
         self.seed = seed
         self.homogeneous = homogeneous
         self.keys = keys
-        self.drop_last = drop_last
         self._first = np.cumsum([0, *self.sizes])
         self.batch_sizes = list(batch_sizes or [global_batch_size] * len(self.sizes))
         self.turns = sampling.kind == "round_robin"
@@ -212,9 +210,8 @@ class BatchSchedule:
         line = f"batches: {self.steps_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
         if self.num_left_out:
             reasons = []
-            if self.drop_last:
-                each = " of each source" if is_split else ""
-                reasons.append(f"the last incomplete batch{each}")
+            each = " of each source" if is_split else ""
+            reasons.append(f"the last incomplete batch{each}")
             if self.keys is not None:
                 reasons.append("what could not be placed without duplicates")
             line += (
@@ -276,21 +273,16 @@ class BatchSchedule:
             stream = self._mix(
                 [self._draw(each, epoch) for each in sources], number, epoch
             )
-            # An incomplete batch is trained on by choice, or where there is no other.
-            keeps_incomplete = not self.drop_last or len(stream) < size
             conflicts = None
             if self.keys is not None:
                 conflicts = find_conflicts(*self.keys.of_all(stream))
             if conflicts is not None and conflicts.keys:
-                groups.append(
-                    self._arranged(
-                        number, stream, conflicts, epoch, not keeps_incomplete
-                    )
-                )
+                groups.append(self._arranged(number, stream, conflicts, epoch))
                 continue
+            # An incomplete batch is trained on where there is no other.
             starts = np.arange(0, len(stream) + 1, size)
-            if starts[-1] < len(stream) and keeps_incomplete:
-                starts = np.append(starts, len(stream))
+            if len(stream) < size:
+                starts = np.array([0, len(stream)])
             groups.append(Batches(stream[: starts[-1]], starts))
         return groups
 
@@ -326,14 +318,13 @@ class BatchSchedule:
         stream: np.ndarray,
         conflicts: Conflicts,
         epoch: int,
-        drop_last: bool,
     ) -> Batches:
         """Return the batches of one group, without common content inside a batch."""
         size = self.batch_sizes[self._members[group][0]]
         # Later epochs have at most as many batches as epoch 0.
         most = len(stream) if epoch == 0 else self._num_batches[group]
         batches = []
-        for positions in arrange(conflicts, size, most, drop_last=drop_last):
+        for positions in arrange(conflicts, size, most):
             batches.append(stream[positions])
         if epoch == 0 and not batches:
             raise UserError(
@@ -403,30 +394,25 @@ def find_conflicts(values: np.ndarray, counts: np.ndarray) -> Conflicts:
     )
 
 
-def arrange(
-    conflicts: Conflicts, size: int, max_batches: int, *, drop_last: bool
-) -> list[np.ndarray]:
-    """Return batches of at most `size` examples, at most `max_batches` of them, each in the epoch's order.
-
-    With `drop_last` all batches are full, and there are as many as can be filled.
-    """
+def arrange(conflicts: Conflicts, size: int, max_batches: int) -> list[np.ndarray]:
+    """Return full batches of `size` examples, as many as can be filled and at most `max_batches`, each in the epoch's
+    order. Of fewer examples than `size` it is one batch of those that can be together."""
     num_free = len(conflicts.free)
     num_examples = len(conflicts.keys) + num_free
-    num_batches = -(-num_examples // size)
-    if drop_last:
-        # Binary search for a number that no arrangement exceeds. A group gives each batch one example at most: with
-        # more batches a group can place more, but more places are to be filled.
-        num_batches = 0
-        high = num_examples // size
-        while num_batches < high:
-            middle = (num_batches + high + 1) // 2
-            num_placeable = num_free + int(
-                np.minimum(conflicts.group_sizes, middle).sum()
-            )
-            if num_placeable >= middle * size:
-                num_batches = middle
-            else:
-                high = middle - 1
+    smallest = size if num_examples >= size else 1
+    # Binary search for a number that no arrangement exceeds. A group gives each batch one example at most: with more
+    # batches a group can place more, but more places are to be filled.
+    num_batches = 0
+    high = num_examples // size
+    while num_batches < high:
+        middle = (num_batches + high + 1) // 2
+        num_placeable = num_free + int(np.minimum(conflicts.group_sizes, middle).sum())
+        if num_placeable >= middle * size:
+            num_batches = middle
+        else:
+            high = middle - 1
+    if num_examples < size:
+        num_batches = 1
     num_batches = min(max_batches, num_batches)
     batches: list[list[int]] = []
     for _ in range(ATTEMPTS):
@@ -435,16 +421,12 @@ def arrange(
         arrangement = _Arrangement(num_batches, size, conflicts.keys)
         arrangement.fill(conflicts.free)
         batches = arrangement.batches
-        if not drop_last or arrangement.num_open == 0:
+        if num_examples < size or arrangement.num_open == 0:
             break
         # At least so many batches cannot be filled with what is left.
         num_batches -= -(-arrangement.num_open // size)
-    smallest = size if drop_last else 1
-    return [
-        np.sort(np.array(batch, dtype=np.int64))
-        for batch in batches
-        if len(batch) >= smallest
-    ]
+    full = [batch for batch in batches if len(batch) >= smallest]
+    return [np.sort(np.array(batch, dtype=np.int64)) for batch in full]
 
 
 class _Arrangement:
