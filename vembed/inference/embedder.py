@@ -87,8 +87,9 @@ class Embedder:
         )
         asked = mixed_precision if torch_dtype == "auto" else "no"
         # bf16 on a GPU is as auto, which there is the dtype of the weights.
+        self.precision: Decision[Precision]
         if asked == "no" or (asked == "bf16" and self.device.type == "cpu"):
-            self.precision = Decision[Precision](asked, f"mixed_precision: {asked}")
+            self.precision = Decision(asked, f"mixed_precision: {asked}")
         else:
             self.precision = precision_of_use(
                 str(path_or_name),
