@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vembed.config.sampling import PROPORTIONAL, Sampling
+from vembed.config.entries import PROPORTIONAL, Sampling
 from vembed.data.batching.arrangement import arrange, find_conflicts
 from vembed.data.batching.class_batches import ClassBatches, random_bits
 from vembed.errors import UserError
