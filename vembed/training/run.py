@@ -12,8 +12,8 @@ from torch import nn
 
 from vembed.config.loading import Source, require_earlier_stage, resolve_run
 from vembed.config.paths import require_paths
-from vembed.config.ranks import FILE_OPTIONS, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
+from vembed.config.schema import FILE_OPTIONS
 from vembed.data.in_memory import as_path
 from vembed.errors import UserError
 from vembed.models.custom.folder import as_options
@@ -37,6 +37,21 @@ from vembed.training.trackers.table import TRACKERS
 from vembed.training.trainer import Trainer, TrainResult
 
 log = logging.getLogger("vembed")
+
+MAY_DIFFER = {
+    "output_dir": "machines may mount the shared folder under other names; all must see there what rank 0 writes",
+    "image_root": "machines may keep the images in other folders",
+    "accelerate_config": "the settings in the file are compared, not its place",
+    "num_processes": "each launcher counts for its own machine; the number of processes of the whole run is compared",
+    "num_workers": "threads of each process, by the cores of its machine",
+    "console": "the console of rank 0 alone shows the run",
+    "log_file": "rank 0 alone writes it",
+    "report_to": "rank 0 alone starts trackers",
+    "run_name": "rank 0 alone starts trackers",
+    "wandb_project": "rank 0 alone starts trackers",
+    "wandb_tags": "rank 0 alone starts trackers",
+}
+"""Option -> the reason why ranks may have different values of it."""
 
 DATA = ("data_path", "val_data_path", "train_data", "train_file", "val_data")
 """Options that may be Python objects, and the likeliest of their other names."""

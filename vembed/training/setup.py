@@ -14,17 +14,19 @@ import psutil
 import torch
 from torch import nn
 
-from vembed.config.ranks import FILE_OPTIONS
-from vembed.config.rate import HEAD, Trained, What, peak_rate
-from vembed.config.run_intervals import (
+from vembed.config.auto import (
+    HEAD,
     RunIntervals,
     RunSize,
+    Trained,
+    What,
     decide_epochs,
     has_initial_weights,
+    peak_rate,
     run_intervals,
 )
-from vembed.config.sampling import parse_sampling
-from vembed.config.schema import TrainConfig
+from vembed.config.entries import parse_sampling
+from vembed.config.schema import FILE_OPTIONS, TrainConfig
 from vembed.config.terms import (
     compares_own_rank,
     run_temperature,
