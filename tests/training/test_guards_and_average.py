@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import vembed
+from tests.data.files import write_jsonl
 from tests.harness import run_ranks
 from tests.tiny import shared, texts, tiny_bert_st
 from tests.weights.variants import pairs
@@ -242,7 +243,7 @@ def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):
         {"sentence1": given[0], "sentence2": one, "score": float(score)}
         for one, score in zip(given, scores, strict=True)
     ]
-    guard.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(guard, rows)
     options = {
         "guards": [str(guard)],
         "eval_steps": 2,

@@ -27,8 +27,8 @@ from vembed.training.fingerprints import (
     of_evaluation,
     of_examples,
 )
-from vembed.training.identity import require_same_data
 from vembed.training.optimizer import Update
+from vembed.training.setup import require_same_data
 from vembed.weights.checkpoints import whole_model
 
 AUTO = Decision("auto", "auto")
