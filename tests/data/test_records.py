@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -539,6 +537,10 @@ def test_missing_columns_of_a_table() -> None:
             "{Subject: query, Resolution: positive}$",
         ),
         (("text1", "text2"), "{text1: query, text2: positive}$"),
+        (("Question", "Answer"), "{Question: query, Answer: positive}$"),
+        ((" Anchor ", "Positive "), "{' Anchor ': query, 'Positive ': positive}$"),
+        (("sentence-A", "Sentence B"), "{sentence-A: query, Sentence B: positive}$"),
+        (("text", "category"), "or, if category is the class .*{category: label}$"),
         (("caption", "file_name"), "{caption: query, file_name: positive_image}$"),
         (
             ("caption", "image"),
@@ -576,11 +578,3 @@ def test_every_name_has_one_meaning() -> None:
     assert len(set(names)) == len(names)
     for role, accepted in COLUMNS.items():
         assert role == accepted[0]
-
-
-def test_reading_twice_is_reading_once(tmp_path: Path) -> None:
-    form = record_format()
-    record = json.loads(
-        '{"query": "q", "positive": ["p", {"image": "c.jpg"}], "scores": [1, 0.5]}'
-    )
-    assert form.example(record, "") == form.example(record, "")

@@ -175,13 +175,6 @@ def test_skip_drops_and_counts(tmp_path: Path) -> None:
     )
 
 
-def test_skip_with_nothing_left(tmp_path: Path) -> None:
-    message = refused(
-        write_jsonl(tmp_path / "a.jsonl", [{"query": 1}, 5]), on_bad_record="skip"
-    )
-    assert "2 of 2 records cannot be used, there is nothing to train on" in message
-
-
 def test_column_mapping_for_all_and_for_one(tmp_path: Path) -> None:
     first = write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "positive": "b"}])
     second = write_jsonl(tmp_path / "b.jsonl", [{"x": "c", "positive": "d"}])
@@ -467,14 +460,6 @@ def test_images_inside_of_parquet_and_datasets(tmp_path: Path) -> None:
         assert store[0].positives[0].images[0].data == good
 
 
-def test_bytes_in_a_column_are_an_image(tmp_path: Path) -> None:
-    pq.write_table(
-        pa.Table.from_pylist([{"query": "a", "positive": encoded("PNG")}]),
-        tmp_path / "a.parquet",
-    )
-    assert "text to image" in open_path(tmp_path / "a.parquet").summary()[0]
-
-
 def test_prompts_and_length_of_a_source_and_of_a_record(tmp_path: Path) -> None:
     rows = [
         {"query": "a", "positive": "b"},
@@ -504,12 +489,8 @@ def test_prompts_and_length_of_a_source_and_of_a_record(tmp_path: Path) -> None:
 def test_a_source_without_negatives_is_named_where_the_loss_needs_them(
     tmp_path: Path,
 ) -> None:
-    rows = [{"query": "a", "positive": "b", "negatives": ["c"]}]
-    first, second = (
-        write_jsonl(tmp_path / "a.jsonl", rows),
-        write_jsonl(tmp_path / "b.jsonl", [dict(rows[0])]),
-    )
-    second = write_jsonl(tmp_path / "b.jsonl", [{"query": "a", "positive": "b"}] * 3)
+    first = write_jsonl(tmp_path / "a.jsonl", [pair(negatives=["c"])])
+    second = write_jsonl(tmp_path / "b.jsonl", [pair()] * 3)
     with pytest.raises(
         UserError,
         match=r"b.jsonl: none of its 3 records has a negative, which loss: triplet needs",
@@ -524,27 +505,3 @@ def test_an_unknown_key_of_a_source_lists_the_known_ones() -> None:
         match=r"did you mean 'weight'\?; an entry may have path, weight, .*max_length, .*",
     ):
         load_config({"model_name": "m", "data_path": [entry]})
-
-
-@pytest.mark.parametrize(
-    ("header", "mapping"),
-    [
-        (("Question", "Answer"), "{Question: query, Answer: positive}"),
-        ((" Anchor ", "Positive "), "{' Anchor ': query, 'Positive ': positive}"),
-        (("question1", "question2"), "{question1: query, question2: positive}"),
-        (("sentence-A", "Sentence B"), "{sentence-A: query, Sentence B: positive}"),
-        (
-            ("text", "category"),
-            "{text: positive, your_query: query}, or, if category is the class of a text, with "
-            "column_mapping: {category: label}",
-        ),
-    ],
-)
-def test_names_of_columns_that_are_nearly_known(
-    tmp_path: Path, header: tuple[str, str], mapping: str
-) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text(",".join(header) + "\na,b\n")
-    with pytest.raises(UserError) as caught:
-        open_path(path)
-    assert str(caught.value).endswith(f"column_mapping: {mapping}")
