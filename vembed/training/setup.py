@@ -14,15 +14,18 @@ import psutil
 import torch
 from torch import nn
 
-from vembed.config.rate import HEAD, Trained, What, peak_rate
-from vembed.config.run_intervals import (
+from vembed.config.auto import (
+    HEAD,
     RunIntervals,
     RunSize,
+    Trained,
+    What,
     decide_epochs,
     has_initial_weights,
+    peak_rate,
     run_intervals,
 )
-from vembed.config.sampling import parse_sampling
+from vembed.config.entries import parse_sampling
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import run_temperature, source_batch_sizes, task_numbers
 from vembed.cores import num_cores
@@ -40,10 +43,13 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
-from vembed.models.cpu_kernels import use_row_gradients
 from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.decisions import describe, without_effect
-from vembed.models.families.description import ModelDescription
+from vembed.models.families.description import (
+    ModelDescription,
+    describe,
+    without_effect,
+)
+from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.parameters import num_parameters
 from vembed.parallel.session import Session

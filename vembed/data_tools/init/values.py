@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vembed.config.run_intervals import epochs_for
+from vembed.config.auto import epochs_for
 from vembed.config.schema import ModelSection
 from vembed.errors import UserError
 
@@ -70,7 +70,7 @@ def model_facts(name: str) -> ModelFacts | None:
     """Return the facts of a model that is on this machine, else None."""
     if local_model(name) is None:
         return None
-    from vembed.models.families.decisions import (
+    from vembed.models.families.description import (
         describe,  # imported late: transformers takes seconds
     )
 

@@ -26,8 +26,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.dynamic_module_utils import get_relative_imports
 
 from vembed.config.schema import ModelSection
-from vembed.config.user_folders import cache_folder
 from vembed.errors import UserError
+from vembed.files import cache_folder
 from vembed.models.custom import modeling
 from vembed.models.custom.classes import (
     OwnCode,
@@ -44,6 +44,7 @@ from vembed.models.custom.modeling import (
     construct,
     read_output,
 )
+from vembed.models.families.model_files import is_own
 
 CODE = "modeling_vembed_own.py"
 TOKENIZER = (
@@ -73,14 +74,6 @@ IMAGE_PROCESSOR = {
 }
 """Image processor of a module with `image_size`, unless the user has given one."""
 _OF_THE_PACKAGE = re.compile(r"^\s*from\s+\.\s+import\b", re.MULTILINE)
-
-
-def is_own(folder: Path) -> bool:
-    """Return True if a folder holds an own model."""
-    path = folder / "config.json"
-    return path.is_file() and f'"{OwnConfig.model_type}"' in path.read_text(
-        encoding="utf-8"
-    )
 
 
 def own_class(folder: Path) -> str | None:
