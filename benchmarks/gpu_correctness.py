@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -35,9 +36,9 @@ from benchmarks.gpu_record import (
 )
 from vembed.config.resolved import Decision, ResolvedRun, Strategy
 from vembed.config.schema import TrainConfig
-from vembed.models import packing
+from vembed.models import attention
 from vembed.parallel import placement
-from vembed.parallel.estimate import ModelSize
+from vembed.parallel.step_memory import ModelSize
 from vembed.training.step import ContrastiveStep
 
 HALF_TOLERANCE = 0.03
@@ -100,12 +101,12 @@ def attention_rows(record: Record) -> None:
                     record.row(
                         "correctness",
                         name,
-                        partial(attention, record, size, groups, causal, window),
+                        partial(attention_errors, record, size, groups, causal, window),
                         limit=30,
                     )
 
 
-def attention(
+def attention_errors(
     record: Record, size: int, groups: int, causal: bool, window: int | None
 ) -> Values:
     """Return the relative differences of the output and the gradients."""
@@ -123,8 +124,8 @@ def attention(
     )
     starts = torch.tensor([0, *lengths]).cumsum(0).to(record.device, torch.int32)
     module = Attention(causal, groups).to(record.device).train()
-    packed = packing.Packed(starts, max(lengths))
-    output, _ = packing.attention(
+    packed = attention.Packed(starts, max(lengths))
+    output, _ = attention.attention(
         module,
         query,
         key,
@@ -303,8 +304,18 @@ def sharded_alone() -> Iterator[None]:
     ) -> tuple[Decision[Strategy], ModelSize, list[str]]:
         return Decision("fsdp", "a mesh of one"), measured(run.config), []
 
-    with patch.object(placement, "_choose_strategy", choose):
-        yield
+    # A session leaves a group alone that is there already.
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+    )
+    try:
+        with patch.object(placement, "_choose_strategy", choose):
+            yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _largest(ones: list[float], others: list[float]) -> float:

@@ -156,7 +156,7 @@ def test_a_vector_of_zeros_scores_zero_and_gets_no_gradient() -> None:
     embeddings[B, 3] = 2.0
     embeddings[C] = embeddings[D] + embeddings[E]
     batch = batch_of(TWO, embeddings=embeddings)
-    loss = build_loss(config_of(use_mrl=True, mrl_dims=[2, 6], temperature=1.0))(batch)
+    loss = build_loss(config_of(mrl_dims=[2, 6], temperature=1.0))(batch)
     (gradient,) = gradients(loss, batch.embeddings)
     assert torch.isfinite(loss)
     assert torch.isfinite(gradient).all()

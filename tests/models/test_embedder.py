@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-import vembed.models.precision as precision
 from tests import tiny
 from tests.built import model_of
 from tests.measure import gradient_errors
@@ -24,7 +23,8 @@ from tests.models.families import (
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example, Item
 from vembed.errors import UserError
-from vembed.models.heads import principal_components
+from vembed.models import attention
+from vembed.models.embedding_model import principal_components
 from vembed.training import setup
 
 
@@ -49,7 +49,7 @@ def test_dense_modules_of_the_model_are_kept_and_trained():
 
 def test_the_mrl_projection_starts_as_a_cut_and_stands_behind_the_models_own_modules():
     folder = tiny.shared(tiny.tiny_bert_st, dense_dim=12)
-    options = {"model_name": str(folder), "use_mrl": True, "mrl_dims": [8, 4]}
+    options = {"model_name": str(folder), "mrl_dims": [8, 4]}
     model, whole = (
         built(tiny.tiny_bert, **options),
         built(tiny.tiny_bert, model_name=str(folder)),
@@ -106,7 +106,7 @@ def test_the_sample_is_of_the_whole_data(monkeypatch):
 
     monkeypatch.setattr(setup, "NUM_PCA_DOCUMENTS", 10)
     monkeypatch.setattr(setup, "encode_items", encode)
-    model = built(tiny.tiny_bert, use_mrl=True, mrl_dims=[8])
+    model = built(tiny.tiny_bert, mrl_dims=[8])
     for num, last in ((19, "17"), (4, "3")):
         store = [Example(Item("q"), (Item(str(number)),)) for number in range(num)]
         setup.start_projection(model, None, store, SimpleNamespace(is_main=True))
@@ -205,7 +205,7 @@ def test_features_of_a_frozen_tower_stay_and_take_the_towers_place(make):
     model = built(
         make,
         freeze=["vision"],
-        **({} if make == COMPOSED else {"use_mrl": True, "mrl_dims": [8]}),
+        **({} if make == COMPOSED else {"mrl_dims": [8]}),
     )
     assert (
         model.frozen_modalities() == ["image"] and built(make).frozen_modalities() == []
@@ -246,7 +246,7 @@ def test_a_frozen_tower_is_held_in_the_dtype_that_is_asked_for():
 def test_flash_attention_that_is_missing_is_said_and_sdpa_named():
     with pytest.raises(UserError, match=r"flash-attn and a CUDA GPU.*use sdpa"):
         built(tiny.tiny_bert, attn_implementation="flash_attention_2")
-    with pytest.raises(UserError, match="MPNetModel has no sdpa; use auto or eager"):
+    with pytest.raises(UserError, match="MPNetModel has no sdpa"):
         built(tiny.tiny_mpnet, attn_implementation="sdpa")
     assert (
         built(
@@ -268,11 +268,11 @@ def test_flash_attention_that_is_missing_is_said_and_sdpa_named():
 def test_auto_takes_flash_attention_where_it_can(
     installed, capability, options, kernel, said, monkeypatch
 ):
-    monkeypatch.setattr(precision, "is_flash_attn_2_available", lambda: installed)
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: installed)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     backbone = type(built(tiny.tiny_bert).backbone)
     options = {"half": True, **options}
-    chosen, reason = precision.attention_kernel(
+    chosen, reason = attention.attention_kernel(
         "auto", backbone, torch.device("cuda"), **options
     )
     assert chosen == kernel and said in reason

@@ -28,7 +28,7 @@ from vembed.inference.reranker import Reranker
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.parallel.session import start_session
-from vembed.training.budget import Budget, MemoryGuard
+from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
 from vembed.training.optimizer import synchronise
 from vembed.training.step import ContrastiveStep

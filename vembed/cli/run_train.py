@@ -229,12 +229,10 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
         )
     lines.append(f"gradient checkpointing: {run.recomputation}")
     lines += run.left_to_gpus()
-    is_sharded = strategy == "fsdp" and launch.world_size > 1
-    precision = run.asked_precision(sharded=is_sharded)
-    reason = precision.reason
-    if precision.value == "auto":
+    reason = run.precision.reason
+    if run.precision.value == "auto":
         reason = "as the device allows: bf16 on GPUs that have it"
-    lines.append(f"mixed precision: {precision.value} ({reason})")
+    lines.append(f"mixed precision: {run.precision.value} ({reason})")
     machines = ""
     if launch.num_machines > 1:
         machines = f" on each of {launch.num_machines} machines"

@@ -63,6 +63,14 @@ Kind = Annotated[
     Option(help="query or document: which of the model's prompts to use."),
 ]
 OnBadRecord = Literal["stop", "skip"]
+TruncateDim = Annotated[
+    int | None, Option(min=1, help="Keep only the first so many numbers.")
+]
+NewFolder = Annotated[str, Option("--output", "-o", help="A new folder.")]
+CheckData = Annotated[
+    str | None,
+    Option(help="Evaluation data for texts and nDCG. Default: those of the run."),
+]
 
 MODE: ContextVar[Literal["command", "check", "process"]] = ContextVar(
     "mode", default="command"
@@ -280,13 +288,13 @@ def numbers(flag: str, text: str, kind: type = int) -> Any:
 
 def option(name: str, text: str) -> Any:
     """Parse a value like the config option of that name; None for an empty text."""
-    from vembed.config.options import checked
-    from vembed.config.spelling import from_text, normalise
+    from vembed.config.aliases import normalise, value_of_text
+    from vembed.config.options import all_options, checked
 
     if not text:
         return None
     try:
-        return checked(name, normalise(name, from_text(name, text)))
+        return checked(name, normalise(name, value_of_text(all_options()[name], text)))
     except ValueError as error:
         raise UserError(str(error)) from None
 

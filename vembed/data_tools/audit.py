@@ -19,10 +19,10 @@ import numpy as np
 from vembed.config.schema import ModelSection
 from vembed.data.example_store import Records
 from vembed.data.examples import Example, Item
+from vembed.data.held_out import overlap_warnings
 from vembed.data.messages import joined, listed
 from vembed.data.misreadings import unread_judgement
 from vembed.data.near_duplicates import NearIndex, feature_arrays, ngrams
-from vembed.data.overlap import find_overlap, warnings_of
 from vembed.data_tools.config import AuditConfig
 from vembed.data_tools.data_page import PageSection, sections
 from vembed.errors import UserError
@@ -689,7 +689,7 @@ def data_sections(
         pairs = []
         for example in validation.examples:
             pairs += [(example.query, positive) for positive in example.positives]
-        warnings = warnings_of(find_overlap(data, pairs))
+        warnings = overlap_warnings(data, pairs)
         lines += [f"warning: {warning}" for warning in warnings]
     model = None
     if config.model_name is not None:

@@ -17,8 +17,8 @@ import numpy as np
 from vembed.config.schema import ModelSection, TrainConfig
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item, Kind
-from vembed.data.normal_form import normal_key
-from vembed.data.overlap import short_item
+from vembed.data.held_out import short_item
+from vembed.data.near_duplicates import normal_key
 from vembed.data_tools.datasets import open_sets
 from vembed.data_tools.init.values import local_model
 
@@ -304,7 +304,7 @@ class TokenizedInputs:
     def __init__(self, model: ModelSection) -> None:
         # These import torch, which takes seconds.
         from vembed.data.features import Featuriser
-        from vembed.models.families.decisions import describe
+        from vembed.models.families.description import describe
         from vembed.models.processors import load_tokenizer
 
         self.description = describe(model)

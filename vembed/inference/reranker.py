@@ -20,11 +20,10 @@ from vembed.data.examples import Item
 from vembed.data.features import BaseFeaturiser, Features, input_key
 from vembed.errors import UserError
 from vembed.inference.encoding import encode_features
-from vembed.models.backbone_loading import quiet_transformers
 from vembed.models.embedding_model import ModalitySlice
+from vembed.models.families.backbones import quiet_transformers
 from vembed.models.families.family import Modality
-from vembed.models.families.model_settings import check_attention
-from vembed.models.families.weight_files import check_whole_weights
+from vembed.models.families.model_files import check_attention, check_whole_weights
 from vembed.models.processors import open_tokenizer
 
 Pair = tuple[Item, Item]

@@ -189,18 +189,19 @@ def build_loss(
 ) -> EmbeddingLoss:
     """Return the loss that the config selects.
 
-    `mrl_dims`: the model's Matryoshka sizes, used with `use_mrl` when the config names
-    none. `start_scale`, `start_bias`: the model's learned values (CLIP, SigLIP). A
+    `mrl_dims`: the model's Matryoshka sizes, used with `mrl_dims: auto`.
+    `start_scale`, `start_bias`: the model's learned values (CLIP, SigLIP). A
     learned temperature or scale starts from them, unless the config gives a
     `temperature`. `embedding_dim`, `teacher_dims`: sizes of the embeddings and of each
     teacher's vectors, for `loss: embedding`.
     """
     cosine = config.objective.similarity == "cosine"
     sizes = Sizes(cosine)
-    if config.matryoshka.use_mrl:
-        dims = tuple(config.matryoshka.mrl_dims or mrl_dims)
-        if not dims:
-            raise ValueError("use_mrl without mrl_dims: pass the model's sizes")
+    if config.matryoshka.mrl_dims is not None:
+        dims = tuple(mrl_dims)
+        if config.matryoshka.mrl_dims != "auto":
+            dims = tuple(config.matryoshka.mrl_dims)
+        assert dims, "mrl_dims: auto needs the sizes of the model"
         weights = config.matryoshka.mrl_weights
         sizes = Sizes(cosine, dims, tuple(weights) if weights else None)
     start = StartValues(

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from vembed.config.fsdp import Precision
-from vembed.config.resolved import Decision
+from vembed.config.resolved import Decision, Precision
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
@@ -33,8 +32,7 @@ from vembed.mining.config import ModelOptions, Retriever
 from vembed.mining.documents import Documents, array_identity
 from vembed.mining.known_positives import Inputs, KnownPositives
 from vembed.mining.vectors import DTYPES, VectorStore
-from vembed.models.families.model_files import model_folder
-from vembed.models.families.weight_files import check_no_pickles
+from vembed.models.families.model_files import check_no_pickles, model_folder
 from vembed.parallel import collectives
 from vembed.parallel.placement import precision_of_use
 from vembed.parallel.session import Session

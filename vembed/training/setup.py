@@ -40,10 +40,13 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
-from vembed.models.cpu_kernels import use_row_gradients
 from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.decisions import describe, without_effect
-from vembed.models.families.description import ModelDescription
+from vembed.models.families.description import (
+    ModelDescription,
+    describe,
+    without_effect,
+)
+from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.parameters import num_parameters
 from vembed.parallel.session import Session
@@ -166,7 +169,6 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
         batch_sizes=source_batch_sizes(config.data, config.batch, size),
         sampling=parse_sampling(config.data.sampling),
         keys=store.all_keys() if config.data.no_duplicates else None,
-        drop_last=config.data.drop_last,
         labels=store.labels,
     )
     log.info(batch_schedule.summary())
@@ -193,7 +195,7 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
     if smallest < world_size:
         raise UserError(
             f"the smallest batch has {smallest} examples, fewer than the {world_size} processes: use fewer processes, "
-            "add data, or set drop_last: true"
+            "or add data"
         )
     return RunData(
         **vars(sets),

@@ -49,20 +49,20 @@ from vembed.losses.batch import (
     LossBatch,
     copied_together,
 )
-from vembed.models.bf16 import holding_copies
 from vembed.models.families.family import Modality
+from vembed.models.precision import holding_copies
 from vembed.parallel import collectives
 from vembed.parallel.devices import matmul_precision, seed_draws
 from vembed.parallel.memory import is_shortage
 from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.parallel.session import Session
+from vembed.parallel.step_memory import Budget, MemoryGuard, OutOfMemory
 from vembed.teachers.supply import Teachers
 from vembed.training.auxiliary_losses import (
     AuxiliaryBatch,
     AuxiliaryLosses,
     SliceLosses,
 )
-from vembed.training.budget import Budget, MemoryGuard, OutOfMemory
 from vembed.training.frozen import BatchInputs, InputSource
 
 
