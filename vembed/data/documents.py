@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vembed.config.user_folders import cache_folder
 from vembed.data.examples import (
     LONE_SURROGATE,
     BadRecord,
@@ -18,6 +17,7 @@ from vembed.data.formats.base import Format, Row, TextFormat
 from vembed.data.formats.opening import open_reader
 from vembed.data.images.files import ImageRoot
 from vembed.data.messages import listed
+from vembed.files import cache_folder
 
 ID_FIELDS = ("_id", "id", "doc_id", "document_id", "docid", "pid")
 """Names of the id of a document; the first one that is there."""
@@ -101,10 +101,10 @@ def document_item(
         if not text:
             raise BadRecord("an empty text")
         return Item(text=text)
-    name = next((name for name in IMAGE_FIELDS if record.get(name) is not None), "")
-    values = record.get(name)
+    filled = [record[name] for name in IMAGE_FIELDS if record.get(name) is not None]
+    values = filled[0] if filled else []
     if not isinstance(values, list):
-        values = [] if values is None else [values]
+        values = [values]
     if not values and not text:
         names = f"{', '.join(fields)} and image are read"
         raise BadRecord(
