@@ -11,11 +11,11 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
-from vembed.config.user_folders import cache_folder
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item
 from vembed.data.row_store import KEY_BYTES, RowStore, StoreKind
 from vembed.errors import UserError
+from vembed.files import cache_folder
 from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker
 from vembed.mining.candidates import CandidateChunk
 from vembed.mining.choice import UNDECIDED, Chosen
