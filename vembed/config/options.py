@@ -15,10 +15,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from vembed.config.entries import DataSource, LossTerm, Teacher
-from vembed.config.negatives import EpochMining
+from vembed.config.entries import DataSource, EpochMining, LossTerm, Teacher
 from vembed.config.schema import option_fields, section_title
-from vembed.config.values import Form, Frozen
+from vembed.config.values import Form, Immutable
 from vembed.losses.table import with_constraints
 
 LARGEST = 2**63
@@ -100,9 +99,13 @@ def quoted(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_BLOCKS: dict[str, type[Frozen]] = {"mine": EpochMining}
+_BLOCKS: dict[str, type[Immutable]] = {"mine": EpochMining}
 """Models of options that hold options of their own."""
-_ENTRIES: dict[str, type[Frozen]] = {"losses": LossTerm, "teachers": Teacher, **_BLOCKS}
+_ENTRIES: dict[str, type[Immutable]] = {
+    "losses": LossTerm,
+    "teachers": Teacher,
+    **_BLOCKS,
+}
 """The same, and models of the entries of options that are lists; `data_path` has DataSource."""
 
 
@@ -169,9 +172,7 @@ def _accepted(
         choices: list[str] = []
         kinds: set[str] = set()
         for member in get_args(annotation):
-            member_words, member_choices, member_kinds = _accepted(
-                member, metadata if member is not None else ()
-            )
+            member_words, member_choices, member_kinds = _accepted(member, metadata)
             words += member_words
             choices += member_choices
             kinds |= member_kinds
@@ -187,18 +188,12 @@ def _accepted(
         return ["names in the form {yours: ours}"], [], {"mapping"}
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return ["{" + ", ".join(annotation.model_fields) + "}"], [], {"mapping"}
-    return _simple(annotation, metadata)
-
-
-def _simple(
-    annotation: Any, metadata: Iterable[Any]
-) -> tuple[list[str], list[str], set[str]]:
     if annotation is bool:
         return ["true", "false"], [], {"bool"}
     if annotation is str:
         forms = [str(item) for item in metadata if isinstance(item, Form)]
         return forms[:1] or ["text"], [], {"text"}
-    if annotation in (None, type(None)):
+    if annotation is type(None):
         return [], [], {"null"}
     # The limits of a number, without the technical one of 64-bit integers.
     limits = []

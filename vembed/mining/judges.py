@@ -11,11 +11,11 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
-from vembed.config.user_folders import cache_folder
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item
 from vembed.data.row_store import KEY_BYTES, RowStore, StoreKind
 from vembed.errors import UserError
+from vembed.files import cache_folder
 from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker
 from vembed.mining.candidates import CandidateChunk
 from vembed.mining.choice import UNDECIDED, Chosen
@@ -170,7 +170,7 @@ class Cascade:
     ) -> None:
         self._judges = [CachedJudge(judge, options, session.device) for judge in judges]
         self._session = session
-        self.decided_at = sum(judges[-1].unsure) / 2
+        self.decided_at = sum(judges[-1].unsure) / 2 if judges else 1.0
         """Probability from which on a pair is relevant."""
 
     def judge(self, num_pairs: int, pair_of: Callable[[int], Pair]) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vembed.config.negatives import EpochMining
+from vembed.config.entries import EpochMining
 from vembed.data.examples import Example, Item, Kind
 from vembed.errors import UserError
 from vembed.inference.encoding import encode_features, first_dims
@@ -73,7 +73,7 @@ class EpochMiner(Hook):
             (len(examples), self._options.num_negatives), -1, dtype=torch.int64
         )
         for line in (self._miner.documents.summary(), *self._miner.notes):
-            log.info("mine: %s", line)
+            log.info(f"mine: {line}")
 
     @override
     def on_start(self, run: Trainer) -> None:
