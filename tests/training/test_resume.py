@@ -120,7 +120,7 @@ def test_differences_are_classified_and_shown(tmp_path):
     assert "resume: force" in str(caught.value)
     assert "epochs" not in str(caught.value)
     refuse([one for one in found if one.is_allowed], "checkpoint-5")
-    assert compare_resume(now.to_dict(), now.to_dict()) == []
+    assert compare_resume(now.to_dict(), now.to_dict(), {}, {}) == []
 
 
 def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
@@ -204,7 +204,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_leaves_the_way_free(tmp_path, c
         "checkpoint-2",
         "checkpoint-3",
     ]
-    assert integrity.verify(tmp_path / "checkpoint-3") == []
+    assert integrity.verify_files(tmp_path / "checkpoint-3") == []
 
 
 def test_when_no_checkpoint_is_whole(tmp_path, caplog):
@@ -226,7 +226,7 @@ def test_when_no_checkpoint_is_whole(tmp_path, caplog):
     with starting(tmp_path, resume="auto") as run:
         assert run.resume().found is None
         run.train().save()
-    assert integrity.verify(tmp_path / "checkpoint-1") == []
+    assert integrity.verify_files(tmp_path / "checkpoint-1") == []
 
 
 # ---- metrics.jsonl ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import vembed
+from tests.data.files import write_jsonl
 from tests.data.pictures import write
 from tests.harness import run_ranks
 from tests.losses.batches import check, config_of, make_batch
@@ -61,9 +62,7 @@ def files(folder):
         ],
     }
     for name, records in rows.items():
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps(one) + "\n" for one in records)
-        )
+        write_jsonl(folder / f"{name}.jsonl", records)
     cosent = {
         "losses": [{"loss": "cosent", "learn_temperature": True}],
         "temperature": 0.1,
@@ -145,9 +144,7 @@ def test_labelled_images_are_pairs_of_their_class(tmp_path):
         {"image": write(tmp_path / f"{n}.jpg", seed=n).name, "label": n % 4}
         for n in range(12)
     ]
-    (tmp_path / "images.jsonl").write_text(
-        "".join(json.dumps(one) + "\n" for one in rows)
-    )
+    write_jsonl(tmp_path / "images.jsonl", rows)
     settings = options(
         tmp_path,
         model_name=str(shared(tiny_clip)),
@@ -335,7 +332,7 @@ def test_turns_and_batch_sizes():
         sampling=parse_sampling("round_robin"),
     )
     for epoch in range(2):
-        batches = [turns.batch(epoch, step) for step in range(turns.steps_per_epoch)]
+        batches = [turns.batch(epoch, step) for step in range(turns.batches_per_epoch)]
         assert [(turns.source_of(int(one[0])), len(one)) for one in batches] == [
             (0, 4),
             (1, 6),
@@ -343,7 +340,7 @@ def test_turns_and_batch_sizes():
     assert "of each source in turn; of 6: source 2" in turns.summary()
     sized = BatchSchedule([8, 12], 4, 1, homogeneous=True, batch_sizes=[4, 6])
     assert sorted(
-        len(sized.batch(0, step)) for step in range(sized.steps_per_epoch)
+        len(sized.batch(0, step)) for step in range(sized.batches_per_epoch)
     ) == [4, 4, 6, 6]
     assert sized.num_left_out == 0
 
@@ -351,7 +348,7 @@ def test_turns_and_batch_sizes():
 def test_sources_of_one_task_share_batches():
     schedule = BatchSchedule([12, 12, 12], 6, 1, homogeneous=True, tasks=[0, 1, 0])
     seen = set()
-    for step in range(schedule.steps_per_epoch):
+    for step in range(schedule.batches_per_epoch):
         seen.add(
             frozenset(
                 schedule.source_of(int(index)) for index in schedule.batch(0, step)

@@ -7,15 +7,19 @@ group has one, so that they do not wait for the GPU's queue.
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+log = logging.getLogger("vembed")
 
 BUCKET_BYTES = 64 * 2**20
 """Size in bytes of the buckets in which tensors are sent: large enough for the network, small beside the model."""
@@ -46,6 +50,16 @@ def num_calls() -> int:
 def reset_collective_counts() -> None:
     """Reset the counts."""
     _counts.clear()
+
+
+def log_from(rank: int, line: str) -> None:
+    """Log a line of a rank. Only rank 0 has a log on the console: the others write to standard error."""
+    if rank == 0:
+        log.warning("%s", line)
+        return
+    with suppress(OSError, AttributeError, ValueError):  # it may be closed
+        sys.stderr.write(f"vembed: {line}\n")
+        sys.stderr.flush()
 
 
 @contextmanager
@@ -96,6 +110,7 @@ def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
         local_rows = torch.tensor(
             list(values), dtype=torch.int64, device=number_device()
         )
+        # [world size * n], by rank.
         gathered = local_rows.new_empty(world_size() * local_rows.numel())
         _all_gather_single(gathered, local_rows)
         by_rank: list[list[int]] = gathered.view(world_size(), -1).tolist()
@@ -162,6 +177,7 @@ def all_gather_dealt(rows_ND: Tensor, num_rows: int) -> Tensor:
     """Return `num_rows` rows in their order, of which rank r passes rows r, r + W, r + 2W and so on."""
     ranks = range(world_size())
     counts = [len(range(rank, num_rows, len(ranks))) for rank in ranks]
+    # [num_rows, D] in the order of the ranks: all rows of rank 0, then all of rank 1.
     gathered = all_gather_rows(rows_ND, counts)
     ordered = torch.empty_like(gathered)
     for rank, part in zip(ranks, torch.split(gathered, counts), strict=True):
@@ -208,6 +224,7 @@ def all_reduce_gradients(
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
     with _collective("all_reduce_gradients"):
+        # The order of the parameters, and with it of the buckets, is that of the model: the same on every rank.
         for bucket in _buckets(gradients):
             # One all-reduce per bucket: a small tensor costs the network's latency, however little it holds.
             dtype = torch.promote_types(bucket[0].dtype, torch.float32)
@@ -281,6 +298,7 @@ def gather_objects_as_json(value: Any) -> list[Any]:
     """Return the JSON values of all ranks, by rank, on every rank."""
     if world_size() == 1:
         return [json.loads(json.dumps(value))]
+    # Two collectives: the ranks' texts differ in length, and the buffers must be allocated before they come.
     payload = _to_bytes(value).to(number_device())
     sizes = [row[0] for row in all_gather_ints([payload.numel()])]
     return [

@@ -42,7 +42,6 @@ from vembed.parallel.launch_check import require_equal
 from vembed.parallel.session import Session
 from vembed.saving.durability import way_out, write_durably
 from vembed.training.checkpoint import folder as folders
-from vembed.training.checkpoint import schema
 from vembed.training.checkpoint.folder import (
     ABANDONED,
     DAMAGED,
@@ -65,8 +64,9 @@ from vembed.training.checkpoint.resume import (
     refuse_own_model,
     trim_metrics,
 )
-from vembed.training.checkpoint.storage import CheckpointReader, CheckpointWriter
 from vembed.training.checkpoint.tensors import (
+    CheckpointReader,
+    CheckpointWriter,
     optimizer_kind,
     quieten_torch,
     restore,
@@ -337,9 +337,10 @@ class Checkpointer:
 
     def verify(self, directory: Path) -> list[str]:
         """Return the problems of a checkpoint. Each rank reads its part of the files. Collective."""
-        problems = schema.verify(
+        problems = folders.verify(
             directory, part=self.session.rank, num_parts=self.session.world_size
         )
+        # All ranks must agree whether it is damaged, and each has seen other files.
         unique: dict[str, None] = {}
         for of_rank in collectives.gather_objects_as_json(problems):
             unique |= dict.fromkeys(of_rank)
@@ -369,6 +370,7 @@ class Checkpointer:
         start = time.monotonic()
         final = self.path_of(step)
         unfinished = final.with_name(final.name + PARTIAL)
+        # Order: rank 0 makes the folder, all agree that it is there, then all write into it.
         try:
             if self.session.is_main:
                 if unfinished.exists():
@@ -453,6 +455,7 @@ class Checkpointer:
 
     def _check_output(self) -> None:
         """Raise UserError unless every rank can write to output_dir and sees there the files of rank 0."""
+        # Two exchanges: all have written before any looks for the file of rank 0, and all have looked before it goes.
         probe = self.output / f".probe-{self.session.rank}"
         problem = None
         try:
