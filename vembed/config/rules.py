@@ -12,14 +12,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 
 from vembed.config.schema import (
-    AdapterSection,
     BatchSection,
     DataSection,
     EvaluationSection,
-    MatryoshkaSection,
     ModelSection,
     ObjectiveSection,
-    OptimizerSection,
     RunSection,
     TrainConfig,
 )
@@ -67,9 +64,7 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     if not isinstance(dims, list):
         dims = []
     rules: list[tuple[str, str]] = [
-        *_batch_rules(config.batch, config.optimizer, config.given),
-        *_model_rules(model, config.adapters, config.batch),
-        *_matryoshka_rules(config.matryoshka),
+        *_model_rules(config),
         *_loss_rules(objective, data, model, dims),
         *_task_rules(data, config.batch),
         *_evaluation_rules(config.evaluation, config.run, data),
@@ -96,11 +91,14 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     return sentences
 
 
-def _batch_rules(
-    batch: BatchSection, optimizer: OptimizerSection, given_options: set[str]
-) -> Rules:
+def _model_rules(config: TrainConfig) -> Rules:
+    """Rules on the model, its adapters and sizes, the batch and the optimizer."""
+    model = config.model
+    adapters = config.adapters
+    batch = config.batch
+    optimizer = config.optimizer
     # Given, with whatever value: whoever writes both believes that both count.
-    if batch.global_batch_size is not None and "batch_size" in given_options:
+    if batch.global_batch_size is not None and "batch_size" in config.given:
         yield (
             "batch_size global_batch_size",
             f"batch_size: {batch.batch_size:,d} (per process) and global_batch_size: {batch.global_batch_size:,d} (over "
@@ -120,11 +118,6 @@ def _batch_rules(
             f"warmup_steps: {warmup:,d} is more than max_steps: {optimizer.max_steps:,d}, so the learning rate would "
             "never reach its peak: use fewer warm-up steps",
         )
-
-
-def _model_rules(
-    model: ModelSection, adapters: AdapterSection, batch: BatchSection
-) -> Rules:
     if model.model_family == "composed" and model.image_model_name is None:
         yield (
             "model_family",
@@ -161,11 +154,8 @@ def _model_rules(
             "cache_frozen_features: true needs a tower of which nothing is trained, and this run trains all: freeze one "
             "(freeze: [vision] or [text]), or set it to false",
         )
-
-
-def _matryoshka_rules(matryoshka: MatryoshkaSection) -> Rules:
-    dims = matryoshka.mrl_dims
-    weights = matryoshka.mrl_weights
+    dims = config.matryoshka.mrl_dims
+    weights = config.matryoshka.mrl_weights
     if weights is not None and dims in (None, "auto"):
         yield (
             "mrl_weights",
