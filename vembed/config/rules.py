@@ -12,11 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 
 from vembed.config.schema import (
+    AdapterSection,
     BatchSection,
     DataSection,
     EvaluationSection,
+    MatryoshkaSection,
     ModelSection,
     ObjectiveSection,
+    OptimizerSection,
     RunSection,
     TrainConfig,
 )
@@ -64,7 +67,14 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     if not isinstance(dims, list):
         dims = []
     rules: list[tuple[str, str]] = [
-        *_model_rules(config),
+        *_model_rules(
+            model,
+            config.adapters,
+            config.matryoshka,
+            config.batch,
+            config.optimizer,
+            config.given,
+        ),
         *_loss_rules(objective, data, model, dims),
         *_task_rules(data, config.batch),
         *_evaluation_rules(config.evaluation, config.run, data),
@@ -91,14 +101,17 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     return sentences
 
 
-def _model_rules(config: TrainConfig) -> Rules:
+def _model_rules(
+    model: ModelSection,
+    adapters: AdapterSection,
+    matryoshka: MatryoshkaSection,
+    batch: BatchSection,
+    optimizer: OptimizerSection,
+    given_options: set[str],
+) -> Rules:
     """Rules on the model, its adapters and sizes, the batch and the optimizer."""
-    model = config.model
-    adapters = config.adapters
-    batch = config.batch
-    optimizer = config.optimizer
     # Given, with whatever value: whoever writes both believes that both count.
-    if batch.global_batch_size is not None and "batch_size" in config.given:
+    if batch.global_batch_size is not None and "batch_size" in given_options:
         yield (
             "batch_size global_batch_size",
             f"batch_size: {batch.batch_size:,d} (per process) and global_batch_size: {batch.global_batch_size:,d} (over "
@@ -154,8 +167,8 @@ def _model_rules(config: TrainConfig) -> Rules:
             "cache_frozen_features: true needs a tower of which nothing is trained, and this run trains all: freeze one "
             "(freeze: [vision] or [text]), or set it to false",
         )
-    dims = config.matryoshka.mrl_dims
-    weights = config.matryoshka.mrl_weights
+    dims = matryoshka.mrl_dims
+    weights = matryoshka.mrl_weights
     if weights is not None and dims in (None, "auto"):
         yield (
             "mrl_weights",
