@@ -16,7 +16,7 @@ from vembed.config.paths import (
 )
 from vembed.data.columns import Columns, guess_mapping, refuse_repeated
 from vembed.data.formats.base import FILE_BITS, Block, Format
-from vembed.data.formats.class_folders import class_records, is_class_folder
+from vembed.data.formats.class_folders import class_records
 from vembed.data.formats.copies import (
     CODECS,
     fetched_copies,
@@ -183,8 +183,8 @@ def _open_folder(folder: Path, role: Role, cache: Path) -> list[Format]:
         return [open_folder(folder, role)]
     if files := data_files(folder):
         return [_open_file(file, cache) for file in files]
-    if is_class_folder(folder):
-        reader = _open_file(class_records(folder, cache), cache, str(folder))
+    if records := class_records(folder, cache):
+        reader = _open_file(records, cache, str(folder))
         reader.folder = folder
         return [reader]
     paths = sorted(path for path in folder.iterdir() if path.name[0] != ".")
