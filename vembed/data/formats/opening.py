@@ -14,7 +14,7 @@ from vembed.config.paths import (
     is_pattern,
     similar_path,
 )
-from vembed.data.columns import Columns, guess_mapping, refuse_repeated
+from vembed.data.columns import Columns, guess_mapping
 from vembed.data.formats.base import FILE_BITS, Block, Format
 from vembed.data.formats.class_folders import class_records
 from vembed.data.formats.copies import (
@@ -131,7 +131,6 @@ def open_reader(path: str, columns: Columns | None, role: Role, cache: Path) -> 
     for reader in readers:
         if columns is None or reader.columns is None:
             continue
-        refuse_repeated(reader.name, reader.columns)
         try:
             columns.check(reader.columns)
         except UserError as error:
