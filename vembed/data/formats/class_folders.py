@@ -19,8 +19,8 @@ def class_records(folder: Path, cache: Path) -> Path | None:
     entries = sorted(folder.iterdir())
     if any(map(_is_image, entries)):
         return None
-    lines = []
-    classes = []
+    lines: list[str] = []
+    classes: list[str] = []
     for entry in entries:
         images = filter(_is_image, sorted(entry.rglob("*"))) if entry.is_dir() else ()
         for image in images:
