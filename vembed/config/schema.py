@@ -54,6 +54,12 @@ class ModelSection(Section, title="model"):
 
     model_name: Annotated[str, NamesFiles("model")]
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
+    task: Literal["embed", "rerank"] = "embed"
+    """What is trained: `embed`, a model that gives a vector for each input, or `rerank`, one that reads a query and a
+    document together and gives a score."""
+    reranker_head: Literal["auto", "label", "answer"] = "auto"
+    """task: rerank: the layer that gives the score. `label`: a classifier with one label. `answer`: the logit of `yes`
+    less that of `no`, of a decoder's language-model head. `auto`: `answer` for a causal language model."""
     model_family: Literal["auto"] | FamilyName = "auto"
     """Kind of model. `auto`: from the model's config and files. The log gives the reason."""
     model_revision: str | None = None

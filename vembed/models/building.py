@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from vembed.models.custom.modeling import OwnConfig
 from vembed.models.families.backbones import (
     ENCODER_ONLY,
     file_dtype,
-    language_class,
     linear_names_inside_layers,
     model_class,
     read_config,
@@ -37,6 +36,9 @@ from vembed.models.quantized import four_bit, rounded_to_four_bits
 from vembed.models.towers import TwoTowers, frozen_towers, tower_module
 
 log = logging.getLogger(__name__)
+
+WholeClass = Callable[[PretrainedConfig], type[PreTrainedModel]]
+"""The class of a model with its head, by the model's config."""
 
 
 def build_head(description: ModelDescription) -> Head | None:
@@ -73,11 +75,11 @@ def build_backbone(
     *,
     meta: bool,
     compute_dtype: torch.dtype = torch.float32,
-    with_head: bool = False,
+    whole_class: WholeClass | None = None,
     keeps_masters: bool = True,
 ) -> nn.Module:
     """Return the backbone with its weights. `meta`: empty parameters. `device`, `compute_dtype`: where and in which
-    dtype it will compute. `with_head`: the model with its language-model head, whose base model is the backbone.
+    dtype it will compute. `whole_class`: class of the model with a head, whose base model is the backbone.
     `keeps_masters`: trained weights are float32, whatever `torch_dtype` says."""
     load = partial(
         _load,
@@ -90,8 +92,8 @@ def build_backbone(
         keeps_masters=keeps_masters,
     )
     folder = Path(description.source)
-    whole: nn.Module = load(folder, with_head=with_head)
-    text: Any = whole.base_model if with_head else whole
+    whole: nn.Module = load(folder, whole_class=whole_class)
+    text: Any = whole if whole_class is None else whole.base_model
     if description.adapter is not None and not meta:
         if description.quantized:
             # The adapter has learnt over the rounded weights, and makes up for their errors.
@@ -130,7 +132,7 @@ def _load(
     compute_dtype: torch.dtype,
     meta: bool,
     keeps_masters: bool,
-    with_head: bool = False,
+    whole_class: WholeClass | None = None,
 ) -> PreTrainedModel:
     """Return the model of one folder: its dtype, its attention, then its weights."""
     trust = description.trust_remote_code
@@ -179,12 +181,7 @@ def _load(
         kernel = cpu_kernels.register(cpu_kernels.IMPLEMENTATION, cpu_kernels.attention)
 
     # ---- weights
-    built = language_class(config) if with_head else chosen
-    if built is None:
-        raise UserError(
-            f"Transformers has no language-model head for model_type {config.model_type!r}, by which loss: none would "
-            "train; give a loss, or language_modelling: false"
-        )
+    built = chosen if whole_class is None else whole_class(config)
     is_own = isinstance(config, OwnConfig)
     backbone = load_backbone(
         folder,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -30,7 +31,11 @@ from vembed.models.families.decisions import describe
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
 from vembed.models.heads import Dense, Head, principal_components
-from vembed.models.language_head import LanguageHead, has_language_head
+from vembed.models.language_head import (
+    LanguageHead,
+    class_with_head,
+    has_language_head,
+)
 from vembed.models.modalities import (
     Collected,
     at_least_float32,
@@ -40,6 +45,7 @@ from vembed.models.modalities import (
     tower_features,
 )
 from vembed.models.quantized import keep_trainable_layout, round_weights
+from vembed.models.score_head import build_score_head, class_with_scores
 from vembed.models.towers import (
     TOWERS_OF_MODALITY,
     freeze_unused,
@@ -69,7 +75,7 @@ class EmbeddingModel(nn.Module):
         self,
         description: ModelDescription,
         backbone: nn.Module,
-        head: Head | None = None,
+        head: nn.Module | None = None,
         *,
         pooling: nn.Module | None = None,
         scale_and_bias: tuple[float, float] | None = None,
@@ -252,7 +258,7 @@ class EmbeddingModel(nn.Module):
         """The linear layer that this run added for its MRL dims, the last of the head; None where it added none."""
         if self.head is None or not self.description.adds_projection:
             return None
-        return cast(Dense, self.head[-1])
+        return cast(Dense, cast(Head, self.head)[-1])
 
     @contextmanager
     def without_mrl_projection(self) -> Iterator[None]:
@@ -311,6 +317,11 @@ def build_model(
         has_language = objective is not None and has_language_head(
             objective, description
         )
+        whole_class = None
+        if has_language:
+            whole_class = class_with_head
+        elif description.scores is not None:
+            whole_class = partial(class_with_scores, description)
         whole: Any = build_backbone(
             description,
             options,
@@ -318,10 +329,13 @@ def build_model(
             computes_on,
             meta=empty,
             compute_dtype=compute_dtype,
-            with_head=has_language,
+            whole_class=whole_class,
             keeps_masters=keeps_masters,
         )
-        backbone: nn.Module = whole.base_model if has_language else whole
+        backbone: nn.Module = whole if whole_class is None else whole.base_model
+        head: nn.Module | None = None
+        if description.scores is not None:
+            head = build_score_head(description, whole)
         language = None
         if objective is not None and has_language:
             language = LanguageHead(
@@ -335,7 +349,8 @@ def build_model(
         if adapters.quantize_weights == "int8":
             round_weights(backbone)
         pooling = build_pooling(description)
-        head = build_head(description)
+        if description.scores is None:
+            head = build_head(description)
         if language is not None and has_adapters and not language.is_new:
             # As all weights but the adapters.
             language.requires_grad_(False)

@@ -63,6 +63,9 @@ class ModelDescription:
     """Folder with the weights of a trained pooling. Not saved: the layout has it."""
     adds_projection: bool = False
     """True: this run adds a linear layer to `embedding_dim` for its Matryoshka sizes. Not saved."""
+    scores: Literal["label", "answer"] | None = None
+    """How a reranker gives the score of a pair: the logit of its one label, or of the answer `yes` less that of `no`.
+    None: an embedding model."""
     bidirectional_attention: bool = False
     min_pixels: Size | None = None
     max_pixels: Size | None = None
@@ -126,10 +129,17 @@ class ModelDescription:
             saved = replace(saved, image_source=str(Path(folder, saved.image_source)))
         return replace(saved, source=str(Path(folder, saved.source)))
 
+    @property
+    def output(self) -> str:
+        """What the model gives, in words."""
+        if self.scores is not None:
+            return "reranker"
+        return f"embedding of {self.embedding_dim:,d} dimensions"
+
     def summary(self) -> str:
         """Return the model's facts and their reasons, one line each, for the log."""
         lines = [
-            f"{self.name or self.source}: {self.family}, embedding of {self.embedding_dim:,d} dimensions, "
+            f"{self.name or self.source}: {self.family}, {self.output}, "
             f"modalities {', '.join(self.modalities)}, layers {', '.join(self.layer_classes)}"
         ]
         values = asdict(self)
