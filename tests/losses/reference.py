@@ -394,6 +394,14 @@ def lists(plain: Plain) -> list[tuple[int, Tensor, Tensor]]:
     return found
 
 
+def labelled(plain: Plain) -> list[tuple[int, Tensor, Tensor]]:
+    """As `lists`, with 0 for documents without a score."""
+    examples = []
+    for first, student, teacher in lists(plain):
+        examples.append((first, student, teacher.nan_to_num(nan=0.0)))
+    return examples
+
+
 def target_scale(plain: Plain) -> float:
     return 1.0 / (plain.loss.teacher_temperature or plain.loss.temperature)
 
@@ -459,6 +467,24 @@ def ranknet(plain: Plain) -> Tensor:
                     if first in plain.own:
                         difference = (student[b] - student[a]) * plain.scale
                         total = total + torch.logaddexp(difference, zero)
+    return total / max(1, count)
+
+
+def bce(plain: Plain) -> Tensor:
+    total, count = plain.zero, 0
+    for first, student, labels in labelled(plain):
+        count += len(labels)
+        if first in plain.own:
+            total = total + (torch.log1p(student.exp()) - labels * student).sum()
+    return total / max(1, count)
+
+
+def mse(plain: Plain) -> Tensor:
+    total, count = plain.zero, 0
+    for first, student, teacher in lists(plain):
+        count += len(teacher)
+        if first in plain.own:
+            total = total + (student - teacher).square().sum()
     return total / max(1, count)
 
 

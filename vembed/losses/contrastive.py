@@ -167,6 +167,8 @@ class InfoNCE(GuidedLoss, Temperature):
         from vembed.losses.mixing import with_mixtures
         from vembed.losses.row_losses import SoftmaxRows
 
+        if batch.holds_scores:
+            return self._share_of_lists(batch, term)
         if self.mix_negatives:
             batch = with_mixtures(
                 batch, term.seed, self.mix_negatives, cosine=term.sizes.cosine
@@ -179,6 +181,23 @@ class InfoNCE(GuidedLoss, Temperature):
         return self.tiled_share(
             batch, term, row_loss, scale, both_directions=self.bidirectional
         )
+
+    def _share_of_lists(self, batch: LossBatch, term: TermLoss) -> Tensor:
+        """Return the share of a reranker, whose candidates are the hard negatives of the row's example."""
+        from vembed.losses.listed import (
+            ListedPairs,
+            grouped_log_softmax,
+            student_scores,
+        )
+
+        pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
+        similarity = term.similarity(batch.embeddings)
+        scores = pairs.scores(student_scores(batch, similarity))  # [K, n + P]
+        logits = scores * term.scale(batch.embeddings)
+        entropies = -grouped_log_softmax(logits, pairs.group, pairs.num_groups)
+        # The positive pair of each row comes first, one for each group.
+        losses = entropies[:, : pairs.num_groups].sum(1)
+        return similarity.total(losses) / max(1, batch.num_rows)
 
 
 class Circle(GuidedLoss):
@@ -293,11 +312,11 @@ class Triplet(MaskedLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs, StudentScores, num_listed_pairs
+        from vembed.losses.listed import ListedPairs, num_listed_pairs, student_scores
 
         similarity = term.similarity(batch.embeddings)
         pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
-        scores = pairs.scores(StudentScores(batch, similarity))  # [K, n + P]
+        scores = pairs.scores(student_scores(batch, similarity))  # [K, n + P]
         positive = scores[:, pairs.group[pairs.num_groups :]]  # [K, P]
         negative = scores[:, pairs.num_groups :]
         losses = (negative - positive + self.triplet_margin).relu().sum(1)

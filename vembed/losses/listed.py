@@ -36,6 +36,27 @@ class StudentScores:
         )
 
 
+class PairScores:
+    """The scores of a reranker, which are the outputs of the model themselves."""
+
+    def __init__(self, batch: LossBatch) -> None:
+        self.batch = batch
+
+    def listed(self, rows: Tensor, negative_row: Tensor, negative: Tensor) -> Tensor:
+        """See ListedScores."""
+        del negative_row  # a pair knows its query
+        batch = self.batch
+        pairs = torch.cat((batch.positive[rows], batch.negative[negative]))
+        return batch.embeddings[pairs, 0][None]
+
+
+def student_scores(batch: LossBatch, similarity: Similarity) -> ListedScores:
+    """Return the scores of the model that is trained: similarities of vectors, or a reranker's own."""
+    if batch.holds_scores:
+        return PairScores(batch)
+    return StudentScores(batch, similarity)
+
+
 @dataclass(frozen=True, slots=True)
 class ListedPairs:
     """n positive pairs of rows, then P pairs of a row's query and a hard negative."""

@@ -86,10 +86,10 @@ class SoftmaxLoss(ListedLoss, Temperature):
         self, batch: LossBatch, term: TermLoss, pairs: ListedPairs, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the log softmax within each group of the student [K, E] and of the teacher [1, E]."""
-        from vembed.losses.listed import StudentScores, grouped_log_softmax
+        from vembed.losses.listed import grouped_log_softmax, student_scores
 
         similarity = term.similarity(batch.embeddings)
-        scores = pairs.scores(StudentScores(batch, similarity))
+        scores = pairs.scores(student_scores(batch, similarity))
         logits = scores * term.scale(batch.embeddings)
         student = grouped_log_softmax(logits, pairs.group, pairs.num_groups)
         teacher = grouped_log_softmax(
@@ -199,14 +199,14 @@ class MarginMSE(ListedLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs, StudentScores, num_listed_pairs
+        from vembed.losses.listed import ListedPairs, num_listed_pairs, student_scores
 
         # M counts the pairs of all ranks, although only this rank's are scored: each
         # rank needs the same divisor.
         num_pairs = num_listed_pairs(batch, mask_duplicates=self.mask_duplicates)
         pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
         similarity = term.similarity(batch.embeddings)
-        scores = pairs.scores(StudentScores(batch, similarity))
+        scores = pairs.scores(student_scores(batch, similarity))
         errors = scores - self.targets(batch, term, pairs)
         positive = errors[:, pairs.group[pairs.num_groups :]]
         negative = errors[:, pairs.num_groups :]
@@ -267,7 +267,7 @@ class RankNet(ListedLoss, Temperature):
         """See Loss."""
         import torch.nn.functional as F
 
-        from vembed.losses.listed import ListedPairs, StudentScores, ordered_pairs
+        from vembed.losses.listed import ListedPairs, ordered_pairs, student_scores
 
         lists = ListedPairs.of_examples(batch, mask_duplicates=self.mask_duplicates)
         targets = self.targets(batch, term, lists, may_lack=True)
@@ -277,7 +277,7 @@ class RankNet(ListedLoss, Temperature):
         targets = self.targets(batch, term, rank_lists, may_lack=True)
         above, below = ordered_pairs(rank_lists.group, targets[0])
         similarity = term.similarity(batch.embeddings)
-        scores = rank_lists.scores(StudentScores(batch, similarity))
+        scores = rank_lists.scores(student_scores(batch, similarity))
         logits = scores * term.scale(batch.embeddings)
         differences = logits[:, below] - logits[:, above]
         # Above 50, log(1 + exp(x)) is x to float64's precision. The default threshold

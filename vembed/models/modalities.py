@@ -24,6 +24,9 @@ from vembed.models.vision import LONGEST, VISION, image_tower_output, tower_outp
 IMAGE_FEATURES = "image_features"
 """Input key of the modality vision: precomputed output of the image tower, in place of the pixels."""
 
+SEGMENTS = "token_type_ids"
+"""Input of pairs: 0 for tokens of the query and 1 for those of the document, for models that tell them apart."""
+
 Inputs = dict[str, Tensor]
 Backbone = Any
 """A Transformers model or TwoTowers. Their attributes are untyped."""
@@ -144,11 +147,17 @@ def _text_states(
     """Return the hidden states [n, tokens, dim] of texts."""
     if packing.packs(backbone):
         hidden, auxiliary = packing.hidden_states(
-            backbone, inputs["input_ids"], mask, inputs.get(packing.TOKENS)
+            backbone,
+            inputs["input_ids"],
+            mask,
+            inputs.get(packing.TOKENS),
+            inputs.get(SEGMENTS),
         )
         collected.auxiliary.update(auxiliary)
         return hidden
     arguments: dict[str, object] = {"input_ids": inputs["input_ids"]}
+    if SEGMENTS in inputs:
+        arguments[SEGMENTS] = inputs[SEGMENTS]
     if mask is not None:
         arguments["attention_mask"] = mask
     if description.traits.reads_chats or is_decoder_only(backbone.config):

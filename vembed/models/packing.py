@@ -114,11 +114,12 @@ def hidden_states(
     input_ids: Tensor,
     mask: Tensor | None,
     index: Tensor | None,
+    segments: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return hidden states [n, tokens, dim] of a padded micro-batch, and the model's own losses. Only real tokens are
     computed, padding is zero.
 
-    `index`: `token_index(mask)`, if it is known.
+    `index`: `token_index(mask)`, if it is known. `segments` [n, tokens]: 0 for a pair's query and 1 for its document.
     """
     num_texts, longest = input_ids.shape
     device = input_ids.device
@@ -140,6 +141,12 @@ def hidden_states(
     if backbone.config.model_type == OwnConfig.model_type:
         result = backbone(input_ids=tokens[None], cu_seqlens=starts)
     else:
+        further: dict[str, Any] = {}
+        if segments is not None:
+            flat = segments.flatten()
+            further["token_type_ids"] = (flat if index is None else flat[index])[None]
+        if is_decoder_only(backbone.config):
+            further["use_cache"] = False
         result = backbone(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -147,7 +154,7 @@ def hidden_states(
                 1, 1, 1, 1
             ),  # a 4D mask is passed through unchanged, and not used
             packed=Packed(starts, longest),
-            **({"use_cache": False} if is_decoder_only(backbone.config) else {}),
+            **further,
         )
     output: Tensor = result.last_hidden_state.squeeze(0)
     if index is not None:

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 
 from vembed.errors import UserError
 from vembed.models.backbone_loading import quiet_transformers
-from vembed.models.families.backbones import language_class, read_config, score_class
+from vembed.models.families.backbones import language_class, score_class
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.weight_files import read_tensors
 from vembed.models.processors import load_tokenizer

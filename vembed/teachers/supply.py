@@ -16,7 +16,7 @@ from vembed.config.schema import DataSection, ModelSection, ObjectiveSection
 from vembed.config.terms import needed_teachers, run_terms
 from vembed.data.batching.feeding import to_device
 from vembed.data.batching.rank_batch import RankBatch
-from vembed.data.examples import Example
+from vembed.data.examples import Example, Item, Kind
 from vembed.errors import UserError
 from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors, Teaching
 from vembed.losses.similarity import arithmetic_dtype
@@ -170,18 +170,21 @@ class Teachers:
         questions: dict[bytes, Any] = {}
         places: dict[bytes, int] = {}
         index = []
-        for kind, inputs in (
-            ("query", rank_batch.query),
-            ("document", rank_batch.positive),
-            ("document", rank_batch.negative),
-        ):
-            distinct, occurrence = np.unique(inputs, return_inverse=True)
-            numbers = np.empty(len(distinct), dtype=np.int64)
-            for number, feature in enumerate(distinct.tolist()):
-                key, question = model.question(rank_batch.items[feature], kind)  # type: ignore[arg-type]
+        queries = [query for query, _ in rank_batch.row_items]
+        positives = [positive for _, positive in rank_batch.row_items]
+        negatives = [negative for _, negative in rank_batch.negative_items]
+        inputs: tuple[tuple[Kind, list[Item]], ...] = (
+            ("query", queries),
+            ("document", positives),
+            ("document", negatives),
+        )
+        for kind, items in inputs:
+            numbers = np.empty(len(items), dtype=np.int64)
+            for number, item in enumerate(items):
+                key, question = model.question(item, kind)
                 questions.setdefault(key, question)
                 numbers[number] = places.setdefault(key, len(places))
-            index.append(numbers[occurrence])
+            index.append(numbers)
         rows = teacher.answers(list(questions), list(questions.values()))
         counts = [row[0] for row in collectives.all_gather_ints([len(rows)])]
         vectors = to_device(torch.from_numpy(rows), self.session.device)
@@ -201,26 +204,17 @@ class Teachers:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return a reranker's scores of this rank's rows [rows] and hard negatives [negatives], in float64, times its
         `scale`. Collective."""
-        # Hard negatives name their example; an example with several positives has several rows, all with the same
-        # query.
-        queries = rank_batch.query.tolist()
-        query_of = dict(zip(rank_batch.example.tolist(), queries, strict=True))
-        queries += [
-            query_of[example] for example in rank_batch.negative_example.tolist()
-        ]
-        documents = [*rank_batch.positive.tolist(), *rank_batch.negative.tolist()]
-        items = rank_batch.items
         keys = []
         questions = {}
-        for query, document in zip(queries, documents, strict=True):
-            key, question = teacher.model.question(items[query], items[document])
+        for query, document in (*rank_batch.row_items, *rank_batch.negative_items):
+            key, question = teacher.model.question(query, document)
             keys.append(key)
             questions[key] = question
         answers = teacher.answers(list(questions), list(questions.values()))[:, 0]
         answers = answers * teacher.model.teacher.scale
         by_key = dict(zip(questions, answers.tolist(), strict=True))
         scores = np.array([by_key[key] for key in keys], dtype=np.float64)
-        num_rows = len(rank_batch.query)
+        num_rows = len(rank_batch.row_items)
         return scores[:num_rows], scores[num_rows:]
 
     def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:
