@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.data.examples import Item
-from vembed.data.features import BaseFeaturiser, Features, input_key
+from vembed.data.examples import Example, Item
+from vembed.data.features import BaseFeaturiser, Features, Featuriser, input_key
 from vembed.data.processing import Padding
 from vembed.errors import UserError
 from vembed.models.families.description import ModelDescription
@@ -48,6 +49,11 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
     def vocab_size(self) -> int:
         """Return the number of token ids that the tokenizer has."""
         return len(self._tokenizer)
+
+    def units(self, example: Example) -> list[Pair]:
+        """See BaseFeaturiser."""
+        documents = (*example.positives, *example.negatives)
+        return [(example.query, document) for document in documents]
 
     def features(self, units: Sequence[Pair]) -> list[Features]:
         """See BaseFeaturiser. A pair that is longer than `max_length` loses tokens of the longer text."""
@@ -134,3 +140,12 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
                 f"{self.role} scores texts, and the data have images: use an embedding model"
             )
         return item.text
+
+
+def build_featuriser(
+    description: ModelDescription, **options: Any
+) -> BaseFeaturiser[Any]:
+    """Return the featuriser of a model. `options`: those of `Featuriser`, which a reranker does not need."""
+    if description.scores is not None:
+        return PairFeaturiser(description)
+    return Featuriser(description, **options)

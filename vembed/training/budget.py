@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import psutil
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from vembed.config.schema import BatchSection
 from vembed.data.batching.feeding import ModelInputs
-from vembed.data.features import Features, Featuriser
+from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError
 from vembed.parallel import collectives
 from vembed.parallel.devices import seed_draws
@@ -82,7 +83,7 @@ class PeakMeter:
 def find_budget(
     options: BatchSection,
     model: nn.Module,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     session: Session,
     sample: Sequence[Features],
     optimizer: torch.optim.Optimizer | None = None,
@@ -147,7 +148,7 @@ def find_budget(
 
 def measure_demand(
     model: nn.Module,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     session: Session,
     sample: Sequence[Features],
     meter: PeakMeter,
@@ -200,7 +201,7 @@ def measure_demand(
 
 def bytes_per_token(
     model: nn.Module,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     session: Session,
     sample: Sequence[Features],
 ) -> int:
@@ -236,7 +237,7 @@ def bytes_per_token(
 
 
 def _demand_of(
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     session: Session,
     sample: Sequence[Features],
     num_bytes: Callable[[ModelInputs], int],

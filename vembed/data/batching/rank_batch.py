@@ -12,9 +12,8 @@ import numpy as np
 
 from vembed.data.batching.schedule import BatchSchedule, rank_rows
 from vembed.data.distinct import distinct
-from vembed.data.examples import Example, Examples
+from vembed.data.examples import Example, Examples, Item
 from vembed.data.features import BaseFeaturiser, Features
-from vembed.data.pair_features import Pair, PairFeaturiser
 
 AHEAD = 2
 """Number of batches that each worker prepares ahead."""
@@ -41,9 +40,9 @@ class RankBatch:
     num_examples: int
     where: list[str]
     """File and line of each example, for messages."""
-    row_items: list[Pair] = field(default_factory=list)
+    row_items: list[tuple[Item, Item]] = field(default_factory=list)
     """[R] the query and the positive of each row. Teachers are asked about them."""
-    negative_items: list[Pair] = field(default_factory=list)
+    negative_items: list[tuple[Item, Item]] = field(default_factory=list)
     """[H] the query and the document of each hard negative."""
     source: int = 0
     """Number of the source that the first example of the global batch comes from."""
@@ -66,31 +65,26 @@ def make_rank_batch(
 ) -> RankBatch:
     """Build a rank batch from a rank's examples. `first`: position of the first example in the global batch."""
     units: list[Any] = []
-    row_items: list[Pair] = []
-    negative_items: list[Pair] = []
+    row_items: list[tuple[Item, Item]] = []
+    negative_items: list[tuple[Item, Item]] = []
     rows: list[tuple[int, int, int]] = []
     negatives: list[tuple[int, int]] = []
     scores: list[float] = []
     negative_scores: list[float] = []
-    reads_pairs = isinstance(featuriser, PairFeaturiser)
     # Numbered over the global batch, so that all ranks name an example alike.
     for number_in_batch, example in enumerate(examples, start=first):
         query = len(units)
-        if not reads_pairs:
-            units.append((example.query, "query"))
-        for positive in example.positives:
-            pair = (example.query, positive)
-            # A pair holds its query, so that the row points to it twice.
-            rows.append(
-                (len(units) if reads_pairs else query, len(units), number_in_batch)
-            )
-            units.append(pair if reads_pairs else (positive, "document"))
-            row_items.append(pair)
-        for negative in example.negatives:
-            pair = (example.query, negative)
-            negatives.append((len(units), number_in_batch))
-            units.append(pair if reads_pairs else (negative, "document"))
-            negative_items.append(pair)
+        units += featuriser.units(example)
+        negative = len(units) - len(example.negatives)
+        positive = negative - len(example.positives)
+        for position in range(positive, negative):
+            # A pair holds its query: there is no unit of the query, and the row points to the pair twice.
+            is_pair = query == positive
+            rows.append((position if is_pair else query, position, number_in_batch))
+        for position in range(negative, len(units)):
+            negatives.append((position, number_in_batch))
+        row_items += [(example.query, document) for document in example.positives]
+        negative_items += [(example.query, document) for document in example.negatives]
         scores.extend(example.scores or ())
         negative_scores.extend(example.negative_scores or ())
     # By key, not by text: a text as query and as document differs if the model has prompts.
