@@ -432,6 +432,10 @@ class EvaluationSection(Section, title="evaluation"):
     `max_drop` ends, and `final/` is the last checkpoint that held. Needs val_data_path, eval_steps and save_steps."""
     eval_ks: list[PositiveInt] = Field(default_factory=lambda: [1, 5, 10, 100])
     """Cut-offs of nDCG, MRR, Recall and MAP."""
+    first_stage: Annotated[str, NamesFiles("model")] = "bm25"
+    """task: rerank: what chooses the documents that are reranked: `bm25`, or an embedding model."""
+    rerank_top_k: PositiveInt = 50
+    """task: rerank: documents of the first stage that are reranked for each query."""
 
     def listed_guards(self) -> list[Guard]:
         """Return an entry for each of `guards`."""

@@ -14,6 +14,7 @@ from vembed.config.options import nearest
 from vembed.config.schema import DataSection, EvaluationSection
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
+from vembed.data.pair_features import PairFeaturiser
 from vembed.errors import UserError
 from vembed.evaluation.compressed import FORMS, compressed_name, compressed_scores
 from vembed.evaluation.corpus import Corpus
@@ -26,6 +27,7 @@ from vembed.evaluation.dataset import (
     open_eval_data,
 )
 from vembed.evaluation.query_results import QueryResults
+from vembed.evaluation.reranking import FIRST, evaluate_reranker
 from vembed.evaluation.retrieval import RetrievalSearch, metric_names
 from vembed.evaluation.similarity import similarity_metrics
 from vembed.inference.embedder import Embedder
@@ -120,7 +122,7 @@ def evaluate(
 
 def evaluate_model(
     model: nn.Module,
-    featuriser: Featuriser,
+    featuriser: Featuriser | PairFeaturiser,
     data: EvalData,
     evaluation: EvaluationSection,
     session: Session | None,
@@ -141,6 +143,20 @@ def evaluate_model(
     towers. `queries` gets the results of each query of retrieval data. `compressed`: also score int8 and binary
     documents.
     """
+    active = (show_progress or log is not None) and (session is None or session.is_main)
+    if isinstance(featuriser, PairFeaturiser):
+        return evaluate_reranker(
+            model,
+            featuriser,
+            data,
+            evaluation,
+            session,
+            ks=_cut_offs(evaluation.eval_ks),
+            active=active,
+            log=log,
+            between=between,
+            queries=queries,
+        )
     description = featuriser.description
     device = session.device if session else next(model.parameters()).device
     budget = (
@@ -154,8 +170,6 @@ def evaluate_model(
         [dim for dim in description.mrl_dims if dim <= full] if dims is None else dims,
         full,
     )
-    active = (show_progress or log is not None) and (session is None or session.is_main)
-
     options: dict[str, Any] = {
         "budget_tokens": budget,
         "session": session,
@@ -241,6 +255,8 @@ def check_metric(
         names = metric_names(_cut_offs(evaluation.eval_ks))
     else:
         names = ["spearman", "pearson"]
+    if description.scores is not None and isinstance(data, RetrievalData):
+        names += [FIRST + name for name in names]
     full = description.truncate_dim or description.embedding_dim
     names += [
         f"dim{dim}/{name}"

@@ -20,7 +20,7 @@ from vembed.data.language import MAX_TEXTS, is_english, language_of
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.report import write_report
 from vembed.evaluation.report.summary import RunSummary, collect_versions
-from vembed.inference.encoding import encode_items
+from vembed.inference.encoding import encode_features, encode_items
 from vembed.models.precision import saved_dtype
 from vembed.models.quantized import is_quantized, store_rounded
 from vembed.parallel import collectives
@@ -230,14 +230,25 @@ def _check_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> None:
         with io.BytesIO() as file:
             Image.linear_gradient("L").convert("RGB").save(file, "PNG")
             items.append(Item(images=(ImageRef(data=file.getvalue()),)))
-    vectors = encode_items(
-        components.model,
-        components.featuriser,
-        items,
-        "document",
-        session=writer.session,
-        normalize=False,
-    )
+    if embedder.description.scores is not None:
+        featuriser = components.featuriser
+        features = featuriser.features([(items[0], items[1])])
+        vectors = encode_features(
+            components.model,
+            featuriser,
+            features,
+            writer.session.device,
+            world_size=writer.session.world_size,
+        )
+    else:
+        vectors = encode_items(
+            components.model,
+            components.featuriser,
+            items,
+            "document",
+            session=writer.session,
+            normalize=False,
+        )
     if not np.isfinite(vectors).all():
         raise writer.not_finite("the trained model's embeddings")
     # 4-bit weights are stored as 16-bit floats, and any bits may look like a NaN.
