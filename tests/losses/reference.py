@@ -248,6 +248,11 @@ def infonce(plain: Plain) -> Tensor:
             value = (1 - torch.exp(-value)) ** loss.focal_gamma * value
         return value
 
+    if plain.batch.holds_scores:
+        for i in plain.own:
+            student, _ = listed(plain, [i])
+            total = total - torch.log_softmax(student * scale, 0)[0]
+        return plain.per_row(total)
     rows = Rows(plain)
     for i in plain.own:
         row = of_row(*rows.forward_scores(i))
@@ -341,7 +346,9 @@ def target(plain: Plain, row: int, negative: int | None) -> Tensor:
     """The teacher's score of a row's own pair, or of its query with a hard negative."""
     batch, name = plain.batch, plain.term.teacher
     if name in (None, SCORES):
-        assert batch.scores is not None
+        if batch.scores is None:
+            # Without scores the labels are those of positives and negatives.
+            return torch.tensor(float(negative is None)).double()
         if negative is None:
             return batch.scores[row].double()
         if batch.negative_scores is None:
@@ -382,6 +389,8 @@ def listed(plain: Plain, rows: list[int]) -> tuple[Tensor, Tensor]:
     targets = [target(plain, i, None) for i in rows]
     targets += [target(plain, rows[0], h) for h in negatives]
     student = plain.x[documents] @ plain.x[batch.query[rows[0]]]
+    if batch.holds_scores:
+        student = plain.z[documents, 0]
     return student, torch.stack(targets)
 
 

@@ -36,7 +36,13 @@ def class_with_scores(
     else:
         chosen = score_class(config)
         needed = "sequence classifier"
-        if "SequenceClassification" not in " ".join(config.architectures or ()):
+        if config.num_labels > 2 and "SequenceClassification" in str(
+            config.architectures
+        ):
+            raise UserError(
+                f"{description.name} has {config.num_labels} outputs, and a reranker has 1 or 2: give another reranker"
+            )
+        if "SequenceClassification" not in str(config.architectures):
             config.num_labels = 1
     if chosen is None:
         raise UserError(
@@ -80,6 +86,8 @@ class ScoreHead(nn.Module):
             base.pooler = None
         setattr(whole, name, PooledStates(pooler))
         self.whole = whole
+        self.is_new = False
+        """True: its weights are not those of files."""
         self.base_name = name
         if whole.config.pad_token_id is None:
             whole.config.pad_token_id = pad_token
@@ -137,18 +145,14 @@ def build_score_head(
         return AnswerHead(whole, answer_tokens(tokenizer, description.name))
     stored = read_tensors(Path(description.source))
     head = ScoreHead(whole, tokenizer.pad_token_id or tokenizer.eos_token_id)
-    is_new = any(name not in stored for name in stored_names(head))
+    names = [name for name, _ in head.whole.named_parameters()]
+    head.is_new = any(name not in stored for name in names)
     log.info(
         "score: of %s, whose head is %s",
         type(whole).__name__,
-        "new" if is_new else "that of its files",
+        "new" if head.is_new else "that of its files",
     )
     return head
-
-
-def stored_names(head: ScoreHead) -> list[str]:
-    """Return the names that the head's parameters have in the files of the whole model."""
-    return [name for name, _ in head.whole.named_parameters()]
 
 
 def answer_tokens(tokenizer: Any, name: str) -> tuple[int, int]:

@@ -11,7 +11,8 @@ import numpy as np
 
 from vembed.config.entries import Teacher
 from vembed.data.examples import Example, Item
-from vembed.inference.reranker import Pair, Reranker
+from vembed.data.pair_features import Pair
+from vembed.inference.reranker import Reranker
 from vembed.parallel.session import Session
 from vembed.parallel.sharding import shard_for_use
 from vembed.teachers.shards import is_sharded
@@ -71,7 +72,7 @@ class PairTeacher:
             self.folder,
             role=f"teacher {teacher.label}",
             device=device,
-            kind=self.kind,
+            head="answer" if self.kind == "yes_no" else "label",
             instruction=teacher.instruction,
             max_length=teacher.max_length,
             query_prompt=teacher.query_prompt,
@@ -81,13 +82,16 @@ class PairTeacher:
         )
         if is_shard:
             # Every rank has read the file: weights that are tied would come apart on their way from rank 0.
-            shard_for_use(reranker.model, (), device, one_reads=False)
+            layers = reranker.description.layer_classes
+            reranker.model = shard_for_use(
+                reranker.model, layers, device, one_reads=False
+            )
             self._world_size = self.session.world_size
         log.info(
             "teacher %s: %s (%s)",
             teacher.label,
             "reranker" if self.kind == "reranker" else "asked for yes or no",
-            type(reranker.model).__name__,
+            reranker.description.layer_classes[0],
         )
         self._reranker = reranker
         return reranker

@@ -9,8 +9,8 @@ from pathlib import Path
 from vembed.config.entries import Teacher
 from vembed.data.cache import add_content
 from vembed.data.examples import Item, Kind
+from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
 from vembed.data.row_store import KEY_BYTES, lasting_identity
-from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT
 
 FORMAT = 2
 """Version of the identities. Increase it when a teacher gives other answers for the same files and settings."""
@@ -30,7 +30,7 @@ def teacher_identity(folder: Path, teacher: Teacher, kind: str, arithmetic: str)
         teacher.max_length,
     ]
     if kind == "yes_no":
-        settings += [teacher.instruction, YES_NO_PROMPT, YES_NO_END]
+        settings += [teacher.instruction, ANSWER_PROMPT, ANSWER_END]
     digest.update(json.dumps(settings).encode())
     for path in sorted(folder.rglob("*")):
         if (
