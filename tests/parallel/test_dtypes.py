@@ -210,7 +210,7 @@ def seen_in_bf16(folder: str, options: dict[str, Any]) -> dict[str, Any]:
         config_of(folder, strategy="fsdp", gradient_checkpointing=False, **options)
     ) as session:
         model, featuriser = build(
-            session.config, dtype=torch.float32, meta=session.builds_empty
+            session.placement.run.config, dtype=torch.float32, meta=session.builds_empty
         )
         layers = model.description.layer_classes
         model = session.prepare(model, layers)

@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
-from vembed.config.schema import ModelSection, TrainConfig
+from vembed.config.schema import ModelSection
 from vembed.models import packing
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import ModelDescription
 from vembed.parallel import collectives, memory, parameters
 from vembed.parallel.environment import read_rank_info
-from vembed.parallel.session import Session, start_session
+from vembed.parallel.session import Session, start_command_session
 
 TIMEOUT_MINUTES = 0.5
 TOLERANCE = 1e-4
@@ -35,14 +35,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         with check("start", rank_info.rank) as lines:
             small_config().save_pretrained(folder)
-            config = TrainConfig(
-                model_name=folder,
-                data_path="unused",
-                strategy="fsdp",
-                mixed_precision="no",
-                dist_timeout_minutes=TIMEOUT_MINUTES,
+            session = start_command_session(
+                strategy="fsdp", timeout_minutes=TIMEOUT_MINUTES
             )
-            session = start_session(config)
             total = collectives.sum_ints([1])[0]
             device = session.device.type
             line = f"* Started with {total} process, so nothing is sharded ({device})"

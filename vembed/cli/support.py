@@ -232,17 +232,11 @@ def model_session(
     model: str, strategy: Literal["auto", "ddp", "fsdp"], *, trust_remote_code: bool
 ) -> Iterator[Session]:
     """Start a session that uses a model and does not train it: copies or shards, in the dtype of its file."""
-    from vembed.config.schema import TrainConfig
-    from vembed.parallel.session import start_session
+    from vembed.parallel.session import start_command_session
 
-    config = TrainConfig(
-        model_name=model,
-        data_path="unused",
-        strategy=strategy,
-        mixed_precision="no",
-        trust_remote_code=trust_remote_code,
-    )
-    with start_session(config) as session:
+    with start_command_session(
+        model, strategy, trust_remote_code=trust_remote_code
+    ) as session:
         yield session
 
 

@@ -361,9 +361,7 @@ def _precision(
     # bf16 on a GPU is as auto, which there is the dtype of the weights.
     if asked != "auto" and (asked == "no" or device.type == "cpu"):
         return Decision(asked, f"mixed_precision: {asked}")
-    instructions = (
-        bf16_instructions() if session is None else session.placement.instructions
-    )
+    instructions = bf16_instructions() if session is None else session.instructions
     return precision_of_use(
         model, device, instructions, trust_remote_code=trust_remote_code
     )

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from vembed.config.schema import TrainConfig
 from vembed.mining.candidates import open_candidates
 from vembed.mining.choice import Calibration, Chooser, Chosen, Limits, calibrate
 from vembed.mining.config import BM25, MineConfig
@@ -20,7 +19,7 @@ from vembed.mining.merged import RowMaker
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
 from vembed.mining.retrievers import check_bm25
-from vembed.parallel.session import Session, start_session
+from vembed.parallel.session import Session, start_command_session
 from vembed.progress import duration
 
 log = logging.getLogger("vembed")
@@ -130,14 +129,7 @@ def open_session(
     if session is not None:
         yield session, _printer(session, log_line)
         return
-    with start_session(
-        TrainConfig(
-            model_name="unused",
-            data_path="unused",
-            strategy="ddp",
-            mixed_precision="no",
-        )
-    ) as started:
+    with start_command_session() as started:
         yield started, _printer(started, log_line)
 
 

@@ -249,7 +249,7 @@ def encoder_precision(
         return precision_of_use(
             retriever.model,
             session.device,
-            session.placement.instructions,
+            session.instructions,
             trust_remote_code=options.trust_remote_code,
         )
     except UserError as error:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch import nn
 
@@ -152,6 +153,13 @@ def hidden_size(options: ModelSection) -> int:
         description.text_hidden_dim or 0,
         description.image_hidden_dim or 0,
     )
+
+
+def file_bytes(options: ModelSection) -> int:
+    """Return the bytes of a model's files of weights."""
+    with _quiet():
+        folder = Path(describe(options).source)
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 
 
 def bytes_per_token(size: ModelSize, *, compute_bytes: int, recomputes: bool) -> float:

@@ -33,10 +33,9 @@ NO_BF16_ON_CPU = (False, "the CPU computes in the dtype of the weights")
 """Whether bfloat16 pays on a CPU, and why."""
 POINTLESS_SHARE = 0.2
 """Below this share FSDP that was asked for gets a remark."""
-WHOLE_GRADIENTS_SHARE = 0.2
-"""Gradients of the whole model may take this share of a process's memory between the micro-batches of a step."""
-WHOLE_PARAMETERS_SHARE = 0.2
-"""The same for gathered parameters."""
+WHOLE_SHARE = 0.2
+"""Gradients of the whole model may take this share of a process's memory between the micro-batches of a step, and so may
+gathered parameters."""
 COMPILED_MINUTES = 5.0
 """`torch_compile: auto` compiles the layers of longer runs."""
 COMPILED_RATE = 2e14
@@ -44,12 +43,10 @@ COMPILED_RATE = 2e14
 and then compiling pays all the more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A resolved run on its processes and devices. The session, the step, `plan`, `doctor`, the advice on memory and
-    the log read it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where a model lies: on which processes and devices, whole or in shards, and in which precision it computes."""
 
-    run: ResolvedRun
     ranks: RankInfo
     device: torch.device
     memory: int
@@ -59,14 +56,57 @@ class Placement:
     """The settings of FSDP where the model is sharded, else None."""
     precision: Decision[Precision]
     """Precision of the arithmetic."""
+
+    @property
+    def num_machines(self) -> int:
+        """Machines, each with equally many processes."""
+        return self.ranks.world_size // self.ranks.local_world_size
+
+    @property
+    def is_hybrid(self) -> bool:
+        """True if the model is sharded inside each machine and copied between machines."""
+        wanted = self.fsdp is not None and self.fsdp.sharding_strategy == "HYBRID_SHARD"
+        return wanted and self.num_machines > 1 and self.ranks.local_world_size > 1
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the arithmetic."""
+        return DTYPES[self.precision.value]
+
+    @property
+    def computes_in_half(self) -> bool:
+        """True if the arithmetic is in 16 bits."""
+        return self.precision.value != "no"
+
+    @property
+    def whole_bytes_limit(self) -> float:
+        """Bytes that unsharded gradients may take between the micro-batches of a step, and gathered parameters too."""
+        return WHOLE_SHARE * self.memory
+
+    def reduces_each_micro_batch(self, gradient_bytes: float) -> bool:
+        """Return whether FSDP reduces gradients after every micro-batch, since whole ones would take too much."""
+        return self.fsdp is not None and gradient_bytes > self.whole_bytes_limit
+
+    def keeps_gathered(self, parameter_bytes: float) -> bool:
+        """Return whether FSDP2 keeps parameters gathered between the micro-batches of a step: if they fit, and are not
+        offloaded."""
+        fsdp = self.fsdp
+        can_keep = fsdp is not None and fsdp.version == 2 and not fsdp.offload
+        return can_keep and parameter_bytes <= self.whole_bytes_limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement(Layout):
+    """A resolved run on its processes and devices. The session, the step, `plan`, `doctor`, the advice on memory and
+    the log read it."""
+
+    run: ResolvedRun
     recomputation: Decision[bool]
     """True if activations are recomputed in the backward pass (gradient checkpointing)."""
     compilation: Decision[bool]
     """True if layers are compiled. `auto` on a GPU is decided by `for_work`, when the data are known."""
     rows: int
     """Examples of a global batch on one process, at most."""
-    instructions: str | None = None
-    """The instructions for bfloat16 that the CPUs of all processes have."""
     size: ModelSize | None = None
     """Sizes of the model, where a decision has asked for them."""
     notes: tuple[str, ...] = ()
@@ -84,17 +124,6 @@ class Placement:
         }
 
     @property
-    def num_machines(self) -> int:
-        """Machines, each with equally many processes."""
-        return self.ranks.world_size // self.ranks.local_world_size
-
-    @property
-    def is_hybrid(self) -> bool:
-        """True if the model is sharded inside each machine and copied between machines."""
-        wanted = self.fsdp is not None and self.fsdp.sharding_strategy == "HYBRID_SHARD"
-        return wanted and self.num_machines > 1 and self.ranks.local_world_size > 1
-
-    @property
     def num_shards(self) -> int:
         """Processes that share one copy of the model."""
         if self.fsdp is None:
@@ -109,11 +138,6 @@ class Placement:
         )
 
     @property
-    def compute_dtype(self) -> torch.dtype:
-        """Dtype of the arithmetic."""
-        return DTYPES[self.precision.value]
-
-    @property
     def copies_weights(self) -> bool:
         """True if layers compute with bfloat16 copies of float32 weights (vembed.models.bf16), unless FSDP converts the
         weights, the compiler the layers, or the weights have 4 bits."""
@@ -123,32 +147,6 @@ class Placement:
             and not self.run.config.adapters.use_qlora
         )
         return can_copy and not self.compilation.value
-
-    @property
-    def computes_in_half(self) -> bool:
-        """True if the arithmetic is in 16 bits."""
-        return self.precision.value != "no"
-
-    @property
-    def whole_gradients_limit(self) -> float:
-        """Bytes that unsharded gradients may take between the micro-batches of a step."""
-        return WHOLE_GRADIENTS_SHARE * self.memory
-
-    @property
-    def whole_parameters_limit(self) -> float:
-        """Bytes that gathered parameters may take between the micro-batches of a step."""
-        return WHOLE_PARAMETERS_SHARE * self.memory
-
-    @property
-    def may_keep_gathered(self) -> bool:
-        """True if parameters can stay gathered during a step: FSDP2 without offloading, on several processes."""
-        fsdp = self.fsdp
-        return (
-            fsdp is not None
-            and fsdp.version == 2
-            and not fsdp.offload
-            and self.ranks.world_size > 1
-        )
 
     def for_work(self, operations: float) -> Placement:
         """Return the placement of a run of so many floating-point operations: whether compiling its layers pays."""
@@ -173,16 +171,6 @@ class Placement:
             )
         reason = reason or f"{figure}, less than {COMPILED_MINUTES:g}"
         return replace(self, compilation=Decision(False, f"auto: {reason}"))
-
-    def reduces_each_micro_batch(self, gradient_bytes: float) -> bool:
-        """Return whether FSDP reduces gradients after every micro-batch, since whole ones would take too much."""
-        return self.fsdp is not None and gradient_bytes > self.whole_gradients_limit
-
-    def keeps_gathered(self, parameter_bytes: float) -> bool:
-        """Return whether FSDP2 keeps parameters gathered between the micro-batches of a step."""
-        if self.fsdp is None or not self.may_keep_gathered:
-            return False
-        return parameter_bytes <= self.whole_parameters_limit
 
     def tokens(
         self, demand: Demand, longest: int, memory: float | None = None
@@ -362,7 +350,6 @@ def place(
         recomputation=run.recomputation,
         compilation=Decision(compiles, why_compiled, origin),
         rows=_rows(run, ranks),
-        instructions=instructions,
         size=size,
         notes=(*_without_effect(run, ranks, strategy), *advice),
     )

@@ -8,38 +8,46 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch import nn
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from vembed.config.fsdp import PRECISIONS, Precision
+from vembed.config.fsdp import PRECISIONS, FsdpConfig, Precision
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import ResolvedRun
-from vembed.config.schema import TrainConfig
+from vembed.config.resolved import Decision, ResolvedRun, Strategy
+from vembed.config.schema import ModelSection, TrainConfig
 from vembed.errors import RunError, Stopped, UserError
 from vembed.models.adapters import leave_casts_to_autocast
-from vembed.parallel import collectives, sharding
+from vembed.parallel import collectives, estimate, sharding
 from vembed.parallel.batch_norms import share_batch_norms
 from vembed.parallel.devices import (
     bf16_instructions,
     choose_device,
     enable_expandable_segments,
 )
-from vembed.parallel.environment import RankInfo, check_num_threads, read_rank_info
+from vembed.parallel.environment import check_num_threads, read_rank_info
 from vembed.parallel.estimate import GIB
 from vembed.parallel.heartbeat import Heartbeats
 from vembed.parallel.launch_check import LaunchCheck, RankFacts
 from vembed.parallel.memory import keep_freed_memory
 from vembed.parallel.network import default_interface, interface_to, is_loopback_by_name
-from vembed.parallel.placement import Placement, memory_of_a_process, place
+from vembed.parallel.placement import (
+    FITS_SHARE,
+    Layout,
+    Placement,
+    memory_of_a_process,
+    place,
+)
 
 log = logging.getLogger("vembed")
 
+DEFAULT_TIMEOUT_MINUTES = 30.0
+"""Longest time that a collective of a command waits; training takes dist_timeout_minutes."""
 _CHANGED_VARIABLES = (
     "ACCELERATE_USE_FSDP",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -50,7 +58,7 @@ _CHANGED_VARIABLES = (
     "TORCH_DISTRIBUTED_DEBUG",
 )
 """Environment variables that a session and Accelerate set; restored at the end, so that a second run starts clean."""
-_TOLD_VARIABLES = (
+_LOGGED_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_",
@@ -67,25 +75,33 @@ _TOLD_VARIABLES = (
 
 
 class Session:
-    """State of this process in a run. Context manager: the exit destroys the process group."""
+    """State of this process in a run. Context manager: the exit destroys the process group.
+
+    Made by `start_session` for a training run, and by `start_command_session` for a command that uses a model.
+    """
+
+    placement: Placement
+    """Every decision of a training run. The session of a command has none."""
+    layout: Layout
+    """Where the model lies, on which devices, and in which precision."""
+    accelerator: Accelerator
 
     def __init__(
-        self, placement: Placement, accelerator: Accelerator, exits: _Exits
+        self,
+        rank_facts: RankFacts,
+        *,
+        timeout_minutes: float = DEFAULT_TIMEOUT_MINUTES,
+        num_machines: int = 1,
+        debug: bool = False,
     ) -> None:
-        ranks = placement.ranks
-        self.placement = placement
-        self.config = placement.run.config
-        self.rank = ranks.rank
-        self.world_size = ranks.world_size
-        self.local_rank = ranks.local_rank
-        self.local_world_size = ranks.local_world_size
-        self.device = placement.device
-        self.strategy = placement.strategy.value
-        self.mixed_precision = placement.precision.value
-        """Resolved precision of the arithmetic."""
-        self.fsdp = placement.fsdp
-        """FSDP settings if the model is sharded, else None."""
-        self.accelerator = accelerator
+        """Join the other processes. `rank_facts` gives what must be equal on all ranks. It is called before anything
+        else is read. `num_machines`: as the config has it, compared between the ranks."""
+        self._environment = {name: os.environ.get(name) for name in _CHANGED_VARIABLES}
+        # Accelerate starts a group too, for one process under torchrun.
+        self._owns_group = not dist.is_initialized()
+        self.timeout_minutes = timeout_minutes
+        self.heartbeats: Heartbeats | None = None
+        """None in a run of one process."""
         self.reduces_each_micro_batch = False
         """FSDP: reduce gradients after every micro-batch instead of once per step, because unsharded gradients would
         not fit in memory. The sum is the same."""
@@ -94,9 +110,55 @@ class Session:
         self.all_reduces_once = False
         """HYBRID_SHARD where gradients are reduced after every micro-batch: inside each machine only, and between the
         machines once per step."""
+        try:
+            check_num_threads()
+            self.ranks = read_rank_info()
+            if torch.cuda.is_available():
+                enable_expandable_segments()
+            self.device = choose_device(self.ranks)
+            if self.device.type == "cpu":
+                keep_freed_memory()
+            if debug:
+                os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+                dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+            if self.ranks.world_size == 1:
+                rank_facts(self.ranks)
+            elif not dist.is_initialized():
+                self._join(num_machines, rank_facts)
+        except BaseException:
+            self.close()
+            raise
+        self.rank = self.ranks.rank
+        self.world_size = self.ranks.world_size
+        self.local_rank = self.ranks.local_rank
+        self.local_world_size = self.ranks.local_world_size
         self.is_main = self.rank == 0
         """True on rank 0, which writes files and the console log."""
-        uses_qlora = self.config.adapters.use_qlora
+        # Machines may differ in memory and processor, and all ranks must decide the same: the least of all counts.
+        instructions = bf16_instructions()
+        negative_memory, lacks_instructions = collectives.max_ints(
+            [-memory_of_a_process(self.ranks, self.device), int(instructions is None)]
+        )
+        self.memory = -negative_memory
+        """Bytes that a process has: of its GPU, or its part of the machine's memory; the least of all processes."""
+        self.instructions = None if lacks_instructions else instructions
+        """The instructions for bfloat16 that the CPUs of all processes have."""
+
+    def lay_out(
+        self,
+        layout: Layout,
+        *,
+        uses_qlora: bool = False,
+        syncs_batch_norms: bool = False,
+    ) -> None:
+        """Take the decisions about the model, and make the Accelerator that follows from them."""
+        self.layout = layout
+        self.syncs_batch_norms = syncs_batch_norms
+        self.strategy = layout.strategy.value
+        self.mixed_precision = layout.precision.value
+        """Resolved precision of the arithmetic."""
+        self.fsdp = layout.fsdp
+        """FSDP settings if the model is sharded, else None."""
         is_built_on_device = self.fsdp is None or uses_qlora
         self.model_device = self.device if is_built_on_device else torch.device("cpu")
         """Device on which the model is built. A model for FSDP is built in host memory and then sharded."""
@@ -110,9 +172,9 @@ class Session:
         )
         self.builds_empty = self._one_reads and self.rank > 0
         """True if this process builds the model without weights and receives its shards from rank 0."""
-        self.heartbeats = exits.heartbeats
-        """None in a run of one process."""
-        self._exits = exits
+        log.info("device: %s; mixed precision: %s", self.device, layout.precision)
+        log.info("strategy: %s", layout.strategy)
+        self.accelerator = _make_accelerator(layout)
 
     def prepare(
         self, model: nn.Module, layer_classes: tuple[str, ...] = ()
@@ -124,9 +186,7 @@ class Session:
         """
         # from_pretrained leaves a backbone in evaluation mode, without dropout and without gradient checkpointing.
         model.train()
-        share_batch_norms(
-            model, self.device, shared=self.config.parallel.sync_batchnorm
-        )
+        share_batch_norms(model, self.device, shared=self.syncs_batch_norms)
         if self.fsdp is not None:
             self._choose_what_stays_whole(model)
             model = sharding.shard(
@@ -136,13 +196,13 @@ class Session:
                 layer_classes,
                 one_reads=self._one_reads,
             )
-            if self.placement.is_hybrid and self.reduces_each_micro_batch:
+            if self.layout.is_hybrid and self.reduces_each_micro_batch:
                 self.all_reduces_once = sharding.all_reduces_once(model, self.fsdp)
             return model
         # evaluation_mode gives device placement and autocast without DDP. DDP's reducer runs in one backward pass and
         # would miss towers that are not part of the last micro-batch; all_reduce_gradients runs once per step instead.
         model = self.accelerator.prepare_model(model, evaluation_mode=True)
-        if self.placement.computes_in_half:
+        if self.layout.computes_in_half:
             leave_casts_to_autocast(model)
         collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
         return model
@@ -153,7 +213,7 @@ class Session:
 
     def close(self) -> None:
         """Destroy the process group and reset Accelerate's state. Further calls are no-ops."""
-        self._exits.leave()
+        self._leave(waits=True)
 
     def __enter__(self) -> Self:
         return self
@@ -172,7 +232,7 @@ class Session:
         hang_report = None
         if failed and error is not None and self.heartbeats is not None:
             hang_report = self.heartbeats.hang_report(error)
-        self._exits.leave(waits=not failed)
+        self._leave(waits=not failed)
         if hang_report is not None:
             raise RunError(hang_report) from error
 
@@ -182,61 +242,89 @@ class Session:
         Without a reduction, every rank holds unsharded gradients between micro-batches. Without gathered parameters, a
         step of n micro-batches gathers every unit 2n times, or 3n times with Gradient Cache.
         """
-        placement = self.placement
+        layout = self.layout
         gradient_bytes = 0
         parameter_bytes = 0
         for parameter in model.parameters():
-            num_bytes = 2 if placement.computes_in_half else parameter.element_size()
+            num_bytes = 2 if layout.computes_in_half else parameter.element_size()
             parameter_bytes += parameter.numel() * num_bytes
             if parameter.requires_grad:
                 gradient_bytes += 4 * parameter.numel()
-        self.reduces_each_micro_batch = placement.reduces_each_micro_batch(
-            gradient_bytes
-        )
+        self.reduces_each_micro_batch = layout.reduces_each_micro_batch(gradient_bytes)
+        self.keeps_gathered = layout.keeps_gathered(parameter_bytes)
         log.info(
-            "gradients: reduced %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
+            "gradients: reduced %s (whole ones take %.2fGB on each process); parameters: gathered %s (%.2fGB); "
+            "either may take at most %.2fGB",
             "after every micro-batch"
             if self.reduces_each_micro_batch
             else "once per step",
             gradient_bytes / GIB,
-            placement.whole_gradients_limit / GIB,
-        )
-        if not placement.may_keep_gathered:
-            return
-        self.keeps_gathered = placement.keeps_gathered(parameter_bytes)
-        how = "once per step" if self.keeps_gathered else "for every micro-batch"
-        log.info(
-            "parameters: gathered %s (whole ones take %.2fGB on each process, of at most %.2fGB)",
-            how,
+            "once per step" if self.keeps_gathered else "for every micro-batch",
             parameter_bytes / GIB,
-            placement.whole_parameters_limit / GIB,
+            layout.whole_bytes_limit / GIB,
         )
 
-
-class _Exits:
-    """Cleanup of a session: process group, Accelerate's state and environment."""
-
-    def __init__(self) -> None:
-        self.heartbeats: Heartbeats | None = None
-        self.environment = {name: os.environ.get(name) for name in _CHANGED_VARIABLES}
-        self.owns_group = (
-            not dist.is_initialized()
-        )  # Accelerate starts one too, for one process under torchrun
-
-    def leave(self, *, waits: bool = True) -> None:
+    def _leave(self, *, waits: bool) -> None:
         """Destroy the group that this session started, and restore settings and environment. `waits`: for the work
-        that is under way; after a failure its kernels may wait for another rank for ever, so that they are aborted."""
+        that is under way. After a failure its kernels may wait for another rank for ever, so they are aborted."""
         if self.heartbeats is not None:
             self.heartbeats.stop()
-        if self.owns_group and dist.is_initialized():
+        if self._owns_group and dist.is_initialized():
             collectives.end_group(waits=waits)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        for name, value in self.environment.items():
+        for name, value in self._environment.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+    def _join(self, num_machines: int, rank_facts: RankFacts) -> None:
+        """Find the other processes, compare how all were started, and start the process group.
+
+        Count the processes of this machine if no launcher has. With GPUs the group also gets a gloo backend for CPU
+        tensors.
+        """
+        on_gpu = self.device.type == "cuda"
+        backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+        check = LaunchCheck(self.ranks, self.timeout_minutes)
+        # torchrun's store outlives a group; without a prefix the next group would read the addresses of the last one.
+        store = PrefixStore(f"vembed-{next(_groups)}", check.connect())
+        launch = {"num_machines": num_machines, "WORLD_SIZE": self.ranks.world_size}
+        run_id, self.ranks = check.check(store, launch, rank_facts)
+        log.info("run id: %s", run_id)
+        ranks = self.ranks
+        if ranks.world_size > ranks.local_world_size:
+            _choose_interface()  # read by gloo when the group starts
+        try:
+            dist.init_process_group(
+                backend,
+                timeout=timedelta(minutes=self.timeout_minutes),
+                device_id=self.device if on_gpu else None,
+                store=store,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+            )
+        except RuntimeError as error:
+            problem = str(error).splitlines()[0]
+            if isinstance(error, dist.DistStoreError | dist.DistNetworkError):
+                raise check.not_found(problem) from error
+            if "connectFullMesh" not in str(error):
+                raise
+            raise UserError(
+                f"Rank {ranks.rank} found the address of every process, and cannot reach one of them: set "
+                f"GLOO_SOCKET_IFNAME (now {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) to the interface that leads "
+                f"to the other machines, on each of them, and let them open any port to each other ({problem})."
+            ) from error
+        log.info(
+            "processes: %d, %d of them on this machine; backend: %s (%s); a collective waits %g minutes at most",
+            ranks.world_size,
+            ranks.local_world_size,
+            backend,
+            "GPUs" if on_gpu else "no GPU",
+            self.timeout_minutes,
+        )
+        self.heartbeats = Heartbeats(ranks, store)
 
 
 _groups = itertools.count()
@@ -248,135 +336,95 @@ def start_session(
     rank_facts: RankFacts = lambda _: {},
     resumed: Callable[[], Precision | None] = lambda: None,
 ) -> Session:
-    """Join the other processes, place the run on them and their devices, and log each decision with its reason.
+    """Start the session of a training run: join the other processes, place the run on them and their devices, and log
+    each decision with its reason.
 
-    `rank_facts` gives what must be equal on all ranks. It is called before anything else is read. `resumed` gives the
-    precision of the run that is resumed. It is called on rank 0.
+    `rank_facts`: see `Session`. `resumed` gives the precision of the run that is resumed. It is called on rank 0.
     """
     run = resolve_run(source)
-    exits = _Exits()
-    if run.config.run.deterministic:
-        os.environ.setdefault(
-            "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-        )  # cuBLAS reads it at its first matrix product
+    config = run.config
+    session = Session(
+        rank_facts,
+        timeout_minutes=run.timeout_minutes.value,
+        num_machines=run.machines.value,
+        debug=config.logging.debug,
+    )
     try:
-        check_num_threads()
-        rank_info = read_rank_info()
-        if torch.cuda.is_available():
-            enable_expandable_segments()
-        device = choose_device(rank_info)
-        if device.type == "cpu":
-            keep_freed_memory()
-        if run.config.logging.debug:
-            os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
-            dist.set_debug_level_from_env()  # type: ignore[attr-defined]
-        if rank_info.world_size > 1:
-            rank_info = _join(run, rank_info, device, rank_facts, exits)
-        else:
-            rank_facts(rank_info)
-        # Machines may differ in memory and processor, and all ranks must decide the same: the least of all counts.
-        instructions = bf16_instructions()
-        before = resumed() if rank_info.rank == 0 else None
+        if config.run.deterministic:
+            # cuBLAS reads it at its first matrix product.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         known = (None, *PRECISIONS)
-        least, lacking, number = collectives.max_ints(
-            [
-                -memory_of_a_process(rank_info, device),
-                int(instructions is None),
-                known.index(before),
-            ]
-        )
-        least_instructions = None if lacking else instructions
+        before = known.index(resumed() if session.is_main else None)
         placement = place(
             run,
-            rank_info,
-            device,
-            -least,
-            instructions=least_instructions,
-            resumed=known[number],
+            session.ranks,
+            session.device,
+            session.memory,
+            instructions=session.instructions,
+            resumed=known[collectives.max_ints([before])[0]],
         )
-        if placement.fsdp is not None and rank_info.world_size == 1:
-            _join(run, rank_info, device, rank_facts, exits)
         variables = []
         for name in sorted(os.environ):
-            if name.startswith(_TOLD_VARIABLES):
+            if name.startswith(_LOGGED_VARIABLES):
                 variables.append(f"{name}={os.environ[name]}")
-        log.debug("rank %d: %s", rank_info.rank, ", ".join(variables))
-        log.info("device: %s; mixed precision: %s", device, placement.precision)
-        log.info("strategy: %s", placement.strategy)
+        log.debug("rank %d: %s", session.rank, ", ".join(variables))
+        session.placement = placement
+        session.lay_out(
+            placement,
+            uses_qlora=config.adapters.use_qlora,
+            syncs_batch_norms=config.parallel.sync_batchnorm,
+        )
         log.info("gradient checkpointing: %s", placement.recomputation)
-        are_several = run.fsdp is None and rank_info.world_size > 1
-        if placement.fsdp is not None or are_several:
+        could_shard = run.fsdp is None and session.world_size > 1
+        if placement.fsdp is not None or could_shard:
             for line in run.fsdp_notes:
                 log.info("%s", line)
         for line in placement.notes:
             log.info("%s", line)
-        accelerator = _make_accelerator(placement)
     except BaseException:
-        exits.leave()
+        session.close()
         raise
-    return Session(placement, accelerator, exits)
+    return session
 
 
-def _join(
-    run: ResolvedRun,
-    rank_info: RankInfo,
-    device: torch.device,
-    rank_facts: RankFacts,
-    exits: _Exits,
-) -> RankInfo:
-    """Find the other processes, compare how all were started, and start the process group unless there is one.
+def start_command_session(
+    model: str | None = None,
+    strategy: Literal["auto", "ddp", "fsdp"] = "ddp",
+    *,
+    trust_remote_code: bool = False,
+    timeout_minutes: float = DEFAULT_TIMEOUT_MINUTES,
+) -> Session:
+    """Start the session of a command that uses models and trains none: copies or shards, in the dtype of their files.
 
-    Return the rank info with the processes of this machine. With GPUs the group also gets a gloo backend for CPU
-    tensors.
+    `strategy`: fsdp shards a model that goes through `prepare`; auto does so if the weights of `model` would fill the
+    memory of a process.
     """
-    if dist.is_initialized():
-        return rank_info
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    minutes = run.timeout_minutes.value
-    store: Store = dist.HashStore()  # type: ignore[attr-defined]
-    if rank_info.world_size > 1:
-        check = LaunchCheck(rank_info, minutes)
-        # torchrun's store outlives a group; without a prefix the next group would read the addresses of the last one.
-        store = PrefixStore(f"vembed-{next(_groups)}", check.connect())
-        launch = {
-            "num_machines": run.machines.value,
-            "WORLD_SIZE": rank_info.world_size,
-        }
-        run_id, rank_info = check.check(store, launch, rank_facts)
-        log.info("run id: %s", run_id)
-        if rank_info.world_size > rank_info.local_world_size:
-            _choose_interface()  # read by gloo when the group starts
+    session = Session(lambda _: {}, timeout_minutes=timeout_minutes)
     try:
-        dist.init_process_group(
-            backend,
-            timeout=timedelta(minutes=minutes),
-            device_id=device if device.type == "cuda" else None,
-            store=store,
-            rank=rank_info.rank,
-            world_size=rank_info.world_size,
+        if strategy == "auto" and session.world_size > 1:
+            assert model is not None
+            options = ModelSection(
+                model_name=model, trust_remote_code=trust_remote_code
+            )
+            num_bytes = estimate.file_bytes(options)
+            fits = num_bytes <= FITS_SHARE * session.memory
+            strategy = "ddp" if fits else "fsdp"
+        is_sharded = strategy == "fsdp" and session.world_size > 1
+        chosen: Strategy = "single" if session.world_size == 1 else "ddp"
+        session.lay_out(
+            Layout(
+                ranks=session.ranks,
+                device=session.device,
+                memory=session.memory,
+                strategy=Decision("fsdp" if is_sharded else chosen, "strategy"),
+                fsdp=FsdpConfig(mixed_precision="no") if is_sharded else None,
+                precision=Decision("no", "the dtype of the weights"),
+            )
         )
-    except RuntimeError as error:
-        problem = str(error).splitlines()[0]
-        if isinstance(error, dist.DistStoreError | dist.DistNetworkError):
-            raise check.not_found(problem) from error
-        if "connectFullMesh" not in str(error):
-            raise
-        raise UserError(
-            f"Rank {rank_info.rank} found the address of every process, and cannot reach one of them: set "
-            f"GLOO_SOCKET_IFNAME (now {os.environ.get('GLOO_SOCKET_IFNAME', 'not set')}) to the interface that leads "
-            f"to the other machines, on each of them, and let them open any port to each other ({problem})."
-        ) from error
-    log.info(
-        "processes: %d, %d of them on this machine; backend: %s (%s); a collective waits %g minutes at most",
-        rank_info.world_size,
-        rank_info.local_world_size,
-        backend,
-        "GPUs" if device.type == "cuda" else "no GPU",
-        minutes,
-    )
-    if rank_info.world_size > 1:
-        exits.heartbeats = Heartbeats(rank_info, store)
-    return rank_info
+    except BaseException:
+        session.close()
+        raise
+    return session
 
 
 def _choose_interface() -> None:
@@ -403,11 +451,11 @@ def _choose_interface() -> None:
     )
 
 
-def _make_accelerator(placement: Placement) -> Accelerator:
-    fsdp = placement.fsdp
-    rank_info = placement.ranks
-    precision = placement.precision.value
-    on_cpu = placement.device.type == "cpu"
+def _make_accelerator(layout: Layout) -> Accelerator:
+    fsdp = layout.fsdp
+    rank_info = layout.ranks
+    precision = layout.precision.value
+    on_cpu = layout.device.type == "cpu"
     # Another trainer in this process, in a notebook for example, may have left a state of another precision or device,
     # which Accelerate would refuse to change.
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -421,12 +469,12 @@ def _make_accelerator(placement: Placement) -> Accelerator:
         raise UserError(
             "HYBRID_SHARD under fsdp_version: 1 needs GPUs; use fsdp_version: 2."
         )
-    plugin = sharding.make_plugin(fsdp, precision, placement.device)
+    plugin = sharding.make_plugin(fsdp, precision, layout.device)
     # mixed_precision="no": the plugin's policy sets the precision, and Accelerate would also convert master weights.
-    if on_cpu or rank_info.world_size == 1:
+    if on_cpu:
         os.environ["ACCELERATE_USE_FSDP"] = "false"
-        accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
-        sharding.turn_on_fsdp(accelerator, plugin, placement.device)
+        accelerator = Accelerator(cpu=True, mixed_precision="no")
+        sharding.turn_on_fsdp(accelerator, plugin, layout.device)
     else:
         accelerator = Accelerator(mixed_precision="no", fsdp_plugin=plugin)
     if (
@@ -437,14 +485,14 @@ def _make_accelerator(placement: Placement) -> Accelerator:
             f"HYBRID_SHARD needs equally many processes on every machine, but {rank_info.local_world_size} of "
             f"{rank_info.world_size} are on this one: start as many on each, or use FULL_SHARD."
         )
-    if placement.is_hybrid and fsdp.version == 2:
+    if layout.is_hybrid and fsdp.version == 2:
         sharding.use_hybrid_mesh(
-            accelerator, placement.num_machines, rank_info.local_world_size
+            accelerator, layout.num_machines, rank_info.local_world_size
         )
-    elif fsdp.sharding_strategy == "HYBRID_SHARD" and not placement.is_hybrid:
+    elif fsdp.sharding_strategy == "HYBRID_SHARD" and not layout.is_hybrid:
         log.info(
             "HYBRID_SHARD: with %d machine(s) of %d process(es) it is the same as FULL_SHARD",
-            placement.num_machines,
+            layout.num_machines,
             rank_info.local_world_size,
         )
     return accelerator

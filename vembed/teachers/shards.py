@@ -26,7 +26,7 @@ def is_sharded(teacher: Teacher, folder: Path, session: Session) -> bool:
     size = collectives.broadcast_json(
         sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     )
-    memory = session.placement.memory
+    memory = session.memory
     if size > LARGEST_SHARE * memory:
         log.info(
             "teacher %s: sharded over %d processes (its weights take %.1f GB, and a process has %.1f GB)",

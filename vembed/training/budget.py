@@ -117,7 +117,9 @@ def find_budget(
         has_state = optimizer is not None and bool(optimizer.state)
         if not has_state and not placement.offloads:
             trained = num_parameters(model, trainable_only=True) / placement.num_shards
-            to_come += trained * OPTIMIZERS[session.config.optimizer.optim].state_bytes
+            to_come += (
+                trained * OPTIMIZERS[placement.run.config.optimizer.optim].state_bytes
+            )
         demand = replace(demand, fixed=demand.fixed + to_come)
         free, _ = torch.cuda.mem_get_info(session.device)
         memory = free + torch.cuda.memory_reserved(session.device)

@@ -83,12 +83,10 @@ def merge(
     from rich.console import Console
     from rich.table import Table
 
-    from vembed.config.schema import TrainConfig
-    from vembed.parallel.session import start_session
+    from vembed.parallel.session import start_command_session
     from vembed.weights.merge import merge as merge_models
 
-    config = TrainConfig(model_name=models[0], data_path="unused", strategy="ddp")
-    with start_session(config) as session:
+    with start_command_session() as session:
         result = merge_models(
             models,
             output,

@@ -111,7 +111,7 @@ class Checkpointer:
         """Duration of the longest save, for callers that must reserve time for one."""
         self._is_alone = session.world_size == 1
         # An asynchronous save communicates from its own thread, so it needs a process group of its own.
-        timeout = timedelta(minutes=session.placement.run.timeout_minutes.value)
+        timeout = timedelta(minutes=session.timeout_minutes)
         self._group = collectives.new_cpu_group(timeout) if run.async_save else None
         self._pending: tuple[int, Future[Any]] | None = None
         """Step of an asynchronous save, and its result."""
