@@ -13,7 +13,7 @@ from torch import nn
 from vembed.config.options import nearest
 from vembed.config.schema import DataSection, EvaluationSection
 from vembed.data.examples import Item, Kind
-from vembed.data.features import Featuriser
+from vembed.data.features import BaseFeaturiser
 from vembed.data.pair_features import PairFeaturiser
 from vembed.errors import UserError
 from vembed.evaluation.compressed import FORMS, compressed_name, compressed_scores
@@ -122,7 +122,7 @@ def evaluate(
 
 def evaluate_model(
     model: nn.Module,
-    featuriser: Featuriser | PairFeaturiser,
+    featuriser: BaseFeaturiser[Any],
     data: EvalData,
     evaluation: EvaluationSection,
     session: Session | None,

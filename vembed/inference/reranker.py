@@ -46,7 +46,8 @@ class Reranker:
         holds: torch.device | str | None = None,
     ) -> None:
         """`role` names it in messages, as "judges: NAME". `head`: the layer that gives the score, by default that of its
-        files. `instruction`: what a decoder is asked about each pair. `holds`: where the weights are put, for a model
+        files. `instruction`: what a decoder is asked about each pair. `max_length`: tokens of a pair, at most those that
+        the model takes. `holds`: where the weights are put, for a model
         that will be sharded; by default `device`."""
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -55,13 +56,14 @@ class Reranker:
             model_name=str(model),
             task="rerank",
             reranker_head=head,
-            max_length=max_length,
             query_prompt=query_prompt,
             document_prompt=document_prompt,
             torch_dtype=torch_dtype,
             trust_remote_code=trust_remote_code,
         )
         description = describe(options, for_use=True)
+        longest = min(max_length or description.max_length, description.max_length)
+        description = replace(description, max_length=longest)
         if description.scores == "answer" and instruction is not None:
             description = replace(description, query_prompt=instruction)
         self.role = role or description.name

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
@@ -186,6 +187,9 @@ def save_reranker(
     elif not config.tie_word_embeddings:
         # The language-model head is not trained: that of the files, of which training reads two rows.
         name = "lm_head.weight"
-        weights[name] = read_tensors(Path(description.source))[name]
+        for path in sorted(Path(description.source).glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                if name in set(file.keys()):
+                    weights[name] = file.get_tensor(name)
     with quiet_transformers():
         whole.save_pretrained(folder, state_dict=weights)

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from vembed.models.custom.folder import is_own, save_code
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import read_config
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
+from vembed.models.heads import Head
 from vembed.models.language_head import save_with_head
 from vembed.models.names import plain_name
 from vembed.models.processors import save_processors
@@ -136,7 +137,7 @@ def save_model(
             write_layout(
                 folder,
                 description,
-                model.head,
+                cast(Head | None, model.head),
                 _stored(head_state, dtype),
                 _stored(pooling_state, dtype),
                 changed,
