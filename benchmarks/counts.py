@@ -28,9 +28,9 @@ from vembed.losses.build import build_loss
 from vembed.models import modalities
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel import collectives
+from vembed.training.optimizer import Update
 from vembed.training.run import train
 from vembed.training.step import ContrastiveStep
-from vembed.training.update import Update
 
 NUM_RANKS = 2
 STEPS = 3

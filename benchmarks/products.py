@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.cases import Case, rows_of
 from benchmarks.sides import run_vembed
 from vembed.cli.commands.demo import demo_model
+from vembed.training.optimizer import Update
 from vembed.training.step import ContrastiveStep
-from vembed.training.update import Update
 
 PRODUCTS = frozenset(
     {"mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention_for_cpu"}

@@ -1,7 +1,7 @@
 """python -m benchmarks.ranks: what one rank of many does in a step besides computing, with the tables of W ranks.
 
 Other ranks do not exist: the collectives return what they would, with this rank's numbers in place of theirs. Measured
-are the stages whose work grows with W: drawing the global batch, agreeing, gathering the rows' integers, and laying out
+are the stages whose work grows with W: drawing the global batch, splitting, gathering the rows' integers, and laying out
 the candidates. Forward, backward and the scores are computing, and are not counted.
 """
 
@@ -39,9 +39,8 @@ from vembed.parallel import collectives
 from vembed.parallel.session import start_session
 from vembed.training import step
 from vembed.training.budget import Budget, MemoryGuard
-from vembed.training.exchange import Column, gather_columns
 from vembed.training.frozen import InputSource
-from vembed.training.step import ContrastiveStep
+from vembed.training.step import Column, ContrastiveStep, gather_columns
 
 T = TypeVar("T")
 WORLD_SIZES = (8, 64, 1024)
@@ -119,7 +118,7 @@ def as_one_of(world_size: int, seconds: dict[str, float]) -> Iterator[None]:
     with ExitStack() as stack:
         for name, fake in fakes.items():
             stack.enter_context(mock.patch.object(collectives, name, fake))
-        for name in ("agree", "gather"):
+        for name in ("split", "gather"):
             stack.enter_context(
                 mock.patch.object(
                     ContrastiveStep, name, timed(name, getattr(ContrastiveStep, name))
@@ -195,7 +194,7 @@ def main() -> None:
     arguments = parser.parse_args()
     stages = {
         "batch": "drawing and reading",
-        "agree": "agreeing",
+        "split": "splitting",
         "gather": "gathering",
         "candidates": "candidates",
     }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.products import profiled_step, shares
+from vembed.training.optimizer import Update
 from vembed.training.step import ContrastiveStep
-from vembed.training.update import Update
 
 
 def test_products_are_told_from_the_rest() -> None:

@@ -18,7 +18,7 @@ from tests import tiny
 from tests.built import described, model_of
 from tests.harness import run_ranks
 from tests.parallel.steps import listen
-from vembed.cli.commands.doctor import checklist
+from vembed.cli.machine_checks import checklist
 from vembed.cli.run_train import Launch, describe_run, resolve_launch
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import resolve_run

@@ -11,6 +11,7 @@ import torch
 import vembed
 from tests import tiny
 from tests.config.effects import build, given, lines_of, resolve
+from vembed.cli import machine_checks
 from vembed.cli.commands import doctor
 from vembed.errors import UserError
 from vembed.parallel.environment import RankInfo
@@ -151,7 +152,7 @@ def test_doctor_counts_the_processes_of_the_config(
     )
     started: list[int] = []
     monkeypatch.setattr(
-        doctor,
+        machine_checks,
         "run_ranks",
         lambda _, environments: started.append(len(environments)) or 0,
     )

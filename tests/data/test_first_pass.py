@@ -20,7 +20,7 @@ from tests.data.files import (
     write_jsonl,
 )
 from tests.data.pictures import write
-from vembed.data import example_store as sources
+from vembed.data import first_pass
 
 # ---- Parquet -------------------------------------------------------------------------------------------------------
 
@@ -38,20 +38,20 @@ def test_a_damaged_page_of_parquet(tmp_path: Path) -> None:
 
 @pytest.fixture
 def eager_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "CACHE_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(first_pass, "CACHE_AFTER_SECONDS", 0.0)
 
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The sources that were gone through."""
     names: list[str] = []
-    build = sources.build_index
+    build = first_pass.build_index
 
     def counted(reader: Any, *arguments: Any, **options: Any) -> Any:
         names.append(reader.name)
         return build(reader, *arguments, **options)
 
-    monkeypatch.setattr(sources, "build_index", counted)
+    monkeypatch.setattr(first_pass, "build_index", counted)
     return names
 
 

@@ -363,7 +363,7 @@ def test_records_checked_together_are_those_checked_alone(
         images = ImageRoot(str(tmp_path), allow_urls=False)
         form = RecordFormat(Columns(), images, losses=losses, max_negatives=1)
         reader = JsonLines(path)
-        part = base.Part(reader.start, reader.stop)
+        part = range(reader.start, reader.stop)
         return {
             name: +value if name == "counts" else value
             for name, value in vars(index_part(reader, form, part, False)).items()

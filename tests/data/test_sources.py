@@ -145,7 +145,7 @@ def test_texts_that_look_like_paths_of_images_are_warned_of(tmp_path: Path) -> N
     path = write_jsonl(tmp_path / "a.jsonl", records)
     (hint,) = open_path(path).warnings()
     assert (
-        "its documents look like paths of images ('pics/a b/0.JPG')" in hint
+        "its positives look like paths of images ('pics/a b/0.JPG')" in hint
         and hint.endswith("t2i")
     )
     path = write_jsonl(

@@ -176,7 +176,7 @@ def dry_run(arguments: list[str]) -> None:
     if pipeline is not None:
         assert run_stages(pipeline, parsed, starts_processes=True) == 0
         return
-    assert run_train(parsed, env={}) == 0
+    assert run_train(parsed, env={})[0] == 0
 
 
 def started_by(parser: ArgumentParser, arguments: list[str]) -> None:

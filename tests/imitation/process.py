@@ -17,7 +17,7 @@ from typing import Any
 from tests.imitation.guard import load_guard
 from tests.imitation.runs import Result, leave_group, train
 
-STAGES = ("agree", "encode", "gather", "score", "backward")
+STAGES = ("split", "encode", "gather", "score", "backward")
 """Methods of the training step, in order."""
 
 

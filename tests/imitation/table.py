@@ -14,7 +14,7 @@ RULE = "|---|---|---|---|---|---|---|"
 
 def row_of(result: Result) -> list[int]:
     """Return the columns of the table for a case."""
-    forward = result.kernels_of("agree", "encode")
+    forward = result.kernels_of("split", "encode")
     loss = result.kernels_of("gather", "score")
     backward = result.kernels_of("backward")
     rest = result.kernels_of(BETWEEN)

@@ -16,7 +16,6 @@ from tests import tiny
 from tests.harness import run_ranks
 from tests.models.families import SENTENCES
 from tests.tiny_tokenizers import wordpiece_tokenizer
-from vembed.cli.support import model_session
 from vembed.config.schema import ModelSection
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
@@ -26,6 +25,7 @@ from vembed.inference.reranker import Reranker
 from vembed.models.families.decisions import describe
 from vembed.models.processors import load_tokenizer
 from vembed.parallel import session as sessions
+from vembed.parallel.session import start_command_session
 
 
 def copied(source: Path, target: Path) -> Path:
@@ -142,7 +142,7 @@ def wide(tmp_path_factory):
 
 def encoded(folder: Path, strategy: str) -> tuple[np.ndarray, str]:
     sessions.bf16_instructions = lambda: "amx_bf16"
-    with model_session(str(folder), strategy, trust_remote_code=False) as session:
+    with start_command_session(str(folder), strategy=strategy) as session:
         embedder = Embedder(folder, session=session)
         return one_by_one(embedder), embedder.arithmetic
 

@@ -10,7 +10,7 @@ import vembed
 from tests.training.test_run import metrics, settings
 from vembed.models import cpu_kernels
 from vembed.models.cpu_kernels import use_row_gradients
-from vembed.training.update import Update
+from vembed.training.optimizer import Update
 
 
 def gradient(table: nn.Embedding, micro_batches: list[Tensor], *, tied: bool) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,21 +15,21 @@ import pytest
 from tests.commands import command
 from tests.harness import rank_outcomes
 from tests.tiny import shared, tiny_bert
-from vembed.cli import selftest
+from vembed.cli import machine_checks, selftest
 from vembed.cli.commands import doctor
 from vembed.pipelines import prediction
 
 FACTS = [
     r"vembed doctor",
     r"={50}",
+    r"flash-attn: ",
+    r"bitsandbytes: ",
     r"Found \d+ GPU\(s\)",
     r"CUDA available: (True|False)",
     r"CUDA devices: \d+",
     r"NCCL available: (True|False)",
     r"NCCL version: (\d+\.\d+\S*|not available)",
     r"bf16: ",
-    r"flash-attn: ",
-    r"bitsandbytes: ",
     r"\* FSDP initialized with 2 processes .*: pass",
     r"Loading model with FSDP\.\.\.",
     r"\* Model loaded successfully with FSDP .*: pass",
@@ -138,9 +140,9 @@ def test_a_point_that_fails_makes_exit_code_1(
     config.write_text(
         f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\n{options}"
     )
-    monkeypatch.setattr(doctor, "run_ranks", lambda *_: 0)
-    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(machine_checks, "run_ranks", lambda *_: 0)
+    monkeypatch.setattr(machine_checks.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine_checks.torch.cuda, "device_count", lambda: 0)
     assert doctor.doctor(str(config), 2)[1] == 1
     failed = [
         one for one in capsys.readouterr().out.splitlines() if one.endswith(": FAIL")
@@ -157,7 +159,7 @@ def test_a_folder_without_weights_and_a_model_that_needs_shards_fail(
     )
     config = tmp_path / "run.yaml"
     config.write_text(f"model_name: {model}\ndata_path: train.jsonl\nstrategy: ddp\n")
-    monkeypatch.setattr(doctor, "run_ranks", lambda *_: 0)
+    monkeypatch.setattr(machine_checks, "run_ranks", lambda *_: 0)
     assert doctor.doctor(str(config), 2)[1] == 1
     said = capsys.readouterr().out
     assert (
@@ -183,7 +185,7 @@ def test_a_folder_without_weights_and_a_model_that_needs_shards_fail(
 def test_a_failed_self_test_makes_exit_code_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor, "run_ranks", lambda *_: 1)
+    monkeypatch.setattr(machine_checks, "run_ranks", lambda *_: 1)
     assert doctor.doctor(None, 2)[1] == 1
     assert "Self-test: FAIL" in capsys.readouterr().out
 
@@ -195,7 +197,23 @@ def test_a_failed_self_test_makes_exit_code_1(
 def test_bf16_of_a_cpu_is_said_as_it_is(
     instructions: str | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(doctor, "bf16_instructions", lambda: instructions)
-    [line] = [one for one in doctor.describe_machine() if one.startswith("bf16")]
+    monkeypatch.setattr(machine_checks.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(machine_checks, "bf16_instructions", lambda: instructions)
+    [line] = [
+        one for one in machine_checks.describe_devices() if one.startswith("bf16")
+    ]
     assert re.match(said, line)
+
+
+def test_a_broken_torch_is_reported_beside_the_versions(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: wrong build')")
+    done = subprocess.run(
+        [sys.executable, "-m", "vembed", "doctor"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"},
+    )
+    assert done.returncode == 1
+    assert "vembed 0." in done.stdout
+    assert "torch cannot be imported (OSError: libtorch.so: wrong build)" in done.stdout

@@ -35,13 +35,13 @@ from vembed.teachers.supply import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryLosses
 from vembed.training.budget import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
+from vembed.training.optimizer import synchronise
 from vembed.training.step import (
     BatchResult,
     ContrastiveStep,
     order_micro_batches,
     seed_of,
 )
-from vembed.training.update import synchronise
 
 SEED, BATCH_NUMBER = 5, 3
 Data = Literal["pairs", "negatives", "several", "scored", "graded"]

@@ -31,7 +31,7 @@ from vembed.data.examples import Example, ImageRef, Item
 from vembed.losses.batch import LossBatch
 from vembed.parallel.session import start_session
 from vembed.training.budget import Budget
-from vembed.training.update import synchronise
+from vembed.training.optimizer import synchronise
 
 NUM_EXAMPLES = 7
 LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0}

@@ -27,8 +27,8 @@ from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.parallel.session import start_session
 from vembed.training.budget import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
+from vembed.training.optimizer import synchronise
 from vembed.training.step import ContrastiveStep
-from vembed.training.update import synchronise
 
 NUM_EXAMPLES = 5
 

@@ -13,7 +13,7 @@ from tests.parity.engine import Case, build, examples, step_of
 from tests.tiny import shared, tiny_bert
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session
-from vembed.training.update import synchronise
+from vembed.training.optimizer import synchronise
 
 
 def count_rounds(

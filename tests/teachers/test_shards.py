@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,7 @@ from vembed.errors import UserError
 from vembed.inference.reranker import Reranker
 from vembed.parallel.session import start_session
 from vembed.teachers.cached import KIND
-from vembed.teachers.rerankers import PairTeacher
-from vembed.teachers.shards import is_sharded
+from vembed.teachers.models import PairTeacher, is_sharded
 from vembed.teachers.supply import Teachers, teacher_kind
 
 
@@ -184,21 +184,15 @@ def test_a_teacher_that_does_not_fit_is_sharded(
         "vembed.parallel.collectives.broadcast_json", lambda value: value
     )
 
-    class Ranks:
-        world_size = 2
-        memory = size
-
-    ranks: Any = Ranks()
-    assert is_sharded(teacher, shared(tiny_bert), ranks)
-    Ranks.memory = 2 * size
-    assert not is_sharded(teacher, shared(tiny_bert), ranks)
-    assert is_sharded(
-        teacher.model_copy(update={"sharded": True}), shared(tiny_bert), ranks
-    )
-    Ranks.world_size = 1
-    assert not is_sharded(
-        teacher.model_copy(update={"sharded": True}), shared(tiny_bert), ranks
-    )
+    ranks: Any = SimpleNamespace(world_size=2, memory=size)
+    folder = shared(tiny_bert)
+    assert is_sharded(teacher, folder, ranks)
+    ranks.memory = 2 * size
+    assert not is_sharded(teacher, folder, ranks)
+    always = teacher.model_copy(update={"sharded": True})
+    assert is_sharded(always, folder, ranks)
+    ranks.world_size = 1
+    assert not is_sharded(always, folder, ranks)
 
 
 def test_a_decoder_without_tokens_for_yes_and_no(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tests.weights.variants import pairs
 from vembed import Embedder, UserError, evaluate
 from vembed.cli.commands import encode, score
 from vembed.cli.commands.evaluate import eval as evaluate_command
-from vembed.cli.support import model_session
+from vembed.parallel.session import start_command_session
 
 TEXTS = [
     "red cat",
@@ -170,7 +170,7 @@ def _on_a_rank(folder, texts, records, val, out, strategy):
     encode.encode(folder, texts, f"{out}/layers.npy", layers="all", strategy=strategy)
     score.score(folder, records, f"{out}/scores.npy", strategy=strategy)
     scores = evaluate_command(folder, val, strategy=strategy)
-    with model_session(folder, strategy, trust_remote_code=False) as session:
+    with start_command_session(folder, strategy=strategy) as session:
         embedder = Embedder(folder, session=session)
         held = [
             one.to_local() if isinstance(one, DTensor) else one

@@ -13,7 +13,8 @@ from tests.training.test_checkpoint import found_in, starting
 from vembed.errors import UserError
 from vembed.training.checkpoint import folder as integrity
 from vembed.training.checkpoint.schema import CODES, LoopSchema, ScaleSchema
-from vembed.training.update import GradientScale, LoopState
+from vembed.training.optimizer import GradientScale
+from vembed.training.trainer import LoopState
 
 FILE = "rank00000-00000.safetensors"
 WEIGHT = "model.backbone.layer.0.linear.weight"

@@ -6,7 +6,7 @@ import torch
 from tests.harness import run_ranks
 from vembed.data.distinct import distinct
 from vembed.parallel import collectives
-from vembed.training.exchange import Column, gather_columns
+from vembed.training.step import Column, gather_columns
 
 COUNTS = {"indices": [2, 0, 3], "weights": [1, 4, 0], "pairs": [0, 2, 1]}
 
@@ -22,7 +22,7 @@ def part(name, rank):
 
 def gathered():
     columns = {
-        name: Column(part(name, collectives.rank()), counts)
+        name: Column(part(name, collectives.rank()).numpy(), counts)
         for name, counts in COUNTS.items()
     }
     collectives.reset_collective_counts()

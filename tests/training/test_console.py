@@ -8,7 +8,7 @@ import pytest
 from tests.cli.conftest import vembed
 from tests.tiny import shared, texts, tiny_bert
 from vembed.training.hooks.metrics import log_line
-from vembed.training.timing import RunClock
+from vembed.training.trainer import RunClock
 
 __all__ = ["vembed"]
 

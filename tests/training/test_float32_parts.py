@@ -22,7 +22,7 @@ from vembed.parallel.session import start_session
 from vembed.training import trainer
 from vembed.training.hooks.base import StepReport
 from vembed.training.hooks.checks import Watch
-from vembed.training.update import Outcome
+from vembed.training.optimizer import Outcome
 
 
 class Precisions(TorchFunctionMode):

@@ -262,7 +262,7 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path, 
 
 def test_a_resumed_run_computes_only_what_it_has_not_seen(tmp_path, monkeypatch):
     whole = train(options(tmp_path, "whole", cache_frozen_features=False))
-    agree, micro_batches = Interrupts.agree, []
+    agree, micro_batches = Interrupts.must_stop, []
 
     def stop_after_two(self, save_seconds=0.0):
         micro_batches.append(1)
@@ -270,7 +270,7 @@ def test_a_resumed_run_computes_only_what_it_has_not_seen(tmp_path, monkeypatch)
             self._number = 15
         return agree(self, save_seconds)
 
-    monkeypatch.setattr(Interrupts, "agree", stop_after_two)
+    monkeypatch.setattr(Interrupts, "must_stop", stop_after_two)
     with pytest.raises(Stopped):
         train(options(tmp_path, "parts"))
     rest = train(options(tmp_path, "parts", resume=True))

@@ -8,7 +8,7 @@ import vembed
 from tests.harness import run_ranks
 from tests.training.test_run import metrics, settings
 from vembed.parallel.placement import Placement
-from vembed.training.update import Update
+from vembed.training.optimizer import Update
 
 STEPS = 3
 

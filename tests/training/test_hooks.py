@@ -36,7 +36,7 @@ class Average(Hook):
         for mean, live in zip(self.averaged, self.live, strict=True):
             mean.lerp_(live.detach(), 0.5)
 
-    def figures(self, report):
+    def metrics(self, report):
         return {"averaged_steps": self.num_steps}
 
     @contextmanager

@@ -25,7 +25,7 @@ MANY = {"micro_batch_tokens": 32, "eval_steps": 3}
 def stop_in_evaluation(options, number):
     """Train; in that evaluation (from 1, without the one before the first step) the last rank gets SIGTERM."""
     agree, check, micro_batches = (
-        Interrupts.agree,
+        Interrupts.must_stop,
         Interrupts.check,
         {"agree": 0, "check": 0},
     )
@@ -47,7 +47,7 @@ def stop_in_evaluation(options, number):
         check(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Interrupts, "agree", counted)
+        patch.setattr(Interrupts, "must_stop", counted)
         patch.setattr(Interrupts, "check", signalled)
         with pytest.raises(Stopped) as stopped:
             vembed.train(options)

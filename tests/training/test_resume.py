@@ -22,7 +22,7 @@ from vembed.training.checkpoint.resume import (
     refuse,
     trim_metrics,
 )
-from vembed.training.update import LoopState
+from vembed.training.trainer import LoopState
 
 
 def names(paths):

@@ -28,7 +28,7 @@ from vembed.training.fingerprints import (
     of_examples,
 )
 from vembed.training.identity import require_same_data
-from vembed.training.update import Update
+from vembed.training.optimizer import Update
 from vembed.weights.checkpoints import whole_model
 
 AUTO = Decision("auto", "auto")

@@ -21,7 +21,7 @@ from vembed.training.interrupts import Interrupts
 
 def part_of_a_run(options, last_step):
     """Train until rank 1 is told to stop, after `last_step`."""
-    agree, counted = Interrupts.agree, []
+    agree, counted = Interrupts.must_stop, []
 
     def signalled(self, save_seconds=0.0):
         counted.append(1)
@@ -33,7 +33,7 @@ def part_of_a_run(options, last_step):
                 time.sleep(0.001)
         return agree(self, save_seconds)
 
-    Interrupts.agree = signalled
+    Interrupts.must_stop = signalled
     try:
         vembed.train(options)
     except Stopped as stopped:

@@ -10,15 +10,10 @@ import torch
 from tests.training.test_checkpoint import starting
 from tests.training.tiny_run import assert_same, config_for
 from vembed.errors import RunError
-from vembed.training import update as module
+from vembed.training import optimizer as module
 from vembed.training.hooks.checks import Watch
-from vembed.training.update import (
-    FIRST_SCALE,
-    GradientScale,
-    LoopState,
-    Outcome,
-    Update,
-)
+from vembed.training.optimizer import FIRST_SCALE, GradientScale, Outcome, Update
+from vembed.training.trainer import LoopState
 
 HALF = SimpleNamespace(mixed_precision="fp16", strategy="single")
 
@@ -148,7 +143,7 @@ def test_examples_of_each_batch_of_a_step_are_named(tmp_path):
 def test_a_loss_that_stays_is_warned_of_after_200_steps_of_this_run(tmp_path, caplog):
     def look(watch, step):
         outcome = Outcome(1.5, 1.0, applied=True)
-        watch.figures(
+        watch.metrics(
             SimpleNamespace(step=step, outcome=outcome, embeddings=torch.eye(4))
         )
 

@@ -25,12 +25,7 @@ from vembed.data.examples import BadRecord, Item
 from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
 from vembed.data.formats.base import Format
 from vembed.data.formats.copies import CODECS, unpacked_copy
-from vembed.data.formats.opening import (
-    UNPACKERS,
-    WAYS_OUT,
-    open_reader,
-    unknown_ending,
-)
+from vembed.data.formats.opening import WAYS_OUT, open_reader, unknown_ending
 from vembed.data.formats.saved_datasets import is_saved_dataset
 from vembed.data.formats.table import ENDINGS, ending_of
 from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
@@ -97,7 +92,7 @@ class EncodeInput:
             or not (self.path.is_dir() or ending in ENDINGS)
         )
         if self.has_lines and not self.is_stdin and line_format == "auto":
-            if ending in {*UNPACKERS, *WAYS_OUT} - {".txt", ".text"}:
+            if ending in {*WAYS_OUT} - {".txt", ".text"}:
                 raise unknown_ending(self.path)
             self.line_format = "text"
         if column is not None and self.line_format == "text":

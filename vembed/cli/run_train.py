@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,9 @@ def run_train(
     env: Mapping[str, str] = os.environ,
     *,
     starts_processes: bool = True,
-    on_result: Callable[[dict[str, Any]], object] | None = None,
-) -> int:
-    """Train on as many processes as the config and the machine say; return the exit code. `on_result` gets the result.
+    returns_result: bool = False,
+) -> tuple[int, dict[str, Any]]:
+    """Train on as many processes as the config and the machine say. Return the exit code and, if wanted, the result.
 
     Training runs in this process, and raises its exceptions here, if a launcher has started it (torchrun, accelerate
     launch, vembed itself) or if one process is all there is. `starts_processes=False`: without a requested number, a
@@ -90,10 +90,11 @@ def run_train(
             from vembed.data_tools.init.data_page import data_facts
 
             sys.stdout.write(f"\n==== data\n{data_facts(config).page}")
-        result = {"is_dry_run": True, "processes": launch.world_size}
-        if on_result is not None:
-            on_result({**result, "options": config.to_dict()})
-        return 0
+        return 0, {
+            "is_dry_run": True,
+            "processes": launch.world_size,
+            "options": config.to_dict(),
+        }
     require_earlier_stage(run)
     if rank_info is None:
         # A folder with an earlier run is refused before any process is started.
@@ -117,9 +118,9 @@ def run_train(
         )
         module = [sys.executable, "-m", "vembed.entrypoints.train"]
         code = run_ranks([*module, *arguments.command_line()], environments)
-    if code == 0 and on_result is not None:
-        on_result(result_of(config.run.output_dir))
-    return code
+    if code or not returns_result:
+        return code, {}
+    return code, result_of(config.run.output_dir)
 
 
 def result_of(output_dir: str | Path) -> dict[str, Any]:
@@ -248,8 +249,25 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
     )
     names = {"data_path": "data", "val_data_path": "validation data"}
     for option, path in data_paths(config.data):
-        lines.append(f"{names[option]}: {path} ({_place(path)})")
-    lines.append("would run: " + _shown_command(launch, arguments))
+        file = Path(path)
+        size = "not here: a name on the Hub, or a path that is missing"
+        # Unlike Path.exists, False for a name that no file can have.
+        if os.path.exists(file):  # noqa: PTH110
+            size = f"{file.stat().st_size:,d} bytes" if file.is_file() else "a folder"
+        lines.append(f"{names[option]}: {path} ({size})")
+    words = ["python", "-m", "vembed.entrypoints.train"]
+    command = shlex.join([*words, *arguments.shown_command_line()])
+    changes = (launch.changes or {}).items()
+    command = "".join(f"{name}={value} " for name, value in changes) + command
+    where = "in this process"
+    if launch.world_size > 1:
+        is_single = launch.num_machines == 1
+        address = launch.main_process_ip or ("127.0.0.1" if is_single else "ADDRESS")
+        port = launch.main_process_port or ("a free one" if is_single else DEFAULT_PORT)
+        first = launch.machine_rank * launch.num_processes
+        last = first + launch.num_processes - 1
+        where = f"ranks {first} to {last} of {launch.world_size}, main process at {address}, port {port}"
+    lines.append(f"would run: {command} ({where})")
     return "\n".join(lines) + "\n"
 
 
@@ -284,28 +302,3 @@ def _launched_rank(
             "--main-process-ip; for several processes here give --nproc; or unset WORLD_SIZE"
         )
     return read_rank_info(env)
-
-
-def _shown_command(launch: Launch, arguments: TrainArguments) -> str:
-    words = ["python", "-m", "vembed.entrypoints.train"]
-    command = shlex.join([*words, *arguments.shown_command_line()])
-    changes = (launch.changes or {}).items()
-    command = "".join(f"{name}={value} " for name, value in changes) + command
-    if launch.world_size == 1:
-        return f"{command} (in this process)"
-    is_single = launch.num_machines == 1
-    address = launch.main_process_ip or ("127.0.0.1" if is_single else "ADDRESS")
-    port = launch.main_process_port or ("a free one" if is_single else DEFAULT_PORT)
-    first = launch.machine_rank * launch.num_processes
-    ranks = f"{first} to {first + launch.num_processes - 1} of {launch.world_size}"
-    return f"{command} (ranks {ranks}, main process at {address}, port {port})"
-
-
-def _place(path: str) -> str:
-    try:
-        place = Path(path).expanduser()
-        if not place.exists():
-            return "not here: a name on the Hub, or a path that is missing"
-        return f"{place.stat().st_size:,d} bytes" if place.is_file() else "a folder"
-    except (OSError, ValueError, RuntimeError):
-        return "no name that a file can have"

@@ -69,6 +69,7 @@ MODE: ContextVar[Literal["command", "check", "process"]] = ContextVar(
 )
 """check: a command ends where its work would begin. process: a launcher has started this process."""
 STANDARD_OUTPUT = "-"
+LINE = "=" * 50
 
 
 class StartRanks(Exception):  # noqa: N818 - not an error: the work is for other processes
@@ -215,6 +216,12 @@ def log_line(line: str) -> None:
     sys.stderr.flush()
 
 
+def print_lines(*lines: str) -> None:
+    """Print lines at once: other processes write to the same terminal."""
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
 def share(nproc: int, **machines: Any) -> None:
     """End the command here if other processes are to do its work. Commands check their arguments before they call it."""
     if MODE.get() == "check":
@@ -228,16 +235,19 @@ def share(nproc: int, **machines: Any) -> None:
 
 
 @contextmanager
-def model_session(
-    model: str, strategy: Literal["auto", "ddp", "fsdp"], *, trust_remote_code: bool
-) -> Iterator[Session]:
-    """Start a session that uses a model and does not train it: copies or shards, in the dtype of its file."""
+def open_model(
+    name: str, strategy: Literal["auto", "ddp", "fsdp"], *, trust_remote_code: bool
+) -> Iterator[tuple[str, Session]]:
+    """Yield the folder or Hub name of a model, and the session of the processes that use it."""
     from vembed.parallel.session import start_command_session
 
-    with start_command_session(
-        model, strategy, trust_remote_code=trust_remote_code
-    ) as session:
-        yield session
+    with (
+        usable_model(name) as path,
+        start_command_session(
+            path, strategy, trust_remote_code=trust_remote_code
+        ) as session,
+    ):
+        yield path, session
 
 
 @contextmanager

@@ -1,11 +1,16 @@
-"""Hashes of values and files, by which caches know what they were made of."""
+"""Versions of files: what caches were made of, what changed while a run reads them, and copies that appear as a whole."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from vembed.errors import UserError
 
 
 def stamp(path: Path) -> list[int]:
@@ -33,3 +38,52 @@ def add_content(
         for piece in range(pieces):
             file.seek(piece * (size - piece_bytes) // (pieces - 1))
             digest.update(file.read(piece_bytes))
+
+
+@contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """Yield a path beside the target. What is written there becomes the target when the with-block ends well."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def change_since(path: Path, before: os.stat_result) -> str | None:
+    """Return what happened to a data file since it was opened, as a sentence; None if nothing did."""
+    try:
+        now = path.stat()
+    except FileNotFoundError:
+        return f"{path} has been deleted or moved since the run began; the run goes on with what it has open"
+    except OSError as error:
+        return f"{path} can no longer be read ({error.strerror or error})"
+    if not os.path.samestat(now, before):
+        return f"{path} has been replaced since the run began; the run goes on with the file that it has open"
+    if now.st_size > before.st_size:
+        return (
+            f"{path} has grown from {before.st_size:,d} to {now.st_size:,d} bytes since the run began; what was added "
+            "is not read before the next start"
+        )
+    if now.st_size < before.st_size:
+        return f"{path} has shrunk from {before.st_size:,d} to {now.st_size:,d} bytes since the run began: start again"
+    if now.st_mtime_ns != before.st_mtime_ns:
+        return f"{path} has been written to since the run began: if its records are others now, start again"
+    return None
+
+
+def refuse_truncated(files: Mapping[Path, os.stat_result]) -> None:
+    """Raise UserError if a file is shorter than it was when it was mapped into memory: reading a page behind its end
+    would end the process. A file that was deleted or replaced stays mapped as it was."""
+    for path, before in files.items():
+        try:
+            now = path.stat()
+        except OSError:
+            continue
+        if os.path.samestat(now, before) and now.st_size < before.st_size:
+            raise UserError(
+                f"{path} has been truncated from {before.st_size:,d} to {now.st_size:,d} bytes since it was opened: "
+                "restore it, and start again"
+            )

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from vembed.data.conversations import POSITIVE_MESSAGES, QUERY, fields_of
+from vembed.data.examples import BadRecord
 from vembed.data.messages import listed, printable
 from vembed.errors import UserError
 
@@ -50,56 +51,11 @@ GUESSES: dict[str, tuple[str, ...]] = {
 }
 """Likely column names that are not read automatically; used for advice and by `vembed init`."""
 
-JUDGEMENTS = frozenset(
-    [
-        "label",
-        "labels",
-        "gold",
-        "duplicate",
-        "match",
-        "relevance",
-        "relevant",
-        "relatedness",
-        "rating",
-        "similarity",
-        "sim",
-        "entailment",
-        "paraphrase",
-        "judgment",
-        "judgement",
-        "judgments",
-        "judgements",
-    ]
-)
-"""Words in likely names of columns that say which pairs match. None of them is read beside a query and a positive."""
-_NO_JUDGEMENTS = frozenset(["id", "ids", "text", "name", "names", "url", "date"])
-"""Words in names of columns that only tell something about a judgement."""
-_NEGATIVES = frozenset(["neg", "negs", "negative", "negatives", "rejected"])
-"""Words in likely names of columns with negatives."""
-_NO_NEGATIVES = frozenset(
-    [
-        "id",
-        "ids",
-        "name",
-        "names",
-        "url",
-        "date",
-        "is",
-        "num",
-        "count",
-        "score",
-        "scores",
-    ]
-)
-PROMPTS = frozenset(["prompt", "instruction", "query_instruction", "instruct"])
-"""Likely names of columns with a prompt of the query, beside a query."""
 INSIDE = " (inside of an item)"
 """Behind the name of a field that an object for a query or document has, in lists of what is not read."""
 
 TEXT = "text"
 """Column of records that are one text, for runs without pairs and for labelled data."""
-NUM_CLASSES = range(3, 11)
-"""Numbers of different whole numbers that look like classes, not like scores."""
 LABEL = "label"
 """Column of the class of a text or image."""
 _NUMBERED_NEGATIVE = re.compile(r"(neg|negative)_(\d+)")
@@ -107,6 +63,16 @@ _LAYOUTS_KEPT = 1024
 _ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names} | {
     TEXT: TEXT
 }
+
+
+QUERY = "messages"
+POSITIVE_MESSAGES = "positive_messages"
+_SIDES = (
+    (QUERY, "images", "query"),
+    (POSITIVE_MESSAGES, "positive_images", "positive"),
+    ("negative_messages", "negative_images", "negatives"),
+)
+_IMAGE = "<image>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,69 +260,6 @@ def refuse_repeated(name: str, columns: Iterable[str]) -> None:
         raise UserError(f"{name} has more than one column named {listed(twice)}")
 
 
-def judgement_column(unused: Iterable[str]) -> str | None:
-    """Return the first column that probably says which pairs match; None without one."""
-    return next(iter(_named(unused, JUDGEMENTS, _NO_JUDGEMENTS)), None)
-
-
-def unread_judgement(unused: Iterable[str]) -> str | None:
-    """Return what is wrong with pairs whose columns that are not read include a likely judgement; None without one."""
-    name = judgement_column(unused)
-    if name is None:
-        return None
-    return (
-        f"{name} is not read, and every pair is taken for a match: if {name} says how well a pair matches, set "
-        f"column_mapping: {{{name}: score}} and loss: cosent, or leave out the pairs that do not match"
-    )
-
-
-def classes_as_scores(values: Collection[float]) -> str | None:
-    """Return a doubt about the values, once each, of a column `label` that is read as a score; None without one."""
-    are_whole = all(value >= 0 and float(value).is_integer() for value in values)
-    if len(values) not in NUM_CLASSES or not are_whole:
-        return None
-    return (
-        f"label ({', '.join(f'{value:.0f}' for value in sorted(values))}) is taken for a score, the higher the more "
-        "similar; if its numbers are classes, such as those of entailment, keep the pairs that match alone and leave "
-        "the column out"
-    )
-
-
-def unread_negatives(unused: Iterable[str]) -> str | None:
-    """Return what is wrong where columns that are not read probably hold negatives; None without one."""
-    names = _named(unused, _NEGATIVES, _NO_NEGATIVES)
-    if not names:
-        return None
-    entries = ", ".join(f"{_quoted(name)}: negative" for name in names)
-    return (
-        f"not read: {listed(names)}. For negatives, set column_mapping: {{{entries}}}"
-    )
-
-
-def unread_prompt(unused: Iterable[str]) -> str | None:
-    """Return what is wrong where a column that is not read probably holds prompts; None without one."""
-    for name in unused:
-        if _plain(name) in PROMPTS:
-            return (
-                f"{name} is not read: if it goes before the query, set column_mapping: "
-                f"{{{_quoted(name)}: query_prompt}}"
-            )
-    return None
-
-
-def _named(
-    names: Iterable[str], words: frozenset[str], others: frozenset[str]
-) -> list[str]:
-    """Return the names of columns with one of the words and none of the others. A number at the end does not count."""
-    named = []
-    for name in names:
-        words_of_name = set(_plain(name).rstrip("0123456789").split("_"))
-        is_named = words_of_name & words and not words_of_name & others
-        if is_named and not name.endswith(INSIDE):
-            named.append(name)
-    return named
-
-
 def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
     """Return the column mapping with each target name replaced by its part of a record."""
     roles: dict[str, str] = {}
@@ -369,7 +272,7 @@ def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
             near = difflib.get_close_matches(target, _ROLE_OF, n=1, cutoff=cutoff)
             if name in _ROLE_OF and not near:
                 raise UserError(
-                    f"{entry} is the wrong way round: the name in the file comes first, {{{_quoted(target)}: {name}}}"
+                    f"{entry} is the wrong way round: the name in the file comes first, {{{quoted(target)}: {name}}}"
                 )
             hint = f" (it reads {listed(COLUMNS)})"
             if near:
@@ -411,7 +314,7 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
         if not any(target.startswith(role) for target in example.values()):
             # Any other column would be a guess by its position alone.
             example[f"your_{role}"] = role
-    entries = ", ".join(f"{_quoted(name)}: {role}" for name, role in example.items())
+    entries = ", ".join(f"{quoted(name)}: {role}" for name, role in example.items())
     return (
         f"no {' and no '.join(missing)} (it has {listed(columns) or 'no fields'}): say which column it is with "
         f"column_mapping: {{{entries}}}"
@@ -422,13 +325,13 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
 def _without_query(columns: tuple[str, ...]) -> str:
     """Return what a record without a query may be instead: a text with a class, or a text alone."""
     texts = COLUMNS["positive"] + GUESSES["positive"]
-    if len(columns) == 1 and _plain(columns[0]) in texts:
+    if len(columns) == 1 and plain_name(columns[0]) in texts:
         return ", or make pairs of texts alone with `vembed generate`"
     if len(columns) != 2 or not {TEXT, LABEL} & {*columns}:
         return ""
     ours = TEXT if TEXT in columns else LABEL
     other = columns[1] if columns[0] == ours else columns[0]
-    entry = f"{_quoted(other)}: {LABEL if ours == TEXT else TEXT}"
+    entry = f"{quoted(other)}: {LABEL if ours == TEXT else TEXT}"
     which = other if ours == TEXT else LABEL
     return f", or, if {printable(which)} is the class of a text, with column_mapping: {{{entry}}}"
 
@@ -441,7 +344,7 @@ def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, s
         for target in (role, f"{role}_image"):
             # The names of the table too: `Question`, ` Answer ` and `sentence1` without its partner are near misses.
             likely = {*GUESSES.get(target, ()), *COLUMNS[target]}
-            names = [name for name in free if _plain(name) in likely]
+            names = [name for name in free if plain_name(name) in likely]
             if names and target in GUESSES:
                 mapping[names[0]] = target
                 free.remove(names[0])
@@ -449,11 +352,102 @@ def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, s
     return mapping
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
     """Return a column's name for YAML: in quotes if spaces around it would get lost."""
     return repr(name) if name != name.strip() else printable(name)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return a column's name as the tables of names write it."""
     return "_".join(name.strip(" \"'").lower().replace("-", " ").split())
+
+
+# ---- conversations ---------------------------------------------------------------
+
+
+def is_conversation(record: dict[str, Any]) -> bool:
+    """Return True if a record has its query and its positives as messages."""
+    return isinstance(record.get(QUERY), list) and POSITIVE_MESSAGES in record
+
+
+def fields_of(columns: Iterable[str]) -> dict[str, str]:
+    """Return the field as which each column of a table is read: its own name, except in a table of conversations."""
+    names = list(columns)
+    known: dict[str, str] = {}
+    if QUERY in names and POSITIVE_MESSAGES in names:
+        known = {
+            name: field
+            for messages, images, field in _SIDES
+            for name in (messages, images)
+        } | {"label": "score"}
+    return {name: known.get(name, name) for name in names}
+
+
+def as_fields(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with `query`, `positive`, `negatives` and `score`. Other fields are kept."""
+    fields = dict(record)
+    for side in _SIDES:
+        for name in side[:2]:
+            fields.pop(name, None)
+    if fields.pop("label", None) is not None:
+        fields["score"] = record["label"]
+    for name, images_name, field in _SIDES:
+        conversations = record.get(name)
+        images = record.get(images_name)
+        if conversations is None:
+            continue
+        if field == "query":
+            fields[field] = _item(conversations, images, name)
+            continue
+        if not isinstance(conversations, list):
+            raise BadRecord(
+                f"{name} is {conversations!r:.60}, and a list of messages is needed"
+            )
+        if not isinstance(images, list | None):
+            raise BadRecord(
+                f"{images_name} is {images!r:.60}, and a list of images is needed"
+            )
+        if conversations and isinstance(conversations[0], dict):
+            # One conversation instead of a list of them.
+            conversations = [conversations]
+            images = images and [images]
+        images = images or [None] * len(conversations)
+        if len(images) != len(conversations):
+            raise BadRecord(
+                f"{name} has {len(conversations):,d} conversations, and {images_name} {len(images):,d} lists"
+            )
+        # Of negatives all are read.
+        items = fields.get(field) if field == "negatives" else None
+        items = [] if items is None else items
+        fields[field] = list(items) if isinstance(items, list) else [items]
+        for conversation, its_images in zip(conversations, images, strict=True):
+            fields[field].append(_item(conversation, its_images, name))
+    return fields
+
+
+def _item(messages: Any, images: Any, name: str) -> dict[str, Any]:
+    """Return the user's messages as one item. Image markers are removed, since an item lists its images."""
+    texts = []
+    for message in messages if isinstance(messages, list) else [messages]:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise BadRecord(f"{name} has a message without a text in `content`")
+        if message.get("role", "user") != "user":
+            raise BadRecord(
+                f"{name} has a message of role {message['role']!r:.40}, and only what the user says is embedded; "
+                "instructions belong into query_prompt and document_prompt"
+            )
+        texts.append(message["content"])
+    if images is None:
+        images = []
+    if not isinstance(images, list):
+        images = [images]
+    text = "\n".join(texts)
+    num_marks = text.count(_IMAGE)
+    if num_marks not in (0, len(images)):
+        raise BadRecord(
+            f"{name} has {num_marks:,d} {_IMAGE} and {len(images):,d} images"
+        )
+    if not images:
+        return {"text": text}
+    text = text.replace(_IMAGE, "").strip()
+    return {"text": text, "images": images} if text else {"images": images}

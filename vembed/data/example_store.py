@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import time
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
@@ -26,36 +26,25 @@ from vembed.config.terms import (
 from vembed.config.user_folders import cache_folder
 from vembed.data.batching.class_batches import next_of_class
 from vembed.data.batching.schedule import ContentKeys
-from vembed.data.cache import short_hash
-from vembed.data.columns import (
-    LABEL,
-    Columns,
-    classes_as_scores,
-    unread_judgement,
-    unread_negatives,
-    unread_prompt,
-)
-from vembed.data.conversations import is_conversation
+from vembed.data.cache import change_since, short_hash
+from vembed.data.columns import LABEL, Columns, is_conversation
 from vembed.data.examples import BadRecord, Example, ReadAs
-from vembed.data.first_pass import (
-    NUM_NAMED,
-    Index,
-    IndexCache,
-    build_index,
-)
+from vembed.data.first_pass import NUM_NAMED, Index, cached_index
 from vembed.data.formats.base import Format
 from vembed.data.formats.opening import open_reader
 from vembed.data.formats.saved_datasets import Role
 from vembed.data.images.files import ImageRoot
 from vembed.data.messages import joined, listed
-from vembed.data.plain_texts import taken_for_texts
+from vembed.data.misreadings import (
+    classes_as_scores,
+    taken_for_texts,
+    unread_judgement,
+    unread_negatives,
+    unread_prompt,
+)
 from vembed.data.records import RecordFormat
-from vembed.data.watched_files import FileStamp
 from vembed.errors import UserError
 from vembed.losses.table import LOSSES
-
-CACHE_AFTER_SECONDS = 1.0
-"""The result of a validation pass that took longer is stored in the cache folder."""
 
 NUM_INSPECTED = 20
 """Examples of a source that are looked at for what is probably not meant."""
@@ -107,8 +96,8 @@ class _Source(Records):
     size: int
     """Number of examples in use, the first ones of the index."""
     read_as: ReadAs
-    stamps: tuple[FileStamp, ...]
-    """Of its files, before they were read."""
+    files: dict[Path, os.stat_result]
+    """Its files, as they were before they were read."""
     reads_scores: bool
     """True if a loss of the source reads scores of the data."""
 
@@ -276,10 +265,10 @@ class ExampleStore:
 
     def changed_files(self) -> list[str]:
         """Return a sentence for each file of the data that was changed, replaced or deleted since it was opened."""
-        stamps = {
-            stamp.path: stamp for source in self._sources for stamp in source.stamps
-        }
-        changes = [stamp.change() for stamp in stamps.values()]
+        files: dict[Path, os.stat_result] = {}
+        for source in self._sources:
+            files |= source.files
+        changes = [change_since(path, before) for path, before in files.items()]
         return [change for change in changes if change is not None]
 
     def summary(self) -> list[str]:
@@ -447,7 +436,7 @@ def _open_source(
     columns = Columns(mapping, may_miss=may_miss, texts_alone=texts_alone)
     reader = open_reader(entry.path, columns, role, cache)
     # Before reading: a change during the pass is noticed too.
-    stamps = tuple(FileStamp.of(path) for path in reader.files())
+    files = {path: path.stat() for path in reader.files()}
     images = ImageRoot(
         data.image_root or str(reader.folder), allow_urls=data.allow_image_urls
     )
@@ -459,15 +448,8 @@ def _open_source(
         **requirements,
     )
     options: list[Any] = [reader.name, mapping, data.retrieval_mode, images.folder]
-    options += [images.allow_urls, requirements, with_keys]
-    index_cache = IndexCache(cache, reader.files(), options)
-    index = index_cache.load()
-    if index is None:
-        began = time.monotonic()
-        index = build_index(reader, form, with_keys=with_keys)
-        # A short pass is not worth a file in the cache.
-        if time.monotonic() - began >= CACHE_AFTER_SECONDS:
-            index_cache.save(index)
+    options += [images.allow_urls, requirements]
+    index = cached_index(reader, form, cache, options, with_keys=with_keys)
     if index.missing and not may_miss:
         raise UserError(
             f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
@@ -481,7 +463,7 @@ def _open_source(
         weight=entry.weight,
         size=len(index),
         read_as=ReadAs(entry.query_prompt, entry.document_prompt, entry.max_length),
-        stamps=stamps,
+        files=files,
         reads_scores=reads_scores(terms),
     )
 

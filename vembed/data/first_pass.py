@@ -10,9 +10,9 @@ import gc
 import hashlib
 import json
 import logging
-import os
 import pickle
 import sys
+import time
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,10 +30,10 @@ from safetensors.numpy import save_file
 from vembed.cores import num_cores
 from vembed.data.batching.class_batches import label_key
 from vembed.data.batching.schedule import ContentKeys
-from vembed.data.cache import short_hash, stamp
+from vembed.data.cache import short_hash, stamp, written_aside
 from vembed.data.child_process import answers, send, start_child
 from vembed.data.examples import BadRecord, Example, ImageRef, Item, MissingNegative
-from vembed.data.formats.base import FILE_BITS, Format, Part
+from vembed.data.formats.base import FILE_BITS, Format
 from vembed.data.images.files import check_image
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
@@ -47,6 +47,8 @@ IMAGE_THREADS = 8
 """Threads that check images; they hide the latency of network drives."""
 HASHED_BYTES = 64 * 2**20
 """Bytes of a file that one thread hashes."""
+CACHE_AFTER_SECONDS = 1.0
+"""The result of a pass that took longer is stored in the cache folder."""
 MAX_PROCESSES = 16
 """More processes than these wait for the disk."""
 
@@ -120,18 +122,6 @@ class PartIndex:
         self.layouts: list[tuple[str, ...]] = []
         """Columns of the records, for the lists of unused and missing ones."""
         self.unused: list[str] = []
-
-    def add(self, example: Example, number: int, line: int, *, with_keys: bool) -> None:
-        """Take in one more record."""
-        self.numbers.append(number)
-        self.lines.append(line)
-        self.count(example)
-        if example.label is not None:
-            self.members.extend((label_key(example.label), example.query.key()))
-        if with_keys:
-            keys = dict.fromkeys(item.key() for item in example.items)
-            self.keys.extend(keys)
-            self.num_keys.append(len(keys))
 
     def count(self, example: Example, times: int = 1) -> None:
         """Count a record, or so many of its form."""
@@ -231,7 +221,7 @@ def build_index(reader: Format, form: RecordFormat, *, with_keys: bool) -> Index
 
 
 def index_part(
-    reader: Format, form: RecordFormat, part: Part, with_keys: bool
+    reader: Format, form: RecordFormat, part: range, with_keys: bool
 ) -> PartIndex:
     """Check the records of a part. `with_keys`: keep the content keys."""
     index = PartIndex()
@@ -247,30 +237,37 @@ def index_part(
                 index.count(Example(text, (text,), negatives), len(block.numbers))
                 continue
             rows = list(block.rows())
-            outcomes = [_outcome(form, record) for _, _, record in rows]
+            outcomes: list[Example | BadRecord] = []
+            for _, _, record in rows:
+                try:
+                    if isinstance(record, BadRecord):
+                        raise record
+                    outcomes.append(form.example(record, ""))
+                except BadRecord as error:
+                    outcomes.append(error)
             _refuse_bad_images(outcomes, index.images, pool)
             for (number, line, _), outcome in zip(rows, outcomes, strict=True):
-                if isinstance(outcome, Example):
-                    index.add(outcome, number, line, with_keys=with_keys)
+                if isinstance(outcome, BadRecord):
+                    index.counts["bad"] += 1
+                    is_missing = isinstance(outcome, MissingNegative)
+                    index.counts["without_negatives"] += is_missing
+                    if len(index.problems) < NUM_NAMED:
+                        index.problems.append((line, str(outcome)))
                     continue
-                index.counts["bad"] += 1
-                is_missing = isinstance(outcome, MissingNegative)
-                index.counts["without_negatives"] += is_missing
-                if len(index.problems) < NUM_NAMED:
-                    index.problems.append((line, str(outcome)))
+                index.numbers.append(number)
+                index.lines.append(line)
+                index.count(outcome)
+                if outcome.label is not None:
+                    class_key = label_key(outcome.label)
+                    index.members.extend((class_key, outcome.query.key()))
+                if with_keys:
+                    keys = dict.fromkeys(item.key() for item in outcome.items)
+                    index.keys.extend(keys)
+                    index.num_keys.append(len(keys))
     index.num_lines = reader.num_lines(part)
     index.layouts = form.columns.layouts
     index.unused = form.columns.unused
     return index
-
-
-def _outcome(form: RecordFormat, record: object) -> Example | BadRecord:
-    if isinstance(record, BadRecord):
-        return record
-    try:
-        return form.example(record, "")
-    except BadRecord as error:
-        return error
 
 
 def _labels(members: np.ndarray) -> np.ndarray:
@@ -340,7 +337,7 @@ def _piece_hash(piece: tuple[Path, int]) -> bytes:
 def in_processes(
     reader: Format,
     form: RecordFormat,
-    parts: Sequence[Part],
+    parts: Sequence[range],
     num_processes: int,
     with_keys: bool,
 ) -> Iterator[PartIndex]:
@@ -389,57 +386,54 @@ def index_for_parent() -> None:
 # ---- the index on disk -----------------------------------------------------------
 
 
-class IndexCache:
-    """Cache entry for the index of one source with one set of options."""
-
-    def __init__(
-        self, folder: Path, files: Sequence[Path], options: Sequence[Any]
-    ) -> None:
-        paths = [str(path.absolute()) for path in files]
-        name = short_hash(_code_hash(), paths, *options)
-        self._path = folder / "index" / f"{name}.safetensors"
-        self._stamps = [stamp(path) for path in files]
-
-    def load(self) -> Index | None:
-        """Return the stored index; None if there is none, or if the data or images have changed."""
-        try:
-            with safe_open(self._path, "np") as file:
-                stamps, facts = json.loads(file.metadata()["facts"])
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError):  # missing or damaged: it is built again
-            return None
+def cached_index(
+    reader: Format,
+    form: RecordFormat,
+    folder: Path,
+    options: Sequence[Any],
+    *,
+    with_keys: bool,
+) -> Index:
+    """Return the index of a source: from the cache folder if its files, its images, the options and the code are the
+    same, otherwise built anew."""
+    files = reader.files()
+    name = short_hash(
+        _code_hash(), [str(path.absolute()) for path in files], with_keys, *options
+    )
+    path = folder / "index" / f"{name}.safetensors"
+    stamps = [stamp(file) for file in files]
+    with suppress(OSError, SafetensorError):  # missing or damaged: it is built again
+        with safe_open(path, "np") as file:
+            known_stamps, facts = json.loads(file.metadata()["facts"])
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         images = facts["images"].items()
-        if stamps != self._stamps or any(
-            _image_stamp(path) != known for path, known in images
+        if stamps == known_stamps and all(
+            _image_stamp(image) == known for image, known in images
         ):
-            return None
-        keys = None
-        if "key_values" in arrays:
-            keys = ContentKeys(arrays["key_values"], arrays["key_starts"])
-        facts["counts"] = Counter(facts["counts"])
-        return Index(
-            arrays["numbers"], arrays["lines"], keys, arrays.get("labels"), **facts
-        )
-
-    def save(self, index: Index) -> None:
-        """Store an index. Errors of the disk are ignored: the index is built again the next time."""
-        facts = vars(index).copy()
-        arrays = {"numbers": facts.pop("numbers"), "lines": facts.pop("lines")}
-        keys = facts.pop("keys")
-        if keys is not None:
-            arrays |= {"key_values": keys.values, "key_starts": keys.starts}
-        labels = facts.pop("labels")
-        if labels is not None:
-            arrays["labels"] = labels
-        partial = self._path.with_suffix(f".{os.getpid()}")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            metadata = {"facts": json.dumps([self._stamps, facts])}
-            save_file(arrays, partial, metadata)
-            partial.replace(self._path)
-        except (OSError, SafetensorError):
-            with suppress(OSError):
-                partial.unlink()
+            facts["counts"] = Counter(facts["counts"])
+            if "key_values" in arrays:
+                starts = arrays.pop("key_starts")
+                facts["keys"] = ContentKeys(arrays.pop("key_values"), starts)
+            return Index(**{**facts, **arrays})
+    began = time.monotonic()
+    index = build_index(reader, form, with_keys=with_keys)
+    # A short pass is not worth a file in the cache.
+    if time.monotonic() - began < CACHE_AFTER_SECONDS:
+        return index
+    facts = vars(index).copy()
+    arrays = {"numbers": facts.pop("numbers"), "lines": facts.pop("lines")}
+    if index.keys is not None:
+        facts["keys"] = None
+        arrays |= {"key_values": index.keys.values, "key_starts": index.keys.starts}
+    if index.labels is not None:
+        arrays["labels"] = facts.pop("labels")
+    with (
+        # Without room on the disk it is built again the next time.
+        suppress(OSError, SafetensorError),
+        written_aside(path) as partial,
+    ):
+        save_file(arrays, partial, {"facts": json.dumps([stamps, facts])})
+    return index
 
 
 @functools.cache

@@ -10,8 +10,14 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Literal
 
-from vembed.data.columns import INSIDE, Columns, Layout
-from vembed.data.conversations import POSITIVE_MESSAGES, as_fields, is_conversation
+from vembed.data.columns import (
+    INSIDE,
+    POSITIVE_MESSAGES,
+    Columns,
+    Layout,
+    as_fields,
+    is_conversation,
+)
 from vembed.data.examples import (
     LONE_SURROGATE,
     BadRecord,

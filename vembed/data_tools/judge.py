@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vembed.data.columns import COLUMNS, is_negative_name
-from vembed.data.conversations import as_fields, is_conversation
+from vembed.data.columns import COLUMNS, as_fields, is_conversation, is_negative_name
 from vembed.data_tools.config import JudgeConfig
 from vembed.errors import UserError
 from vembed.mining.choice import UNDECIDED

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from vembed.data.columns import judgement_column
 from vembed.data.documents import DOCUMENT_FIELDS, open_document_reader
 from vembed.data.formats.base import Format
 from vembed.data.formats.opening import data_files
+from vembed.data.misreadings import judgement_column
 from vembed.errors import UserError
 
 TextPart = Literal["corpus", "queries"]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vembed.data.columns import judgement_column
+from vembed.data.misreadings import judgement_column
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import open_records
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vembed.data.columns import is_negative_name
-from vembed.data.conversations import as_fields, is_conversation
+from vembed.data.columns import as_fields, is_conversation, is_negative_name
 from vembed.data.examples import Example, Item
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.mining.candidates import CandidateSearch

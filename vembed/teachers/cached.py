@@ -68,34 +68,22 @@ class CachedTeacher(Generic[Q]):
 
     def is_complete(self, what: str) -> bool:
         """Return whether all answers for some data (by their fingerprint) were computed before. Collective."""
-        return bool(
-            collectives.broadcast_json(
-                self._is_complete(what) if self.session.is_main else None
-            )
-        )
-
-    def _is_complete(self, what: str) -> bool:
-        try:
-            noted = json.loads(self._note(what).read_text(encoding="utf-8"))[
-                "num_answers"
-            ]
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ):  # not there, or damaged: the data are gone through again
-            return False
-        if len(self.store) >= noted:
-            return True
-        log.warning(
-            "teacher %s: %s holds %s answers of %s: the others are computed anew",
-            self.label,
-            self.store.folder,
-            f"{len(self.store):,d}",
-            f"{noted:,d}",
-        )
-        return False
+        is_complete = False
+        if self.session.is_main:
+            # Where the note is not there, or damaged, the data are gone through again.
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                note = json.loads(self._note(what).read_text(encoding="utf-8"))
+                num_noted = note["num_answers"]
+                is_complete = len(self.store) >= num_noted
+                if not is_complete:
+                    log.warning(
+                        "teacher %s: %s holds %s answers of %s: the others are computed anew",
+                        self.label,
+                        self.store.folder,
+                        f"{len(self.store):,d}",
+                        f"{num_noted:,d}",
+                    )
+        return bool(collectives.broadcast_json(is_complete))
 
     def complete(
         self, what: str, keys: Sequence[bytes], questions: Sequence[Q]
@@ -121,7 +109,18 @@ class CachedTeacher(Generic[Q]):
         ) as progress:
             for start in range(0, len(missing), CHUNK * session.world_size):
                 chunk = missing[start : start + CHUNK * session.world_size]
-                self._compute_together(chunk, keys, questions)
+                by_rank = [
+                    chunk[rank :: session.world_size]
+                    for rank in range(session.world_size)
+                ]
+                share = [questions[number] for number in by_rank[session.rank]]
+                answers = torch.from_numpy(self.model.compute(share))
+                rows = collectives.all_gather_rows(
+                    answers.to(session.device), [len(numbers) for numbers in by_rank]
+                )
+                if session.local_rank == 0:
+                    ordered = [keys[number] for share in by_rank for number in share]
+                    self.store.add_rows(ordered, rows.cpu().numpy())
                 progress(start + len(chunk), len(missing))
         if missing:
             log.info(
@@ -129,31 +128,14 @@ class CachedTeacher(Generic[Q]):
             )
         # A machine may have a disk of its own, so one process of each machine writes.
         if session.local_rank == 0:
-            self._write_note(what, len(keys))
+            note = self._note(what)
+            # A full disk costs the next run a pass over the data.
+            with suppress(OSError):
+                note.parent.mkdir(parents=True, exist_ok=True)
+                part = note.with_suffix(f".{session.rank}.part")
+                part.write_text(json.dumps({"num_answers": len(keys)}))
+                part.replace(note)
         self.model.release()
-
-    def _compute_together(
-        self, chunk: Sequence[int], keys: Sequence[bytes], questions: Sequence[Q]
-    ) -> None:
-        rank = self.session.rank
-        world_size = self.session.world_size
-        by_rank = [chunk[start::world_size] for start in range(world_size)]
-        answers = self.model.compute([questions[place] for place in by_rank[rank]])
-        rows = collectives.all_gather_rows(
-            torch.from_numpy(answers).to(self.session.device),
-            [len(share) for share in by_rank],
-        )
-        if self.session.local_rank == 0:
-            places = [place for share in by_rank for place in share]
-            self.store.add_rows([keys[place] for place in places], rows.cpu().numpy())
 
     def _note(self, what: str) -> Path:
         return self.store.folder / f"complete-{what}.json"
-
-    def _write_note(self, what: str, num_answers: int) -> None:
-        note = self._note(what)
-        with suppress(OSError):  # a full disk costs the next run a pass over the data
-            note.parent.mkdir(parents=True, exist_ok=True)
-            part = note.with_suffix(f".{self.session.rank}.part")
-            part.write_text(json.dumps({"num_answers": num_answers}), encoding="utf-8")
-            part.replace(note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from vembed.config.schema import DataSection, ModelSection, ObjectiveSection
 from vembed.config.terms import needed_teachers, run_terms
 from vembed.data.batching.feeding import to_device
 from vembed.data.batching.rank_batch import RankBatch
-from vembed.data.examples import Example, Item, Kind
+from vembed.data.example_store import ExampleStore
 from vembed.errors import UserError
 from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors, Teaching
 from vembed.losses.similarity import arithmetic_dtype
@@ -24,21 +24,9 @@ from vembed.models.families.model_files import ModelKind, kind_of, model_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.teachers.cached import CachedTeacher
-from vembed.teachers.embedders import VectorTeacher
-from vembed.teachers.rerankers import PairTeacher
-from vembed.teachers.teacher_identity import teacher_identity
+from vembed.teachers.models import PairTeacher, VectorTeacher, teacher_identity
 
 log = logging.getLogger("vembed")
-
-
-class TaughtData(Protocol):
-    """Examples by number, with a fingerprint of their contents."""
-
-    fingerprint: str
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Example: ...
 
 
 class Teachers:
@@ -93,7 +81,7 @@ class Teachers:
         """Sizes of the teachers' vectors."""
         return {name: teacher.model.dim for name, teacher in self.by_name.items()}
 
-    def prepare(self, examples: TaughtData) -> None:
+    def prepare(self, examples: ExampleStore) -> None:
         """Compute all answers for the training data that are not on disk. Collective; every rank passes all examples.
 
         If all of them were computed before, which a note on disk says by the data's fingerprint, no example is read.
@@ -132,8 +120,13 @@ class Teachers:
         dtype = arithmetic_dtype(loss_batch.embeddings)
         for name, teacher in self.by_name.items():
             if isinstance(teacher.model, VectorTeacher):
-                teachers[name] = self._vectors(
-                    teacher, teacher.model, rank_batch, by_row, by_negative, dtype
+                vectors, *indices = self._vectors(teacher, rank_batch)
+                query, positive, negative = indices
+                teachers[name] = TeacherVectors(
+                    vectors.to(dtype),
+                    self._gather(query, by_row),
+                    self._gather(positive, by_row),
+                    self._gather(negative, by_negative),
                 )
             else:
                 positive, negative = self._scores(teacher, rank_batch)
@@ -157,47 +150,32 @@ class Teachers:
                 )
 
     def _vectors(
-        self,
-        teacher: CachedTeacher[Any],
-        model: VectorTeacher,
-        rank_batch: RankBatch,
-        by_row: list[int],
-        by_negative: list[int],
-        dtype: torch.dtype,
-    ) -> TeacherVectors:
-        """Return a teacher's vectors of the global batch. Collective. An input has one for each of its roles, if the
-        teacher's differ."""
+        self, teacher: CachedTeacher[Any], rank_batch: RankBatch
+    ) -> tuple[Any, ...]:
+        """Return a teacher's vectors of the global batch, and the index in them of each of this rank's queries,
+        positives and negatives. Collective. An input has one vector for each of its roles, if the teacher's differ."""
         questions: dict[bytes, Any] = {}
         places: dict[bytes, int] = {}
-        index = []
+        indices = []
         queries = [query for query, _ in rank_batch.row_items]
         positives = [positive for _, positive in rank_batch.row_items]
         negatives = [negative for _, negative in rank_batch.negative_items]
-        inputs: tuple[tuple[Kind, list[Item]], ...] = (
+        for kind, items in (
             ("query", queries),
             ("document", positives),
             ("document", negatives),
-        )
-        for kind, items in inputs:
-            numbers = np.empty(len(items), dtype=np.int64)
-            for number, item in enumerate(items):
-                key, question = model.question(item, kind)
+        ):
+            index = np.empty(len(items), dtype=np.int64)
+            for position, item in enumerate(items):
+                key, question = teacher.model.question(item, kind)
                 questions.setdefault(key, question)
-                numbers[number] = places.setdefault(key, len(places))
-            index.append(numbers)
+                index[position] = places.setdefault(key, len(places))
+            indices.append(index)
         rows = teacher.answers(list(questions), list(questions.values()))
         counts = [row[0] for row in collectives.all_gather_ints([len(rows)])]
-        vectors = to_device(torch.from_numpy(rows), self.session.device)
-        vectors = collectives.all_gather_rows(vectors, counts)
         # Gathered vectors are in rank order, so this rank's begin behind those of lower ranks.
         offset = sum(counts[: self.session.rank])
-        query, positive, negative = index
-        return TeacherVectors(
-            vectors.to(dtype),
-            self._gather(query + offset, by_row),
-            self._gather(positive + offset, by_row),
-            self._gather(negative + offset, by_negative),
-        )
+        return self._gather(rows, counts), *(index + offset for index in indices)
 
     def _scores(
         self, teacher: CachedTeacher[Any], rank_batch: RankBatch
@@ -211,9 +189,9 @@ class Teachers:
             keys.append(key)
             questions[key] = question
         answers = teacher.answers(list(questions), list(questions.values()))[:, 0]
-        answers = answers * teacher.model.teacher.scale
         by_key = dict(zip(questions, answers.tolist(), strict=True))
         scores = np.array([by_key[key] for key in keys], dtype=np.float64)
+        scores *= teacher.model.teacher.scale
         num_rows = len(rank_batch.row_items)
         return scores[:num_rows], scores[num_rows:]
 

@@ -8,40 +8,20 @@ collective adds up, and `backward` divides.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vembed.config.schema import ObjectiveSection
-from vembed.data.batching.feeding import row_index
+from vembed.data.batching.feeding import MicroBatch, row_index
 from vembed.data.batching.rank_batch import RankBatch
 from vembed.errors import UserError
 from vembed.losses.table import LOSSES
 from vembed.parallel import collectives
 
-Parts = Sequence[Mapping[str, Tensor]]
+SliceLosses = Sequence[Mapping[str, Tensor]]
 """Auxiliary losses of each slice of a micro-batch: name -> [2, n] or [2, 1], sums and counts."""
-
-
-@dataclass(slots=True)
-class AuxiliaryBatch:
-    """Sums and counts of one global batch."""
-
-    occurrences: Tensor
-    """[n] how often each distinct input of this rank occurs in its rows."""
-    of_rank: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> [2] float64, this rank's sum and count."""
-    total: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """The same over all ranks."""
-
-    def means(self) -> dict[str, float]:
-        """Return each loss of the global batch."""
-        return {
-            name: value / count if count else 0.0
-            for name, (value, count) in self.total.items()
-        }
 
 
 class AuxiliaryLosses:
@@ -49,80 +29,96 @@ class AuxiliaryLosses:
 
     def __init__(self, objective: ObjectiveSection) -> None:
         self.weights = dict(objective.auxiliary_losses or {})
-        self.is_alone = objective.losses is None and LOSSES[objective.loss].is_of_model
+        self.is_only_loss = (
+            objective.losses is None and LOSSES[objective.loss].is_of_model
+        )
 
-    def begin(self, rank_batch: RankBatch, device: torch.device) -> AuxiliaryBatch:
-        """Return the empty sums of a batch."""
-        roles = (rank_batch.query, rank_batch.positive, rank_batch.negative)
-        counted = np.bincount(np.concatenate(roles), minlength=len(rank_batch.features))
-        return AuxiliaryBatch(torch.from_numpy(counted).to(device))
 
-    def count(
-        self, batch: AuxiliaryBatch, parts: Parts, rows: Sequence[Sequence[int]]
+class AuxiliaryBatch:
+    """Sums and counts of one global batch."""
+
+    def __init__(
+        self, options: AuxiliaryLosses, rank_batch: RankBatch, device: torch.device
     ) -> None:
-        """Add the sums and counts of one micro-batch. A dummy adds its names alone, which every rank then has."""
-        for losses, places in zip(parts, rows, strict=True):
-            for name, values in losses.items():
+        self.options = options
+        inputs = (rank_batch.query, rank_batch.positive, rank_batch.negative)
+        counts = np.bincount(np.concatenate(inputs), minlength=len(rank_batch.features))
+        # [n] how often each distinct input of this rank occurs in its rows.
+        self.occurrences = torch.from_numpy(counts).to(device)
+        # Name -> [2] float64, the sum and the count of this rank.
+        self.of_rank: dict[str, Tensor] = {}
+        # The same over all ranks, on the host.
+        self.of_batch: dict[str, tuple[float, float]] = {}
+
+    def add(self, micro_batch: MicroBatch, losses: SliceLosses) -> None:
+        """Add the sums and counts of one micro-batch."""
+        for (_, inputs), slice_losses in zip(micro_batch, losses, strict=True):
+            for name, values in slice_losses.items():
                 zero = torch.zeros(2, dtype=torch.float64, device=values.device)
-                total = batch.of_rank.setdefault(name, zero)
-                if places:
-                    weights = _weights(batch, values, places)
+                # A dummy adds the name alone: every rank then has the same names.
+                total = self.of_rank.setdefault(name, zero)
+                if inputs:
+                    weights = self._occurrences(values, inputs)
                     total += (values.detach() * weights).sum(dim=1)
 
-    def agree(self, batch: AuxiliaryBatch) -> None:
+    def sum_over_ranks(self) -> None:
         """Set the sums and counts of the global batch. Collective if the model has auxiliary losses."""
         # Sorted: the ranks may have met the losses in another order, and the sums below have no names.
-        names = sorted(batch.of_rank)
-        unknown = sorted(self.weights.keys() - batch.of_rank.keys())
+        names = sorted(self.of_rank)
+        unknown = sorted(self.options.weights.keys() - self.of_rank.keys())
         if unknown:
             raise UserError(
                 f"auxiliary_losses: the model returns no {unknown[0]} in training mode; it returns "
                 f"{', '.join(names) or 'none'}"
             )
         if not names:
-            if self.is_alone:
+            if self.options.is_only_loss:
                 raise UserError(
                     "loss: none trains by the losses that the model returns, and it returns none"
                 )
             return
-        flat = torch.stack([batch.of_rank[name] for name in names]).flatten().tolist()
-        summed = collectives.sum_scalars(flat)
-        for number, name in enumerate(names):
-            batch.total[name] = (summed[2 * number], summed[2 * number + 1])
+        flat = torch.stack([self.of_rank[name] for name in names]).flatten().tolist()
+        totals = collectives.sum_scalars(flat)
+        for index, name in enumerate(names):
+            self.of_batch[name] = (totals[2 * index], totals[2 * index + 1])
 
-    def share(self, batch: AuxiliaryBatch) -> Tensor:
+    def means(self) -> dict[str, float]:
+        """Return each loss of the global batch, without its weight."""
+        means = {}
+        for name, (total, count) in self.of_batch.items():
+            means[name] = total / count if count else 0.0
+        return means
+
+    def loss_share(self) -> Tensor:
         """Return this rank's part of the weighted sum. The parts of all ranks add up to it."""
-        total = batch.occurrences.new_zeros((), dtype=torch.float64)
-        for name, (_, count) in batch.total.items():
-            # A loss that counted nothing in the whole batch is left out, and not divided by zero.
-            if count:
-                weight = self.weights.get(name, 1.0)
-                total = total + weight * batch.of_rank[name][0] / count
-        return total
+        share = self.occurrences.new_zeros((), dtype=torch.float64)
+        for name in self.of_batch:
+            share = share + self._factor(name) * self.of_rank[name][0]
+        return share
 
-    def surrogate(
-        self, batch: AuxiliaryBatch, parts: Parts, rows: Sequence[Sequence[int]]
-    ) -> Tensor | None:
+    def surrogate(self, micro_batch: MicroBatch, losses: SliceLosses) -> Tensor | None:
         """Return what one micro-batch adds to the weighted sum, with its graph; None if nothing has a graph."""
         terms: list[Tensor] = []
-        for losses, places in zip(parts, rows, strict=True):
-            for name, values in losses.items():
+        for (_, inputs), slice_losses in zip(micro_batch, losses, strict=True):
+            for name, values in slice_losses.items():
                 if not values.requires_grad:
                     continue
-                sums = values[0]
-                # A dummy counts nothing, but its backward takes part in the ranks' collectives.
-                factor = 0.0
-                count = batch.total[name][1]
-                if places:
-                    sums = sums * _weights(batch, values, places)
-                    factor = self.weights.get(name, 1.0) / count if count else 0.0
-                terms.append(factor * sums.sum())
+                if inputs:
+                    sums = values[0] * self._occurrences(values, inputs)
+                    terms.append(self._factor(name) * sums.sum())
+                else:
+                    # A dummy counts nothing, but its backward takes part in the ranks' collectives.
+                    terms.append(0.0 * values[0].sum())
         return torch.stack(terms).sum() if terms else None
 
+    def _factor(self, name: str) -> float:
+        """Return weight / count. A loss that counted nothing in the whole batch is left out, not divided by zero."""
+        count = self.of_batch[name][1]
+        return self.options.weights.get(name, 1.0) / count if count else 0.0
 
-def _weights(batch: AuxiliaryBatch, values: Tensor, places: Sequence[int]) -> Tensor:
-    """Return the occurrences of each input; 1 for sums over a whole micro-batch, whose inputs cannot be told apart."""
-    if values.shape[1] != len(places):
-        return values.new_ones(values.shape[1])
-    index = row_index(places, batch.occurrences.device)
-    return batch.occurrences[index].to(values.dtype)
+    def _occurrences(self, values: Tensor, inputs: Sequence[int]) -> Tensor:
+        """Return the occurrences of each input; 1 for [2, 1] sums over a slice, whose inputs cannot be told apart."""
+        if values.shape[1] != len(inputs):
+            return values.new_ones(values.shape[1])
+        index = row_index(inputs, self.occurrences.device)
+        return self.occurrences[index].to(values.dtype)

@@ -6,6 +6,7 @@ import io
 import logging
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -31,7 +32,9 @@ from vembed.saving.durability import way_out
 from vembed.saving.files import save_model
 from vembed.training.checkpoint.folder import list_checkpoints
 from vembed.training.setup import RunData, TrainingComponents
-from vembed.training.update import LoopState
+
+if TYPE_CHECKING:
+    from vembed.training.trainer import LoopState
 
 log = logging.getLogger("vembed")
 

@@ -32,8 +32,8 @@ class EvaluationStopped(Exception):  # noqa: N818 - not an error, as Stopped
 class Interrupts:
     """Signal handling while the with-block runs.
 
-    Before the first call of `agree`, a signal ends the run at once: there is nothing to save. From then on it sets a
-    flag that the ranks share in `agree` and, during an evaluation, in `check`, so that the run can finish the step and
+    Before the first call of `must_stop`, a signal ends the run at once: there is nothing to save. From then on it sets a
+    flag that the ranks share in `must_stop` and, during an evaluation, in `check`, so that the run can finish the step and
     save. After `training_is_over` the flag has no effect: only final/ is left to write. A second signal ends the
     process at once, even while it waits for other ranks, because a separate thread reads the signals.
     """
@@ -41,14 +41,15 @@ class Interrupts:
     def __init__(self, max_minutes: float | None = None) -> None:
         """`max_minutes`: time limit of the run."""
         self.max_seconds = None if max_minutes is None else max_minutes * 60.0
-        self.agreed = 0
+        self.reason_to_stop = 0
+        """Signal that stops the run, or _TIME_IS_UP, once all ranks know of it; 0: none."""
         self.ends_early = False
         """True once all ranks know that a rank asked for the end of the run. The run then ends well: with final/."""
         self._wants_end = False
         self._number = 0
         self._first_at = 0.0
         self._began = time.monotonic()
-        self._agreed_at = self._began
+        self._last_step_at = self._began
         self._longest_step = 0.0
         self._is_armed = False
         self._is_over = False
@@ -60,7 +61,7 @@ class Interrupts:
         self._wakeup_before = -1
         self._reader: threading.Thread | None = None
 
-    def agree(self, save_seconds: float = 0.0) -> bool:
+    def must_stop(self, save_seconds: float = 0.0) -> bool:
         """Return whether any rank was signalled, or the time is up by the clock of rank 0. All ranks call it after
         every step.
 
@@ -69,17 +70,18 @@ class Interrupts:
         now = time.monotonic()
         if self._is_armed:
             # From one call to the next: a step, and the evaluation and checkpoint before it.
-            self._longest_step = max(self._longest_step, now - self._agreed_at)
+            self._longest_step = max(self._longest_step, now - self._last_step_at)
         self._is_armed = True
-        self._agreed_at = now
+        self._last_step_at = now
         self._save_seconds = save_seconds
-        return self._ask(self._longest_step)
+        return self._ask_ranks(self._longest_step)
 
-    def request_end(self) -> None:
-        """Ask for the end of the run. After the next `agree` or `agree_to_end`, `ends_early` is true on every rank."""
+    def end_early(self) -> None:
+        """Ask for the end of the run. After the next `must_stop` or `share_end_request`, `ends_early` is true on every
+        rank."""
         self._wants_end = True
 
-    def agree_to_end(self) -> None:
+    def share_end_request(self) -> None:
         """Set `ends_early` on every rank if one of them has asked, between two steps. Collective."""
         self.ends_early = bool(collectives.max_ints([int(self._wants_end)])[0])
 
@@ -89,7 +91,11 @@ class Interrupts:
         Only every eighth call communicates; all ranks make the same number of calls.
         """
         self._num_checks += 1
-        if self._is_armed and self._num_checks % _CHECK_EVERY == 0 and self._ask():
+        if (
+            self._is_armed
+            and self._num_checks % _CHECK_EVERY == 0
+            and self._ask_ranks()
+        ):
             raise EvaluationStopped
 
     def training_is_over(self) -> None:
@@ -97,19 +103,21 @@ class Interrupts:
         self._is_over = True
 
     def stopped(self, step: int, checkpoint: Path) -> Stopped:
-        """Return the exception to raise after `agree` returned True."""
+        """Return the exception to raise after `must_stop` returned True."""
         saved = f"saved in {checkpoint}; go on with --resume"
-        if self.agreed == _TIME_IS_UP:
+        if self.reason_to_stop == _TIME_IS_UP:
             reason = "max_train_minutes: the time is up;"
             return Stopped(f"{reason} stopped after step {step:,d}, {saved}", 0)
-        name = signal.Signals(self.agreed).name
-        return Stopped(f"{name}: stopped after step {step:,d}, {saved}", self.agreed)
+        name = signal.Signals(self.reason_to_stop).name
+        return Stopped(
+            f"{name}: stopped after step {step:,d}, {saved}", self.reason_to_stop
+        )
 
-    def _ask(self, step_seconds: float = 0.0) -> bool:
+    def _ask_ranks(self, step_seconds: float = 0.0) -> bool:
         """Return whether any rank was signalled or the time is up, with `step_seconds` before the next chance to
         stop. A positive answer is final, even if an evaluation would still fit into a time that is too short for a
         step."""
-        if self.agreed:
+        if self.reason_to_stop:
             return True
         number = self._number
         # One clock decides: those of the machines may differ.
@@ -120,9 +128,9 @@ class Interrupts:
             if time.monotonic() - self._began + reserved >= self.max_seconds:
                 number = _TIME_IS_UP
         # One collective for both questions, as it is called after every step.
-        self.agreed, ends = collectives.max_ints([number, int(self._wants_end)])
+        self.reason_to_stop, ends = collectives.max_ints([number, int(self._wants_end)])
         self.ends_early = bool(ends)
-        return bool(self.agreed)
+        return bool(self.reason_to_stop)
 
     # ---- signals -----------------------------------------------------------------------------------------------
 

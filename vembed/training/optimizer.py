@@ -1,4 +1,5 @@
-"""The optimizer of a run: parameter groups with learning rate and weight decay, and the schedule of the rates.
+"""The optimizer of a run: parameter groups with learning rate and weight decay, the schedule of the rates, and the
+update of the weights (gradient norm, clipping, float16 scale), which is the same on every rank.
 
 The kinds are in `optimizers/`. The learning rate is a pure function of the step, so a resumed run needs no state for it.
 """
@@ -21,9 +22,13 @@ from torch.distributed.tensor import DTensor
 from vembed.config.rate import rate_of
 from vembed.config.schema import OptimizerSection
 from vembed.errors import UserError
+from vembed.losses.batch import EmbeddingLoss
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.models.names import plain_name
+from vembed.parallel import collectives
+from vembed.parallel.parameters import clip_gradients, global_grad_norm
+from vembed.parallel.session import Session
 from vembed.training.optimizers.declaration import OptimizerInputs
 from vembed.training.optimizers.table import OPTIMIZERS
 
@@ -354,3 +359,116 @@ class Schedule:
             else:
                 group["lr"] = learning_rate
         return self.peak * factor
+
+
+# ---- update ------------------------------------------------------------------
+
+FIRST_SCALE = 2.0**16
+GROWTH_STEPS = 2000
+
+
+@dataclass
+class GradientScale:
+    """Loss scale that keeps float16 gradients from underflowing. Constant 1 for every other dtype."""
+
+    value: float = 1.0
+    good_steps: int = 0
+    is_started: bool = False
+    """True if the first float16 value was set. A value that overflows reduced to 1 must not be reset."""
+
+    def start(self) -> None:
+        """Set the first value, unless a checkpoint has restored a later one."""
+        if not self.is_started:
+            self.value = FIRST_SCALE
+            self.is_started = True
+
+    def after(self, is_finite: bool) -> bool:
+        """Halve the scale after an overflow, double it after many good steps. Return False if it cannot be halved
+        any more."""
+        if not is_finite:
+            was_lowest = self.value == 1.0
+            self.value = max(self.value / 2, 1.0)
+            self.good_steps = 0
+            return not was_lowest
+        self.good_steps += 1
+        if self.good_steps == GROWTH_STEPS:
+            self.value *= 2
+            self.good_steps = 0
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Result of one optimizer step."""
+
+    loss: float
+    """L of the global batch."""
+    grad_norm: float
+    """Global gradient norm before clipping."""
+    applied: bool
+    """False if the step was skipped because of non-finite values."""
+    is_overflow: bool = False
+    """True if the step was skipped because of a float16 overflow, and the scale could be halved."""
+
+
+def synchronise(model: nn.Module, loss: EmbeddingLoss, session: Session) -> None:
+    """Synchronise gradients that FSDP did not reduce: replicas under DDP, and loss parameters. Call it after the
+    last backward."""
+    if session.strategy == "ddp":
+        collectives.all_reduce_gradients(model.parameters())
+    # Each rank's gradient of a loss parameter comes from its own rows, and L is the sum over the rows: sum, not mean.
+    collectives.all_reduce_gradients(loss.parameters(), average=False)
+
+
+class Update:
+    """Gradient norm, clipping and the optimizer step."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: EmbeddingLoss,
+        optimizer: torch.optim.Optimizer,
+        session: Session,
+        max_grad_norm: float,
+        scale: GradientScale,
+    ) -> None:
+        """`max_grad_norm`: larger gradients are scaled down to it. 0: no clipping."""
+        self.model = model
+        self.loss = loss
+        self.optimizer = optimizer
+        self.session = session
+        self.max_grad_norm = max_grad_norm
+        self.scales = session.mixed_precision == "fp16"
+        self.scale = scale
+        if self.scales:
+            scale.start()
+
+    def apply(self, loss_share: torch.Tensor) -> Outcome:
+        """Take one optimizer step with the current gradients, then clear them. Collective."""
+        parameters = [*self.model.parameters(), *self.loss.parameters()]
+        # The loss's parameters are copies on every rank, also where the model is sharded.
+        norm_tensor = global_grad_norm(self.model, list(self.loss.parameters()))
+        loss = collectives.sum_scalars([float(loss_share)])[0]
+        # The norm is measured on scaled gradients and divided afterwards. Unscaling and clipping then share one
+        # multiplication below.
+        norm = float(norm_tensor) / self.scale.value
+        # Both values are sums over all ranks, so every rank takes the same branch.
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        if is_finite:
+            factor = 1.0 / self.scale.value
+            if self.max_grad_norm and norm > self.max_grad_norm:
+                # 1e-6 as in torch.nn.utils.clip_grad_norm_.
+                factor *= self.max_grad_norm / (norm + 1e-6)
+            if factor != 1.0:
+                clip_gradients(parameters, factor)
+            self.optimizer.step()
+            self.loss.project_parameters()
+        # Also after a skipped step: its gradients must not be added to those of the next.
+        self.optimizer.zero_grad(set_to_none=True)
+        could_scale = self.scales and self.scale.after(is_finite)
+        return Outcome(
+            loss,
+            norm,
+            is_finite,
+            is_overflow=could_scale and not is_finite and math.isfinite(loss),
+        )

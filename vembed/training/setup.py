@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,38 +114,28 @@ class TrainingComponents:
 def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
     # Rank 0 reads first, then the first rank of each machine, then the others, which find in the cache what it has read.
+    open_here = partial(
+        open_sets,
+        config.data,
+        config.objective,
+        model_name=config.model.model_name,
+        seed=config.run.seed,
+        compares=session.is_main,
+    )
     message = None
     if session.is_main:
         try:
-            sets = open_sets(
-                config.data,
-                config.objective,
-                model_name=config.model.model_name,
-                seed=config.run.seed,
-                compares=True,
-            )
+            sets = open_here()
         except UserError as error:
             message = str(error)
     message = collectives.broadcast_json(message)
     if message is not None:
         raise UserError(message)
     if session.local_rank == 0 and not session.is_main:
-        sets = open_sets(
-            config.data,
-            config.objective,
-            model_name=config.model.model_name,
-            seed=config.run.seed,
-            compares=False,
-        )
+        sets = open_here()
     session.barrier()
     if session.local_rank > 0:
-        sets = open_sets(
-            config.data,
-            config.objective,
-            model_name=config.model.model_name,
-            seed=config.run.seed,
-            compares=False,
-        )
+        sets = open_here()
 
     store = sets.examples
     optimizer = config.optimizer

@@ -1,4 +1,5 @@
-"""One contrastive step on one global batch, exact whatever the number of ranks and the size of the micro-batches.
+"""One contrastive step on one global batch. Without dropout the result is the same on any number of ranks and with
+micro-batches of any size; dropout draws depend on the rank and the micro-batch.
 
 The gradient is divided at the embeddings. The model gives each input i of the global batch an embedding e_i(w) of
 width D, and the loss L reads nothing but all embeddings E [U, D]. By the chain rule
@@ -7,26 +8,31 @@ width D, and the loss L reads nothing but all embeddings E [U, D]. By the chain 
 
 so that once G is known, each input's part can be computed by itself: <e_i, G_i>, with G_i as a constant, has the same
 gradient. Inputs may therefore pass the model in micro-batches of any size, and be divided among ranks in any way.
-This rank holds n of the U inputs, each of them once, however often it occurs in the rows. An input may be a pair, whose
-row is its score (D = 1). It may also have several rows: their number is known from its tokens, before the forward pass,
-and `starts` says where they begin in E. Five stages, five methods:
+This rank holds n of the U inputs, each of them once, however often it occurs in the rows of the loss. An input may be
+a pair, whose vector is its score (D = 1). It may also have several vectors: their number is known from its tokens,
+before the forward pass, and `starts` says where they begin in E. Five stages, five methods:
 
-1. `agree`     One collective: the number of inputs, rows and micro-batches of each rank, and whether graphs are kept.
+1. `split`     One collective: the number of inputs, rows and micro-batches of each rank. From them every rank derives
+               the same number of micro-batches, and whether their graphs are kept.
 2. `encode`    The embeddings [n, D] of this rank, micro-batch by micro-batch. Without graphs if Gradient Cache is on.
                Features of frozen towers are computed first, or read from the cache; gradients do not reach them.
 3. `gather`    The embeddings of all ranks as one leaf E [U, D], and the indices by which the rows refer to them.
-4. `score`     L is a sum over the rows. This rank computes the part of its own rows, and its gradient with respect to
-               all of E. Added up over the ranks, these are G, of which this rank gets its own n rows.
+4. `score`     L is a sum over the rows. This rank computes the part of its rows, and its gradient with respect to all
+               of E. Added up over the ranks, these are G, of which this rank gets its n vectors.
 5. `backward`  <e_i, G_i> through each micro-batch, in the graphs that were kept, or in a second forward pass with the
                same random draws. Under FSDP the last backward pass synchronises the gradients of the ranks.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,16 +57,30 @@ from vembed.parallel.memory import is_shortage
 from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.parallel.session import Session
 from vembed.teachers.supply import Teachers
-from vembed.training.auxiliary_losses import AuxiliaryBatch, AuxiliaryLosses, Parts
-from vembed.training.budget import Budget, MemoryGuard, OutOfMemory
-from vembed.training.exchange import (
-    Column,
-    Counts,
-    gather_columns,
-    rank_slice,
+from vembed.training.auxiliary_losses import (
+    AuxiliaryBatch,
+    AuxiliaryLosses,
+    SliceLosses,
 )
+from vembed.training.budget import Budget, MemoryGuard, OutOfMemory
 from vembed.training.frozen import BatchInputs, InputSource
-from vembed.training.timing import PhaseTimer
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What the ranks tell each other of a global batch. Each list has one entry per rank."""
+
+    inputs: list[int]
+    """Distinct inputs. Their sum is U, for dense vectors."""
+    vectors: list[int]
+    """Vectors that the model returns for them. As many as inputs, for dense vectors."""
+    rows: list[int]
+    """Rows of the loss: pairs of a query and a positive."""
+    negatives: list[int]
+    has_scores: list[int]
+    """1 if the rank has teacher scores of its positives, and 1 if it has them of its hard negatives."""
+    has_negative_scores: list[int]
+    padded_tokens: list[int]
 
 
 @dataclass
@@ -68,19 +88,14 @@ class StepBatch:
     """One global batch on its way through the stages, as this rank sees it."""
 
     rank_batch: RankBatch
-    number: int
+    batch_number: int
     """Number of the global batch in the run."""
     is_last: bool
     """True if this is the last batch before the optimizer step, so its last micro-batch synchronises the ranks."""
     inputs: BatchInputs
 
-    # Set by `agree`; the same on every rank, except for the contents of the micro-batches.
+    # Set by `split`; the same on every rank, except for the inputs in the micro-batches.
     counts: Counts = field(init=False)
-    has_scores: bool = field(init=False)
-    """True if every rank has scores of its positives; the next: of its hard negatives."""
-    has_negative_scores: bool = field(init=False)
-    padded_tokens: int = field(init=False)
-    """The maximum over the ranks."""
     micro_batches: list[MicroBatch] = field(init=False)
     """Equally many on every rank, of the same modalities."""
     frozen_splits: dict[Modality, list[list[int]]] = field(init=False)
@@ -88,38 +103,38 @@ class StepBatch:
     keeps_graphs: bool = field(init=False)
 
     # Set by `encode`.
+    embeddings: Tensor = field(init=False)
+    """[n, D] this rank's embeddings, detached."""
     outputs: list[list[Tensor]] = field(default_factory=list)
     """Embeddings of each micro-batch with their graphs; empty with Gradient Cache."""
-    embeddings: Tensor = field(init=False)
-    """[T, D] the model's output for this rank's n inputs, detached. T is n for dense vectors."""
     auxiliary: AuxiliaryBatch | None = None
     """Sums of the model's own losses; None for a model without."""
-    auxiliary_outputs: list[Parts] = field(default_factory=list)
+    auxiliary_outputs: list[SliceLosses] = field(default_factory=list)
     """The model's own losses of each micro-batch with their graphs; empty with Gradient Cache."""
 
-    def synchronises(self, micro_batch: int) -> bool:
+    def synchronises(self, micro_index: int) -> bool:
         """Return whether the backward pass of this micro-batch is the last before the optimizer step."""
-        return self.is_last and micro_batch == len(self.micro_batches) - 1
+        return self.is_last and micro_index == len(self.micro_batches) - 1
 
     @cached_property
     def starts(self) -> np.ndarray | None:
-        """[n + 1] where each input's rows of the model's output begin, known before the forward pass.
+        """[n + 1] where each input's vectors begin in the model's output, known before the forward pass.
 
-        None where each has one: dense vectors of texts and images, scores of pairs.
+        None where each input has one: dense vectors of texts and images, scores of pairs.
         """
-        rows = [feature.rows for feature in self.rank_batch.features]
-        if all(count == 1 for count in rows):
+        num_vectors = [feature.rows for feature in self.rank_batch.features]
+        if all(count == 1 for count in num_vectors):
             return None
-        return np.cumsum([0, *rows])
+        return np.cumsum([0, *num_vectors])
 
-    def output_rows(self, inputs: Sequence[int]) -> Sequence[int]:
-        """Return the rows of the model's output that belong to inputs, in the order of the inputs."""
+    def vector_indices(self, inputs: Sequence[int]) -> Sequence[int]:
+        """Return where the vectors of some inputs are in `embeddings`, in the order of the inputs."""
         if self.starts is None:
             return inputs
-        rows: list[int] = []
-        for number in inputs:
-            rows += range(self.starts[number], self.starts[number + 1])
-        return rows
+        indices: list[int] = []
+        for index in inputs:
+            indices += range(self.starts[index], self.starts[index + 1])
+        return indices
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +156,14 @@ class BatchResult:
     """This rank's part of each term of `losses`, without its weight. Empty for a loss of one term."""
 
 
-def seed_of(seed: int, batch: int, rank: int, micro_batch: int) -> int:
+def seed_of(seed: int, batch_number: int, rank: int, micro_index: int) -> int:
     """Return the seed of one forward pass. A pure function: a replay and a resumed run draw the same dropout masks."""
     # Odd multipliers and xor-shifts, as in splitmix64, so that neighbouring batches and ranks get unrelated seeds.
     mixed = (
         seed * 0x9E3779B97F4A7C15
-        + batch * 0xBF58476D1CE4E5B9
+        + batch_number * 0xBF58476D1CE4E5B9
         + rank * 0x94D049BB133111EB
-        + micro_batch
+        + micro_index
     ) % 2**64
     mixed = (mixed ^ (mixed >> 31)) * 0xD6E8FEB86659FD93 % 2**64
     return (mixed ^ (mixed >> 32)) >> 1
@@ -202,13 +217,13 @@ class ContrastiveStep:
     def accumulate(
         self,
         rank_batch: RankBatch,
-        number: int,
+        batch_number: int,
         *,
         weight: float,
         last: bool,
         scale: float = 1.0,
     ) -> BatchResult:
-        """Add `weight` times the gradient of L of global batch `number` to the parameters' gradients. Collective.
+        """Add `weight` times the gradient of L of a global batch to the parameters' gradients. Collective.
 
         `last`: this is the last batch before the optimizer step. `scale`: the factor of the float16 gradient scaler.
         """
@@ -216,11 +231,13 @@ class ContrastiveStep:
         with holding_copies(self.model):
             with self.timer("data"):
                 inputs = self.source.of(rank_batch.features)
-                batch = StepBatch(rank_batch, number, last, inputs)
+                batch = StepBatch(rank_batch, batch_number, last, inputs)
             if self.auxiliary is not None:
-                batch.auxiliary = self.auxiliary.begin(rank_batch, self.session.device)
+                batch.auxiliary = AuxiliaryBatch(
+                    self.auxiliary, rank_batch, self.session.device
+                )
             with self.timer("wait"):
-                self.agree(batch)
+                self.split(batch)
             with self.timer("forward"), self._watching_memory():
                 self.encode(batch)
             with self.timer("wait"):
@@ -228,11 +245,12 @@ class ContrastiveStep:
             loss_share, gradient = self.score(loss_batch, batch, weight * scale)
             with self.timer("backward"), self._watching_memory():
                 self.backward(batch, gradient, weight * scale)
-        features = rank_batch.features
         num_forwards = len(batch.micro_batches)
         padded_tokens = 0
         for micro_batch in batch.micro_batches:
-            padded_tokens += self.source.feeder.padded_tokens(micro_batch, features)
+            padded_tokens += self.source.feeder.padded_tokens(
+                micro_batch, rank_batch.features
+            )
         return BatchResult(
             loss_share=loss_share,
             padded_tokens=padded_tokens,
@@ -246,7 +264,7 @@ class ContrastiveStep:
 
     # ---- the stages ----------------------------------------------------------
 
-    def agree(self, batch: StepBatch) -> None:
+    def split(self, batch: StepBatch) -> None:
         """Set the micro-batches, equally many on every rank, and whether their graphs are kept. One collective."""
         rank_batch = batch.rank_batch
         budget = self.budget
@@ -254,83 +272,73 @@ class ContrastiveStep:
         lengths = [feature.length for feature in features]
         inputs_by_modality: dict[Modality, list[int]] = {}
         for modality in self.source.feeder.featuriser.modalities:
-            inputs_by_modality[modality] = [
-                number
-                for number, feature in enumerate(features)
-                if feature.modality == modality
-            ]
+            inputs_by_modality[modality] = []
+        for index, feature in enumerate(features):
+            inputs_by_modality[feature.modality].append(index)
         limits = (budget.micro_batch_tokens, budget.max_rows)
         split = LockstepSplit(lengths, inputs_by_modality, *limits)
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, *limits)
         num_negatives = len(rank_batch.negative)
-        has_scores = rank_batch.scores is not None
+        # A rank without negatives lacks no scores of them.
         has_negative_scores = (
             rank_batch.negative_scores is not None or num_negatives == 0
         )
-        # All numbers of a rank in one row, so that one collective carries them. Before the first forward pass: under
+        rank_counts = [
+            len(features),
+            len(features) if batch.starts is None else int(batch.starts[-1]),
+            len(rank_batch.query),
+            num_negatives,
+            int(rank_batch.scores is not None),
+            int(has_negative_scores),
+            split.padded_tokens,
+        ]
+        # One table [ranks, columns], so that one collective carries everything. Before the first forward pass: under
         # FSDP the ranks run equally many of them.
         table = collectives.all_gather_ints(
-            [
-                len(features),
-                len(features) if batch.starts is None else int(batch.starts[-1]),
-                len(rank_batch.query),
-                num_negatives,
-                int(has_scores),
-                int(has_negative_scores),
-                split.padded_tokens,
-                *split.counts,
-                *frozen_split.counts,
-            ]
+            [*rank_counts, *split.counts, *frozen_split.counts]
         )
         columns = [list(column) for column in zip(*table, strict=True)]
-        *sizes, scored, negatives_scored, padded = columns[:7]
-        forwards = columns[7:]
-        batch.counts = Counts(*sizes)
-        batch.has_scores = all(scored)
-        batch.has_negative_scores = any(batch.counts.negatives) and all(
-            negatives_scored
-        )
-        batch.padded_tokens = max(padded)
+        batch.counts = Counts(*columns[: len(rank_counts)])
         # A rank with fewer micro-batches splits its inputs finer, or runs dummies, up to the maximum over the ranks.
-        most = [max(column) for column in forwards]
-        splits = split.agreed(most[: len(split.counts)])
-        batch.frozen_splits = frozen_split.agreed(most[len(split.counts) :])
+        num_micro_batches = [max(column) for column in columns[len(rank_counts) :]]
+        num_groups = len(split.counts)
+        splits = split.agreed(num_micro_batches[:num_groups])
+        batch.frozen_splits = frozen_split.agreed(num_micro_batches[num_groups:])
         batch.micro_batches = order_micro_batches(splits, self.source.towers.modalities)
         # From numbers that are equal on all ranks: a rank without a second phase would leave the others waiting in it.
         batch.keeps_graphs = budget.keeps_graphs(
-            batch.padded_tokens, len(batch.micro_batches), self.session
+            max(batch.counts.padded_tokens), len(batch.micro_batches), self.session
         )
 
     def encode(self, batch: StepBatch) -> None:
-        """Set this rank's embeddings [n, D] in the order of its inputs, and keep the graphs if so agreed. Collective."""
+        """Set this rank's embeddings [n, D] in the order of its inputs, and keep the graphs if so decided. Collective."""
         embeddings: Tensor | None = None
         with torch.set_grad_enabled(batch.keeps_graphs):
             # With kept graphs there is no second phase that could reuse image features.
             keeps_images = not batch.keeps_graphs and self.source.images.keeps(
-                batch.padded_tokens
+                max(batch.counts.padded_tokens)
             )
             batch.inputs.encode_frozen(batch.frozen_splits, keeps_images=keeps_images)
             # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
             # micro-batch.
             self._keep_gathered(True)
-            for number, inputs in enumerate(batch.inputs.feed(batch.micro_batches)):
-                micro_batch = batch.micro_batches[number]
+            fed = batch.inputs.feed(batch.micro_batches)
+            for micro_index, model_inputs in enumerate(fed):
+                micro_batch = batch.micro_batches[micro_index]
                 # Set before the forward pass, as FSDP requires; `backward` sets it again for each micro-batch.
-                self._synchronise_gradients(batch.synchronises(number))
-                outputs, losses = self._forward(inputs, batch.number, number)
-                if self.auxiliary is not None and batch.auxiliary is not None:
-                    self.auxiliary.count(batch.auxiliary, losses, numbers(micro_batch))
+                self._synchronise_gradients(batch.synchronises(micro_index))
+                outputs, losses = self._forward(batch, model_inputs, micro_index)
+                if batch.auxiliary is not None:
+                    batch.auxiliary.add(micro_batch, losses)
                 if embeddings is None:
                     width = outputs[0].shape[1]
-                    num_rows = batch.counts.outputs[self.session.rank]
-                    embeddings = outputs[0].new_zeros(num_rows, width)
-                for (_, input_numbers), output in zip(
-                    micro_batch, outputs, strict=True
-                ):
+                    num_vectors = batch.counts.vectors[self.session.rank]
+                    embeddings = outputs[0].new_zeros(num_vectors, width)
+                for (_, inputs), output in zip(micro_batch, outputs, strict=True):
                     # Without inputs it is the output of a dummy, which was run only for its collectives.
-                    if input_numbers:
-                        rows = batch.output_rows(input_numbers)
-                        embeddings[row_index(rows, output.device)] = output.detach()
+                    if inputs:
+                        indices = batch.vector_indices(inputs)
+                        embeddings[row_index(indices, output.device)] = output.detach()
                 if batch.keeps_graphs:
                     batch.outputs.append(outputs)
                     batch.auxiliary_outputs.append(losses)
@@ -346,56 +354,47 @@ class ContrastiveStep:
         counts = batch.counts
         rank = self.session.rank
         # The gather itself is not differentiated; `score` does its backward by hand.
-        embeddings = collectives.all_gather_rows(batch.embeddings, counts.outputs)
+        embeddings = collectives.all_gather_rows(batch.embeddings, counts.vectors)
         embeddings.requires_grad_()
-        # Row indices are local; behind the gather, rank r's inputs begin after those of ranks 0 to r - 1.
+        # Indices of inputs are local; behind the gather, rank r's inputs begin after those of ranks 0 to r - 1.
         offset = sum(counts.inputs[:rank])
-        content = [feature.content for feature in rank_batch.features]
-
-        def rows(values: np.ndarray) -> Column:
-            return Column(torch.from_numpy(values), counts.rows)
-
-        def negatives(values: np.ndarray) -> Column:
-            return Column(torch.from_numpy(values), counts.negatives)
-
+        features = rank_batch.features
+        content = np.array([feature.content for feature in features], dtype=np.int64)
         columns = {
-            "content": Column(torch.tensor(content, dtype=torch.int64), counts.inputs),
-            "query": rows(rank_batch.query + offset),
-            "positive": rows(rank_batch.positive + offset),
-            "example": rows(rank_batch.example),
-            "negative": negatives(rank_batch.negative + offset),
-            "negative_example": negatives(rank_batch.negative_example),
+            "content": Column(content, counts.inputs),
+            "query": Column(rank_batch.query + offset, counts.rows),
+            "positive": Column(rank_batch.positive + offset, counts.rows),
+            "example": Column(rank_batch.example, counts.rows),
+            "negative": Column(rank_batch.negative + offset, counts.negatives),
+            "negative_example": Column(rank_batch.negative_example, counts.negatives),
         }
-        has_starts = counts.outputs != counts.inputs
+        has_starts = counts.vectors != counts.inputs
         if has_starts:
-            lengths = [feature.rows for feature in rank_batch.features]
-            columns["starts"] = Column(torch.tensor(lengths), counts.inputs)
-        if batch.has_scores and rank_batch.scores is not None:
-            columns["scores"] = rows(rank_batch.scores)
-        if batch.has_negative_scores:
-            scores = rank_batch.negative_scores
-            if scores is None:  # a rank without negatives
-                scores = np.empty(0, dtype=np.float64)
-            columns["negative_scores"] = negatives(scores)
-        gathered: dict[str, Tensor | None] = dict.fromkeys(
-            ("scores", "negative_scores")
-        )
+            num_vectors = np.array([feature.rows for feature in features])
+            columns["starts"] = Column(num_vectors, counts.inputs)
+        # Scores are used only if every rank has them: all ranks pass the same columns.
+        if all(counts.has_scores) and rank_batch.scores is not None:
+            columns["scores"] = Column(rank_batch.scores, counts.rows)
+        if any(counts.negatives) and all(counts.has_negative_scores):
+            negative_scores = rank_batch.negative_scores
+            if negative_scores is None:  # a rank without negatives
+                negative_scores = np.empty(0, dtype=np.float64)
+            columns["negative_scores"] = Column(negative_scores, counts.negatives)
         on_host = gather_columns(columns)
         if has_starts:
             on_host["starts"] = F.pad(on_host["starts"].cumsum(0), (1, 0))
+        fields: dict[str, Any] = {"scores": None, "negative_scores": None}
         copies = copied_together(list(on_host.values()), self.session.device)
-        gathered |= dict(zip(on_host, copies, strict=True))
-        for name in ("scores", "negative_scores"):
-            values = gathered[name]
-            if values is not None:
-                gathered[name] = values.to(embeddings.dtype)
+        for name, values in zip(on_host, copies, strict=True):
+            is_score = values.is_floating_point()
+            fields[name] = values.to(embeddings.dtype) if is_score else values
         loss_batch = LossBatch(
             embeddings=embeddings,
-            **gathered,  # type: ignore[arg-type]
+            **fields,
             rank_rows=rank_slice(rank, counts.rows),
             rank_negatives=rank_slice(rank, counts.negatives),
             world_size=self.session.world_size,
-            number=batch.number,
+            number=batch.batch_number,
             source=rank_batch.source,
             holds_scores=isinstance(self.source.feeder.featuriser, PairFeaturiser),
             host_indices={name: on_host[name] for name in INDEX_FIELDS},
@@ -409,7 +408,7 @@ class ContrastiveStep:
     def score(
         self, loss_batch: LossBatch, batch: StepBatch, weight: float
     ) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of L, and this rank's rows [n, D] of d(`weight` L)/dE. Collective."""
+        """Return this rank's part of L, and this rank's vectors [n, D] of d(`weight` L)/dE. Collective."""
         # Not TF32: the rounding of a score is divided by the temperature too.
         with self.timer("loss"), torch.enable_grad(), matmul_precision("highest"):
             loss_share = self.loss(loss_batch)
@@ -417,16 +416,16 @@ class ContrastiveStep:
             (loss_share * weight).backward()
         loss_share = loss_share.detach()
         with self.timer("wait"):
-            # Every rank's part of L depends on all embeddings. Summed over the ranks, each rank gets its own rows. A
-            # loss that does not depend on the embeddings has no gradient.
+            # Every rank's part of L depends on all embeddings. Summed over the ranks [U, D], each rank gets its own
+            # vectors [n, D]. A loss that does not depend on the embeddings has no gradient.
             embeddings = loss_batch.embeddings
             gradient = embeddings.grad
             if gradient is None:
                 gradient = torch.zeros_like(embeddings)
-            gradient = collectives.reduce_scatter_rows(gradient, batch.counts.outputs)
-            if self.auxiliary is not None and batch.auxiliary is not None:
-                self.auxiliary.agree(batch.auxiliary)
-                loss_share = loss_share + self.auxiliary.share(batch.auxiliary)
+            gradient = collectives.reduce_scatter_rows(gradient, batch.counts.vectors)
+            if batch.auxiliary is not None:
+                batch.auxiliary.sum_over_ranks()
+                loss_share = loss_share + batch.auxiliary.loss_share()
         # FSDP and the flat all-reduce average over the ranks, but L is a sum over them.
         return loss_share, gradient * self.session.world_size
 
@@ -436,37 +435,36 @@ class ContrastiveStep:
         Micro-batches whose graphs were not kept are run again. Collective.
         """
         feed = None if batch.keeps_graphs else batch.inputs.feed(batch.micro_batches)
-        for number, micro_batch in enumerate(batch.micro_batches):
-            self._synchronise_gradients(batch.synchronises(number))
+        for micro_index, micro_batch in enumerate(batch.micro_batches):
+            self._synchronise_gradients(batch.synchronises(micro_index))
             if feed is None:
                 # Dropping the references frees each graph as soon as its backward is done.
-                outputs = batch.outputs[number]
-                losses = batch.auxiliary_outputs[number]
-                batch.outputs[number] = []
-                batch.auxiliary_outputs[number] = []
+                outputs = batch.outputs[micro_index]
+                losses = batch.auxiliary_outputs[micro_index]
+                batch.outputs[micro_index] = []
+                batch.auxiliary_outputs[micro_index] = []
             else:
-                # The seed is a function of the number, so this replay draws the dropout masks of `encode`.
-                outputs, losses = self._forward(next(feed), batch.number, number)
+                # The seed is a function of the index, so this replay draws the dropout masks of `encode`.
+                outputs, losses = self._forward(batch, next(feed), micro_index)
             # From the last backward on, the units reshard again. Not before its forward: it would reshard as well, and
             # every unit would be gathered a second time.
-            self._keep_gathered(not batch.synchronises(number))
+            self._keep_gathered(not batch.synchronises(micro_index))
+            # The roots of this backward pass, each with the gradient that it starts from.
             roots: list[Tensor] = []
             gradients: list[Tensor] = []
-            for (_, input_numbers), output in zip(micro_batch, outputs, strict=True):
+            for (_, inputs), output in zip(micro_batch, outputs, strict=True):
                 if not output.requires_grad:
                     continue
-                if input_numbers:
-                    rows = batch.output_rows(input_numbers)
-                    output_gradient = gradient[row_index(rows, gradient.device)]
+                if inputs:
+                    indices = batch.vector_indices(inputs)
+                    output_gradient = gradient[row_index(indices, gradient.device)]
                 else:
                     # A dummy's gradient adds nothing, but its backward takes part in the ranks' collectives.
                     output_gradient = torch.zeros_like(output)
                 roots.append(output)
                 gradients.append(output_gradient)
-            if self.auxiliary is not None and batch.auxiliary is not None:
-                surrogate = self.auxiliary.surrogate(
-                    batch.auxiliary, losses, numbers(micro_batch)
-                )
+            if batch.auxiliary is not None:
+                surrogate = batch.auxiliary.surrogate(micro_batch, losses)
                 if surrogate is not None:
                     # As the loss: a sum over the ranks, which averaging would divide.
                     factor = weight * self.session.world_size
@@ -481,17 +479,15 @@ class ContrastiveStep:
     # ---- parts of the stages -------------------------------------------------
 
     def _forward(
-        self, inputs: ModelInputs, batch: int, micro_batch: int
-    ) -> tuple[list[Tensor], Parts]:
+        self, batch: StepBatch, inputs: ModelInputs, micro_index: int
+    ) -> tuple[list[Tensor], SliceLosses]:
         """Return the embeddings of each slice of a micro-batch, and the model's own losses."""
-        seed = seed_of(self.seed, batch, self.session.rank, micro_batch)
+        rank = self.session.rank
+        seed = seed_of(self.seed, batch.batch_number, rank, micro_index)
         seed_draws(seed, self.session.device)
-        outputs: list[Tensor]
-        losses: Parts = []
         if self.auxiliary is None:
-            outputs = self.model(inputs)
-        else:
-            outputs, losses = self.model(inputs, with_auxiliary=True)
+            return self.model(inputs), []
+        outputs, losses = self.model(inputs, with_auxiliary=True)
         return outputs, losses
 
     def _synchronise_gradients(self, is_last: bool) -> None:
@@ -514,18 +510,110 @@ class ContrastiveStep:
     @contextmanager
     def _watching_memory(self) -> Iterator[None]:
         """Raise OutOfMemory on all ranks if one of them ran out of memory inside the with-block. Collective at exit."""
-        failed = False
+        ran_out_of_memory = False
         try:
             yield
         except RuntimeError as error:
             if not is_shortage(error):
                 raise
-            failed = True
-        self.guard.agree(failed, self.budget)
-        if failed:
+            ran_out_of_memory = True
+        self.guard.agree(ran_out_of_memory, self.budget)
+        if ran_out_of_memory:
             raise OutOfMemory
 
 
-def numbers(micro_batch: MicroBatch) -> list[list[int]]:
-    """Return the numbers of the inputs of each slice of a micro-batch."""
-    return [input_numbers for _, input_numbers in micro_batch]
+# ---- columns of a global batch -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A rank's part of one column of the global batch: int64 or float64, [n] or [n, k]."""
+
+    values: np.ndarray
+    counts: Sequence[int]
+    """Length of each rank's part, known to all ranks."""
+
+
+def rank_slice(rank: int, counts: Sequence[int]) -> slice:
+    """Return a rank's part of a column that the ranks have gathered."""
+    first = sum(counts[:rank])
+    return slice(first, first + counts[rank])
+
+
+def gather_columns(columns: Mapping[str, Column]) -> dict[str, Tensor]:
+    """Return the columns of all ranks on the host, each concatenated by rank. One collective, however many columns there are.
+
+    Every rank passes the same names, dtypes and trailing sizes.
+    """
+    flat = []
+    sizes_by_column = []
+    for column in columns.values():
+        # Floating-point columns travel as their bits, not converted: all columns share one int64 collective.
+        flat.append(column.values.view(np.int64).reshape(-1))
+        width = math.prod(column.values.shape[1:])
+        sizes_by_column.append(np.array(column.counts, dtype=np.int64) * width)
+    # sizes[r, c]: numbers of rank r in column c. On the host: reading a number from the device would wait for it.
+    sizes = np.stack(sizes_by_column, axis=1)
+    per_rank = sizes.sum(axis=1)
+    # By way of the host: numbers that a GPU gathers would have to be waited for.
+    joined = torch.from_numpy(np.concatenate(flat)).to(collectives.number_device())
+    gathered = collectives.all_gather_rows(joined, per_rank.tolist()).cpu().numpy()
+    # starts[r, c]: where the numbers of rank r in column c begin. No loop over ranks: there may be a thousand.
+    starts = (per_rank.cumsum() - per_rank)[:, None] + sizes.cumsum(axis=1) - sizes
+    results = {}
+    for index, (name, column) in enumerate(columns.items()):
+        size = sizes[:, index]
+        # The i-th number of the result lies at i + shift of its rank.
+        shift = starts[:, index] - (size.cumsum() - size)
+        values = gathered[np.arange(size.sum()) + np.repeat(shift, size)]
+        shape = (-1, *column.values.shape[1:])
+        results[name] = torch.from_numpy(
+            values.view(column.values.dtype).reshape(shape)
+        )
+    return results
+
+
+# ---- time --------------------------------------------------------------------
+
+PHASES = ("data", "forward", "loss", "backward", "optimizer", "wait")
+"""Phases of a step. `wait` is the time in collectives, including the wait for other ranks."""
+
+
+class PhaseTimer:
+    """Seconds per phase: wall clock on CPU; on CUDA, events that are read when the metrics are requested."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count the time inside the with-block as `phase`."""
+        # Batches are prepared by the host; the device would show nothing of the time that is waited for them.
+        if self.on_cuda and phase != "data":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            start.record()
+            try:
+                yield
+            finally:
+                end.record()
+                self.events.append((phase, start, end))
+            return
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - began
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds per phase since the last call. Waits for the device."""
+        if self.events:
+            # A stream works in order: when the last event has been reached, all have.
+            self.events[-1][2].synchronize()
+            for phase, start, end in self.events:
+                self.seconds[phase] += start.elapsed_time(end) / 1000
+            self.events.clear()
+        taken = {phase: self.seconds[phase] for phase in PHASES}
+        self.seconds.clear()
+        return taken

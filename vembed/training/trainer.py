@@ -4,16 +4,22 @@ The order in which facts become known gives the order of the set-up:
 
     checkpoint to resume from -> data and number of steps -> model, loss, optimizer -> intervals -> hooks -> step
 
-The state between two steps is `LoopState` and the state of model, loss and optimizer; a checkpoint holds exactly that.
-Data order, dropout and learning rate are pure functions of the step. What watches the loop or adds to it is a `Hook`.
+A checkpoint holds the weights of model and loss, the optimizer's state, the tensors of hooks, and `LoopState`. Data
+order, dropout and learning rate are pure functions of the step, so nothing else is needed to resume. What watches the
+loop or adds to it is a `Hook`.
+
+A run that ends early (a hook asks for it) is evaluated and writes final/. A run that stops (a signal, the time limit)
+writes a checkpoint and raises `Stopped`; `resume` goes on.
 """
 
 from __future__ import annotations
 
 import logging
+import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +46,13 @@ from vembed.training.hooks.configured import configured_hooks
 from vembed.training.hooks.metrics import log_line
 from vembed.training.identity import identity_of, require_same_data
 from vembed.training.interrupts import EvaluationStopped, Interrupts
-from vembed.training.optimizer import Schedule
+from vembed.training.optimizer import (
+    GradientScale,
+    Outcome,
+    Schedule,
+    Update,
+    synchronise,
+)
 from vembed.training.run_log import HEADLINE, RunLog, log_scores
 from vembed.training.setup import (
     build_components,
@@ -50,8 +62,6 @@ from vembed.training.setup import (
     open_stream,
 )
 from vembed.training.step import ContrastiveStep
-from vembed.training.timing import RunClock
-from vembed.training.update import LoopState, Update, synchronise
 
 log = logging.getLogger("vembed")
 
@@ -65,6 +75,57 @@ class TrainResult:
     metrics: dict[str, float]
     """Scores of the saved model. Those before training have the prefix "before/"."""
     steps: int
+
+
+@dataclass
+class LoopState:
+    """State of the loop. Every rank holds the same."""
+
+    step: int = 0
+    """Number of optimizer steps taken."""
+    num_skipped: int = 0
+    """Number of steps skipped because of non-finite values."""
+    skipped_in_a_row: int = 0
+    """Number of the last steps that were skipped, float16 overflows aside."""
+    best: float | None = None
+    best_step: int | None = None
+    best_scores: dict[str, float] = field(default_factory=dict)
+    held_step: int | None = None
+    """Step whose checkpoint `final/` gets if a guard ends the run, and its scores."""
+    held_scores: dict[str, float] = field(default_factory=dict)
+    fell: str | None = None
+    """Reason why a guard ended the run."""
+    scale: GradientScale = field(default_factory=GradientScale)
+    before: dict[str, float] = field(default_factory=dict)
+    """Scores before the first step."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Newest scores, and the step at which they were measured."""
+    scored_step: int | None = None
+    seconds: float = 0.0
+    """Training time so far, over all resumed parts."""
+    hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """State of each hook that has one, by its name. Written when the state is saved."""
+
+    def count_step(self, outcome: Outcome) -> None:
+        """Count an optimizer step, taken or skipped."""
+        self.step += 1
+        if outcome.applied:
+            self.skipped_in_a_row = 0
+            return
+        self.num_skipped += 1
+        if not outcome.is_overflow:
+            self.skipped_in_a_row += 1
+
+    def set_best(self, metric: str) -> None:
+        """Take the newest scores as the best."""
+        self.best = self.scores[metric]
+        self.best_step = self.step
+        self.best_scores = self.scores
+
+    @classmethod
+    def restored(cls, saved: dict[str, Any]) -> LoopState:
+        """Return the state that a checkpoint holds."""
+        return cls(**{**saved, "scale": GradientScale(**saved["scale"])})
 
 
 class Trainer:
@@ -216,53 +277,54 @@ class Trainer:
         self.clock.start_loop(state.step)
 
     def fit(self) -> None:
-        """Train to the last step, or until a hook or the time limit ends the run. The loop."""
+        """Train to the last step, or until a hook ends the run or an interrupt stops it. The loop."""
         state = self.state
-        data = self.data
-        per_step = data.batches_per_step
-        group: list[RankBatch] = []
-        while state.step < data.total_steps and not self.interrupts.ends_early:
+        interrupts = self.interrupts
+        num_batches = self.data.batches_per_step
+        step_batches: list[RankBatch] = []
+        while state.step < self.data.total_steps and not interrupts.ends_early:
             if self.session.heartbeats is not None:
                 self.session.heartbeats.step = state.step + 1
-            if not group:  # otherwise the step is replayed after it ran out of memory
+            if not step_batches:  # otherwise this step is repeated
                 self._before_step()
                 with self.step.timer("data"):
-                    group = [next(self.batches) for _ in range(per_step)]
-            report = StepReport(state.step + 1, data.epoch_at(state.step + 1))
+                    step_batches = [next(self.batches) for _ in range(num_batches)]
+            report = StepReport(state.step + 1, self.data.epoch_at(state.step + 1))
+            ran_out_of_memory = False
             try:
-                for position, rank_batch in enumerate(group):
-                    # Gradients add up over the batches of a step, so each counts by its weight: L is their mean.
+                for index, rank_batch in enumerate(step_batches):
+                    # Gradients add up over the batches of a step. Each has the weight 1 / num_batches: L is the mean.
                     result = self.step.accumulate(
                         rank_batch,
-                        state.step * per_step + position,
-                        weight=1 / per_step,
-                        last=position == per_step - 1,
+                        state.step * num_batches + index,
+                        weight=1 / num_batches,
+                        last=index == num_batches - 1,
                         scale=state.scale.value,
                     )
                     report.add(rank_batch, result)
-                is_short = False
             except OutOfMemory:
-                is_short = True
-            if is_short:  # not in the handler: the exception holds the attempt's outputs, which must be freed first
+                ran_out_of_memory = True
+            if ran_out_of_memory:
+                # Not in the handler: the exception holds the attempt's outputs, which must be freed first.
                 self.step.budget = self.memory_guard.smaller(self.step.budget)
-                for module in (self.components.model, self.components.loss):
-                    module.zero_grad(set_to_none=True)
+                self.components.model.zero_grad(set_to_none=True)
+                self.components.loss.zero_grad(set_to_none=True)
                 continue
-            group = []
+            step_batches = []
             self._update_weights(report)
             if self.hooks.on_step(report):
-                self.interrupts.request_end()
-            # The ranks agree once per step, so that all stop at the same one.
-            stops = self.interrupts.agree(self.checkpointer.save_seconds)
+                interrupts.end_early()
+            # The ranks decide together, once per step, so that all stop after the same one.
+            must_stop = interrupts.must_stop(self.checkpointer.save_seconds)
             is_logged = _is_due(state.step, self.intervals.logging_steps)
-            if stops or is_logged or state.step == 1 or self._is_last():
+            if must_stop or is_logged or state.step == 1 or self._is_last():
                 self.log(report)
             if _is_due(state.step, self.intervals.eval_steps):
                 self.evaluate()
-            if stops:
+            if must_stop:
                 raise self.stopped()
             # After the evaluation, so that the checkpoint holds its scores.
-            if self._is_saved():
+            if self._checkpoint_is_due():
                 self.save()
         self.evaluate()
 
@@ -279,7 +341,7 @@ class Trainer:
         if learned is not None:
             values["scale"], values["bias"] = learned
         for hook in self.hooks:
-            values |= hook.figures(report)
+            values |= hook.metrics(report)
         for hook in self.hooks:
             hook.on_log(values)
         total_steps = self.data.total_steps
@@ -322,18 +384,20 @@ class Trainer:
         seconds = self.clock.seconds() - start
         log_scores(when, scores, state.before, metric, f"; took {duration(seconds)}")
         # The best step must be recoverable: it has a checkpoint, or it is the last one.
-        is_kept = (
-            self.intervals.save_steps is None or self._is_saved() or self._is_last()
+        is_recoverable = (
+            self.intervals.save_steps is None
+            or self._checkpoint_is_due()
+            or self._is_last()
         )
         is_better = state.best is None or scores[metric] > state.best
-        is_best = is_better and is_kept and state.step > 0
+        is_best = is_better and is_recoverable and state.step > 0
         if is_best:
             state.set_best(metric)
         epoch = self.data.epoch_at(state.step)
         evaluation = Evaluation(state.step, epoch, scores, metric, is_best, queries)
         if self.hooks.on_evaluation(evaluation):
-            self.interrupts.request_end()
-        self.interrupts.agree_to_end()
+            self.interrupts.end_early()
+        self.interrupts.share_end_request()
 
     def save(self) -> None:
         """Write a checkpoint of the current step, unless there is one. Collective."""
@@ -406,9 +470,9 @@ class Trainer:
 
     def restart_stream(self) -> None:
         """Read the batches from the current step on. Those prepared ahead are dropped."""
-        per_step = self.data.batches_per_step
+        num_batches = self.data.batches_per_step
         self.batches: Iterator[RankBatch] = self.stream.from_batch(
-            self.state.step * per_step, self.data.total_steps * per_step
+            self.state.step * num_batches, self.data.total_steps * num_batches
         )
 
     # ---- parts of the loop ---------------------------------------------------
@@ -440,14 +504,15 @@ class Trainer:
         """Let the hooks prepare the next step. A mining that is stopped is done again by the run that resumes."""
         # Batches, not steps: with gradient accumulation an epoch may begin inside a step, and counts from the next step
         # on.
-        per_step = self.data.batches_per_step
-        per_epoch = self.data.batch_schedule.steps_per_epoch
-        first = self.state.step * per_step
-        epoch = first // per_epoch
-        is_new = first == 0 or (first - per_step) // per_epoch < epoch
+        num_batches = self.data.batches_per_step
+        batches_per_epoch = self.data.batch_schedule.steps_per_epoch
+        first = self.state.step * num_batches
+        epoch = first // batches_per_epoch
+        epoch_before = (first - num_batches) // batches_per_epoch
         try:
-            for hook in self.hooks if is_new else ():
-                hook.on_epoch(epoch)
+            if epoch_before < epoch:
+                for hook in self.hooks:
+                    hook.on_epoch(epoch)
             for hook in self.hooks:
                 hook.before_step(self.state.step + 1)
         except EvaluationStopped:
@@ -466,7 +531,7 @@ class Trainer:
         state.count_step(report.outcome)
         state.seconds = self.clock.seconds()
 
-    def _is_saved(self) -> bool:
+    def _checkpoint_is_due(self) -> bool:
         """Return whether this step gets a checkpoint.
 
         None in a row of skipped steps does: weights that may be broken would take the place of good ones.
@@ -481,3 +546,29 @@ class Trainer:
 
 def _is_due(step: int, interval: int | None) -> bool:
     return interval is not None and interval > 0 and step % interval == 0
+
+
+class RunClock:
+    """Time of a run: all of it, and what is left."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.earlier_seconds = 0.0
+        """Seconds that earlier parts of a resumed run took."""
+        # The rate is that of the last few calls: the first steps of a run are slower than the others.
+        self._marks: deque[tuple[float, int]] = deque(maxlen=6)
+
+    def start_loop(self, step: int) -> None:
+        """Begin the loop after `step` steps."""
+        self._marks.append((time.perf_counter(), step))
+
+    def seconds(self) -> float:
+        """Return the seconds of the whole run so far."""
+        return self.earlier_seconds + time.perf_counter() - self.began
+
+    def left(self, step: int, total_steps: int) -> float:
+        """Return the seconds that the steps after `step` will take at the rate of the last few calls."""
+        now = time.perf_counter()
+        began, first = self._marks[0]
+        self._marks.append((now, step))
+        return (now - began) / (step - first) * (total_steps - step)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch

@@ -147,7 +147,8 @@ def demo(
     overrides = tuple(options or ())
     asks_for_more = any(override.startswith("num_processes") for override in overrides)
     arguments = TrainArguments(str(settings), overrides)
-    if code := run_train(arguments, starts_processes=asks_for_more):
+    code, _ = run_train(arguments, starts_processes=asks_for_more)
+    if code:
         return code
     run = Path(load_config(settings, overrides).run.output_dir)
     console.print("", before_and_after(read_run(run)), "", sep="\n")

@@ -12,7 +12,6 @@ from vembed.cli.support import (
     Strategy,
     TrustRemoteCode,
     WeightsDtype,
-    model_session,
     numbers,
     option,
     share,
@@ -88,9 +87,12 @@ def edit(
     from rich.console import Console
     from rich.table import Table
 
+    from vembed.parallel.session import start_command_session
     from vembed.weights.edit import edit as edit_model
 
-    with model_session(model, strategy, trust_remote_code=trust_remote_code) as session:
+    with start_command_session(
+        model, strategy, trust_remote_code=trust_remote_code
+    ) as session:
         result = edit_model(
             model,
             output,

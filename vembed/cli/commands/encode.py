@@ -21,11 +21,10 @@ from vembed.cli.support import (
     Strategy,
     TrustRemoteCode,
     WeightsDtype,
-    model_session,
     numbers,
+    open_model,
     option,
     share,
-    usable_model,
 )
 from vembed.errors import UserError
 from vembed.models.poolings.table import POOLINGS
@@ -138,6 +137,10 @@ def encode(
         )
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder, so {target.name} cannot be written")
+    if input_file == "-" and nproc > 1:
+        raise UserError(
+            f"standard input (-) is read by one process: leave out --nproc {nproc}, or give a file"
+        )
     kept = [name.strip() for name in keep.split(",") if name.strip()]
     if len(set(kept)) < len(kept) or "embedding" in kept:
         raise UserError(
@@ -173,9 +176,8 @@ def encode(
 
     console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
     with ExitStack() as stack:
-        model_path = stack.enter_context(usable_model(model))
-        session = stack.enter_context(
-            model_session(model_path, strategy, trust_remote_code=trust_remote_code)
+        model_path, session = stack.enter_context(
+            open_model(model, strategy, trust_remote_code=trust_remote_code)
         )
         rows = EncodeInput(
             input_file,

@@ -18,11 +18,10 @@ from vembed.cli.support import (
     Strategy,
     TrustRemoteCode,
     WeightsDtype,
-    model_session,
     numbers,
+    open_model,
     option,
     share,
-    usable_model,
 )
 from vembed.errors import UserError
 
@@ -84,11 +83,9 @@ def eval(
     from vembed.evaluation.report.stored_forms import points, rows_of
     from vembed.evaluation.scores import evaluate
 
-    with (
-        usable_model(model) as model_path,
-        model_session(
-            model_path, strategy, trust_remote_code=trust_remote_code
-        ) as session,
+    with open_model(model, strategy, trust_remote_code=trust_remote_code) as (
+        model_path,
+        session,
     ):
         scores = evaluate(
             model_path,

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
-
-import typer
 
 from vembed.cli.support import MODE, ConfigArguments, log_line, share
 from vembed.data_tools.config import AuditConfig, GenerateConfig, JudgeConfig
@@ -37,84 +36,107 @@ class Arguments(NamedTuple):
     processes: dict[str, Any]
     is_dry_run: bool
 
+    def num_processes(self) -> int:
+        """Return the number of processes on all machines."""
+        num_machines = int(self.processes.get("num_machines", 1))
+        return int(self.processes.get("nproc", 1)) * num_machines
+
+
+class Work(NamedTuple):
+    """What a command does with a config that has been checked."""
+
+    target: Path | None
+    """File that is written."""
+    describe: Callable[[], list[str]]
+    """Reads the input and returns the lines of a dry run."""
+    run: Callable[..., Any]
+
 
 def mine(args: ConfigArguments = None) -> Any:
     """Find hard negatives for training data in a corpus."""
-    config, arguments = _read(MineConfig, "mine", mine.__doc__, args)
-    from vembed.mining.known_positives import read_inputs
-    from vembed.mining.mine import check_config, work_folder
-    from vembed.mining.mine import mine as mine_negatives
 
-    target = check_config(config)
-    if arguments.is_dry_run:
-        inputs = read_inputs(config)
-        lines = [*_options(config), "", *inputs.summary()]
-        for retriever in config.all_retrievers():
-            what = "indexed" if retriever.model == BM25 else "encoded"
-            lines.append(
-                f"{retriever.model}: {len(inputs.documents):,d} documents and {inputs.known.num_queries:,d} queries {what}"
-            )
-        folder = work_folder(config)
-        what = "would be made"
-        if folder.exists():
-            what = "is there, and what fits is used again"
-        processes = arguments.processes
-        count = processes.get("nproc", 1) * processes.get("num_machines", 1)
-        return _print(lines, f"{folder}: {what}", f"processes: {count}", target=target)
-    _share(arguments)
-    return mine_negatives(config, log=log_line)
+    def prepare(config: MineConfig, arguments: Arguments) -> Work:
+        from vembed.mining.known_positives import read_inputs
+        from vembed.mining.mine import check_config, work_folder
+        from vembed.mining.mine import mine as run_mine
+
+        def describe() -> list[str]:
+            inputs = read_inputs(config)
+            lines = [*_options(config), "", *inputs.summary()]
+            counts = f"{len(inputs.documents):,d} documents and {inputs.known.num_queries:,d} queries"
+            for retriever in config.all_retrievers():
+                what = "indexed" if retriever.model == BM25 else "encoded"
+                lines.append(f"{retriever.model}: {counts} {what}")
+            folder = work_folder(config)
+            state = "would be made"
+            if folder.exists():
+                state = "is there, and what fits is used again"
+            lines.append(f"{folder}: {state}")
+            return [*lines, f"processes: {arguments.num_processes()}"]
+
+        return Work(check_config(config), describe, run_mine)
+
+    return _run_tool(MineConfig, "mine", mine.__doc__, args, prepare)
 
 
 def judge(args: ConfigArguments = None) -> Any:
     """Judge the negatives of training data by rerankers or endpoints."""
-    config, arguments = _read(JudgeConfig, "judge", judge.__doc__, args)
-    from vembed.data_tools.judge import judge as judge_negatives
-    from vembed.data_tools.judge import read_negatives
-    from vembed.mining.output import check_output
 
-    target = check_output(config.output_path)
-    if arguments.is_dry_run:
-        _, pairs = read_negatives(config)
-        lines = [pairs.summary()]
-        for judge_config in config.judges:
-            where = f" at {judge_config.base_url}" if judge_config.base_url else ""
-            lines.append(f"judge {judge_config.model}{where}")
-        return _print(lines, target=target)
-    _share(arguments)
-    return judge_negatives(config, log=log_line)
+    def prepare(config: JudgeConfig, _: Arguments) -> Work:
+        from vembed.data_tools.judge import judge as run_judge
+        from vembed.data_tools.judge import read_negatives
+        from vembed.mining.output import check_output
+
+        def describe() -> list[str]:
+            _, pairs = read_negatives(config)
+            lines = [pairs.summary()]
+            for entry in config.judges:
+                where = f" at {entry.base_url}" if entry.base_url else ""
+                lines.append(f"judge {entry.model}{where}")
+            return lines
+
+        return Work(check_output(config.output_path), describe, run_judge)
+
+    return _run_tool(JudgeConfig, "judge", judge.__doc__, args, prepare)
 
 
 def audit(args: ConfigArguments = None) -> Any:
     """Look at training data: duplicates, leakage, false negatives, weak positives."""
-    config, arguments = _read(AuditConfig, "audit", audit.__doc__, args)
-    from vembed.data_tools.audit.run import audit as audit_data
-    from vembed.data_tools.audit.run import check_audit, mining_config
-    from vembed.mining.known_positives import read_inputs
 
-    page = check_audit(config)
-    if arguments.is_dry_run:
-        return _print(read_inputs(mining_config(config)).summary(), target=page)
-    _share(arguments)
-    return audit_data(config, log=log_line)
+    def prepare(config: AuditConfig, _: Arguments) -> Work:
+        from vembed.data_tools.audit.run import audit as run_audit
+        from vembed.data_tools.audit.run import check_audit, mining_config
+        from vembed.mining.known_positives import read_inputs
+
+        page = check_audit(config)
+        return Work(
+            page, lambda: read_inputs(mining_config(config)).summary(), run_audit
+        )
+
+    return _run_tool(AuditConfig, "audit", audit.__doc__, args, prepare)
 
 
 def generate(args: ConfigArguments = None) -> Any:
     """Make training pairs from documents, with or without a language model."""
-    config, arguments = _read(GenerateConfig, "generate", generate.__doc__, args)
-    from vembed.data_tools.generate.run import generate as generate_pairs
-    from vembed.mining.output import check_output
 
-    target = check_output(config.output_path)
-    if arguments.is_dry_run:
-        return _print(_options(config), target=target)
-    _share(arguments)
-    return generate_pairs(config, log=log_line)
+    def prepare(config: GenerateConfig, _: Arguments) -> Work:
+        from vembed.data_tools.generate.run import generate as run_generate
+        from vembed.mining.output import check_output
+
+        target = check_output(config.output_path)
+        return Work(target, lambda: _options(config), run_generate)
+
+    return _run_tool(GenerateConfig, "generate", generate.__doc__, args, prepare)
 
 
-def _read(
-    kind: type[Config], command_name: str, about: str | None, args: list[str] | None
-) -> tuple[Config, Arguments]:
-    """Return the config and the sorted arguments of a command, or print its help and end it."""
+def _run_tool(
+    kind: type[Config],
+    command_name: str,
+    about: str | None,
+    args: list[str] | None,
+    prepare: Callable[[Config, Arguments], Work],
+) -> Any:
+    """Print the help of a command, or what it would do, or do it."""
     if {"-h", "--help"} & set(args or []):
         lines = [
             f"Usage: vembed {command_name} [CFG] [KEY=VALUE | --KEY VALUE] ...",
@@ -132,14 +154,30 @@ def _read(
             lines += textwrap.wrap(
                 text, HELP_WIDTH, initial_indent=indent, subsequent_indent=indent
             )
-        _print(lines)
-        raise typer.Exit
+        sys.stdout.write("\n".join(lines) + "\n")
+        return None
     arguments = sort_arguments(command_name, args or [])
     if MODE.get() == "check":
         # The files that the config names may be made by an earlier step.
         load_options(kind, None, arguments.overrides)
-        raise typer.Exit
-    return load_options(kind, arguments.config, arguments.overrides), arguments
+        return None
+    config = load_options(kind, arguments.config, arguments.overrides)
+    work = prepare(config, arguments)
+    if arguments.is_dry_run:
+        lines = work.describe()
+        if work.target is not None:
+            lines.append(f"would write: {work.target}")
+        sys.stdout.write("\n".join(lines) + "\n")
+        return None
+    processes = dict(arguments.processes)
+    num_machines = processes.get("num_machines", 1)
+    if num_machines > 1 and "main_process_ip" not in processes:
+        raise UserError(
+            f"--num-machines {num_machines} needs --main-process-ip, the address of machine 0, and a "
+            "--machine-rank for each"
+        )
+    share(processes.pop("nproc", 1), **processes)
+    return work.run(config, log=log_line)
 
 
 def sort_arguments(command_name: str, args: Sequence[str]) -> Arguments:
@@ -182,22 +220,6 @@ def sort_arguments(command_name: str, args: Sequence[str]) -> Arguments:
     return Arguments(config, overrides, processes, is_dry_run)
 
 
-def _share(arguments: Arguments) -> None:
-    processes = dict(arguments.processes)
-    num_machines = processes.get("num_machines", 1)
-    if num_machines > 1 and "main_process_ip" not in processes:
-        raise UserError(
-            f"--num-machines {num_machines} needs --main-process-ip, the address of machine 0, and a "
-            "--machine-rank for each"
-        )
-    share(processes.pop("nproc", 1), **processes)
-
-
 def _options(config: CommandConfig) -> list[str]:
     values = config.model_dump(mode="json", exclude_unset=True)
     return [f"{name}: {value}" for name, value in values.items()]
-
-
-def _print(lines: Sequence[str], *more: str, target: Any = None) -> None:
-    ending = [] if target is None else [f"would write: {target}"]
-    sys.stdout.write("\n".join([*lines, *more, *ending]) + "\n")

@@ -18,10 +18,9 @@ from vembed.cli.support import (
     Strategy,
     TrustRemoteCode,
     WeightsDtype,
-    model_session,
+    open_model,
     option,
     share,
-    usable_model,
 )
 from vembed.errors import UserError
 
@@ -75,9 +74,8 @@ def score(
     # As validation data: no loss is asked whether it could learn from the pairs.
     store = open_examples(options, pairs, role="validation")
     with ExitStack() as stack:
-        model_path = stack.enter_context(usable_model(model))
-        session = stack.enter_context(
-            model_session(model_path, strategy, trust_remote_code=trust_remote_code)
+        model_path, session = stack.enter_context(
+            open_model(model, strategy, trust_remote_code=trust_remote_code)
         )
         file: Any = sys.stdout
         if output != "-" and session.is_main:

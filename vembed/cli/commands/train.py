@@ -25,18 +25,15 @@ def train(ctx: typer.Context, args: ConfigArguments = None) -> Any:
         run_stages,
     )
 
-    is_asked = ctx.obj is not None  # for the result, by --json
+    writes_json = ctx.obj is not None
     starts_processes = MODE.get() != "process"
     pipeline = pipeline_of_arguments(arguments)
     if pipeline is None:
-        results: list[dict[str, Any]] = []
-        code = run_train(
-            arguments,
-            starts_processes=starts_processes,
-            on_result=results.append if is_asked else None,
+        code, result = run_train(
+            arguments, starts_processes=starts_processes, returns_result=writes_json
         )
-        return results[0] if results else code
+        return result or code
     code = run_stages(pipeline, arguments, starts_processes=starts_processes)
-    if code or not is_asked or arguments.is_dry_run:
+    if code or not writes_json or arguments.is_dry_run:
         return code
     return results_of(pipeline)

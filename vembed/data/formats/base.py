@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar, NamedTuple
+from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from vembed.data.examples import BadRecord
+from vembed.data.examples import BadRecord, has_lone_surrogate
 from vembed.errors import UserError
 
 MAX_RECORD_BYTES = 32 * 2**20
@@ -32,13 +32,6 @@ position in text, a row number in a table. Lines count from 1, from the first nu
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
-
-
-class Part(NamedTuple):
-    """A part of a source, for one process of the first pass: the records with numbers from `start` to before `stop`."""
-
-    start: int
-    stop: int
 
 
 @dataclass
@@ -73,10 +66,7 @@ class Block:
         if any(map(str.isspace, values)):
             return False
         joined = "".join(values)
-        try:
-            return "\0" not in joined and (joined.isascii() or bool(joined.encode()))
-        except UnicodeEncodeError:
-            return False
+        return "\0" not in joined and not has_lone_surrogate(joined)
 
     def moved(self, by: int) -> Block:
         """Return the block with something added to its numbers and lines."""
@@ -190,11 +180,11 @@ class Format:
         """Return the files that the records come from."""
         return (self.path,)
 
-    def parts(self) -> list[Part]:
-        """Return the parts that processes may read apart from each other; one part if it can only be read whole."""
-        return [Part(self.start, self.stop)]
+    def parts(self) -> list[range]:
+        """Return the ranges of numbers that processes may read apart from each other; one if it can only be read whole."""
+        return [range(self.start, self.stop)]
 
-    def num_lines(self, part: Part) -> int:
+    def num_lines(self, part: range) -> int:
         """Return the number of lines of a part."""
         return part.stop - part.start
 
@@ -212,27 +202,45 @@ class Format:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the file again."""
-        return _opened_again, (
-            type(self),
-            self.path,
-            self.name,
-            self.folder,
-            self.selected,
-        )
+        state = {"name": self.name, "folder": self.folder, "selected": self.selected}
+        return type(self), (self.path,), state
 
 
-def _opened_again(
-    form: type[Format],
-    path: Path,
-    name: str,
-    folder: Path,
-    selected: list[str] | None,
-) -> Format:
-    reader = form(path)
-    reader.name = name
-    reader.folder = folder
-    reader.selected = selected
-    return reader
+class ArrowRows(Format):
+    """A table whose records are rows of Arrow batches. Numbers are rows from 0, and lines are rows from 1."""
+
+    def batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+        """Yield rows `start` to `stop` - 1, as many at a time as fit in memory easily."""
+        raise NotImplementedError
+
+    def blocks(
+        self, start: int | None = None, stop: int | None = None
+    ) -> Iterator[Block]:
+        """Yield rows in blocks."""
+        first = self.start if start is None else start
+        line = 1
+        for batch in self.batches(first, self.stop if stop is None else stop):
+            records: Any = batch
+            if batch.nbytes > MAX_RECORD_BYTES:
+                records = []
+                for row in (batch.slice(at, 1) for at in range(batch.num_rows)):
+                    if row.nbytes > MAX_RECORD_BYTES:
+                        reason = f"a record of more than {MAX_RECORD_BYTES:,d} bytes"
+                        records.append(BadRecord(reason))
+                    else:
+                        records += row_values(row)
+            numbers = np.arange(first, first + batch.num_rows)
+            yield Block(numbers, numbers - first + line, records)
+            first += batch.num_rows
+            line += batch.num_rows
+
+    def read(self, number: int) -> Any:
+        """Return one record again."""
+        return row_values(next(self.batches(number, number + 1)))[0]
+
+    def num_records(self) -> int:
+        """Return the number of rows."""
+        return self.stop
 
 
 class TextFormat(Format):
@@ -257,7 +265,7 @@ class TextFormat(Format):
         """Size of the file."""
         return os.fstat(self._file).st_size
 
-    def num_lines(self, part: Part) -> int:
+    def num_lines(self, part: range) -> int:
         """Return the number of line ends in a part."""
         count = 0
         for start in range(part.start, part.stop, 2**20):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from vembed.data.cache import short_hash
+from vembed.data.cache import short_hash, written_aside
 from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.messages import listed
 from vembed.errors import UserError
@@ -43,10 +42,8 @@ def class_records(folder: Path, cache: Path) -> Path:
     text = "".join(json.dumps(record) + "\n" for record in records)
     path = cache / "class_folders" / f"{short_hash(str(folder.absolute()), text)}.jsonl"
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        with written_aside(path) as partial:
+            partial.write_text(text, encoding="utf-8")
     return path
 
 

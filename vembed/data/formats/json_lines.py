@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from vembed.data.formats.base import (
     MAX_RECORD_BYTES,
     PIECE_BYTES,
     Format,
-    Part,
     Row,
     TextFormat,
 )
@@ -46,11 +44,11 @@ class JsonLines(TextFormat):
         super().__init__(path)
         self._decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[range]:
         """Return parts of equal size."""
-        stop = self.stop
-        starts = range(self.start, max(stop, self.start + 1), PART_BYTES)
-        return [Part(*bounds) for bounds in itertools.pairwise([*starts, stop])]
+        numbers = range(self.start, self.stop)
+        starts = range(0, max(len(numbers), 1), PART_BYTES)
+        return [numbers[start : start + PART_BYTES] for start in starts]
 
     def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
         """Yield the records whose lines begin in a range."""
@@ -92,9 +90,9 @@ class JsonArray(JsonLines):
 
     endings: ClassVar[tuple[str, ...]] = ()
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[range]:
         """Return one part."""
-        return Format.parts(self)
+        return [range(self.start, self.stop)]
 
     def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
         """Yield all records in order. Raise UserError on a syntax error, since the next record cannot be located."""
@@ -114,8 +112,8 @@ class JsonArray(JsonLines):
         line = 1
         counted = 0
         at = _past_space(text, _past_space(text, 0) + 1)
-        is_closed = text[at : at + 1] == "]"
-        end = at + is_closed
+        is_closed = text.startswith("]", at)
+        at += is_closed
         while not is_closed:
             at = _past_space(text, at)
             # The number counts bytes and `at` counts characters: only what is new is encoded.
@@ -123,21 +121,20 @@ class JsonArray(JsonLines):
             line += text.count("\n", counted, at)
             counted = at
             try:
-                record, end = self._decode(text, at)
+                record, at = self._decode(text, at)
             except json.JSONDecodeError as error:
                 self._refuse(text, error.pos, error.msg)
             except (RecursionError, ValueError) as error:
                 self._refuse(text, at, error)
             yield number, line, record
-            at = _past_space(text, end)
-            if text[at : at + 1] not in {",", "]"}:
+            at = _past_space(text, at)
+            if not text.startswith((",", "]"), at):
                 self._refuse(text, at, "expected ',' or ']'")
             is_closed = text[at] == "]"
             at += 1
-            end = at
-        end = _past_space(text, end)
-        if end < len(text):
-            self._refuse(text, end, "more text after the array")
+        at = _past_space(text, at)
+        if at < len(text):
+            self._refuse(text, at, "more text after the array")
 
     def read(self, number: int) -> Any:
         """Return one record again."""

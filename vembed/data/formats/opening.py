@@ -10,7 +10,7 @@ from typing import Any
 
 from vembed.config.paths import is_hub_dataset, similar_path
 from vembed.data.columns import Columns, guess_mapping, refuse_repeated
-from vembed.data.formats.base import FILE_BITS, Block, Format, Part
+from vembed.data.formats.base import FILE_BITS, Block, Format
 from vembed.data.formats.class_folders import class_records, is_class_folder
 from vembed.data.formats.copies import (
     CODECS,
@@ -39,10 +39,10 @@ WAYS_OUT = {
     ),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV"),
     **dict.fromkeys((".txt", ".text"), "give the file the ending of what is in it"),
+    ".xz": "unpack it (unxz -k)",
+    ".zip": "unpack it (unzip)",
 }
 """Ways to make use of files whose ending no format has."""
-UNPACKERS = {".xz": "unxz -k", ".zip": "unzip"}
-"""Endings of packed files that nothing here unpacks, and the commands that do."""
 
 
 class SeveralFiles(Format):
@@ -60,13 +60,13 @@ class SeveralFiles(Format):
         """Each file is opened again."""
         return SeveralFiles, (self.name, self.readers)
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[range]:
         """Return the parts of all files."""
         parts = []
         for number, reader in enumerate(self.readers):
             shift = number << FILE_BITS
-            for start, stop in reader.parts():
-                parts.append(Part(start + shift, stop + shift))
+            for part in reader.parts():
+                parts.append(range(part.start + shift, part.stop + shift))
         return parts
 
     def blocks(
@@ -92,10 +92,10 @@ class SeveralFiles(Format):
         reader, line, _ = self._located(line)
         return reader.where(line)
 
-    def num_lines(self, part: Part) -> int:
+    def num_lines(self, part: range) -> int:
         """Return the number of lines of a part."""
         reader, start, shift = self._located(part.start)
-        return reader.num_lines(Part(start, part.stop - shift))
+        return reader.num_lines(range(start, part.stop - shift))
 
     def select(self, columns: Sequence[str]) -> None:
         """Read only these columns from now on, of each file those that it has."""
@@ -106,13 +106,8 @@ class SeveralFiles(Format):
 
     def num_records(self) -> int | None:
         """Return the number of records where it is known without reading them."""
-        total = 0
-        for reader in self.readers:
-            count = reader.num_records()
-            if count is None:
-                return None
-            total += count
-        return total
+        counts = [reader.num_records() for reader in self.readers]
+        return None if None in counts else sum(filter(None, counts))
 
     def files(self) -> Sequence[Path]:
         """Return the files that the records come from."""
@@ -127,42 +122,37 @@ class SeveralFiles(Format):
 
 def open_reader(path: str, columns: Columns | None, role: Role, cache: Path) -> Format:
     """Return the reader of a file, a pattern such as `data/*.parquet`, a folder, an address that fsspec opens, or a Hub
-    dataset. Without `columns` any header is accepted and all columns are read."""
+    dataset. Without `columns` any header is accepted and all columns are read. Raise UserError if a table lacks a
+    required column, or has two of one name."""
     readers = _readers(path, role, cache)
     for reader in readers:
-        if columns is not None and reader.columns is not None:
-            check_columns(reader, columns)
-            reader.select(columns.needed(reader.columns))
+        if columns is None or reader.columns is None:
+            continue
+        refuse_repeated(reader.name, reader.columns)
+        try:
+            columns.check(reader.columns)
+        except UserError as error:
+            is_odd = not guess_mapping(reader.columns, ("query", "positive"))
+            hint = ""
+            if is_odd and reader.numbers_are_text:
+                hint = (
+                    "; the first line of the file is taken for the names of the columns"
+                )
+            raise UserError(f"{reader.name}: {error}{hint}") from error
+        reader.select(columns.needed(reader.columns))
     return readers[0] if len(readers) == 1 else SeveralFiles(path, readers)
-
-
-def check_columns(reader: Format, columns: Columns) -> None:
-    """Raise UserError if a table lacks a required column, or has two of one name."""
-    assert reader.columns is not None
-    refuse_repeated(reader.name, reader.columns)
-    try:
-        columns.check(reader.columns)
-    except UserError as error:
-        is_odd = not guess_mapping(reader.columns, ("query", "positive"))
-        hint = (
-            "; the first line of the file is taken for the names of the columns"
-            if is_odd and reader.numbers_are_text
-            else ""
-        )
-        raise UserError(f"{reader.name}: {error}{hint}") from error
 
 
 def _readers(path: str, role: Role, cache: Path) -> list[Format]:
     if is_address(path):
-        return [
-            _open_file(copy, cache, name) for name, copy in fetched_copies(path, cache)
-        ]
+        copies = fetched_copies(path, cache)
+        return [_open_file(copy, cache, name) for name, copy in copies]
     try:
-        place = Path(path).expanduser()
-        status = place.stat()
+        file = Path(path).expanduser()
+        status = file.stat()
     except FileNotFoundError:
         if is_pattern(path):
-            return [_open_file(file, cache) for file in files_of_pattern(path)]
+            return [_open_file(match, cache) for match in files_of_pattern(path)]
         if is_hub_dataset(path):
             return [open_hub(path, role)]
         raise UserError(
@@ -173,14 +163,14 @@ def _readers(path: str, role: Role, cache: Path) -> list[Format]:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UserError(f"{path} cannot be read: {reason}") from error
     if stat.S_ISDIR(status.st_mode):
-        return _open_folder(place, role, cache)
+        return _open_folder(file, role, cache)
     if not stat.S_ISREG(status.st_mode):
         # A pipe, for example, blocks and can be read only once.
         raise UserError(f"{path} is not a regular file")
     if status.st_size == 0:
         raise UserError(f"{path} is empty")
     try:
-        return [_open_file(place, cache)]
+        return [_open_file(file, cache)]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
@@ -245,10 +235,6 @@ def data_files(folder: Path) -> list[Path]:
 def unknown_ending(path: Path) -> UserError:
     """Return the error for a file whose ending no format has."""
     ending = path.suffix.lower()
-    if ending in UNPACKERS:
-        return UserError(
-            f"{path} is packed, and records are read from any place of a file: unpack it ({UNPACKERS[ending]})"
-        )
     way_out = f": {WAYS_OUT[ending]}" if ending in WAYS_OUT else ""
     return UserError(
         f"{path} has the ending {ending or '(none)'}, and vembed reads {described_formats()}{way_out}"

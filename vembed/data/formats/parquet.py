@@ -13,9 +13,14 @@ import pyarrow.parquet as pq
 
 from vembed.config.user_folders import cache_folder
 from vembed.data.cache import short_hash, stamp
-from vembed.data.formats.arrow import ArrowRows
-from vembed.data.formats.base import MAX_RECORD_BYTES, Part, Row, first_line, row_values
-from vembed.data.formats.copies import partial_copy, remove_older
+from vembed.data.formats.base import (
+    MAX_RECORD_BYTES,
+    ArrowRows,
+    Row,
+    first_line,
+    row_values,
+)
+from vembed.data.formats.copies import new_copy
 from vembed.errors import UserError
 
 MAX_HELD_BYTES = 2**20
@@ -74,7 +79,7 @@ class ParquetFile(ArrowRows):
         """Number of rows."""
         return self._num_rows
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[range]:
         """Return ranges of whole batches, where the copy is in the cache folder."""
         step = max(self.stop, 1)
         if self._num_bytes > MAX_HELD_BYTES:
@@ -82,7 +87,7 @@ class ParquetFile(ArrowRows):
             batch_bytes = self._row_bytes * self._batch_rows
             step = self._batch_rows * max(1, PART_BYTES // batch_bytes)
         starts = range(0, max(self.stop, 1), step)
-        return [Part(start, min(start + step, self.stop)) for start in starts]
+        return [range(start, min(start + step, self.stop)) for start in starts]
 
     def batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield rows as they are in the batches of the copy."""
@@ -132,11 +137,10 @@ class ParquetFile(ArrowRows):
             return pa.ipc.open_file(pa.OSFile(str(target)))
         except (OSError, pa.ArrowException):  # there is none, or a damaged one
             with (
-                partial_copy(target, self.name) as partial,
+                new_copy(target, self.name) as partial,
                 pa.OSFile(str(partial), "wb") as file,
             ):
                 self._write(file)
-            remove_older(target)
         return pa.ipc.open_file(pa.OSFile(str(target)))
 
     def _write(self, sink: Any) -> None:

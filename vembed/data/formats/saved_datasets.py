@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from vembed.data.formats.arrow import ArrowRows
-from vembed.data.formats.base import first_line
+from vembed.data.cache import refuse_truncated
+from vembed.data.formats.base import ArrowRows, first_line
 from vembed.data.messages import listed
-from vembed.data.watched_files import FileStamp, refuse_truncated
 from vembed.errors import UserError
 
 log = logging.getLogger("vembed")
@@ -39,8 +38,8 @@ class SavedDataset(ArrowRows):
         self.name = name
         self.folder = folder
         self.columns = tuple(dataset.column_names)
-        self._files = [Path(entry["filename"]) for entry in dataset.cache_files]
-        self._stamps = [FileStamp.of(path) for path in self._files]
+        paths = [Path(entry["filename"]) for entry in dataset.cache_files]
+        self._files = {path: path.stat() for path in paths}
         self._rows = dataset.with_format("arrow")
 
     @property
@@ -54,13 +53,13 @@ class SavedDataset(ArrowRows):
 
     def files(self) -> Sequence[Path]:
         """Return the files that the records come from."""
-        return self._files
+        return list(self._files)
 
     def batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield rows. The first ones tell how large the next chunk may be."""
         num_rows = 32
         while start < stop:
-            refuse_truncated(self._stamps)
+            refuse_truncated(self._files)
             table = self._rows[start : min(start + num_rows, stop)]
             yield from table.to_batches()
             start += table.num_rows
@@ -94,7 +93,7 @@ def open_folder(path: Path, role: Role) -> SavedDataset:
         raise UserError(
             f"{path} was saved by `datasets`, and is damaged: {first_line(error)}"
         ) from error
-    return SavedDataset(str(path), path, _split_for(str(path), dataset, role))
+    return _of_split(str(path), path, dataset, role)
 
 
 def open_hub(name: str, role: Role) -> SavedDataset:
@@ -111,18 +110,18 @@ def open_hub(name: str, role: Role) -> SavedDataset:
         raise UserError(
             f"{name} is no file or folder here, and as a dataset of the Hub it cannot be loaded: {first_line(error)}"
         ) from error
-    return SavedDataset(name, Path.cwd(), _split_for(name, dataset, role))
+    return _of_split(name, Path.cwd(), dataset, role)
 
 
-def _split_for(name: str, dataset: Any, role: Role) -> Any:
-    """Return the split for this role, or the dataset itself if it has no splits."""
+def _of_split(name: str, folder: Path, dataset: Any, role: Role) -> SavedDataset:
+    """Return the reader of a dataset, or of the split for this role if it has several."""
     if not isinstance(dataset, dict):
-        return dataset
-    if len(dataset) == 1:
-        return next(iter(dataset.values()))
-    for split in _SPLITS[role]:
-        if split in dataset:
-            return dataset[split]
-    raise UserError(
-        f"{name} has the splits {listed(dataset)}, and none is called {' or '.join(_SPLITS[role])}"
-    )
+        return SavedDataset(name, folder, dataset)
+    names = list(dataset)
+    if len(names) > 1:
+        names = [split for split in _SPLITS[role] if split in dataset]
+    if not names:
+        raise UserError(
+            f"{name} has the splits {listed(dataset)}, and none is called {' or '.join(_SPLITS[role])}"
+        )
+    return SavedDataset(name, folder, dataset[names[0]])

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.schema import ModelSection
-from vembed.data.columns import unread_judgement
 from vembed.data.example_store import Records
 from vembed.data.messages import joined, listed
+from vembed.data.misreadings import unread_judgement
 from vembed.data.overlap import find_overlap, warnings_of
 from vembed.data_tools.audit.checks import (
     SHOWN_CHARACTERS,

@@ -11,16 +11,16 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from vembed.data.columns import (
-    Columns,
+from vembed.data.columns import Columns
+from vembed.data.examples import BadRecord
+from vembed.data.images.files import IMAGE_PATH, ImageRoot
+from vembed.data.messages import printable
+from vembed.data.misreadings import (
     classes_as_scores,
     unread_judgement,
     unread_negatives,
     unread_prompt,
 )
-from vembed.data.examples import BadRecord
-from vembed.data.images.files import IMAGE_PATH, ImageRoot
-from vembed.data.messages import printable
 from vembed.data.records import Mode, RecordFormat
 from vembed.data_tools.init.sample import FileSample
 from vembed.errors import UserError

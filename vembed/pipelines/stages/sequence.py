@@ -65,7 +65,7 @@ def run_stages(
     """
 
     def train_by_command(stage_arguments: TrainArguments) -> int:
-        return run_train(stage_arguments, starts_processes=starts_processes)
+        return run_train(stage_arguments, starts_processes=starts_processes)[0]
 
     chosen = _chosen(pipeline, arguments)
     stages = [_Stage(pipeline, step, arguments) for step in pipeline.steps]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,10 @@ from typing_extensions import override
 from vembed.errors import UserError
 from vembed.models.names import plain_name
 from vembed.parallel.parameters import reshard
-from vembed.training.hooks.base import Hook, Run, StepReport
+from vembed.training.hooks.base import Hook, StepReport
+
+if TYPE_CHECKING:
+    from vembed.training.trainer import Trainer
 
 
 class WeightAverage(Hook):
@@ -30,7 +33,7 @@ class WeightAverage(Hook):
         self._averages: dict[str, Tensor] = {}
 
     @override
-    def on_build(self, run: Run) -> None:
+    def on_build(self, run: Trainer) -> None:
         model = run.components.model
         if FullyShardedDataParallel.fsdp_modules(model):
             raise UserError(

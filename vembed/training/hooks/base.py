@@ -7,7 +7,7 @@ The order of calls in a run, each on every rank:
     on_start                            before the first evaluation and the first step
       on_epoch, before_step             before the batches of a step are read
       on_step                           after the optimizer step
-      figures, on_log                   with each logged step
+      metrics, on_log                   with each logged step
       evaluation_weights, on_evaluation with each evaluation
       state, tensors                    with each checkpoint
     on_finish                           after the last evaluation, before the weights of final/ are chosen
@@ -15,7 +15,9 @@ The order of calls in a run, each on every rank:
     close                               at the end, also after an error
 
 A method that communicates (a collective, a forward pass of a sharded model) must do so on every rank. Reasons to end
-the run may differ between the ranks: the loop collects them.
+the run may differ between the ranks: the loop collects them. A hook may read the public attributes of the trainer:
+`config`, `output`, `session`, `data`, `components`, `state`, `intervals`, `hooks`; after `on_build` also `step` and
+`stream`, whose `store` gives the examples of the batches.
 """
 
 from __future__ import annotations
@@ -24,51 +26,21 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from vembed.config.run_intervals import RunIntervals
-from vembed.config.schema import TrainConfig
-from vembed.data.batching.rank_batch import RankBatch, RankBatchStream
+from vembed.data.batching.rank_batch import RankBatch
 from vembed.errors import UserError
 from vembed.evaluation.query_results import QueryResults
-from vembed.parallel.session import Session
-from vembed.training.final import ModelWriter
-from vembed.training.interrupts import Interrupts
-from vembed.training.setup import RunData, TrainingComponents
-from vembed.training.step import BatchResult, ContrastiveStep
-from vembed.training.update import LoopState, Outcome
+from vembed.training.optimizer import Outcome
+from vembed.training.step import BatchResult
+
+if TYPE_CHECKING:
+    from vembed.training.trainer import Trainer
 
 log = logging.getLogger("vembed")
-
-
-class Run(Protocol):
-    """Parts of the trainer that a hook may use."""
-
-    config: TrainConfig
-    """The options, with the values that the run has decided."""
-    output: Path
-    """Folder of the run."""
-    session: Session
-    data: RunData
-    components: TrainingComponents
-    model_writer: ModelWriter
-    state: LoopState
-    intervals: RunIntervals
-    step: ContrastiveStep
-    """Built after `on_build`."""
-    stream: RankBatchStream
-    """Built after `on_build`. Its `store` gives the examples of the batches."""
-    interrupts: Interrupts
-    hooks: Hooks
-    """All hooks of the run."""
-
-    def restart_stream(self) -> None:
-        """Drop the batches that were prepared ahead, since a hook has changed the examples."""
-        ...
 
 
 @dataclass
@@ -88,7 +60,6 @@ class StepReport:
     def add(self, rank_batch: RankBatch, result: BatchResult) -> None:
         """Add one global batch. Of the embeddings, only those of the last one are kept in memory."""
         if self.batches:
-            # The embeddings of the batch before are of no more use, and as large as those of this one.
             earlier_batch, earlier = self.batches[-1]
             no_rows = earlier.embeddings.new_empty(0, earlier.embeddings.shape[1])
             self.batches[-1] = (earlier_batch, replace(earlier, embeddings=no_rows))
@@ -128,10 +99,10 @@ class Hook:
     name = ""
     """Key of the hook's state in checkpoints. A hook with `state` or `tensors` needs one of its own."""
 
-    def on_build(self, run: Run) -> None:
-        """Allocate what depends on the model. `run.parts` and `run.data` exist."""
+    def on_build(self, run: Trainer) -> None:
+        """Allocate what depends on the model. `run.components` and `run.data` exist."""
 
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Trainer) -> None:
         """Begin the run, new or resumed (`run.state.step` steps are done)."""
 
     def on_epoch(self, epoch: int) -> None:
@@ -146,13 +117,13 @@ class Hook:
         del report
         return None
 
-    def figures(self, report: StepReport) -> Mapping[str, Any]:
-        """Return figures for the log line and metrics.jsonl."""
+    def metrics(self, report: StepReport) -> Mapping[str, Any]:
+        """Return metrics for the log line and metrics.jsonl."""
         del report
         return {}
 
     def on_log(self, values: Mapping[str, Any]) -> None:
-        """Take note of the figures of a logged step, those of all hooks together."""
+        """Take note of the metrics of a logged step, those of all hooks together."""
 
     def on_evaluation(self, evaluation: Evaluation) -> str | None:
         """Take note of an evaluation. Return a reason to end the run, or None."""
@@ -176,7 +147,7 @@ class Hook:
         place when a checkpoint that holds them is loaded."""
         return {}
 
-    def on_finish(self, run: Run) -> None:
+    def on_finish(self, run: Trainer) -> None:
         """End the run's training. The weights in the model are those of the last step."""
 
     def close(self) -> None:
@@ -248,9 +219,9 @@ class Hooks(list[Hook]):
 
 def _log_reasons(answers: Sequence[tuple[Hook, str | None]]) -> bool:
     """Log each reason to end the run. Return whether there is one."""
-    ends = False
+    has_reason = False
     for hook, reason in answers:
         if reason is not None:
             log.info("%s ends the run: %s", type(hook).__name__, reason)
-            ends = True
-    return ends
+            has_reason = True
+    return has_reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,7 +15,10 @@ from vembed.config.terms import loss_terms
 from vembed.errors import RunError
 from vembed.parallel import collectives
 from vembed.training.checkpoint.folder import list_checkpoints
-from vembed.training.hooks.base import Hook, Run, StepReport
+from vembed.training.hooks.base import Hook, StepReport
+
+if TYPE_CHECKING:
+    from vembed.training.trainer import Trainer
 
 log = logging.getLogger("vembed")
 
@@ -44,7 +48,7 @@ class Watch(Hook):
         """First step that was looked at; of a resumed run not the first one."""
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Trainer) -> None:
         self._run = run
         terms = loss_terms(run.config.objective, run.config.model.model_name)
         self._trains_embeddings = any(not term.loss.is_of_model for term in terms)
@@ -149,7 +153,7 @@ class Watch(Hook):
             )
 
     @override
-    def figures(self, report: StepReport) -> dict[str, float]:
+    def metrics(self, report: StepReport) -> dict[str, float]:
         """Return the mean cosine between this rank's inputs, and log warnings."""
         step = report.step
         loss = report.outcome.loss
@@ -215,7 +219,7 @@ class DataWatch(Hook):
         self._reported: set[str] = set()
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Trainer) -> None:
         self._examples = run.data.examples
 
     @override
@@ -227,5 +231,5 @@ class DataWatch(Hook):
                 log.warning("%s", change)
 
     @override
-    def on_finish(self, run: Run) -> None:
+    def on_finish(self, run: Trainer) -> None:
         self.on_epoch(0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.console import Console
 
 from vembed.training.hooks.averaging import WeightAverage
-from vembed.training.hooks.base import Hook, Run
+from vembed.training.hooks.base import Hook
 from vembed.training.hooks.checks import DataWatch, Watch
 from vembed.training.hooks.display import (
     Profile,
@@ -22,8 +24,11 @@ from vembed.training.hooks.metrics import (
 from vembed.training.hooks.mining import EpochMiner
 from vembed.training.hooks.publishing import PushBest
 
+if TYPE_CHECKING:
+    from vembed.training.trainer import Trainer
 
-def configured_hooks(run: Run, warmup_steps: int, console: Console) -> list[Hook]:
+
+def configured_hooks(run: Trainer, warmup_steps: int, console: Console) -> list[Hook]:
     """Return the hooks of a run, in the order of their calls."""
     config = run.config
     hooks: list[Hook] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -17,8 +18,11 @@ from rich.progress import (
 from typing_extensions import override
 
 from vembed.parallel.parameters import num_parameters
-from vembed.training.hooks.base import Hook, Run, StepReport
+from vembed.training.hooks.base import Hook, StepReport
 from vembed.training.run_log import END_OF_SETUP, HEADLINE
+
+if TYPE_CHECKING:
+    from vembed.training.trainer import Trainer
 
 log = logging.getLogger("vembed")
 
@@ -27,7 +31,7 @@ class SetupLines(Hook):
     """The five lines: model, data, steps, device, and where the log is."""
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Trainer) -> None:
         config = run.config
         data = run.data
         session = run.session
@@ -71,7 +75,7 @@ class ProgressBar(Hook):
         self.bar: Progress | None = None
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Trainer) -> None:
         if self.console.is_terminal and not self.console.quiet:
             self.bar = Progress(
                 TextColumn("training"),
@@ -90,7 +94,7 @@ class ProgressBar(Hook):
             self.bar.update(self.task, completed=report.step)
 
     @override
-    def on_finish(self, run: Run) -> None:
+    def on_finish(self, run: Trainer) -> None:
         self.close()  # what follows is not training
 
     @override
@@ -114,7 +118,7 @@ class Profile(Hook):
         self._last_recorded: int | None = None
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Trainer) -> None:
         total_steps = run.data.total_steps
         self.path = run.output / f"trace-rank{run.session.rank}.json"
         if self.first > total_steps:
@@ -142,7 +146,7 @@ class Profile(Hook):
                 self.close()
 
     @override
-    def on_finish(self, run: Run) -> None:
+    def on_finish(self, run: Trainer) -> None:
         self.close()  # a run may end before the last chosen step
 
     @override

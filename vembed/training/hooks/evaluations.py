@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
@@ -21,7 +21,10 @@ from vembed.evaluation.report.query_changes import (
 from vembed.evaluation.report.record import TABLE
 from vembed.evaluation.report.thumbnails import thumbnail_of
 from vembed.evaluation.scores import evaluate_model
-from vembed.training.hooks.base import Evaluation, Hook, Run
+from vembed.training.hooks.base import Evaluation, Hook
+
+if TYPE_CHECKING:
+    from vembed.training.trainer import Trainer
 
 log = logging.getLogger("vembed")
 
@@ -74,7 +77,7 @@ class Patience(Hook):
 
 
 def main_scores(
-    run: Run, named_data: Iterable[tuple[str, EvalData]]
+    run: Trainer, named_data: Iterable[tuple[str, EvalData]]
 ) -> dict[str, float]:
     """Return the main score of each set of evaluation data, as name/metric. Collective."""
     scores = {}
@@ -103,7 +106,7 @@ class TaskScores(Hook):
         self._before: dict[str, float] = {}
 
     @override
-    def on_build(self, run: Run) -> None:
+    def on_build(self, run: Trainer) -> None:
         self._run = run
 
     @override
@@ -129,7 +132,7 @@ class Guards(Hook):
     name = "guards"
 
     @override
-    def on_build(self, run: Run) -> None:
+    def on_build(self, run: Trainer) -> None:
         self._run = run
         self._before: dict[str, float] = {}
         self._guards: list[Guard] = run.config.evaluation.listed_guards()
@@ -145,7 +148,7 @@ class Guards(Hook):
             )
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Trainer) -> None:
         if not self._before:
             self._before = main_scores(run, self._data.items())
 
@@ -207,7 +210,7 @@ class Guards(Hook):
             )
 
     @override
-    def on_finish(self, run: Run) -> None:
+    def on_finish(self, run: Trainer) -> None:
         if run.state.fell is not None and run.state.held_step is None:
             raise RunError(
                 f"{run.state.fell}; no checkpoint held before: lower learning_rate, evaluate and save more often "
@@ -222,7 +225,7 @@ class QueryRecord(Hook):
     """
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Trainer) -> None:
         """Take the run's data, and remove the files of steps that a resumed run repeats."""
         self._data = run.data.evaluation if run.session.is_main else None
         self._output = run.output

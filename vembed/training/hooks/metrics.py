@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,10 +27,13 @@ from vembed.parallel import collectives
 from vembed.parallel.memory import memory_snapshot
 from vembed.progress import duration
 from vembed.training.checkpoint.resume import METRICS
-from vembed.training.hooks.base import Evaluation, Hook, Run, StepReport
+from vembed.training.hooks.base import Evaluation, Hook, StepReport
 from vembed.training.run_log import LineFile
 from vembed.training.trackers.declaration import TrackedReport, TrackedRun, Tracker
 from vembed.training.trackers.table import TRACKERS
+
+if TYPE_CHECKING:
+    from vembed.training.trainer import Trainer
 
 log = logging.getLogger("vembed")
 
@@ -56,7 +59,7 @@ class Diagnostics(Hook):
         self._start = 0.0
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Trainer) -> None:
         self._device = run.session.device
         self._timer = run.step.timer
 
@@ -79,7 +82,7 @@ class Diagnostics(Hook):
         self._seconds += time.perf_counter() - self._start
 
     @override
-    def figures(self, report: StepReport) -> dict[str, Any]:
+    def metrics(self, report: StepReport) -> dict[str, Any]:
         """Return the metrics of all ranks since the last call. Collective; the same on every rank."""
         seconds = max(self._seconds, 1e-9)
         num_steps = max(self._num_steps, 1)
@@ -166,7 +169,7 @@ class LossMeans(Hook):
         """Name in the log -> losses of the global batches, the same on every rank."""
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Trainer) -> None:
         names = run.data.examples.names
         if run.config.data.homogeneous_batches and len(names) > 1:
             self._tasks = task_names(run.config.data, names)
@@ -185,7 +188,7 @@ class LossMeans(Hook):
                 self._of_model.setdefault(f"loss/{name}", []).append(value)
 
     @override
-    def figures(self, report: StepReport) -> Mapping[str, Any]:
+    def metrics(self, report: StepReport) -> Mapping[str, Any]:
         """Return the means since the last call. Collective; the same on every rank."""
         # All ranks have had the same tasks in the same steps, and so the same names in the same order.
         sums = []
@@ -218,7 +221,7 @@ class StepCurves(Hook):
         )
 
     @override
-    def figures(self, report: StepReport) -> dict[str, Any]:
+    def metrics(self, report: StepReport) -> dict[str, Any]:
         steps = self._steps
         self._steps = []
         return {"steps": steps}
@@ -247,7 +250,7 @@ class MetricsLog(Hook):
         self._is_trained = False
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Trainer) -> None:
         """Open the file and start the trackers."""
         self._output = run.output
         if not run.session.is_main:
@@ -304,7 +307,7 @@ class MetricsLog(Hook):
         return {"bytes": self.file.num_bytes}
 
     @override
-    def on_finish(self, run: Run) -> None:
+    def on_finish(self, run: Trainer) -> None:
         """Close the file: the report reads it. The trackers get the report when it is written."""
         self._is_trained = True
         if self.file is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,10 @@ from vembed.errors import UserError
 from vembed.inference.encoding import encode_features, first_dims
 from vembed.mining.example_miner import ExampleMiner
 from vembed.progress import duration
-from vembed.training.hooks.base import Hook, Run, StepReport
+from vembed.training.hooks.base import Hook, StepReport
+
+if TYPE_CHECKING:
+    from vembed.training.trainer import Trainer
 
 log = logging.getLogger("vembed")
 
@@ -49,10 +52,10 @@ class EpochMiner(Hook):
     def __init__(self, options: EpochMining) -> None:
         self._options = options
         self._epoch: int | None = None
-        self._figures: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
 
     @override
-    def on_build(self, run: Run) -> None:
+    def on_build(self, run: Trainer) -> None:
         examples = run.data.examples
         if any(labels is not None for labels in examples.labels):
             raise UserError(
@@ -73,7 +76,7 @@ class EpochMiner(Hook):
             log.info("mine: %s", line)
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Trainer) -> None:
         # The stream has begun with the examples as they are in the data; a resumed run has its negatives already.
         run.stream.store = MinedExamples(self._miner, self._numbers)
         run.restart_stream()
@@ -97,7 +100,7 @@ class EpochMiner(Hook):
         self._epoch = epoch
         self._run.restart_stream()  # batches of this epoch were prepared with the earlier negatives
         seconds = time.monotonic() - began
-        self._figures = {
+        self._metrics = {
             "mine/negatives": num_mined / max(len(mined), 1),
             "mine/score": result.mean_score,
             "mine/new": share_new,
@@ -118,14 +121,14 @@ class EpochMiner(Hook):
         )
 
     @override
-    def figures(self, report: StepReport) -> Mapping[str, Any]:
+    def metrics(self, report: StepReport) -> Mapping[str, Any]:
         del report
-        return self._figures
+        return self._metrics
 
     @override
     def on_log(self, values: Mapping[str, Any]) -> None:
         del values
-        self._figures = {}  # each mining is logged once
+        self._metrics = {}  # each mining is logged once
 
     @override
     def state(self) -> dict[str, Any]:

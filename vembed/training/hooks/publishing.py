@@ -6,6 +6,7 @@ import logging
 import shutil
 from pathlib import Path
 from threading import Thread
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
@@ -14,7 +15,10 @@ from vembed.errors import RunError, UserError
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.hub import Hub
 from vembed.saving.publication import model_files, publication
-from vembed.training.hooks.base import Evaluation, Hook, Run
+from vembed.training.hooks.base import Evaluation, Hook
+
+if TYPE_CHECKING:
+    from vembed.training.trainer import Trainer
 
 log = logging.getLogger("vembed")
 
@@ -58,7 +62,7 @@ class PushBest(Hook):
         self._max_seconds: float | None = MAX_SECONDS_AT_STOP
 
     @override
-    def on_start(self, run: Run) -> None:
+    def on_start(self, run: Trainer) -> None:
         self._run = run
 
     @override
@@ -87,7 +91,7 @@ class PushBest(Hook):
         self._thread.start()
 
     @override
-    def on_finish(self, run: Run) -> None:
+    def on_finish(self, run: Trainer) -> None:
         self._max_seconds = None
 
     @override

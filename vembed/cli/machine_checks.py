@@ -1,0 +1,248 @@
+"""Checks of `vembed doctor` that need torch: devices, the self-test on several processes, the checklist of a config."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from vembed.cli.run_train import Launch, resolve_launch
+from vembed.cli.support import LINE, print_lines
+from vembed.config.loading import resolve_run
+from vembed.config.resolved import ResolvedRun
+from vembed.errors import UserError
+from vembed.models.families.decisions import describe
+from vembed.models.families.weight_files import check_whole_weights, read_tensors
+from vembed.parallel.devices import bf16_instructions
+from vembed.parallel.estimate import GIB, ModelSize, measure, optimizer_bytes
+from vembed.parallel.launch import num_visible_devices, rank_environments, run_ranks
+from vembed.parallel.placement import FITS_SHARE, Placement
+from vembed.pipelines.prediction import FITS, place_here
+
+SMALL_GPU_GB = 8
+LARGEST_SIMPLE_BATCH = 16
+# Variables of a launcher that has started the doctor would tell the self-test's processes that they are ranks of its
+# run.
+LAUNCHER_VARIABLES = re.compile(r"(ACCELERATE|FSDP|TORCHELASTIC)_|GROUP_|ROLE_")
+
+
+def check_machine(
+    config: str | None, nproc: int | None, versions: Sequence[str]
+) -> tuple[dict[str, Any], int]:
+    """Print the devices, run the self-test, and check a config. Return the result and the exit code."""
+    run = None if config is None else resolve_run(config)
+    launch = None
+    if nproc is not None:
+        launch = Launch(nproc, "--nproc")
+    elif run is not None:
+        launch = resolve_launch(run)
+    # Two on a machine without GPUs: one process shards nothing.
+    num_tested = nproc or num_visible_devices() or 2
+    if launch is not None and run is not None and run.processes.value != "auto":
+        num_tested = launch.num_processes
+    devices = list(describe_devices())
+    print_lines(*devices, "", f"Self-test on {_processes(num_tested)}", LINE)
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if not LAUNCHER_VARIABLES.match(name)
+    }
+    code = run_ranks(
+        [sys.executable, "-m", "vembed.cli.selftest"],
+        rank_environments(num_tested, env=env),
+    )
+    passes_all = code == 0
+    print_lines(f"Self-test: {'pass' if passes_all else 'FAIL'}")
+    findings: list[dict[str, Any]] = []
+    if run is not None and launch is not None:
+        count = _processes(launch.world_size)
+        print_lines("", f"Checklist for {config} on {count}", LINE)
+        checks = checklist(run, launch, self_test_passed=code == 0)
+        for number, (passed, line) in enumerate(checks, start=1):
+            print_lines(f"{number}. {line}: {'pass' if passed else 'FAIL'}")
+            findings.append({"passed": passed, "check": line})
+            passes_all = passes_all and passed
+    result = {
+        "passed": passes_all,
+        "self_test_passed": code == 0,
+        "num_processes": num_tested,
+        "machine": [*versions, *devices],
+        "checks": findings,
+    }
+    return result, 0 if passes_all else 1
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' if count > 1 else ''}"
+
+
+def describe_devices() -> Iterator[str]:
+    """Yield the devices, their interconnect and their arithmetic."""
+    num_devices = torch.cuda.device_count()
+    yield f"Found {num_devices} GPU(s)"
+    yield f"CUDA available: {torch.cuda.is_available()}"
+    yield f"CUDA devices: {num_devices}"
+    yield f"NCCL available: {dist.is_nccl_available()}"
+    nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()  # type: ignore[no-untyped-call]
+    yield f"NCCL version: {'.'.join(str(part) for part in nccl) or 'not available'}"
+    for index in range(num_devices):
+        facts = torch.cuda.get_device_properties(index)
+        size = facts.total_memory / GIB
+        small = ""
+        if size < SMALL_GPU_GB:
+            small = f" (less than the {SMALL_GPU_GB}GB that training wants)"
+        yield f"GPU {index}: {facts.name}, {size:.1f}GB{small}, compute capability {facts.major}.{facts.minor}"
+    memory = psutil.virtual_memory()
+    yield (
+        f"CPU: {psutil.cpu_count(logical=False) or psutil.cpu_count()} cores, {memory.total / GIB:.1f}GB memory, "
+        f"{memory.available / GIB:.1f}GB of it free"
+    )
+    yield f"Interconnect: {interconnect(num_devices)}"
+    if num_devices:
+        yield f"bf16: {'yes' if torch.cuda.is_bf16_supported(including_emulation=False) else 'no'}"
+    elif instructions := bf16_instructions():
+        yield f"bf16: yes (by the CPU's {instructions}, which mixed_precision: auto takes where it pays)"
+    else:
+        yield "bf16: emulated, and slow (the CPU has neither AMX nor AVX512-BF16; mixed_precision: auto keeps float32)"
+
+
+def interconnect(num_devices: int) -> str:
+    """Return the links between this machine's GPUs, and to other machines."""
+    has_infiniband = any(Path("/sys/class/infiniband").glob("*"))
+    between_machines = "InfiniBand" if has_infiniband else "no InfiniBand"
+    if num_devices < 2:
+        return f"{num_devices} GPU(s), no links between them; {between_machines}"
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return f"unknown between GPUs (no nvidia-smi); {between_machines}"
+    table = subprocess.run(
+        [tool, "topo", "-m"], capture_output=True, text=True, check=False, timeout=20
+    ).stdout
+    # Cells of the table between two GPUs: NV4 are four NVLinks; PIX, PXB, PHB, NODE and SYS go over PCIe.
+    links = re.findall(r"\bNV\d+\b", table)
+    if links:
+        return f"NVLink between GPUs ({links[0]}); {between_machines}"
+    return f"PCIe between GPUs, on which sharding costs noticeable time (nvidia-smi topo -m); {between_machines}"
+
+
+def checklist(
+    run: ResolvedRun, launch: Launch, *, self_test_passed: bool
+) -> Iterator[tuple[bool, str]]:
+    """Yield eight checks for before a long run, each as (passed, finding)."""
+    num_devices = torch.cuda.device_count()
+    is_sharded = run.strategy.value == "fsdp" and launch.world_size > 1
+    if num_devices:
+        here = launch.num_processes
+        yield here <= num_devices, f"GPUs visible: {num_devices} for {here} process(es)"
+    else:
+        asked = run.asked_precision(sharded=is_sharded).value
+        yield asked != "fp16", "GPUs visible: none, the run computes on the CPU"
+    placement: Placement | None = None
+    size: ModelSize | None = None
+    problem = ""
+    try:
+        placement = place_here(run, launch.first_rank)
+        size = placement.size or measure(run.config)
+    except UserError as error:
+        problem = str(error)
+    if placement is None or size is None:
+        yield False, f"strategy: {problem}"
+    else:
+        yield _check_strategy(placement, size)
+    yield _check_batch(run, placement, launch)
+    recomputation = run.recomputation if placement is None else placement.recomputation
+    # Off by default means that micro-batches fit without it; off by hand may not be meant.
+    passes = recomputation.value or not is_sharded or recomputation.source == "default"
+    state = "on" if recomputation.value else "off"
+    yield passes, f"gradient checkpointing: {state} ({recomputation.reason})"
+    if placement is None or size is None:
+        yield False, f"memory: not known ({problem})"
+        yield False, f"dtypes: not known ({problem})"
+    else:
+        need = placement.predict(size).total
+        shards = placement.num_shards
+        shard = f", a shard of 1/{shards} on each process" if shards > 1 else ""
+        yield (
+            need <= FITS * placement.memory,
+            f"memory: {size.total:,d} parameters need {need / GIB:.2f}GB of the {placement.memory / GIB:.1f}GB of a "
+            f"process{shard}",
+        )
+        precision = placement.precision
+        is_pure = run.config.model.torch_dtype == "pure_bfloat16"
+        masters = "bfloat16" if is_pure else "float32"
+        arithmetic = masters if precision.value == "no" else precision.value
+        yield (
+            True,
+            f"dtypes: masters {masters}, arithmetic {arithmetic} ({precision.reason}), FSDP units get one dtype each",
+        )
+    backend = "NCCL" if torch.cuda.is_available() else "gloo"
+    yield self_test_passed, f"{backend}: the self-test's collectives ran without errors"
+    try:
+        description = describe(run.config.model)
+        folders = {description.source, description.image_source} - {None}
+        for folder in folders:
+            check_whole_weights(Path(str(folder)))
+            read_tensors(Path(str(folder)))
+    except UserError as error:
+        yield False, f"weights: {error}"
+    else:
+        names = " and ".join(sorted(map(str, folders)))
+        yield True, f"weights: {names} has its weights, whole"
+
+
+def _check_strategy(placement: Placement, size: ModelSize) -> tuple[bool, str]:
+    fsdp = placement.fsdp
+    strategy = f"strategy: {placement.strategy.value}"
+    if fsdp is not None:
+        offload = ", offloaded" if fsdp.offload else ""
+        strategy += f", FSDP{fsdp.version} {fsdp.sharding_strategy}{offload}, {fsdp.wrap_policy}"
+    lines = [f"{strategy} ({placement.strategy.reason})"]
+    if fsdp is not None or placement.run.fsdp is None:
+        lines += placement.run.fsdp_notes
+    lines += placement.notes
+    # Whether a whole copy of the model is too large for a process.
+    config = placement.run.config
+    optimizer = optimizer_bytes(config.optimizer, config.model, size)
+    whole = size.weight_bytes + size.gradient_bytes + optimizer
+    share = whole / placement.memory
+    is_needed = share > FITS_SHARE
+    advice = ""
+    if is_needed and fsdp is None:
+        advice = "; use_fsdp: true on several processes"
+    lines.append(
+        f"fsdp needed: {'yes' if is_needed else 'no'} (a whole copy takes {whole / GIB:.2f}GB, {share:.0%} of the "
+        f"{placement.memory / GIB:.1f}GB of a process{advice})"
+    )
+    return fsdp is not None or share <= FITS, "; ".join(lines)
+
+
+def _check_batch(
+    run: ResolvedRun, placement: Placement | None, launch: Launch
+) -> tuple[bool, str]:
+    batch = run.config.batch
+    total = batch.global_batch_size
+    if total is not None and total % launch.world_size and not run.config.run.resume:
+        return (
+            False,
+            f"batch: {total} examples cannot be divided among {launch.world_size}",
+        )
+    size = batch.batch_size if placement is None else placement.rows
+    line = f"batch: {size:,d} per process"
+    if size <= LARGEST_SIMPLE_BATCH:
+        return True, line
+    # Memory depends on the micro-batch, unless the user disables Gradient Cache.
+    if batch.use_gradient_cache is False:
+        return False, f"{line} at once, as use_gradient_cache: false keeps all graphs"
+    micro_batch = f"micro_batch_tokens: {batch.micro_batch_tokens}"
+    if batch.gradient_cache_chunk_size is not None:
+        micro_batch = f"{batch.gradient_cache_chunk_size:,d} rows"
+    return True, f"{line}, in micro-batches of {micro_batch}"
