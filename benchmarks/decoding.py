@@ -42,7 +42,7 @@ from vembed.models.families.decisions import describe
 from vembed.models.families.description import ModelDescription
 from vembed.models.processors import load_image_processor
 from vembed.parallel.session import start_session
-from vembed.training.budget import Budget, MemoryGuard
+from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
 from vembed.training.step import ContrastiveStep
 

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -37,7 +38,7 @@ from vembed.config.resolved import Decision, ResolvedRun, Strategy
 from vembed.config.schema import TrainConfig
 from vembed.models import packing
 from vembed.parallel import placement
-from vembed.parallel.estimate import ModelSize
+from vembed.parallel.step_memory import ModelSize
 from vembed.training.step import ContrastiveStep
 
 HALF_TOLERANCE = 0.03
@@ -303,8 +304,18 @@ def sharded_alone() -> Iterator[None]:
     ) -> tuple[Decision[Strategy], ModelSize, list[str]]:
         return Decision("fsdp", "a mesh of one"), measured(run.config), []
 
-    with patch.object(placement, "_choose_strategy", choose):
-        yield
+    # A session leaves a group alone that is there already.
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+    )
+    try:
+        with patch.object(placement, "_choose_strategy", choose):
+            yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _largest(ones: list[float], others: list[float]) -> float:

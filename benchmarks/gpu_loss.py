@@ -16,7 +16,7 @@ from benchmarks.loss import make_batch, plain_loss
 from vembed.config.schema import TrainConfig
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
-from vembed.parallel.estimate import GIB
+from vembed.parallel.step_memory import GIB
 
 ROWS = (1024, 4096, 16_384, 65_536)
 ROWS_ALONE = 131_072

@@ -22,8 +22,8 @@ from benchmarks.gpu_models import (
 from benchmarks.gpu_record import NotMeasuredError, Record, Values, require, train
 from vembed.config.loading import resolve_run
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.estimate import GIB, measure
 from vembed.parallel.placement import place
+from vembed.parallel.step_memory import GIB, MemoryEstimate
 
 WITHIN = 0.15
 """Largest relative difference of the predicted and the measured peak."""
@@ -81,7 +81,7 @@ def peak(record: Record, shape: Shape, folder: Path) -> Values:
     placement = place(
         run, RankInfo(0, 1, 0, 1, launched=True), record.device, available
     )
-    predicted = placement.predict(measure(run.config)).total / GIB
+    predicted = MemoryEstimate(placement).in_step().total / GIB
     trained = train(record, model, data, room / "out", max_steps=steps, **options)
     if not on_gpu:
         return {

@@ -62,7 +62,7 @@ def plain_loss(batch: LossBatch, config: TrainConfig) -> Tensor:
     mask[labels, labels] = False
     dims = (
         config.matryoshka.mrl_dims
-        if config.matryoshka.use_mrl and config.matryoshka.mrl_dims
+        if isinstance(config.matryoshka.mrl_dims, list)
         else [batch.embeddings.shape[1]]
     )
     loss = batch.embeddings.new_zeros(())
@@ -97,7 +97,7 @@ def timed(
 def compare_times(num_rows: int, dim: int, dims: list[int], repeats: int) -> None:
     """Alternate the two and print medians; for the ratio of neighbouring runs the median and the extremes."""
     config = TrainConfig(
-        model_name="", data_path="", use_mrl=len(dims) > 1, mrl_dims=dims
+        model_name="", data_path="", mrl_dims=dims if len(dims) > 1 else None
     )
     batch, loss = make_batch(num_rows, dim), build_loss(config)
     tiled_times: list[Seconds] = []
@@ -160,8 +160,7 @@ def measure(
     config = TrainConfig(
         model_name="",
         data_path="",
-        use_mrl=len(dims) > 1,
-        mrl_dims=dims,
+        mrl_dims=dims if len(dims) > 1 else None,
         losses=TAUGHT if taught else None,
     )
     warm = with_teacher(make_batch(64, dim))

@@ -37,8 +37,8 @@ from vembed.models.embedding_model import build_model
 from vembed.models.families.decisions import describe
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session
+from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.training import step
-from vembed.training.budget import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
 from vembed.training.step import Column, ContrastiveStep, gather_columns
 

@@ -105,7 +105,7 @@ def run_vembed(
                 "logging_steps": 1,
                 "report_to": [],
                 "use_gradient_cache": True if case.cached else "auto",
-                **({"use_mrl": True, "mrl_dims": list(MRL_DIMS)} if case.mrl else {}),
+                **({"mrl_dims": list(MRL_DIMS)} if case.mrl else {}),
             }
         )
     finally:

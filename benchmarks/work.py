@@ -16,7 +16,7 @@ from vembed.data.features import Featuriser
 from vembed.models.families.decisions import describe
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.placement import Precision, precision_of_use
-from vembed.training.budget import CPU_MICRO_BATCH_TOKENS
+from vembed.parallel.step_memory import CPU_MICRO_BATCH_TOKENS
 
 
 def precision() -> Precision:

@@ -26,8 +26,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from vembed.config.loading import load_config
-    from vembed.data_tools.audit.run import audit
-    from vembed.data_tools.generate.run import generate
+    from vembed.data_tools.audit import audit
+    from vembed.data_tools.generate import generate
     from vembed.data_tools.judge import judge
     from vembed.entrypoints.python_train import train
     from vembed.errors import UserError
@@ -44,12 +44,12 @@ _HOME = {
     "Embedder": "vembed.inference.embedder",
     "Reranker": "vembed.inference.reranker",
     "UserError": "vembed.errors",
-    "audit": "vembed.data_tools.audit.run",
+    "audit": "vembed.data_tools.audit",
     "edit": "vembed.weights.edit",
     "evaluate": "vembed.evaluation.scores",
     "fsdp_empty_cache": "vembed.parallel.memory",
     "fsdp_print_memory_usage": "vembed.parallel.memory",
-    "generate": "vembed.data_tools.generate.run",
+    "generate": "vembed.data_tools.generate",
     "judge": "vembed.data_tools.judge",
     "load_config": "vembed.config.loading",
     "merge": "vembed.weights.merge",

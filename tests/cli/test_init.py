@@ -27,6 +27,7 @@ from vembed.data.language import is_english
 from vembed.data_tools.init import columns, values
 from vembed.data_tools.init.columns import guess
 from vembed.models.families.table import FAMILIES
+from vembed.parallel import step_memory
 from vembed.pipelines import prediction
 
 GERMAN = [
@@ -377,9 +378,10 @@ def test_a_config_gets_the_settings_that_memory_needs(
     def placed(run: ResolvedRun, *_: object) -> SimpleNamespace:
         gigabytes = needs[run.config.model.gradient_checkpointing]
         memory = SimpleNamespace(total=gigabytes * 2**30)
-        return SimpleNamespace(size=1, memory=4.0 * 2**30, predict=lambda _: memory)
+        return SimpleNamespace(memory=4.0 * 2**30, in_step=lambda: memory)
 
     monkeypatch.setattr(prediction, "place_here", placed)
+    monkeypatch.setattr(step_memory, "MemoryEstimate", lambda placement: placement)
     assert start(faq).model.gradient_checkpointing is True
     assert "# 9.0 GB of the 4.0 GB of a process on this machine without" in text()
     needs[True] = 9.0

@@ -36,7 +36,6 @@ MANY_OF_FSDP2 = {
     "fsdp_forward_prefetch": True,
     "gradient_checkpointing": False,
     "fsdp_state_dict_type": "FULL_STATE_DICT",
-    "fsdp_cpu_ram_efficient_loading": False,
 }
 CASES: dict[str, Mapping[str, Any]] = {  # as few as there can be: each starts a session
     "auto": {},
@@ -47,27 +46,20 @@ CASES: dict[str, Mapping[str, Any]] = {  # as few as there can be: each starts a
     "hsdp_file": {"accelerate_config": "accelerate_fsdp_offload", "num_processes": 2},
     "sized": SIZED,
     "large": {**SIZED, "fsdp_min_num_params": 6000},
-    "decoder": {**FSDP1, "model_name": tiny.tiny_qwen3},
-    "flat": {**FSDP1, "model_name": tiny.tiny_qwen3, "fsdp_use_orig_params": False},
     "many_of_fsdp2": MANY_OF_FSDP2,
     "all_of_fsdp1": {
         **FSDP1,
         "fsdp_sharding_strategy": "SHARD_GRAD_OP",
-        "fsdp_backward_prefetch": "BACKWARD_POST",
-        "fsdp_limit_all_gathers": False,
-        "fsdp_buffer_dtype": "bfloat16",
-        "fsdp_sync_module_states": False,
-        "fsdp_cpu_ram_efficient_loading": False,
     },
     "bf16": {"strategy": "fsdp", "mixed_precision": "bf16"},
     "param": {
         "strategy": "fsdp",
-        "fsdp_param_dtype": "bfloat16",
+        "mixed_precision": "bf16",
         "dist_timeout_minutes": 7,
     },
     "reduce": {
         "strategy": "fsdp",
-        "fsdp_param_dtype": "bfloat16",
+        "mixed_precision": "bf16",
         "fsdp_reduce_dtype": "bfloat16",
     },
 }
@@ -93,22 +85,10 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
         False,
         "fsdp2",
     ),
-    "fsdp_backward_prefetch": (
-        "all_of_fsdp1",
-        "backward prefetch",
-        "BACKWARD_POST",
-        "fsdp1",
-    ),
     "fsdp_forward_prefetch": ("many_of_fsdp2", "forward prefetch", True, "fsdp2"),
-    "fsdp_limit_all_gathers": ("all_of_fsdp1", "limits gathers", False, "fsdp1"),
-    "fsdp_use_orig_params": ("flat", "original parameters", False, "decoder"),
     "gradient_checkpointing": ("many_of_fsdp2", "recomputes", False, "fsdp2"),
     "fsdp_state_dict_type": ("many_of_fsdp2", "writes whole models", True, "fsdp2"),
-    "fsdp_cpu_ram_efficient_loading": ("many_of_fsdp2", "one reads", False, "fsdp2"),
-    "fsdp_sync_module_states": ("all_of_fsdp1", "syncs on GPUs", False, "fsdp1"),
-    "fsdp_param_dtype": ("param", "layer dtype", "torch.bfloat16", "fsdp2"),
     "fsdp_reduce_dtype": ("reduce", "reduce dtype", "torch.bfloat16", "param"),
-    "fsdp_buffer_dtype": ("all_of_fsdp1", "buffer dtype", "torch.bfloat16", "fsdp1"),
     "dist_timeout_minutes": ("param", "timeout", 7 * 60.0, "fsdp2"),
 }
 
@@ -171,9 +151,6 @@ def _facts(session: Session) -> dict[str, Any]:
     group = dist.group.WORLD
     assert group is not None
     policy = new[0]._get_fsdp_state()._fsdp_param_group if new else None
-    old_policy = (
-        session.accelerator.state.fsdp_plugin.mixed_precision_policy if old else None
-    )
     components = SimpleNamespace(model=model, embedder=embedder)
     writer = ModelWriter(run.config, session, components)  # type: ignore[arg-type]
     return {
@@ -186,21 +163,15 @@ def _facts(session: Session) -> dict[str, Any]:
             "BertLayer" in type(unit).__name__ for unit in units
         ),
         "more than 5 units": len(units) > 5,
-        "backward prefetch": old[0].backward_prefetch.name if old else None,
         "forward prefetch": bool(
             units
             and new
             and any(u._get_fsdp_state()._states_to_forward_prefetch for u in new)
         ),
-        "limits gathers": bool(old and old[0].limit_all_gathers),
-        "original parameters": bool(old and old[0]._use_orig_params),
         "recomputes": all(layer.gradient_checkpointing for layer in layers_of(model)),
         "writes whole models": writer.writes_checkpoints,
-        "one reads": session.builds_empty,
-        "syncs on GPUs": bool(placement.fsdp and placement.fsdp.sync_module_states),
         "layer dtype": dtypes[0],
         "reduce dtype": str(policy.mp_policy.reduce_dtype) if policy else None,
-        "buffer dtype": str(old_policy.buffer_dtype) if old_policy else "",
         "timeout": group._get_backend(
             torch.device("cpu")
         ).options._timeout.total_seconds(),

@@ -26,10 +26,10 @@ from vembed.config.resolved import ResolvedRun
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.estimate import GIB, measure
 from vembed.parallel.parameters import local_bytes
 from vembed.parallel.placement import Placement, memory_of_a_process, place
 from vembed.parallel.session import start_session
+from vembed.parallel.step_memory import GIB, MemoryEstimate, measure
 
 LORA: dict[str, Any] = {"use_lora": True, "lora_r": 2}
 QLORA: dict[str, Any] = {
@@ -60,8 +60,7 @@ TWO: dict[str, Mapping[str, Any]] = {
     "fsdp2_kept": {"strategy": "fsdp", "gradient_checkpointing": False},
     "fsdp2_param": {
         "strategy": "fsdp",
-        "fsdp_param_dtype": "bfloat16",
-        "mixed_precision": "no",
+        "mixed_precision": "bf16",
     },
     "fsdp2_offload": {"strategy": "fsdp", "fsdp_offload_params": True},
     "fsdp2_lora": {"strategy": "fsdp", **LORA},
@@ -266,7 +265,7 @@ def test_all_say_what_the_run_says_and_does(
         "quantize_weights" not in CASES[name]
     ):  # whose tables of 4-bit blocks are small models' largest part
         assert done["parameters"] == pytest.approx(held, rel=0.1)
-    need = placement.predict(size)
+    need = MemoryEstimate(placement, size).in_step()
     assert need.weights == pytest.approx(held)
     assert f"need {need.total / GIB:.2f}GB" in points[5]
 

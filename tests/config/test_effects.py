@@ -148,11 +148,6 @@ BUILT: dict[str, Row] = {
         lambda one: one.layers()[0].gradient_checkpointing,
         True,
     ),
-    "use_mrl": (
-        "mrl",
-        lambda one: tuple(one.trainer.components.loss.sizes.dims),
-        (16, 8),
-    ),
     "mrl_dims": (
         "many",
         lambda one: tuple(one.trainer.components.loss.sizes.dims),
@@ -220,12 +215,6 @@ BUILT: dict[str, Row] = {
         "many",
         lambda one: one.trainer.data.batch_schedule.keys is not None,
         True,
-    ),
-    "drop_last": (
-        "kept_rest",
-        lambda one: one.trainer.data.batch_schedule.num_left_out,
-        0,
-        "dropped_rest",
     ),
     "homogeneous_batches": (
         "other",
@@ -300,7 +289,6 @@ BUILT: dict[str, Row] = {
         0.125,
         "mrl",
     ),
-    "layer_lr_decay": ("many", lambda one: one.group("layer.0.")["initial_lr"], 0.125),
     "warmup_steps": ("many", lambda one: one.trainer.schedule.warmup_steps, 3),
     "lr_scheduler_type": ("many", lambda one: one.trainer.schedule.kind, "cosine"),
     "max_grad_norm": ("many", lambda one: one.trainer.update.max_grad_norm, 0.75),
@@ -343,7 +331,7 @@ SCORED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
             ]
         },
     ),
-    "mrl_weights": ({"use_mrl": True, "mrl_dims": [12, 4]}, {"mrl_weights": [1, 3]}),
+    "mrl_weights": ({"mrl_dims": [12, 4]}, {"mrl_weights": [1, 3]}),
     "similarity": ({}, {"similarity": "dot"}),
     "temperature": ({}, {"temperature": 0.2}),
     "bidirectional": ({}, {"bidirectional": True}),
@@ -353,8 +341,7 @@ SCORED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "mask_duplicates": ({}, {"mask_duplicates": False}),
     "hard_negatives_scope": ({}, {"hard_negatives_scope": "own"}),
     "negatives_from": ({}, {"negatives_from": "own_rank"}),
-    "circle_margin": ({"loss": "circle"}, {"circle_margin": 0.4}),
-    "triplet_margin": ({"loss": "triplet"}, {"triplet_margin": 0.9}),
+    "margin": ({"loss": "triplet"}, {"margin": 0.9}),
     "hardness_alpha": ({}, {"hardness_alpha": 2.0}),
     "focal_gamma": ({}, {"focal_gamma": 2.0}),
     "mix_negatives": ({}, {"mix_negatives": 2}),
@@ -648,10 +635,6 @@ OF_TEACHERS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "teacher_temperature": (TAUGHT, {"teacher_temperature": 0.9}),
     "distill_candidates": (TAUGHT, {"distill_candidates": "batch"}),
     "guide_margin": (GUIDED, {"guide_margin": 0.4}),
-    "guide_margin_kind": (
-        {**GUIDED, "guide_margin": 0.4},
-        {"guide_margin_kind": "relative"},
-    ),
     "guide": ({"teachers": TEACHERS}, {"guide": "vectors"}),
     "teacher": (
         {**TAUGHT, "teachers": TWO, "teacher": "vectors"},
@@ -723,12 +706,8 @@ IN_A_FILE = {
     "fsdp_offload_params": (True, "true"),
     "fsdp_auto_wrap_policy": ("SIZE_BASED_WRAP", "SIZE_BASED_WRAP"),
     "fsdp_min_num_params": (77, "77"),
-    "fsdp_backward_prefetch": ("BACKWARD_POST", "BACKWARD_POST"),
     "fsdp_forward_prefetch": (True, "true"),
-    "fsdp_use_orig_params": (False, "false"),
     "fsdp_state_dict_type": ("FULL_STATE_DICT", "FULL_STATE_DICT"),
-    "fsdp_cpu_ram_efficient_loading": (False, "false"),
-    "fsdp_sync_module_states": (False, "false"),
     "gradient_checkpointing": (True, "true"),
 }
 

@@ -8,9 +8,8 @@ import pytest
 
 from tests.config.conftest import WriteConfig
 from vembed.config.accelerate_file import AccelerateFile, read_accelerate_file
-from vembed.config.fsdp import FSDP1_ONLY, FsdpConfig
 from vembed.config.loading import resolve_run
-from vembed.config.schema import option_fields
+from vembed.config.resolved import FsdpConfig
 from vembed.errors import UserError
 
 DOCUMENT_D = """\
@@ -74,11 +73,7 @@ def test_the_documents_file(write_config: WriteConfig) -> None:
     settings, notes = resolved(
         write_config, "use_fsdp: true\naccelerate_config: accelerate.yaml\n"
     )
-    assert (
-        settings.sharding_strategy,
-        settings.offload,
-        settings.ram_efficient_loading,
-    ) == ("FULL_SHARD", True, True)
+    assert (settings.sharding_strategy, settings.offload) == ("FULL_SHARD", True)
     assert settings.source == "accelerate.yaml"
     # Accelerate takes a file without a version for FSDP1, and so does vembed, under `accelerate launch` or not.
     assert settings.version == 1
@@ -88,16 +83,11 @@ def test_the_documents_file(write_config: WriteConfig) -> None:
         "use_fsdp: true\naccelerate_config: accelerate.yaml\nfsdp_version: 2\n",
     )
     assert (newer.version, newer.offload) == (2, True)
-    assert all("has no effect under FSDP2" in note for note in notes)
+    assert notes == []
     assert read_accelerate_file("accelerate.yaml").num_processes == 8
     # bf16 in that file is for GPUs: the same file also runs on a CPU.
-    assert settings.mixed_precision == "auto"
-    assert (
-        resolved(write_config, "use_fsdp: true\nmixed_precision: bf16\n")[
-            0
-        ].mixed_precision
-        == "bf16"
-    )
+    run = resolve_run(write_config("accelerate_config: accelerate.yaml\n"), env={})
+    assert run.precision.value == "auto"
 
 
 def test_training_yaml_overrides_the_file(write_config: WriteConfig) -> None:
@@ -114,28 +104,25 @@ def test_training_yaml_overrides_the_file(write_config: WriteConfig) -> None:
     assert settings.state_dict_type == "FULL_STATE_DICT"
 
 
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
-    ("line", "name"),
+    "line",
     [
-        ("fsdp_backward_prefetch: NONE", "fsdp_backward_prefetch: NO_PREFETCH"),
-        ("fsdp_limit_all_gathers: true", "fsdp_limit_all_gathers: true"),
-        ("fsdp_use_orig_params: false", "fsdp_use_orig_params: false"),
-        ("fsdp_buffer_dtype: float32", "fsdp_buffer_dtype: float32"),
-        ("fsdp_sync_module_states: true", "fsdp_sync_module_states: true"),
+        "fsdp_backward_prefetch: NONE",
+        "fsdp_limit_all_gathers: true",
+        "fsdp: {use_orig_params: false}",
+        "fsdp_buffer_dtype: float32",
+        "sync_module_states: true",
+        "fsdp_cpu_ram_efficient_loading: true",
     ],
 )
 @pytest.mark.promise("C09", "C11", "C13", "E08", "E13")
-def test_what_only_fsdp1_has_is_accepted_and_said_once(
-    write_config: WriteConfig, line: str, name: str
+def test_what_is_always_so_is_accepted_and_said_once(
+    write_config: WriteConfig, line: str, version: int
 ) -> None:
-    _, notes = resolved(write_config, f"use_fsdp: true\n{line}\n")
-    assert len(notes) == 1
-    assert notes[0].startswith(f"{name} has no effect under FSDP2: FSDP2 ")
-    under_fsdp1, notes = resolved(
-        write_config, f"use_fsdp: true\nfsdp_version: 1\n{line}\n"
-    )
-    assert under_fsdp1.version == 1
-    assert notes == []
+    text = f"strategy: fsdp\nfsdp_version: {version}\n{line}\n"
+    (said,) = resolve_run(write_config(text), env={}).translated
+    assert "has no effect: " in said and "cfg.yaml, line" in said
 
 
 def test_resharding_is_part_of_the_strategy(write_config: WriteConfig) -> None:
@@ -147,20 +134,6 @@ def test_resharding_is_part_of_the_strategy(write_config: WriteConfig) -> None:
         False,
         [],
     )
-    assert set(FSDP1_ONLY) <= set(option_fields())
-
-
-def test_fsdp1_options_reach_fsdp1(write_config: WriteConfig) -> None:
-    text = "fsdp: {enabled: true, version: 1, backward_prefetch: BACKWARD_POST, forward_prefetch: true,\n"
-    settings, notes = resolved(
-        write_config, text + " limit_all_gathers: false, use_orig_params: false}\n"
-    )
-    assert (settings.backward_prefetch, settings.forward_prefetch) == (
-        "BACKWARD_POST",
-        True,
-    )
-    assert (settings.limit_all_gathers, settings.use_orig_params) == (False, False)
-    assert notes == []
 
 
 @pytest.mark.promise("C10", "E09")
@@ -228,38 +201,14 @@ def test_sharding_and_resharding_that_contradict(write_config: WriteConfig) -> N
     assert "both set fsdp_sharding_strategy" in refusal(write_config, text)
 
 
-@pytest.mark.promise("C13")
-def test_lora_under_fsdp1_needs_original_parameters(write_config: WriteConfig) -> None:
-    text = (
-        "use_fsdp: true\nuse_lora: true\nfsdp_version: 1\nfsdp_use_orig_params: false\n"
-    )
-    assert "set fsdp_use_orig_params: true" in refusal(write_config, text)
-
-
-def test_ram_efficient_loading_under_fsdp1_needs_sync(
-    write_config: WriteConfig,
-) -> None:
-    text = "use_fsdp: true\nfsdp_version: 1\nfsdp_sync_module_states: false\nfsdp_cpu_ram_efficient_loading: true\n"
-    assert "without weights: set fsdp_sync_module_states: true" in refusal(
-        write_config, text
-    )
-
-
 @pytest.mark.promise("E13")
 def test_mixed_precision_of_fsdp(write_config: WriteConfig) -> None:
     text = "use_fsdp: true\nfsdp_mixed_precision: true\nfsdp_param_dtype: bf16\nfsdp_reduce_dtype: fp32\n"
-    settings, _ = resolved(write_config, text)
-    assert (settings.mixed_precision, settings.param_dtype, settings.reduce_dtype) == (
-        "bf16",
-        "bfloat16",
-        "float32",
-    )
-    assert (
-        resolved(write_config, "use_fsdp: true\nfsdp_mixed_precision: false\n")[
-            0
-        ].mixed_precision
-        == "no"
-    )
+    run = resolve_run(write_config(text), env={})
+    assert run.fsdp is not None and run.fsdp.reduce_dtype == "float32"
+    assert run.precision.value == "bf16"
+    text = "use_fsdp: true\nfsdp_mixed_precision: false\n"
+    assert resolve_run(write_config(text), env={}).precision.value == "no"
 
 
 @pytest.mark.promise("C02")
@@ -343,7 +292,7 @@ def test_gradient_checkpointing(write_config: WriteConfig) -> None:
     [
         (
             "distributed_type: FSDP\nfsdp_config: {fsdp_limit_all_gather: true}\n",
-            "did you mean 'fsdp_limit_all_gathers'",
+            "unknown key 'fsdp_limit_all_gather'",
         ),
         (
             "distributed_type: FSDP\nfsdp_config:\n  min_num_parms: 3\n",

@@ -135,7 +135,7 @@ def test_unknown_key_of_toml_and_json_has_a_line_too(write_config: WriteConfig) 
         ("use_lora: perhaps", "use_lora must be true or false, but is 'perhaps'"),
         (
             "mrl_dims: [a]",
-            "mrl_dims must be a list, each entry a whole number (above 0), but is ['a']",
+            "mrl_dims must be auto or a list, each entry a whole number (above 0), but is ['a']",
         ),
         ("pooling:", "pooling has no value"),
         (

@@ -16,7 +16,7 @@ from vembed.cli.commands import doctor
 from vembed.errors import UserError
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import place
-from vembed.training.budget import Budget, advice
+from vembed.parallel.step_memory import Budget, advice
 
 CPU = torch.device("cpu")
 

@@ -197,8 +197,8 @@ def test_global_batch_that_cannot_be_divided() -> None:
             "bidirectional: true has no effect with loss: sigmoid",
         ),
         (
-            {"triplet_margin": 0.5},
-            "triplet_margin: 0.5 has no effect with loss: infonce",
+            {"margin": 0.5},
+            "margin: 0.5 has no effect with loss: infonce",
         ),
         ({"loss": "cosent", "guide": "g"}, "guide: g has no effect with loss: cosent"),
         ({"guide_margin": 0.1}, "guide_margin: 0.1 has no effect without guide"),
@@ -216,7 +216,10 @@ def test_global_batch_that_cannot_be_divided() -> None:
             "temperature: 0.1 has no effect with losses: cosine",
         ),
         ({"lora_r": 8}, "lora_r: 8 has no effect without use_lora"),
-        ({"mrl_dims": [8]}, "mrl_dims: [8] has no effect without use_mrl"),
+        (
+            {"mrl_projection": "pca"},
+            "mrl_projection: pca has no effect without mrl_dims",
+        ),
         ({"eval_steps": 5}, "eval_steps: 5 has no effect without val_data_path"),
         (
             {"max_steps": 5, "epochs": 2},
@@ -230,7 +233,6 @@ def test_global_batch_that_cannot_be_divided() -> None:
             {"sampling": "weights"},
             "sampling: weights has no effect with a single source in data_path",
         ),
-        ({"circle_margin": 0.1}, "circle_margin: 0.1 has no effect with loss: infonce"),
         (
             {"wandb_project": "x"},
             "wandb_project: x has no effect with report_to: tensorboard",

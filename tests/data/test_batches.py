@@ -173,24 +173,6 @@ def test_homogeneous_batches_keep_a_source_that_fills_none() -> None:
     assert "small.jsonl has 7" in batch_schedule.summary()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "homogeneous", "lengths"),
-    [([25], False, [10, 10, 5]), ([12, 11], True, [1, 2, 10, 10])],
-)
-def test_incomplete_batches_are_kept_with_drop_last_false(
-    sizes: list[int], homogeneous: bool, lengths: list[int]
-) -> None:
-    batch_schedule = BatchSchedule(
-        sizes, 10, 0, homogeneous=homogeneous, drop_last=False
-    )
-    for epoch in range(2):
-        batches = epoch_of(batch_schedule, epoch)
-        assert sorted(map(len, batches)) == sorted(lengths)
-        assert sorted(np.concatenate(batches).tolist()) == list(range(sum(sizes)))
-    assert batch_schedule.num_left_out == 0
-    assert batch_schedule.smallest_batch == min(lengths)
-
-
 @settings(max_examples=60)
 @given(
     st.lists(
@@ -199,10 +181,9 @@ def test_incomplete_batches_are_kept_with_drop_last_false(
     st.integers(1, 6),
     st.integers(0, 9),
     st.booleans(),
-    st.booleans(),
 )
 def test_no_duplicates(
-    rows: list[list[int]], batch: int, seed: int, homogeneous: bool, drop_last: bool
+    rows: list[list[int]], batch: int, seed: int, homogeneous: bool
 ) -> None:
     sizes = [len(rows) // 2, len(rows) - len(rows) // 2]
     try:
@@ -212,7 +193,6 @@ def test_no_duplicates(
             seed,
             keys=make_keys(rows),
             homogeneous=homogeneous,
-            drop_last=drop_last,
         )
     except UserError as error:
         assert "no_duplicates" in str(error)
@@ -245,19 +225,14 @@ def test_no_duplicates_loses_only_the_remainder() -> None:
         assert len(set(documents[indices].tolist())) == 512
 
 
-@pytest.mark.parametrize("drop_last", [True, False])
-def test_seven_positives_per_query_lose_no_more_than_the_remainder(
-    drop_last: bool,
-) -> None:
+def test_seven_positives_per_query_lose_no_more_than_the_remainder() -> None:
     # 1,077 rows: queries occur seven times (the last one six), documents three or four times.
     rows = [[i // 7, 10_000 + (7 * i) % 300] for i in range(1077)]
-    batch_schedule = BatchSchedule(
-        [1077], 32, seed=42, keys=make_keys(rows), drop_last=drop_last
-    )
-    assert batch_schedule.num_left_out == (1077 % 32 if drop_last else 0)
+    batch_schedule = BatchSchedule([1077], 32, seed=42, keys=make_keys(rows))
+    assert batch_schedule.num_left_out == 1077 % 32
     for epoch in range(3):
         batches = epoch_of(batch_schedule, epoch)
-        assert len(batches) == (33 if drop_last else 34)
+        assert len(batches) == 33
         assert all(
             len({key for one in indices for key in rows[one]}) == 2 * len(indices)
             for indices in batches
@@ -266,7 +241,7 @@ def test_seven_positives_per_query_lose_no_more_than_the_remainder(
         set(range(1077)) - set(np.concatenate(epoch_of(batch_schedule, epoch)).tolist())
         for epoch in (0, 1)
     ]
-    assert left_out[0] != left_out[1] or not drop_last, "other examples in each epoch"
+    assert left_out[0] != left_out[1], "other examples in each epoch"
 
 
 @settings(max_examples=40)

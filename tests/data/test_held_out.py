@@ -13,10 +13,10 @@ from tests.data.pictures import write
 from tests.tiny import WORDS
 from vembed.config.loading import load_config
 from vembed.data.example_store import ExampleStore
-from vembed.data.held_out import example_groups, hold_out
-from vembed.data.normal_form import normal_text
-from vembed.data.overlap import Overlap, find_overlap, warnings_of
-from vembed.data_tools.init.datasets import open_sets
+from vembed.data.examples import Item
+from vembed.data.held_out import example_groups, hold_out, overlap_warnings
+from vembed.data.near_duplicates import normal_text
+from vembed.data_tools.datasets import open_sets
 from vembed.errors import UserError
 from vembed.evaluation.dataset import RetrievalData, from_examples
 
@@ -117,24 +117,16 @@ def test_overlap_counts_queries_positives_and_pairs(tmp_path: Path) -> None:
         (one.query, one.positives[0])
         for one in (validation[index] for index in range(4))
     ]
-    found = {one.what: one for one in find_overlap(train, pairs)}
-    assert {what: len(one.examples) for what, one in found.items()} == {
-        "queries": 2,
-        "positives": 3,
-        "pairs": 2,
-    }
-    sentences = warnings_of(list(found.values()))
-    assert sentences[0].startswith(
-        "2 of the 4 queries of the validation data (50%) are in the training data too"
-    )
-    assert (
-        "'how do i sort' -> 'use SORTED'" in sentences[2] and "copy.png" in sentences[2]
-    )
-    assert warnings_of(find_overlap(train, pairs[1:3])) == [], "a corpus may serve both"
-    assert (
-        "1 of the 994 queries of the validation data (0.1%) are"
-        in Overlap("queries", dict.fromkeys(range(994), ()), {1: "'a'"}).sentence()
-    )
+    queries, positives, both = overlap_warnings(train, pairs)
+    assert queries.startswith("2 of the 4 queries of the validation data (50%)")
+    assert positives.startswith("3 of the 4 positives")
+    assert both.startswith("2 of the 4 pairs")
+    assert "'how do i sort' -> 'use SORTED'" in both and "copy.png" in both
+    assert overlap_warnings(train, pairs[1:3]) == [], "a corpus may serve both"
+    other = validation[2]
+    many = [(Item(text=f"new {n}"), other.positives[0]) for n in range(993)]
+    (sentence,) = overlap_warnings(train, [(validation[0].query, other.query), *many])
+    assert sentence.startswith("1 of the 994 queries of the validation data (0.1%)")
 
 
 def test_vowel_signs_and_tone_marks_are_part_of_words(tmp_path: Path) -> None:
@@ -151,9 +143,8 @@ def test_vowel_signs_and_tone_marks_are_part_of_words(tmp_path: Path) -> None:
         (one.query, one.positives[0])
         for one in (validation[index] for index in range(2))
     ]
-    assert [
-        (one.what, list(one.examples.values())) for one in find_overlap(train, pairs)
-    ] == [("queries", ["'Love'"])]
+    (sentence,) = overlap_warnings(train, pairs)
+    assert "1 of the 2 queries" in sentence and "'Love'" in sentence
 
 
 @pytest.mark.parametrize("seed", range(8))

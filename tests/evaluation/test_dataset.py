@@ -321,7 +321,7 @@ def test_texts_of_a_corpus_stay_in_their_file(tmp_path):
     assert data.documents.keys.tolist() == [one.key() for one in expected]
     assert data.documents.lengths.tolist() == [len(one.text) for one in expected]
     assert data.relevance == ({3: 1, 70: 1, 99: 1},)
-    assert sum(rows.nbytes for rows in data.documents._rows.values()) <= 28 * len(
+    assert data.documents._numbers.nbytes + data.documents.keys.nbytes <= 28 * len(
         documents
     )
     read_as = data.read_as(ReadAs(document_prompt="passage: ", max_length=8))

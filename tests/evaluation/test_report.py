@@ -125,7 +125,7 @@ def run(tmp_path):
         [*LINES, evaluation(10, 0.08)],
         SUMMARY,
         learning_rate=3e-4,
-        use_mrl=True,
+        mrl_dims="auto",
     )
 
 

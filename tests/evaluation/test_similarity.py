@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from vembed.evaluation.similarity import similarity_metrics
+from vembed.evaluation.scores import similarity_metrics
 
 
 def plain_pearson(a, b):

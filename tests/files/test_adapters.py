@@ -55,7 +55,7 @@ def save(model: EmbeddingModel, directory: Path, *, merge: bool) -> Path:
     ("make", "options"),
     [
         (tiny.tiny_bert, {}),
-        (tiny.tiny_qwen3_st, {"use_mrl": True, "mrl_dims": [16]}),
+        (tiny.tiny_qwen3_st, {"mrl_dims": [16]}),
         (tiny.tiny_llama, {"lora_variant": "dora"}),
     ],
 )

@@ -93,9 +93,7 @@ def test_texts_of_two_towers_are_embedded_alike(make, tmp_path):
 
 
 def test_a_projection_of_clip_is_a_dense_module(pictures, tmp_path):
-    folder = save(
-        tiny.shared(tiny.tiny_clip), tmp_path / "final", use_mrl=True, mrl_dims=[12, 6]
-    )
+    folder = save(tiny.shared(tiny.tiny_clip), tmp_path / "final", mrl_dims=[12, 6])
     model = load_in_sentence_transformers(folder)
     assert_same(
         ours(folder, [of_image(path) for path in pictures], "query"),

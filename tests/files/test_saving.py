@@ -25,7 +25,6 @@ def test_the_layout_has_the_module_paths_that_versions_3_to_6_load(
     folder = save(
         tiny.shared(tiny.tiny_bert),
         tmp_path / "final",
-        use_mrl=True,
         mrl_dims=[8],
         max_length=30,
     )
@@ -94,7 +93,6 @@ def test_weights_under_a_wrappers_names_are_saved_under_their_own(
     config = TrainConfig(
         model_name=str(tiny.shared(tiny.tiny_bert)),
         data_path="unused",
-        use_mrl=True,
         mrl_dims=[8],
     )
     model = model_of(config)
@@ -172,7 +170,6 @@ def test_the_card_says_what_was_done(tmp_path):
         tiny.shared(tiny.tiny_qwen3_st),
         tmp_path / "final",
         card=card,
-        use_mrl=True,
         mrl_dims=[16, 8],
     )
     _, front, text = (folder / "README.md").read_text().split("---\n", 2)

@@ -34,7 +34,7 @@ def save_sharded(source: str, directory: str, options: dict[str, Any]) -> str:
 
 CASES: dict[str, tuple[Callable[..., Path], int, dict[str, Any]]] = {
     "fsdp1": (tiny.tiny_bert_st, 1, {}),
-    "fsdp2": (tiny.tiny_qwen3_st, 2, {"use_mrl": True, "mrl_dims": [16]}),
+    "fsdp2": (tiny.tiny_qwen3_st, 2, {"mrl_dims": [16]}),
     "lora": (tiny.tiny_qwen3_st, 2, {"use_lora": True}),
 }
 

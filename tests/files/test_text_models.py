@@ -78,7 +78,7 @@ def test_decoders_padded_on_either_side(side, pooling, tmp_path):
 @pytest.mark.parametrize("make", [tiny.tiny_bert_st, tiny.tiny_qwen3_st])
 def test_mrl_projection_is_a_dense_module(make, tmp_path):
     source = tiny.shared(make)
-    folder = save(source, tmp_path / "final", use_mrl=True, mrl_dims=[16, 8])
+    folder = save(source, tmp_path / "final", mrl_dims=[16, 8])
     model = load_in_sentence_transformers(folder)
     assert [type(module).__name__ for module in model] == [
         "Transformer",
@@ -110,7 +110,7 @@ def test_a_dense_module_with_bias_and_activation_stays_as_it_is(tmp_path):
 
 def test_a_projection_comes_after_the_models_own_dense_module(tmp_path):
     source = tiny.tiny_bert_st(tmp_path / "source", dense_dim=12)
-    folder = save(source, tmp_path / "final", use_mrl=True, mrl_dims=[6])
+    folder = save(source, tmp_path / "final", mrl_dims=[6])
     model = load_in_sentence_transformers(folder)
     assert [type(module).__name__ for module in model][2:] == [
         "Dense",
@@ -197,7 +197,6 @@ def test_weights_are_stored_in_the_dtype_asked_for(tmp_path):
     config = TrainConfig(
         model_name=str(tiny.shared(tiny.tiny_bert)),
         data_path="unused",
-        use_mrl=True,
         mrl_dims=[8],
     )
     model = model_of(config)

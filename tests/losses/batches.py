@@ -185,7 +185,7 @@ def _sizes_of_a_term(
     rows = 1 if loss.ranks_pairs else max(1, batch.num_rows)
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
     dims, weights = [batch.embeddings.shape[1]], [1.0]
-    if config.matryoshka.use_mrl:
+    if config.matryoshka.mrl_dims is not None:
         dims = list(config.matryoshka.mrl_dims or [])
         weights = config.matryoshka.mrl_weights or [1.0] * len(dims)
     for dim, weight in zip(dims, weights, strict=True):

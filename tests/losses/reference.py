@@ -102,8 +102,12 @@ def _term(
         batch, contents = with_plain_mixtures(batch, term, config.run.seed, cosine)
     embeddings = batch.embeddings.double()
     dims, weights = [embeddings.shape[1]], [1.0]
-    if config.matryoshka.use_mrl and term.loss.name != "anchor":
-        dims = list(config.matryoshka.mrl_dims or mrl_dims)
+    if config.matryoshka.mrl_dims is not None and term.loss.name != "anchor":
+        dims = list(
+            mrl_dims
+            if config.matryoshka.mrl_dims == "auto"
+            else config.matryoshka.mrl_dims
+        )
         weights = config.matryoshka.mrl_weights or [1.0] * len(dims)
     total = embeddings.sum() * 0.0
     for dim, weight in zip(dims, weights, strict=True):
@@ -209,9 +213,10 @@ class Rows:
         """Scores of an anchor with those of the others that the guide leaves."""
         if self.guide is not None:
             own = self.guide[self.query[i]] @ self.guide[self.positive[i]]
-            is_relative = self.loss.guide_margin_kind == "relative"
-            unit = own.abs() if is_relative else 1.0
-            ceiling = own - self.loss.guide_margin * unit
+            margin = self.loss.guide_margin
+            if isinstance(margin, str):
+                margin = float(margin[:-1]) / 100 * own.abs()
+            ceiling = own - margin
             ceiling = ceiling + TIE * ceiling.abs().clamp(min=1.0)
             guided = [float(self.guide[anchor] @ self.guide[u]) for u in others]
             others = [
@@ -274,7 +279,7 @@ def sigmoid(plain: Plain) -> Tensor:
 
 
 def circle(plain: Plain) -> Tensor:
-    rows, total, margin = Rows(plain), plain.zero, plain.loss.circle_margin
+    rows, total, margin = Rows(plain), plain.zero, plain.loss.margin or 0.25
 
     def of_row(own: Tensor, others: Tensor) -> Tensor:
         if not len(others):
@@ -300,7 +305,7 @@ def triplet(plain: Plain) -> Tensor:
             if i in plain.own:
                 query = x[batch.query[i]]
                 difference = x[batch.negative[h]] @ query - x[batch.positive[i]] @ query
-                margin = plain.loss.triplet_margin
+                margin = 0.2 if plain.loss.margin is None else plain.loss.margin
                 total = total + torch.clamp(difference + margin, min=0.0)
     return total / max(1, count)
 

@@ -142,32 +142,25 @@ def test_bidirectional_changes_nothing_in_the_sigmoid_loss() -> None:
 
 def test_matryoshka_sizes_come_from_the_config_or_the_model() -> None:
     batch = make_batch(6)
-    named = build_loss(config_of(use_mrl=True, mrl_dims=[4, 12]))(batch)
+    named = build_loss(config_of(mrl_dims=[4, 12]))(batch)
     assert_close(
-        build_loss(config_of(use_mrl=True), mrl_dims=(12, 4))(batch),
+        build_loss(config_of(mrl_dims="auto"), mrl_dims=(12, 4))(batch),
         named,
         1e-14,
         "loss",
     )
     check(batch, config_of(), build_loss(config_of(), mrl_dims=(12, 4)))
-    with pytest.raises(ValueError, match="use_mrl without mrl_dims"):
-        build_loss(config_of(use_mrl=True))
     with pytest.raises(ValueError, match="sizes"):
-        build_loss(config_of(use_mrl=True, mrl_dims=[13]))(batch)
+        build_loss(config_of(mrl_dims=[13]))(batch)
 
 
 @pytest.mark.promise("D24")
 def test_each_matryoshka_size_keeps_its_own_weight_in_any_order() -> None:
     batch = make_batch(6)
     weights = {4: 1.0, 12: 2.0, 8: 3.0}
-    alone = {
-        dim: build_loss(config_of(use_mrl=True, mrl_dims=[dim]))(batch)
-        for dim in weights
-    }
+    alone = {dim: build_loss(config_of(mrl_dims=[dim]))(batch) for dim in weights}
     together = build_loss(
-        config_of(
-            use_mrl=True, mrl_dims=list(weights), mrl_weights=list(weights.values())
-        )
+        config_of(mrl_dims=list(weights), mrl_weights=list(weights.values()))
     )(batch)
     assert_close(
         together,

@@ -31,7 +31,7 @@ from vembed.losses.declaration import Loss
 from vembed.losses.table import LOSSES, check_declarations, losses_table, names_where
 from vembed.losses.tiles import Tiling
 
-MRL = {"use_mrl": True, "mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
+MRL = {"mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 TEACHERS = {"teacher": ["vectors", "reranker", "scores"], "vectors": ["vectors"]}
 
 
@@ -304,11 +304,11 @@ def test_data_where_all_terms_would_be_zero_are_refused(tmp_path: Path) -> None:
 def test_options_of_losses_are_options_of_the_config(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
-        "model_name: m\ndata_path: d\nlosses: [{loss: triplet, triplet_margin: 0.3}, {loss: circle}]\ncircle_margin: 0.4\n"
+        "model_name: m\ndata_path: d\nlosses: [{loss: triplet, margin: 0.3}, {loss: circle}]\ncircle_margin: 0.4\n"
     )
     loaded = load_config(path)
     triplet, circle = source_terms(
         loaded.objective, loaded.data, loaded.model.model_name
     )[0]
-    assert dict(triplet.loss)["triplet_margin"] == 0.3
-    assert dict(circle.loss)["circle_margin"] == 0.4
+    assert dict(triplet.loss)["margin"] == 0.3
+    assert dict(circle.loss)["margin"] == 0.4

@@ -187,7 +187,7 @@ def test_matryoshka_weights_stay_with_their_sizes() -> None:
     batch = batch_of([(0, A, B), (1, C, D)], [(0, E)], embeddings=embeddings)
 
     def loss_at(**options: object) -> float:
-        return float(build_loss(config_of(use_mrl=True, **options))(batch).detach())
+        return float(build_loss(config_of(mrl_dims="auto", **options))(batch).detach())
 
     two, eight = loss_at(mrl_dims=[2]), loss_at(mrl_dims=[8])
     assert loss_at(mrl_dims=[8, 2], mrl_weights=[3.0, 0.25]) == pytest.approx(
@@ -208,7 +208,7 @@ def test_a_vector_of_zeros_scores_zero_and_gets_no_gradient() -> None:
     embeddings[B, 3] = 2.0
     embeddings[C] = embeddings[D] + embeddings[E]
     batch = batch_of([(0, A, B), (1, C, D)], embeddings=embeddings)
-    loss = build_loss(config_of(use_mrl=True, mrl_dims=[2, 6], temperature=1.0))(batch)
+    loss = build_loss(config_of(mrl_dims=[2, 6], temperature=1.0))(batch)
     (gradient,) = gradients(loss, batch.embeddings)
     assert torch.isfinite(loss)
     assert torch.isfinite(gradient).all()

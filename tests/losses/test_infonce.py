@@ -10,7 +10,7 @@ from tests.losses.batches import check, config_of, make_batch
 from vembed.losses.build import TermLoss, build_loss
 from vembed.losses.tiles import Tiling
 
-MRL = {"use_mrl": True, "mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
+MRL = {"mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 EVERYTHING = {
     "bidirectional": True,
     "query_query_negatives": True,
@@ -91,7 +91,6 @@ def test_any_combination_equals_the_reference(
         weights = [1.0 + 0.5 * n for n in range(len(mrl_dims))]
         options = {
             **options,
-            "use_mrl": True,
             "mrl_dims": mrl_dims,
             "mrl_weights": weights,
         }

@@ -14,7 +14,7 @@ from tests.losses.batches import check, config_of, make_batch
 from vembed.errors import UserError
 from vembed.losses.build import build_loss
 
-MRL = {"use_mrl": True, "mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
+MRL = {"mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 
 
 @pytest.mark.parametrize("loss", ["cosent", "angle", "cosine", "triplet"])
@@ -57,7 +57,7 @@ def test_any_size_equals_the_reference(
 ) -> None:
     config = config_of(
         loss=loss,
-        triplet_margin=margin,
+        margin=margin,
         mask_duplicates=mask_duplicates,
         learn_temperature=learn_temperature,
     )
@@ -113,6 +113,4 @@ def test_angle_needs_even_sizes() -> None:
         UserError,
         match=r"loss: angle reads halves of a vector .* 3 dimensions have none",
     ):
-        build_loss(config_of(loss="angle", use_mrl=True, mrl_dims=[3, 12]))(
-            make_batch(4)
-        )
+        build_loss(config_of(loss="angle", mrl_dims=[3, 12]))(make_batch(4))

@@ -26,18 +26,17 @@ CASES = [
         "document_document_negatives": True,
     },
     {
-        "use_mrl": True,
         "mrl_dims": [4, 12],
         "false_negative_margin": 0.1,
         "learn_temperature": True,
     },
     {"hard_negatives_scope": "own", "document_document_negatives": True},
     {"mask_duplicates": False, "bidirectional": True},
-    {"loss": "sigmoid", "use_mrl": True, "mrl_dims": [4, 12]},
+    {"loss": "sigmoid", "mrl_dims": [4, 12]},
     {"loss": "cosent", "learn_temperature": True},
     {"loss": "angle", "learn_temperature": True},
     {"loss": "cosine"},
-    {"loss": "triplet", "use_mrl": True, "mrl_dims": [4, 12]},
+    {"loss": "triplet", "mrl_dims": [4, 12]},
 ]
 
 
@@ -60,7 +59,6 @@ def rank_batches(batch: LossBatch, cuts: list[int]) -> list[LossBatch]:
                 batch,
                 rank_rows=slice(row_start, row_start + len(rows)),
                 rank_negatives=slice(negative_start, negative_start + len(negatives)),
-                world_size=len(cuts) + 1,
             )
         )
     return parts

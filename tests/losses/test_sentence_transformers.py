@@ -150,8 +150,7 @@ def test_gist(
         theirs = loss(features, torch.empty(0))
     options = {
         "guide": "guide",
-        "guide_margin": 0.05,
-        "guide_margin_kind": strategy,
+        "guide_margin": "5%" if strategy == "relative" else 0.05,
         "temperature": 0.05,
         "query_query_negatives": contrast,
         "document_document_negatives": contrast,
@@ -282,7 +281,6 @@ def test_matryoshka_over_them(loss: str) -> None:
             theirs = theirs + weight * (value + 2 / dim)
     options = {
         "loss": loss,
-        "use_mrl": True,
         "mrl_dims": list(weights),
         "mrl_weights": list(weights.values()),
         **({"teacher": "scores_of"} if loss == "margin_mse" else {}),

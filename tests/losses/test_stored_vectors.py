@@ -19,7 +19,7 @@ from vembed.losses.stored_vectors import EDGE, StoredForm, as_stored
 
 CASES: list[dict[str, Any]] = [
     {},
-    {"use_mrl": True, "mrl_dims": [4, 12], "learn_temperature": True},
+    {"mrl_dims": [4, 12], "learn_temperature": True},
     {"losses": [{"loss": "infonce"}, {"loss": "spread_out", "weight": 0.5}]},
     {"similarity": "dot"},
     {"loss": "cosent"},
@@ -84,9 +84,7 @@ def test_value_and_gradient(options: dict[str, Any], form: StoredForm) -> None:
 @pytest.mark.parametrize("form", ["int8", "binary"])
 def test_shares_of_ranks_add_up(form: StoredForm) -> None:
     batch = make_batch(10, max_positives=2, num_contents=40)
-    loss = build_loss(
-        config_of(use_mrl=True, mrl_dims=[4, 12], quantize_embeddings=form)
-    ).double()
+    loss = build_loss(config_of(mrl_dims=[4, 12], quantize_embeddings=form)).double()
     whole = loss(batch)
     shares = [loss(part) for part in rank_batches(batch, [2, 3, 7])]
     assert_close(torch.stack(shares).sum(), whole, 1e-12, "loss", 1.0)

@@ -17,7 +17,7 @@ from vembed.losses.build import TermLoss, build_loss
 from vembed.losses.mixing import draw_mixtures, uniform_numbers
 from vembed.losses.tiles import Tiling
 
-MRL = {"use_mrl": True, "mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
+MRL = {"mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 ALL_TERMS = {
     "bidirectional": True,
     "query_query_negatives": True,
@@ -59,7 +59,7 @@ TERMS: dict[str, dict[str, Any]] = {
         "loss": "circle",
         "guide": "vectors",
         "guide_margin": 0.1,
-        "circle_margin": 0.4,
+        "margin": 0.4,
         "temperature": 0.2,
         "hard_negatives_scope": "own",
         "false_negative_margin": 0.3,
@@ -161,7 +161,7 @@ def test_without_masking_and_with_dot_products(name: str) -> None:
     options["temperature"] = 1.0
     check(
         make_batch(6, max_positives=2, max_negatives=3, num_contents=20),
-        config_of(use_mrl=True, **options),
+        config_of(**options),
     )
 
 
@@ -240,7 +240,7 @@ def test_autocast_changes_nothing() -> None:
 def test_several_losses_hold_one_gradient() -> None:
     """The peak of a guided InfoNCE with kl over the batch and spread_out is below twice that of InfoNCE alone."""
     peaks = []
-    options = {"use_mrl": True, "mrl_dims": [16, 32, 48, 64]}
+    options = {"mrl_dims": [16, 32, 48, 64]}
     guided = [
         {"loss": "infonce", "guide": "vectors"},
         TERMS["kl-batch"],

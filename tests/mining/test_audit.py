@@ -12,8 +12,8 @@ from tests.mining.data import documents, model, read_lines, write_lines
 from vembed import UserError, audit
 from vembed.cli.commands.make_data import audit as run_audit
 from vembed.config.loading import load_config
-from vembed.data_tools.init.data_page import sections
-from vembed.data_tools.init.datasets import open_sets
+from vembed.data_tools.data_page import sections
+from vembed.data_tools.datasets import open_sets
 
 LONG = "the quick way to sort a list of numbers in place without a copy of the list"
 

@@ -19,8 +19,7 @@ from tests.mining.test_judges import endpoint, serve
 from tests.tiny import shared, tiny_qwen3
 from vembed import UserError, generate
 from vembed.cli.commands.make_data import generate as run_generate
-from vembed.data_tools.generate.kinds import docstring_function
-from vembed.data_tools.generate.writers import cleaned
+from vembed.data_tools.generate import cleaned, docstring_function
 from vembed.errors import RunError
 
 __all__ = ["serve"]

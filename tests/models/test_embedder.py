@@ -49,7 +49,7 @@ def test_dense_modules_of_the_model_are_kept_and_trained():
 
 def test_the_mrl_projection_starts_as_a_cut_and_stands_behind_the_models_own_modules():
     folder = tiny.shared(tiny.tiny_bert_st, dense_dim=12)
-    options = {"model_name": str(folder), "use_mrl": True, "mrl_dims": [8, 4]}
+    options = {"model_name": str(folder), "mrl_dims": [8, 4]}
     model, whole = (
         built(tiny.tiny_bert, **options),
         built(tiny.tiny_bert, model_name=str(folder)),
@@ -106,7 +106,7 @@ def test_the_sample_is_of_the_whole_data(monkeypatch):
 
     monkeypatch.setattr(setup, "NUM_PCA_DOCUMENTS", 10)
     monkeypatch.setattr(setup, "encode_items", encode)
-    model = built(tiny.tiny_bert, use_mrl=True, mrl_dims=[8])
+    model = built(tiny.tiny_bert, mrl_dims=[8])
     for num, last in ((19, "17"), (4, "3")):
         store = [Example(Item("q"), (Item(str(number)),)) for number in range(num)]
         setup.start_projection(model, None, store, SimpleNamespace(is_main=True))
@@ -205,7 +205,7 @@ def test_features_of_a_frozen_tower_stay_and_take_the_towers_place(make):
     model = built(
         make,
         freeze=["vision"],
-        **({} if make == COMPOSED else {"use_mrl": True, "mrl_dims": [8]}),
+        **({} if make == COMPOSED else {"mrl_dims": [8]}),
     )
     assert (
         model.frozen_modalities() == ["image"] and built(make).frozen_modalities() == []

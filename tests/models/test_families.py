@@ -182,12 +182,12 @@ def test_mean_pooling_of_a_vision_language_model_is_never_silent():
         ),
         (
             tiny.tiny_bert,
-            {"use_mrl": True, "mrl_dims": [16, 64]},
+            {"mrl_dims": [16, 64]},
             "mrl_dims: 64 is larger than the 32-dimensional",
         ),
         (
             tiny.tiny_bert,
-            {"use_mrl": True, "mrl_dims": [16, 8], "mrl_weights": [1]},
+            {"mrl_dims": [16, 8], "mrl_weights": [1]},
             "mrl_weights has 1 entries",
         ),
     ],
@@ -261,16 +261,15 @@ def test_a_published_name_brings_its_prompts_with_a_reason(tmp_path):
     ("options", "dims", "size"),
     [
         ({}, (), 128),
-        ({"mrl_dims": [64]}, (), 128),
-        ({"use_mrl": True}, (128, 64), 128),
-        ({"use_mrl": True, "mrl_dims": [64, 96]}, (64, 96), 96),
+        ({"mrl_dims": "auto"}, (128, 64), 128),
+        ({"mrl_dims": [64, 96]}, (64, 96), 96),
         (
-            {"use_mrl": True, "mrl_dims": [64, 96], "mrl_projection": False},
+            {"mrl_dims": [64, 96], "mrl_projection": False},
             (64, 96),
             128,
         ),
         (
-            {"use_mrl": True, "mrl_dims": [128, 32], "mrl_projection": True},
+            {"mrl_dims": [128, 32], "mrl_projection": True},
             (128, 32),
             128,
         ),
@@ -293,7 +292,7 @@ def test_dense_modules_of_the_model_count_in_its_size():
     description = _st(dense_dim=12)
     assert (description.hidden_dim, description.embedding_dim) == (32, 12)
     with pytest.raises(UserError, match="24 is larger than the 12-dimensional"):
-        _st(dense_dim=12, options={"use_mrl": True, "mrl_dims": [24]})
+        _st(dense_dim=12, options={"mrl_dims": [24]})
 
 
 def test_a_saved_description_is_believed(tmp_path):

@@ -239,7 +239,7 @@ def test_a_trained_pooling_trains_beside_a_frozen_tower(monkeypatch, tmp_path):
     model = model_of(config).train()
     assert model.frozen_modalities() == []
     rates = LearningRates.given(config.optimizer)
-    trained = trained_parameters(model, nn.Module(), config.optimizer, rates)
+    trained = trained_parameters(model, nn.Module(), rates)
     assert [(one.name, one.learning_rate) for one in trained] == [
         ("pooling.direction", 0.5)
     ]

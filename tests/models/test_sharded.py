@@ -36,7 +36,7 @@ OTHERS = [
     (tiny.tiny_qwen3, {**LORA, "quantize_weights": "nf4"}),
     (tiny.tiny_qwen3_vl, {**LORA, "quantize_weights": "nf4"}),
     (tiny.tiny_bert, {**LORA, "lora_variant": "dora"}),
-    (tiny.tiny_clip, {"freeze": ["vision"], "use_mrl": True, "mrl_dims": [8]}),
+    (tiny.tiny_clip, {"freeze": ["vision"], "mrl_dims": [8]}),
     (tiny.tiny_bert, {"freeze": ["first_n_layers=1"]}),
     (tiny.tiny_mpnet, {"gradient_checkpointing": False}),
 ]

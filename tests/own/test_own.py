@@ -53,7 +53,7 @@ SMALL = {
 WEIGHTS = {"word_size": 0.7, "vector_size": 1.3}
 CASES = [
     Case("cached-rows", micro="row"),
-    Case("cached", {"use_mrl": True, "mrl_dims": [16, 4]}, micro="odd"),
+    Case("cached", {"mrl_dims": [16, 4]}, micro="odd"),
     Case("kept-graphs", micro="odd", cache=False),
     Case("alone", {"loss": "none"}, micro="odd"),
     Case("lora", {"use_lora": True, "lora_r": 2, "lora_dropout": 0.0}, micro="odd"),
@@ -237,7 +237,6 @@ def train_all(place: Path) -> list[dict[str, float]]:
         "free": {
             "model_class": FREE,
             "model_config": SMALL,
-            "use_mrl": True,
             "mrl_dims": [16, 8],
         },
         "packed": {"model_class": PACKED, "learning_rate": "auto"},
@@ -246,7 +245,6 @@ def train_all(place: Path) -> list[dict[str, float]]:
         "free1": {
             "model_class": FREE,
             "model_config": SMALL,
-            "use_mrl": True,
             "mrl_dims": [16, 8],
             "fsdp_version": 1,
         },

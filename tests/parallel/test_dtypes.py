@@ -11,7 +11,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from tests.harness import result_of, run_cases
+from tests.harness import result_of, run_cases, run_ranks
 from tests.parallel.steps import (
     Result,
     build,
@@ -243,9 +243,8 @@ def seen_in_bf16(folder: str, options: dict[str, Any]) -> dict[str, Any]:
 IN_BF16: list[tuple[dict[str, Any], str]] = [
     ({"fsdp_version": 1, "mixed_precision": "bf16"}, "torch.float32"),
     ({"mixed_precision": "bf16"}, "torch.float32"),
-    ({"mixed_precision": "bf16", "fsdp_param_dtype": "bfloat16"}, "torch.float32"),
     (
-        {"fsdp_param_dtype": "bfloat16", "fsdp_reduce_dtype": "bfloat16"},
+        {"mixed_precision": "bf16", "fsdp_reduce_dtype": "bfloat16"},
         "torch.bfloat16",
     ),
 ]
@@ -340,11 +339,9 @@ def test_a_forward_without_backward_costs_no_gradient(options: dict[str, Any]) -
 
 
 def prepared_weights(
-    folder: str, efficient: bool
+    folder: str,
 ) -> tuple[int, int, dict[str, Tensor], bool]:
-    config = config_of(
-        folder, strategy="fsdp", fsdp_cpu_ram_efficient_loading=efficient
-    )
+    config = config_of(folder, strategy="fsdp")
     with start_session(config) as session:
         model, _ = build(config, dtype=torch.float32, meta=session.builds_empty)
         real = sum(one.numel() for one in model.parameters() if not one.is_meta)
@@ -353,29 +350,12 @@ def prepared_weights(
         return real, total, parameters.full_state_dict(model), session.builds_empty
 
 
-@cache
-def weights_on_ranks() -> dict[str, Any]:
-    """Both ways in one start of the ranks."""
-    folder = str(shared(tiny_bert, layers=3))
-    return run_cases(
-        prepared_weights,
-        3,
-        {str(one): (folder, one) for one in (True, False)},
-        process_group=False,
-    )
-
-
-@pytest.mark.parametrize("efficient", [True, False])
 @pytest.mark.promise("D09")
-def test_only_rank_0_reads_weights_and_all_have_them_afterwards(
-    efficient: bool,
-) -> None:
+def test_only_rank_0_reads_weights_and_all_have_them_afterwards() -> None:
     folder = str(shared(tiny_bert, layers=3))
-    results = result_of(weights_on_ranks(), str(efficient))
-    assert [real for real, *_ in results] == [results[0][1]] + [
-        0 if efficient else results[0][1]
-    ] * 2
-    assert [empty for *_, empty in results] == [False, efficient, efficient]
+    results = run_ranks(prepared_weights, 3, folder, process_group=False)
+    assert [real for real, *_ in results] == [results[0][1], 0, 0]
+    assert [empty for *_, empty in results] == [False, True, True]
     whole, _ = build(config_of(folder), dtype=torch.float32)
     state = results[0][2]
     assert set(state) == set(whole.state_dict())

@@ -17,7 +17,7 @@ from vembed.parallel import parameters
 from vembed.parallel.session import start_session
 
 MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
-    "head": (tiny_bert, {"use_mrl": True, "mrl_dims": [16, 8], "mrl_projection": True}),
+    "head": (tiny_bert, {"mrl_dims": [16, 8], "mrl_projection": True}),
     "projections": (tiny_clip, {}),
     "frozen": (
         tiny_clip,

@@ -36,10 +36,10 @@ from vembed.models.families import model_files
 from vembed.parallel import collectives, launch_check, session
 from vembed.parallel.devices import enable_expandable_segments, matmul_precision
 from vembed.parallel.environment import RankInfo, read_rank_info
-from vembed.parallel.estimate import GIB, ModelSize, measure, optimizer_bytes
 from vembed.parallel.launch import free_port
 from vembed.parallel.network import interface_to
 from vembed.parallel.placement import Placement, choose_precision, place
+from vembed.parallel.step_memory import GIB, ModelSize, measure
 
 CPU = torch.device("cpu")
 GROUP = {
@@ -118,28 +118,19 @@ def test_float32_products_are_as_exact_as_before_afterwards() -> None:
 def test_precision_on_the_cpu() -> None:
     def chosen(**options: Any) -> tuple[str, str]:
         made = choose_precision(
-            resolve_run(config_of("unused", **options), env={}).asked_precision(
-                sharded=True
-            ),
-            CPU,
+            resolve_run(config_of("unused", **options), env={}).precision, CPU
         )
         return made.value, made.reason
 
     assert chosen() == ("no", "auto: the CPU computes in the dtype of the weights")
     assert chosen(mixed_precision="bf16") == ("bf16", "mixed_precision: bf16")
-    assert chosen(fsdp_param_dtype="bfloat16") == ("bf16", "fsdp_param_dtype: bfloat16")
-    assert chosen(fsdp_param_dtype="float32", mixed_precision="bf16") == (
-        "no",
-        "fsdp_param_dtype: float32",
-    )
-    for option in ({"mixed_precision": "fp16"}, {"fsdp_param_dtype": "float16"}):
-        with pytest.raises(UserError, match=r"(fp16|float16) needs a GPU"):
-            chosen(**option)
+    with pytest.raises(UserError, match="fp16 needs a GPU"):
+        chosen(mixed_precision="fp16")
 
 
-SMALL = ModelSize(1000, 1000, 4000.0, 4000.0, 400, 2, 8, 16, 64)
+SMALL = ModelSize(1000, 1000, 4000.0, 4000.0, 8000.0, 400, 2, 8, 16, 64)
 LARGE = ModelSize(
-    8 * GIB, 8 * GIB, 32.0 * GIB, 32.0 * GIB, GIB // 8, 32, 4096, 16384, 512
+    8 * GIB, 8 * GIB, 32.0 * GIB, 32.0 * GIB, 64.0 * GIB, GIB // 8, 32, 4096, 16384, 512
 )
 
 
@@ -214,8 +205,7 @@ def test_the_estimate_counts_weights_gradients_and_optimizer() -> None:
     def states(**options: Any) -> tuple[float, int]:
         config = config_of(shared(tiny_bert), **options)
         size = measure(config)
-        optimizer = optimizer_bytes(config.optimizer, config.model, size)
-        return size.weight_bytes + size.gradient_bytes + optimizer, size.total
+        return size.state_bytes, size.total
 
     whole, total = states()
     assert whole == pytest.approx(

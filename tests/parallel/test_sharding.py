@@ -49,11 +49,6 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {"pattern": "kept"},
     ),
     "fsdp2_offload": (2, {"strategy": "fsdp", "fsdp_offload_params": True}, {}),
-    "fsdp2_every_process_reads": (
-        2,
-        {"strategy": "fsdp", "fsdp_cpu_ram_efficient_loading": False},
-        {},
-    ),
     "fsdp2_hybrid": (
         4,
         {"strategy": "fsdp", "fsdp_sharding_strategy": "HYBRID_SHARD"},

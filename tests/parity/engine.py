@@ -31,9 +31,9 @@ from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.names import plain_name
 from vembed.parallel.session import Session, start_session
+from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.teachers.supply import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryLosses
-from vembed.training.budget import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
 from vembed.training.optimizer import synchronise
 from vembed.training.step import (

@@ -21,7 +21,7 @@ from tests.parity.engine import (
 )
 from vembed.parallel import parameters
 from vembed.parallel.session import start_session
-from vembed.training.budget import PeakMeter, measure_demand
+from vembed.parallel.step_memory import PeakMeter, measure_demand
 
 FAILURES = (
     "none",

@@ -30,7 +30,7 @@ from vembed.data.batching.rank_batch import make_rank_batch
 from vembed.data.examples import Example, ImageRef, Item
 from vembed.losses.batch import LossBatch
 from vembed.parallel.session import start_session
-from vembed.training.budget import Budget
+from vembed.parallel.step_memory import Budget
 from vembed.training.optimizer import synchronise
 
 NUM_EXAMPLES = 7

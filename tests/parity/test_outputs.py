@@ -25,7 +25,7 @@ from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.parallel.session import start_session
-from vembed.training.budget import Budget, MemoryGuard
+from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
 from vembed.training.optimizer import synchronise
 from vembed.training.step import ContrastiveStep

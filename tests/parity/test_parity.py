@@ -11,7 +11,7 @@ import torch
 from tests.harness import RankFailed, run_ranks
 from tests.parity.engine import Case, gradients_on_ranks, reference, worst_error
 
-MRL = {"use_mrl": True, "mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
+MRL = {"mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
 LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0}
 CASES = [
     Case("plain", data="pairs", micro="whole", cache=False),
@@ -50,7 +50,7 @@ CASES = [
     ),
     Case("dot-product", {"similarity": "dot", "temperature": 1.0}, micro="odd"),
     Case("matryoshka", MRL, micro="odd"),
-    Case("matryoshka-projection", {"use_mrl": True, "mrl_dims": [16, 8]}, micro="row"),
+    Case("matryoshka-projection", {"mrl_dims": [16, 8]}, micro="row"),
     Case("cosent", {"loss": "cosent"}, data="scored", micro="odd"),
     Case("cosent-matryoshka", {"loss": "cosent", **MRL}, data="scored", micro="row"),
     Case("cosine", {"loss": "cosine"}, data="scored", micro="odd", cache=False),

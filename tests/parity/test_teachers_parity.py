@@ -37,7 +37,7 @@ from vembed.teachers.cached import KIND
 from vembed.teachers.models import item_key, pair_key
 from vembed.teachers.supply import Teachers
 
-MRL = {"use_mrl": True, "mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
+MRL = {"mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
 EVERY_NEGATIVE = {
     "bidirectional": True,
     "query_query_negatives": True,

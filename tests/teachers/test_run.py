@@ -67,7 +67,6 @@ def test_a_run_with_several_losses_and_a_teacher(tmp_path: Path) -> None:
         records(),
         losses=losses,
         teachers=[teacher],
-        use_mrl=True,
         mrl_dims=[8, 32],
     )
     assert len([step for step in steps if "loss" in step]) == 3

@@ -22,7 +22,7 @@ from vembed.cli.commands.demo import (
     standard_library_pairs,
 )
 from vembed.config.schema import TrainConfig
-from vembed.data.normal_form import normal_text
+from vembed.data.near_duplicates import normal_text
 from vembed.evaluation.report.record import (
     RecordedEvaluation,
     RunRecord,

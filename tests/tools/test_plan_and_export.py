@@ -20,8 +20,8 @@ from vembed.config.loading import resolve_run
 from vembed.errors import UserError
 from vembed.models.bf16 import Bf16Linear
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.estimate import measure
 from vembed.parallel.placement import Placement, place
+from vembed.parallel.step_memory import MemoryEstimate, measure
 
 
 def placed(num_ranks: int = 1, **options: Any) -> Placement:
@@ -43,10 +43,13 @@ def test_plan_counts_parameters_and_divides_them() -> None:
     real = model_of(alone.run.config)
     assert size.total == sum(one.numel() for one in real.parameters())
     assert size.weight_bytes == sum(one.numel() * 4 for one in real.parameters())
-    need = alone.predict(size)
+    need = MemoryEstimate(alone, size).in_step()
     assert need.optimizer == 2 * need.gradients == 8 * size.trained
-    assert alone.predict(size, recomputes=True).activations < need.activations
-    sharded = placed(4, strategy="fsdp").predict(size)
+    assert (
+        MemoryEstimate(alone, size).in_step(recomputes=True).activations
+        < need.activations
+    )
+    sharded = MemoryEstimate(placed(4, strategy="fsdp"), size).in_step()
     assert (
         sharded.weights == need.weights / 4 and sharded.optimizer == need.optimizer / 4
     )
@@ -62,37 +65,47 @@ def test_plan_left_out_the_copies_of_weights_in_bfloat16() -> None:
     wide, narrow = placed(mixed_precision="no"), placed(mixed_precision="bf16")
     size = measure(wide.run.config)
     assert (
-        wide.predict(size).copies == 0
-        and placed(2, strategy="fsdp", mixed_precision="bf16").predict(size).copies == 0
+        MemoryEstimate(wide, size).in_step().copies == 0
+        and MemoryEstimate(placed(2, strategy="fsdp", mixed_precision="bf16"), size)
+        .in_step()
+        .copies
+        == 0
     )
     model = model_of(narrow.run.config)
     model.compute_in_bf16()
     inside = [one for one in model.modules() if isinstance(one, Bf16Linear)]
     made = sum(2 * one.numel() for layer in inside for one in layer.parameters())
-    assert narrow.predict(size).copies == pytest.approx(made, rel=0.02), (
-        "norms are counted too, and are small"
-    )
+    assert MemoryEstimate(narrow, size).in_step().copies == pytest.approx(
+        made, rel=0.02
+    ), "norms are counted too, and are small"
     adapters = placed(mixed_precision="bf16", use_lora=True, torch_dtype="bfloat16")
     of_adapters = measure(adapters.run.config)
-    assert adapters.predict(of_adapters).copies == 2 * of_adapters.trained
+    assert (
+        MemoryEstimate(adapters, of_adapters).in_step().copies
+        == 2 * of_adapters.trained
+    )
 
 
 def test_plan_reads_the_options_of_the_batch() -> None:
     size = measure(placed().run.config)
     assert placed(2, global_batch_size=16).rows == 8
-    one_row = placed(gradient_cache_chunk_size=1, use_gradient_cache=True).predict(size)
-    same = placed(micro_batch_tokens=size.max_length, use_gradient_cache=True).predict(
-        size
-    )
+    one_row = MemoryEstimate(
+        placed(gradient_cache_chunk_size=1, use_gradient_cache=True), size
+    ).in_step()
+    same = MemoryEstimate(
+        placed(micro_batch_tokens=size.max_length, use_gradient_cache=True), size
+    ).in_step()
     assert one_row.activations == pytest.approx(same.activations)
-    whole = placed(use_gradient_cache=False, batch_size=64).predict(size)
+    whole = MemoryEstimate(
+        placed(use_gradient_cache=False, batch_size=64), size
+    ).in_step()
     assert whole.activations == pytest.approx(128 * one_row.activations)
     kept = placed(batch_size=64)
-    assert kept.predict(
-        size
-    ) == whole and "so that Gradient Cache is off" in kept.graphs(size), (
-        "its graphs fit"
-    )
+    assert (
+        MemoryEstimate(kept, size).in_step() == whole
+        and "so that Gradient Cache is off"
+        in MemoryEstimate(kept, size).describe_graphs()
+    ), "its graphs fit"
     with pytest.raises(UserError, match="cannot be divided among 3 processes"):
         placed(3, global_batch_size=16)
 

@@ -54,7 +54,9 @@ def test_an_image_that_breaks_during_a_run(tmp_path, monkeypatch):
     def on_step(_):
         if len(made[-1].pids) == 2:
             pids[:] = made[-1].pids
-            file.write_bytes(b"\xff\xd8\xff\xe0 nothing")
+            broken = tmp_path / "broken.jpg"
+            broken.write_bytes(b"\xff\xd8\xff\xe0 nothing")
+            broken.replace(file)  # never empty in between
         time.sleep(0.2)
 
     with pytest.raises(

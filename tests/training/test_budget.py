@@ -18,13 +18,18 @@ from vembed.config.loading import resolve_run
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.models.embedding_model import EmbeddingModel
+from vembed.parallel import step_memory
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.estimate import Demand, measure
 from vembed.parallel.hardware import Gpu
 from vembed.parallel.placement import place
 from vembed.parallel.session import start_session
-from vembed.training import budget
-from vembed.training.budget import MemoryGuard
+from vembed.parallel.step_memory import (
+    Demand,
+    MemoryEstimate,
+    MemoryGuard,
+    measure,
+    tokens_of,
+)
 
 GPU = Gpu("a stand-in", 1.0, None, None)
 
@@ -43,11 +48,12 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
     placement = placed(memory=2**27)
     config, size = placement.run.config, measure(placement.run.config)
     model = model_of(config)
-    need = placement.predict(size)
+    estimate = MemoryEstimate(placement, size)
+    need = estimate.in_step()
     held = Demand(
-        need.weights + need.copies + need.gradients, placement.demand(size).per_token
+        need.weights + need.copies + need.gradients, estimate.demand().per_token
     )
-    monkeypatch.setattr(budget, "measure_demand", lambda *_: held)
+    monkeypatch.setattr(step_memory, "measure_demand", lambda *_: held)
     monkeypatch.setattr(
         torch.cuda, "mem_get_info", lambda _: (placement.memory, placement.memory)
     )
@@ -61,14 +67,14 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
     )
     optimizer = torch.optim.AdamW(model.parameters())
     longest = [SimpleNamespace(length=size.max_length)]
-    found = budget.find_budget(
+    found = step_memory.find_budget(
         config.batch, model, Featuriser(model.description), session, longest, optimizer
     )
-    assert (found.micro_batch_tokens, found.kept_graph_tokens) == placement.tokens(
-        placement.demand(size), size.max_length
+    assert (found.micro_batch_tokens, found.kept_graph_tokens) == tokens_of(
+        placement, estimate.demand(), size.max_length
     )
-    states = replace(placement.demand(size), fixed=held.fixed)
-    assert found.kept_graph_tokens < placement.tokens(states, size.max_length)[1], (
+    states = replace(estimate.demand(), fixed=held.fixed)
+    assert found.kept_graph_tokens < tokens_of(placement, states, size.max_length)[1], (
         "the optimizer's state is to come"
     )
     graphs = found.kept_graph_tokens * held.per_token
@@ -90,8 +96,10 @@ def test_casts_of_weights_were_counted_as_activations(tmp_path, monkeypatch):
             1,
             1024,
         ):  # 1: a single text is longer than the size that is wanted
-            monkeypatch.setattr(budget, "PROBE_TOKENS", tokens)
-            counted[tokens] = budget.bytes_per_token(model, featuriser, session, sample)
+            monkeypatch.setattr(step_memory, "PROBE_TOKENS", tokens)
+            counted[tokens] = step_memory.bytes_per_token(
+                model, featuriser, session, sample
+            )
     assert counted[1] == pytest.approx(counted[1024], rel=0.1), (
         "what one token adds, whatever the number of tokens"
     )
@@ -104,7 +112,7 @@ def test_the_measured_graph_was_never_freed(tmp_path):
         kept = weakref.ref(next(model.parameters()))
         featuriser = Featuriser(described(config))
         sample = featuriser.features([(Item("red green house river"), "document")])
-        assert budget.bytes_per_token(model, featuriser, session, sample) > 0
+        assert step_memory.bytes_per_token(model, featuriser, session, sample) > 0
     del model, session
     gc.collect()
     assert kept() is None, "a graph holds the weights"

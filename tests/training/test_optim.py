@@ -1,6 +1,5 @@
 """The optimizer: who decays, who learns how fast, and which implementation takes whole and sharded parameters."""
 
-import logging
 import sys
 import types
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2Model
 
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
@@ -36,7 +34,6 @@ def trained(config, model=None):
         for one in trained_parameters(
             model or TinyModel(frozen_embeddings=False),
             TinyLoss(),
-            config.optimizer,
             LearningRates.given(config.optimizer),
         )
     }
@@ -81,82 +78,6 @@ def test_head_learning_rate_is_for_heads_projections_and_learned_scales(
     assert all(rate == 0.1 for rate in rates.values() if rate != 0.5)
 
 
-def test_layers_learn_less_the_deeper_they_lie(tmp_path):
-    config = config_for(tmp_path, layer_lr_decay=0.5)
-    rates = {
-        name: one.learning_rate
-        for name, one in trained(
-            config, TinyModel(num_layers=3, frozen_embeddings=False)
-        ).items()
-    }
-    assert [rates[f"backbone.layer.{number}.linear.weight"] for number in range(3)] == [
-        0.025,
-        0.05,
-        0.1,
-    ]
-    assert rates["backbone.embeddings.weight"] == 0.0125
-    assert rates["head.weight"] == rates["loss.scale"] == 0.1
-
-
-def test_each_tower_counts_its_own_layers(tmp_path):
-    towers = nn.Module()
-    towers.backbone = nn.ModuleDict(
-        {
-            "text": TinyModel(num_layers=2).backbone,
-            "image": TinyModel(num_layers=4).backbone,
-        }
-    )
-    towers.requires_grad_(True)
-    rates = {
-        name: one.learning_rate
-        for name, one in trained(
-            config_for(tmp_path, layer_lr_decay=0.5), towers
-        ).items()
-    }
-    assert (
-        rates["backbone.text.layer.1.linear.weight"]
-        == rates["backbone.image.layer.3.linear.weight"]
-        == 0.1
-    )
-    assert rates["backbone.text.embeddings.weight"] == 0.1 * 0.5**2
-    assert rates["backbone.image.embeddings.weight"] == 0.1 * 0.5**4
-
-
-def test_layers_are_found_whatever_they_are_called(tmp_path):
-    class Own(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words = nn.Embedding(5, 3)
-            self.stack = nn.ModuleList(
-                nn.Sequential(nn.Linear(3, 3), nn.ReLU()) for _ in range(3)
-            )
-            self.out = nn.Linear(3, 3)
-
-    rates = {
-        name: one.learning_rate
-        for name, one in trained(
-            config_for(tmp_path, layer_lr_decay=0.5), Own()
-        ).items()
-    }
-    assert [rates[f"stack.{number}.0.weight"] for number in range(3)] == [
-        0.025,
-        0.05,
-        0.1,
-    ]
-    assert (rates["words.weight"], rates["out.weight"]) == (0.0125, 0.1)
-    gpt2 = GPT2Model(GPT2Config(n_layer=2, n_embd=4, n_head=2, vocab_size=9))
-    rates = {
-        name: one.learning_rate
-        for name, one in trained(config_for(tmp_path, layer_lr_decay=0.5), gpt2).items()
-    }
-    assert rates["wte.weight"] == rates["wpe.weight"] == 0.025
-    assert (
-        rates["h.0.attn.c_attn.weight"],
-        rates["h.1.attn.c_attn.weight"],
-        rates["ln_f.weight"],
-    ) == (0.05, 0.1, 0.1)
-
-
 def test_decay_of_sgd_is_decoupled_as_that_of_all_others(tmp_path):
     """Weights shrink by lr * weight_decay, beside a step along the gradient as it is."""
     model, loss = TinyModel(), TinyLoss()
@@ -194,7 +115,6 @@ def test_missing_bitsandbytes_names_the_extra(tmp_path, monkeypatch):
 
 OPTIONS = {
     "weight_decay": 0.5,
-    "layer_lr_decay": 0.5,
     "head_learning_rate": 0.3,
     "learning_rate": 0.01,
 }
@@ -214,7 +134,7 @@ def train_two_steps(config, model, loss):
     names = {
         id(one.parameter): one.name
         for one in trained_parameters(
-            model, loss, config.optimizer, LearningRates.given(config.optimizer)
+            model, loss, LearningRates.given(config.optimizer)
         )
     }
     groups = groups_of(optimizer, names)
@@ -307,40 +227,3 @@ def test_shards_step_as_the_whole_does(tmp_path, version):
         assert too_few in refused["paged_adamw_8bit"]
     # The optimizer's state is sharded with the parameters; the loss's scale is on both.
     assert num_values <= sum(held for _, _, held, _ in results) <= num_values + 10
-
-
-def flattened(tmp_path, model_name):
-    options = {
-        "strategy": "fsdp",
-        "fsdp_version": 1,
-        "fsdp_use_orig_params": False,
-        "weight_decay": 0.5,
-    }
-    config = config_for(tmp_path, model_name=model_name, **options)
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("vembed").addHandler(handler)
-    with start_session(config) as session:
-        model, loss = (
-            session.prepare(TinyModel(dim=8, frozen_embeddings=False), ("Layer",)),
-            TinyLoss(),
-        )
-        optimizer = build_optimizer(model, loss, config.optimizer)
-        backward(model, loss)
-        optimizer.step()
-        with pytest.raises(UserError, match="fsdp_use_orig_params: true"):
-            build_optimizer(
-                model, loss, config.changed(**{"layer_lr_decay": 0.5}).optimizer
-            )
-    return [line for line in lines if "flattens" in line], {
-        group["weight_decay"] for group in optimizer.param_groups
-    }
-
-
-def test_flat_parameters_say_what_they_cost(tmp_path):
-    lines, decays = run_ranks(
-        flattened, 2, tmp_path, str(shared(tiny_bert)), process_group=False
-    )[0]
-    assert len(lines) == 1
-    assert decays == {0.0}

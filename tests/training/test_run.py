@@ -62,9 +62,7 @@ def metrics(folder, key="loss"):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
-    return vembed.train(
-        settings(folder, report_to=["tensorboard"], use_mrl=True, mrl_dims=[32, 16])
-    )
+    return vembed.train(settings(folder, report_to=["tensorboard"], mrl_dims=[32, 16]))
 
 
 def test_output_directory_has_all_that_is_promised(plain):

@@ -56,7 +56,6 @@ def test_a_bfloat16_model_stays_one_and_scores_what_was_reported(
     options = settings(
         tmp_path,
         model_name=half(tmp_path),
-        use_mrl=True,
         mrl_dims=[16, 8],
         save_steps=3,
     )

@@ -10,7 +10,6 @@ def test_scores_and_report(tmp_path):
     run = settings(
         tmp_path,
         quantize_embeddings="binary",
-        use_mrl=True,
         mrl_dims=[16, 8],
         max_steps=2,
         epochs=None,

@@ -23,9 +23,10 @@ from vembed.errors import UserError
 from vembed.models.families.decisions import describe
 from vembed.models.families.weight_files import check_whole_weights, read_tensors
 from vembed.parallel.devices import bf16_instructions
-from vembed.parallel.estimate import GIB, ModelSize, measure, optimizer_bytes
 from vembed.parallel.launch import num_visible_devices, rank_environments, run_ranks
+from vembed.parallel.memory import GIB
 from vembed.parallel.placement import FITS_SHARE, Placement
+from vembed.parallel.step_memory import MemoryEstimate, ModelSize, measure
 from vembed.pipelines.prediction import FITS, place_here
 
 SMALL_GPU_GB = 8
@@ -144,7 +145,7 @@ def checklist(
         here = launch.num_processes
         yield here <= num_devices, f"GPUs visible: {num_devices} for {here} process(es)"
     else:
-        asked = run.asked_precision(sharded=is_sharded).value
+        asked = run.precision.value
         yield asked != "fp16", "GPUs visible: none, the run computes on the CPU"
     placement: Placement | None = None
     size: ModelSize | None = None
@@ -168,7 +169,7 @@ def checklist(
         yield False, f"memory: not known ({problem})"
         yield False, f"dtypes: not known ({problem})"
     else:
-        need = placement.predict(size).total
+        need = MemoryEstimate(placement, size).in_step().total
         shards = placement.num_shards
         shard = f", a shard of 1/{shards} on each process" if shards > 1 else ""
         yield (
@@ -210,9 +211,7 @@ def _check_strategy(placement: Placement, size: ModelSize) -> tuple[bool, str]:
         lines += placement.run.fsdp_notes
     lines += placement.notes
     # Whether a whole copy of the model is too large for a process.
-    config = placement.run.config
-    optimizer = optimizer_bytes(config.optimizer, config.model, size)
-    whole = size.weight_bytes + size.gradient_bytes + optimizer
+    whole = size.state_bytes
     share = whole / placement.memory
     is_needed = share > FITS_SHARE
     advice = ""

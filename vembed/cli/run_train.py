@@ -87,7 +87,7 @@ def run_train(
         # A mistake in the data is reported after what is known. No data are fetched for a dry run.
         sys.stdout.flush()
         if not missing_data(config.data):
-            from vembed.data_tools.init.data_page import data_facts
+            from vembed.data_tools.data_page import data_facts
 
             sys.stdout.write(f"\n==== data\n{data_facts(config).page}")
         return 0, {
@@ -229,12 +229,10 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
         )
     lines.append(f"gradient checkpointing: {run.recomputation}")
     lines += run.left_to_gpus()
-    is_sharded = strategy == "fsdp" and launch.world_size > 1
-    precision = run.asked_precision(sharded=is_sharded)
-    reason = precision.reason
-    if precision.value == "auto":
+    reason = run.precision.reason
+    if run.precision.value == "auto":
         reason = "as the device allows: bf16 on GPUs that have it"
-    lines.append(f"mixed precision: {precision.value} ({reason})")
+    lines.append(f"mixed precision: {run.precision.value} ({reason})")
     machines = ""
     if launch.num_machines > 1:
         machines = f" on each of {launch.num_machines} machines"

@@ -280,13 +280,13 @@ def numbers(flag: str, text: str, kind: type = int) -> Any:
 
 def option(name: str, text: str) -> Any:
     """Parse a value like the config option of that name; None for an empty text."""
-    from vembed.config.options import checked
-    from vembed.config.spelling import from_text, normalise
+    from vembed.config.aliases import normalise, value_of_text
+    from vembed.config.options import all_options, checked
 
     if not text:
         return None
     try:
-        return checked(name, normalise(name, from_text(name, text)))
+        return checked(name, normalise(name, value_of_text(all_options()[name], text)))
     except ValueError as error:
         raise UserError(str(error)) from None
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import vembed
-from vembed.config.aliases import target_of
+from vembed.config.aliases import FIXED_IN_FSDP, NoEffect, as_bool, normalise, target_of
 from vembed.config.layers import Layer, Level, plain_layer
 from vembed.config.options import all_options, join_words, nearest, quoted
 from vembed.config.parsing import Node, read_tree
-from vembed.config.spelling import as_bool, normalise
 from vembed.errors import UserError
 
 Distribution = Literal["single", "ddp", "fsdp"]
@@ -228,13 +227,6 @@ def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
     elif reshard and variables.get("fsdp_sharding_strategy") == "FULL_SHARD":
         # The default that nobody has changed, beside the newer spelling.
         del variables["fsdp_sharding_strategy"]
-    if version == "2":
-        for name in (
-            "fsdp_use_orig_params",
-            "fsdp_sync_module_states",
-            "fsdp_backward_prefetch",
-        ):
-            variables.pop(name, None)
     for name in ("fsdp_forward_prefetch", "fsdp_activation_checkpointing"):
         if variables.get(name, "").lower() == "false":
             del variables[name]
@@ -300,6 +292,13 @@ def _fsdp_options(block: Node, source: str, notes: list[str]) -> dict[str, Any]:
             notes.append(f"{key} in {source} has no effect: vembed does not use it")
             continue
         target = target_of(key, "fsdp")
+        if isinstance(target, NoEffect):
+            fixed = FIXED_IN_FSDP[name.removeprefix("fsdp_")]
+            if str(node.plain()).lower() != str(fixed).lower():
+                notes.append(
+                    f"{key}: {node.plain()} in {source} has no effect: {target}"
+                )
+            continue
         is_known = name == "fsdp_reshard_after_forward" or (
             target == "gradient_checkpointing" or str(target).startswith("fsdp_")
         )

@@ -1,12 +1,148 @@
-"""Aliases: names that other libraries use for an option, flat or in a block, and the option they set."""
+"""Names and spellings that other libraries use: keys, flat or in a block, and words for values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from vembed.config.options import all_options
-from vembed.config.spelling import as_bool
+from vembed.config.options import Option, all_options
+from vembed.config.parsing import parse_value
+from vembed.models.poolings.table import POOLINGS
+from vembed.training.optimizers.table import OPTIMIZERS
+from vembed.training.trackers.table import TRACKERS
+
+# ---- spellings of values
+
+
+_WRAP = {
+    "TRANSFORMER_BASED_WRAP": "transformer_auto_wrap transformer_auto_wrap_policy transformer",
+    "SIZE_BASED_WRAP": "size_based_auto_wrap size_based_auto_wrap_policy size_based",
+    "NO_WRAP": "none",
+}
+_DTYPE = {
+    "bfloat16": "bf16 torch.bfloat16",
+    "float16": "fp16 half torch.float16",
+    "float32": "fp32 float torch.float32",
+}
+SPELLINGS: dict[str, dict[str, str]] = {
+    "torch_dtype": {**_DTYPE, "pure_bfloat16": "pure_bf16 bf16_true"},
+    "fsdp_reduce_dtype": _DTYPE,
+    "mixed_precision": {
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "no": "none float32 fp32 false",
+    },
+    "attn_implementation": {"flash_attention_2": "flash_attention flash_attn flash"},
+    "pooling": {name: pooling.spellings for name, pooling in POOLINGS.items()},
+    "loss": {
+        "infonce": "info_nce mnrl multiple_negatives_ranking multiplenegativesrankingloss contrastive",
+        "cosent": "cosentloss",
+        "cosine": "cosine_similarity",
+        "sigmoid": "siglip",
+    },
+    "similarity": {"cosine": "cos cos_sim", "dot": "dot_score inner_product"},
+    "sampling": {
+        "proportional": "proportional_to_size",
+        "round_robin": "roundrobin",
+        "weights": "weighted",
+    },
+    "optim": {kind.name: kind.spellings for kind in OPTIMIZERS.values()},
+    "lr_scheduler_type": {"constant": "constant_with_warmup none"},
+    "scale_learning_rate": {"none": "no false"},
+    "num_processes": {"auto": "-1 gpu"},
+    "fsdp_sharding_strategy": {
+        "FULL_SHARD": "full",
+        "HYBRID_SHARD": "hybrid",
+        "NO_SHARD": "none",
+    },
+    "fsdp_auto_wrap_policy": _WRAP,
+    "fsdp_state_dict_type": {
+        "FULL_STATE_DICT": "full",
+        "SHARDED_STATE_DICT": "sharded",
+        "LOCAL_STATE_DICT": "local",
+    },
+    "report_to": {kind.name: kind.spellings for kind in TRACKERS.values()},
+}
+"""Map from option and value to the value's synonyms. Case is ignored; `-`, a space and `_` are equal."""
+
+BOOLS = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+
+
+def as_bool(value: Any) -> bool:
+    """Return the boolean that a word stands for. Raise ValueError for any other word."""
+    if str(value).lower() not in BOOLS:
+        raise ValueError("must be true or false")
+    return BOOLS[str(value).lower()]
+
+
+def normalise(name: str, value: Any) -> Any:
+    """Return the canonical form of a value. An unknown value is returned unchanged, and the schema refuses it."""
+    option = all_options()[name]
+    words = {_fold(choice): choice for choice in option.choices}
+    for choice, others in SPELLINGS.get(name, {}).items():
+        words |= dict.fromkeys([*others.split(), _fold(choice)], choice)
+    if name == "report_to":
+        entries = value.split(",") if isinstance(value, str) else value
+        trackers = []
+        for entry in entries if isinstance(entries, list) else [entries]:
+            is_none = entry in (None, False) or _fold(entry) in ("none", "")
+            if not is_none:
+                trackers.append(words.get(_fold(entry), entry))
+        return trackers
+    # Small numbers are words too: YAML reads `num_processes: -1` as a number.
+    is_word = isinstance(value, str) or (isinstance(value, int) and -10 < value < 100)
+    if is_word and _fold(value) in words:
+        return words[_fold(value)]
+    if isinstance(value, str):
+        # "1" stays a number where an option takes both.
+        if "bool" in option.kinds and value.lower() in BOOLS and not value.isdigit():
+            return as_bool(value)
+        if name == "fsdp_version" and value.strip() in ("1", "2"):
+            return int(value)
+    is_single = value is not None and not isinstance(value, list | Mapping)
+    if "list" not in option.kinds or name == "data_path" or not is_single:
+        return value
+    if not isinstance(value, str):
+        return [value]
+    parts = [part.strip() for part in value.split(",")]
+    if "text" in option.kinds:
+        return parts[0] if len(parts) == 1 else parts
+    return [parse_value(part) for part in parts]
+
+
+def value_of_text(option: Option, text: str) -> Any:
+    """Parse a value of the command line: options of plain text take the text itself, others are parsed as YAML."""
+    if option.is_plain_text:
+        return None if text == "null" and "null" in option.kinds else text
+    value = parse_value(text)
+    if isinstance(value, Mapping):
+        return _pairs(value) if "mapping" in option.kinds else text
+    if "text" in option.kinds and not isinstance(value, bool | list):
+        return text
+    return value
+
+
+def _pairs(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Split keys of the form `a:b`. YAML reads {a:b} without a space as a key without a value."""
+    pairs = {}
+    for key, entry in value.items():
+        name, colon, target = str(key).partition(":")
+        if entry is not None or not colon:
+            return dict(value)
+        pairs[name.strip()] = target.strip()
+    return pairs
+
+
+def _fold(value: Any) -> str:
+    # Only behind a letter or digit: the sign of -1 stays.
+    return re.sub(r"(?<=\w)[\s-]+", "_", str(value).strip().lower())
+
+
+# ---- names of options
 
 Setting = tuple[str, Any]
 """An option and its value."""
@@ -18,8 +154,15 @@ class WeakDefault(str):
     __slots__ = ()
 
 
+class NoEffect(str):
+    """Target of a key that is understood and changes nothing: the reason."""
+
+    __slots__ = ()
+
+
 Target = str | Callable[[Any], list[Setting]]
-"""Target of an alias: an option, or a function from the value to settings that raises ValueError if it is invalid."""
+"""Target of a key: an option, a `NoEffect`, or a function from the value to settings that raises ValueError if the value
+is invalid."""
 
 ALIASES: dict[str, str] = {
     # model
@@ -36,7 +179,6 @@ ALIASES: dict[str, str] = {
     "document_prompt": "document_prefix document_instruction passage_prompt passage_prefix passage_instruction",
     "gradient_checkpointing": "use_gradient_checkpointing fsdp_activation_checkpointing activation_checkpointing",
     # head, adapters
-    "use_mrl": "use_matryoshka",
     "mrl_dims": "matryoshka_dims",
     "mrl_weights": "matryoshka_weights",
     "lora_r": "lora_rank",
@@ -51,6 +193,7 @@ ALIASES: dict[str, str] = {
     "similarity": "similarity_fct",
     "temperature": "tau",
     "bidirectional": "symmetric",
+    "margin": "triplet_margin circle_margin",
     # batch and step
     "batch_size": "per_device_train_batch_size per_device_batch_size train_batch_size",
     "global_batch_size": "effective_batch_size",  # includes gradient accumulation: loading divides
@@ -77,13 +220,8 @@ ALIASES: dict[str, str] = {
     "fsdp_offload_params": "offload_params fsdp_cpu_offload cpu_offload",
     "fsdp_auto_wrap_policy": "auto_wrap_policy wrap_policy",
     "fsdp_transformer_layer_cls_to_wrap": "transformer_layer_cls_to_wrap fsdp_transformer_cls_to_wrap",
-    "fsdp_backward_prefetch": "backward_prefetch",
     "fsdp_forward_prefetch": "forward_prefetch",
-    "fsdp_limit_all_gathers": "limit_all_gathers",
-    "fsdp_use_orig_params": "use_orig_params",
     "fsdp_state_dict_type": "state_dict_type",
-    "fsdp_cpu_ram_efficient_loading": "cpu_ram_efficient_loading",
-    "fsdp_sync_module_states": "sync_module_states",
     "sync_batchnorm": "sync_bn",
     # evaluation, logging, saving
     "output_dir": "output output_path save_dir",
@@ -127,20 +265,25 @@ def _precision(value: Any) -> list[Setting]:
     raise ValueError("must be bf16-mixed, 16-mixed, bf16-true or 32-true")
 
 
+def _param_dtype(value: Any) -> list[Setting]:
+    precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
+    for dtype, others in _DTYPE.items():
+        if str(value).lower() in (dtype, *others.split()):
+            return [("mixed_precision", precision[dtype])]
+    raise ValueError("must be bfloat16, float16 or float32")
+
+
 def _number(value: Any) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not 0 < value < 1e15
-    ):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("must be a number above 0")
+    if not 0 < value < 1e15:
         raise ValueError("must be a number above 0")
     return float(value)
 
 
 def _warmup_ratio(value: Any) -> list[Setting]:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("must be a number from 0 to 1")
-    if not 0 <= value <= 1:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1:
         raise ValueError("must be a number from 0 to 1")
     return [("warmup_steps", float(value))]
 
@@ -157,6 +300,10 @@ def _qlora(value: Any) -> list[Setting]:
     return []
 
 
+def _mrl_switch(value: Any) -> list[Setting]:
+    return [("mrl_dims", "auto" if as_bool(value) else None)]
+
+
 def _reshard(value: Any) -> list[Setting]:
     # Accelerate writes FSDP1's sharding strategies under this name too.
     if str(value).lower() in (
@@ -171,12 +318,6 @@ def _reshard(value: Any) -> list[Setting]:
     return [("fsdp_sharding_strategy", "SHARD_GRAD_OP")]
 
 
-def _fsdp_mixed_precision(value: Any) -> list[Setting]:
-    if as_bool(value):
-        return [("mixed_precision", "bf16")]
-    return [("mixed_precision", "no")]
-
-
 def _fsdp_switch(value: Any) -> list[Setting]:
     """Parse `fsdp: true`, or Transformers' `fsdp: "full_shard auto_wrap offload"`."""
     if isinstance(value, bool) or str(value).lower() in ("", "true", "false"):
@@ -189,12 +330,14 @@ def _fsdp_switch(value: Any) -> list[Setting]:
         "offload": ("fsdp_offload_params", True),
         "auto_wrap": ("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
     }
-    unknown = [word for word in str(value).lower().split() if word not in words]
-    if unknown:
-        raise ValueError(
-            f"must be true, false, or some of the words {', '.join(words)}"
-        )
-    return [("strategy", "fsdp"), *(words[word] for word in str(value).lower().split())]
+    settings = [("strategy", "fsdp")]
+    for word in str(value).lower().split():
+        if word not in words:
+            raise ValueError(
+                f"must be true, false, or some of the words {', '.join(words)}"
+            )
+        settings.append(words[word])
+    return settings
 
 
 def _wandb_switch(value: Any) -> list[Setting]:
@@ -215,9 +358,14 @@ TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
     "ddp_timeout": lambda value: [("dist_timeout_minutes", _number(value) / 60)],
     "fsdp": _fsdp_switch,
     "use_fsdp": _shard_switch,
-    "fsdp_mixed_precision": _fsdp_mixed_precision,
+    "fsdp_mixed_precision": lambda value: [
+        ("mixed_precision", "bf16" if as_bool(value) else "no")
+    ],
+    "fsdp_param_dtype": _param_dtype,
     "fsdp_reshard_after_forward": _reshard,
     "reshard_after_forward": _reshard,
+    "use_mrl": _mrl_switch,
+    "use_matryoshka": _mrl_switch,
     "use_qlora": _qlora,
     "load_in_4bit": _qlora,
     "use_rslora": _flag("lora_variant", "rslora", "lora"),
@@ -248,8 +396,12 @@ BLOCKS: dict[str, dict[str, Target]] = {
         "alpha": "lora_alpha",
         "dropout": "lora_dropout",
     },
-    "mrl": {"enabled": "use_mrl"},
-    "matryoshka": {"enabled": "use_mrl", "dims": "mrl_dims", "weights": "mrl_weights"},
+    "mrl": {"enabled": _mrl_switch},
+    "matryoshka": {
+        "enabled": _mrl_switch,
+        "dims": "mrl_dims",
+        "weights": "mrl_weights",
+    },
     "distributed": {},
     "fsdp": {"enabled": _shard_switch, "config": "accelerate_config"},
     "fsdp_config": {},
@@ -270,6 +422,17 @@ PREFIXES = {
     "eval": "eval_",
 }
 """Prefix added to keys of a block: inside `fsdp:`, `min_num_params` is `fsdp_min_num_params`."""
+
+FIXED_IN_FSDP: dict[str, Any] = {
+    "backward_prefetch": "BACKWARD_PRE",
+    "limit_all_gathers": True,
+    "use_orig_params": True,
+    "buffer_dtype": "float32",
+    "sync_module_states": True,
+    "cpu_ram_efficient_loading": True,
+}
+"""FSDP options of other libraries, with or without `fsdp_`, that FSDP2 lacks since it always works in one way, and that
+FSDP1 gets in the same way: the value. They are accepted, with a note."""
 
 REFUSED = {
     "deepspeed": "DeepSpeed is not supported: use_fsdp: true shards the model",
@@ -300,9 +463,18 @@ REFUSED = {
     ),
     "lora_towers": "freeze: [vision] (or [text]) keeps adapters out of a tower",
     "anchor_weight": "losses: [{loss: infonce}, {loss: anchor, weight: 1.0}] adds the term",
+    "drop_last": "the last incomplete batch of an epoch is left out, unless it is the only one",
+    "layer_lr_decay": "freeze: [first_n_layers=6] or head_learning_rate treats parts of a model differently",
+    "guide_margin_kind": "guide_margin: 5% is a share of the score, guide_margin: 0.05 a difference",
     "stage": "it chooses one of the blocks under training_stages, and this config has none",
 }
 """Known keys for features that vembed does not have, with the message."""
+FORMER_DEFAULTS = {
+    "drop_last": True,
+    "layer_lr_decay": 1.0,
+    "guide_margin_kind": "absolute",
+}
+"""The values of refused keys that say what happens in any case. They are accepted."""
 
 _FLAT: dict[str, str] = {
     name: option for option, names in ALIASES.items() for name in names.split()
@@ -316,37 +488,41 @@ def target_of(key: str, block: str | None = None) -> Target | None:
     if block is not None and name in BLOCKS[block]:
         return BLOCKS[block][name]
     # With the prefix first: `offload_params` inside `fsdp:` is FSDP's, whatever the name means at the top.
-    for candidate in (PREFIXES[block] + name, name) if block in PREFIXES else (name,):
+    for candidate in (PREFIXES.get(block or "", "") + name, name):
         if candidate in options:
             return candidate
         if candidate in _FLAT:
             return _FLAT[candidate]
-    return TRANSLATED.get(name)
+        if candidate in TRANSLATED:
+            return TRANSLATED[candidate]
+        fixed = FIXED_IN_FSDP.get(candidate.removeprefix("fsdp_"))
+        if fixed is not None:
+            word = str(fixed).lower() if fixed is True else fixed
+            return NoEffect(f"FSDP2 always works as with {word}, and FSDP1 does here")
+    return None
 
 
 def option_of(key: str) -> str | None:
-    """Return the option that a key of a config or a word of the command line names, also inside a block (`model.name`).
-    None for an unknown key, and for one that stands for several options."""
+    """Return the option that a key of a config or of the command line names, also inside a block (`model.name`). None
+    for an unknown key, and for one that stands for several options."""
     *outer, name = key.split(".")
     block = outer[0].strip().replace("-", "_") if outer else None
     if len(outer) > 1 or (block is not None and block not in BLOCKS):
         return None
     target = target_of(name, block)
-    return str(target) if isinstance(target, str) else None
+    if isinstance(target, NoEffect) or not isinstance(target, str):
+        return None
+    return str(target)
 
 
 def known_names(block: str | None = None) -> list[str]:
     """Return every key that is valid in a block or at the top, for suggestions after a typing error."""
-    flat = [*all_options(), *_FLAT, *TRANSLATED, *BLOCKS]
+    names = [*all_options(), *_FLAT, *TRANSLATED, *BLOCKS]
     if block is None:
-        return flat
+        return names
     prefix = PREFIXES.get(block, "")
-    return [
-        *BLOCKS[block],
-        *(
-            name.removeprefix(prefix)
-            for name in all_options()
-            if name.startswith(prefix)
-        ),
-        *flat,
-    ]
+    short_names = []
+    for name in all_options():
+        if name.startswith(prefix):
+            short_names.append(name.removeprefix(prefix))
+    return [*BLOCKS[block], *short_names, *names]

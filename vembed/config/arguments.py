@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vembed.config.aliases import BLOCKS, option_of, target_of
+from vembed.config.aliases import BLOCKS, BOOLS, NoEffect, option_of, target_of
 from vembed.config.options import all_options, nearest, quoted
-from vembed.config.spelling import BOOLS
 from vembed.errors import UserError
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
@@ -252,6 +251,8 @@ class _Parser:
             raise UserError(f"unknown option {word}{hint}")
         follower = self.args[0] if self.args else "-"
         is_value = follower.lower() in BOOLS
+        if isinstance(target, NoEffect):
+            return self._value(word)
         if isinstance(target, str):
             option = all_options()[target]
             if "bool" not in option.kinds:

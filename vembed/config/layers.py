@@ -10,15 +10,18 @@ from typing import Any
 
 from vembed.config.aliases import (
     BLOCKS,
+    FORMER_DEFAULTS,
     REFUSED,
+    NoEffect,
     WeakDefault,
     known_names,
+    normalise,
     target_of,
+    value_of_text,
 )
-from vembed.config.options import checked, nearest, quoted
+from vembed.config.options import all_options, checked, nearest, quoted
 from vembed.config.parsing import Node, parse_value, source_tree
 from vembed.config.schema import TrainConfig
-from vembed.config.spelling import from_text, normalise
 from vembed.config.stages import STAGES as STAGE_LIST
 from vembed.config.stages import training_blocks
 from vembed.errors import UserError
@@ -136,15 +139,22 @@ class Layer:
         place = f"{self.name}, line {line}" if line else self.name
         target = target_of(key, block)
         if target is None or (inner and target != "column_mapping"):
-            self._refuse_key(key, block, place, line)
+            plain = parse_value(value) if isinstance(value, str) else value.plain()
+            if name not in FORMER_DEFAULTS or plain != FORMER_DEFAULTS[name]:
+                self._refuse_key(key, block, place, line)
             return
+        is_option = isinstance(target, str) and not isinstance(target, NoEffect)
         if isinstance(value, Node):
             plain = value.plain()
-        elif isinstance(target, str) and not inner:
-            plain = from_text(target, value)
+        elif is_option and not inner:
+            plain = value_of_text(all_options()[str(target)], value)
         else:
             plain = parse_value(value)
-        if inner:
+        if isinstance(target, NoEffect):
+            self.translated.append(
+                f"{written}: {yaml_word(plain)} has no effect: {target} ({place})"
+            )
+        elif inner:
             # Its keys are the user's column names: `column_mapping.query=title`.
             earlier = self.values.pop(name, None)
             columns = dict(earlier.value) if earlier is not None else {}

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from vembed.config.values import (
+    FiniteFloat,
     Fraction,
     Frozen,
     NonNegativeInt,
@@ -17,7 +18,6 @@ from vembed.config.values import (
 
 LIMITS = frozenset({"relative_margin", "margin", "max_score", "threshold"})
 """Options that limit how high a negative may score."""
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False), Number]
 
 
 class ChoiceOptions(Frozen):

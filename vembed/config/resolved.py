@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from vembed.config.accelerate_file import AccelerateFile
-from vembed.config.fsdp import FSDP_OPTIONS, AskedPrecision, FsdpConfig, resolve_fsdp
 from vembed.config.layers import Level, OptionValue, yaml_word
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import TrainConfig, option_fields
 from vembed.errors import UserError
 
 T = TypeVar("T")
 Strategy = Literal["single", "ddp", "fsdp"]
 AskedStrategy = Literal["auto", "single", "ddp", "fsdp"]
+Precision = Literal["no", "bf16", "fp16"]
+AskedPrecision = Literal["auto", "no", "bf16", "fp16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DEFAULT = "default"
 BY_HAND = (Level.CONFIG, Level.COMMAND_LINE)
 """Sources in which a person gives single options."""
 TIMEOUT_VARIABLE = "NCCL_TIMEOUT"
 """Seconds that a collective may take; read by older versions of torch, and here where the config gives no limit."""
+DEFAULT_MIN_NUM_PARAMS = 1_000_000
+FSDP_OPTIONS = tuple(name for name in option_fields() if name.startswith("fsdp_"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,36 @@ class Decision(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
+class FsdpConfig:
+    """All resolved FSDP settings of a run."""
+
+    version: Literal[1, 2] = 2
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = (
+        "FULL_SHARD"
+    )
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory between uses."""
+    wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = (
+        "TRANSFORMER_BASED_WRAP"
+    )
+    layer_classes: tuple[str, ...] | None = None
+    """Class names or dotted paths; None: the classes that the backbone declares."""
+    wrap_function: str | None = None
+    """Function of the user's that chooses the units, as `file.py:function`."""
+    min_num_params: int = DEFAULT_MIN_NUM_PARAMS
+    min_layer_params: int = 0
+    """TRANSFORMER_BASED_WRAP: layers with fewer parameters are no units."""
+    reshard_after_forward: bool = True
+    forward_prefetch: bool = False
+    state_dict_type: Literal[
+        "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
+    ] = "SHARDED_STATE_DICT"
+    reduce_dtype: str = "float32"
+    source: str = "the defaults"
+    """The file or launcher that the settings start from."""
+
+
+@dataclass(frozen=True, slots=True)
 class ResolvedRun:
     """A config and what follows from it. `train`, `--dry-run`, `plan`, `doctor` and the log read it, and decide nothing
     that stands here a second time."""
@@ -71,7 +105,6 @@ class ResolvedRun:
     recomputation: Decision[bool]
     """True if activations are recomputed in the backward pass (gradient checkpointing)."""
     precision: Decision[AskedPrecision]
-    """Precision of a model that is not sharded; `FsdpConfig.mixed_precision` is that of a sharded one."""
     processes: Decision[int | Literal["auto"]]
     """Processes on each machine."""
     machines: Decision[int]
@@ -83,12 +116,8 @@ class ResolvedRun:
     def left_to_gpus(self) -> list[str]:
         """Return what is decided by the GPU where the run is on one, as lines for a dry run."""
         lines = []
-        recomputation = self.recomputation
-        if (
-            recomputation.source == DEFAULT
-            and recomputation.value
-            and self.config.batch.use_gradient_cache is not False
-        ):
+        recomputes = self.recomputation.source == DEFAULT and self.recomputation.value
+        if recomputes and self.config.batch.use_gradient_cache is not False:
             lines.append(
                 "on a GPU gradient checkpointing is off where micro-batches fit without it, since Gradient Cache "
                 "bounds the graphs; `vembed plan` with --gpu says which"
@@ -98,14 +127,6 @@ class ResolvedRun:
                 "on a GPU layers are compiled in runs of more than about five minutes (torch_compile: auto)"
             )
         return lines
-
-    def asked_precision(self, *, sharded: bool) -> Decision[AskedPrecision]:
-        """The precision that was asked for, for a sharded model or a whole one."""
-        if not sharded or self.fsdp is None:
-            return self.precision
-        return Decision(
-            self.fsdp.mixed_precision, self.fsdp.precision_reason, self.fsdp.source
-        )
 
 
 def decide(
@@ -134,11 +155,12 @@ def decide(
         asked = values["strategy"]
         is_sharded = parallel.strategy == "fsdp"
         # Refused beside a file without FSDP, unless a stronger source than the file asks for it.
-        is_other_file = file is not None and file.distribution != "fsdp"
-        is_weaker = (
-            file is not None and asked.level <= values["accelerate_config"].level
-        )
-        if file is not None and is_sharded and is_other_file and is_weaker:
+        if (
+            is_sharded
+            and file is not None
+            and file.distribution != "fsdp"
+            and asked.level <= values["accelerate_config"].level
+        ):
             raise UserError(
                 f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {file.source} is for "
                 f"{file.distribution}: name a file with distributed_type: FSDP (for example accelerate_config: "
@@ -168,12 +190,7 @@ def decide(
     lines = list(notes)
     # Also for `auto`: the placement may choose FSDP, and needs its settings then.
     if strategy.value in ("auto", "fsdp"):
-        fsdp, fsdp_notes = resolve_fsdp(
-            config.model.mixed_precision,
-            fsdp_values,
-            base,
-            trains_adapters=config.adapters.use_lora,
-        )
+        fsdp, fsdp_notes = resolve_fsdp(fsdp_values, base)
     elif parallel.strategy == "fsdp":
         fsdp_notes = [
             "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy "
@@ -183,23 +200,39 @@ def decide(
         for text in fsdp_given:
             lines.append(f"{text} has no effect with strategy: {strategy.value}")
 
-    word = "with" if strategy.value == "fsdp" else "without"
-    recomputation = Decision(word == "with", f"default {word} strategy: fsdp")
+    recomputes = strategy.value == "fsdp"
+    word = "with" if recomputes else "without"
+    recomputation = Decision(recomputes, f"default {word} strategy: fsdp")
     if config.model.gradient_checkpointing is not None:
         recomputes = config.model.gradient_checkpointing
         recomputation = _asked("gradient_checkpointing", recomputes, values)
     precision = _asked("mixed_precision", config.model.mixed_precision, values)
+    reason = f"mixed_precision: {precision.value}"
     if precision.value == "auto":
-        precision = replace(precision, reason="auto")
-    else:
-        place = (
-            ""
-            if precision.reason == "mixed_precision"
-            else f", set by {precision.reason}"
-        )
-        precision = replace(
-            precision, reason=f"mixed_precision: {precision.value}{place}"
-        )
+        reason = "auto"
+    elif precision.reason != "mixed_precision":
+        reason += f", set by {precision.reason}"
+
+    minutes = parallel.dist_timeout_minutes
+    timeout = _asked("dist_timeout_minutes", minutes, values)
+    limit = env.get(TIMEOUT_VARIABLE)
+    if limit:
+        try:
+            seconds = float(limit)
+        except ValueError:
+            seconds = 0.0
+        if not 0 < seconds < math.inf:
+            raise UserError(
+                f"{TIMEOUT_VARIABLE}={limit} must be a number of seconds above 0; or use "
+                "dist_timeout_minutes"
+            )
+        # The config is more specific than the environment, also with the default's value.
+        given = values.get("dist_timeout_minutes")
+        if given is None:
+            reason_of_timeout = f"{TIMEOUT_VARIABLE}={limit}"
+            timeout = Decision(seconds / 60, reason_of_timeout, "environment")
+        elif seconds != 60 * minutes:
+            lines.append(f"{given} overrides {TIMEOUT_VARIABLE}={limit} (environment)")
     return ResolvedRun(
         config=config,
         origins=origins,
@@ -209,13 +242,64 @@ def decide(
         fsdp_notes=tuple(fsdp_notes),
         fsdp_given=tuple(fsdp_given),
         recomputation=recomputation,
-        precision=precision,
+        precision=replace(precision, reason=reason),
         processes=_asked("num_processes", parallel.num_processes, values),
         machines=_asked("num_machines", parallel.num_machines, values),
-        timeout_minutes=_timeout(parallel.dist_timeout_minutes, values, env, lines),
+        timeout_minutes=timeout,
         notes=tuple(lines),
         file=file,
     )
+
+
+def resolve_fsdp(
+    values: Mapping[str, Any], source: str
+) -> tuple[FsdpConfig, list[str]]:
+    """Return the settings that hold if the model is sharded, and notes for the log.
+
+    `values`: the fsdp_* options that any source gives, the preset included. `source`: what they start from.
+    """
+    settings: dict[str, Any] = {"source": source}
+    for name, value in values.items():
+        settings[name.removeprefix("fsdp_")] = value
+    policy = settings.pop("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    classes = settings.pop("transformer_layer_cls_to_wrap", None)
+    size = settings.pop("min_num_params", 0)
+    settings["offload"] = settings.pop("offload_params", False)
+    notes = []
+    settings["wrap_policy"] = policy
+    if ":" in policy:
+        settings["wrap_function"] = policy
+        settings["wrap_policy"] = "NO_WRAP"
+    if classes:
+        settings["layer_classes"] = tuple(
+            [classes] if isinstance(classes, str) else classes
+        )
+        if policy != "TRANSFORMER_BASED_WRAP":
+            notes.append(
+                f"fsdp_transformer_layer_cls_to_wrap: {classes} has no effect with fsdp_auto_wrap_policy: {policy}"
+            )
+    # One option with two meanings: SIZE_BASED_WRAP cannot do without a size; layers are all units unless one is given.
+    if size:
+        settings["min_num_params"] = size
+        settings["min_layer_params"] = size
+        if policy not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
+            notes.append(
+                f"fsdp_min_num_params: {size:,d} has no effect with fsdp_auto_wrap_policy: {policy}"
+            )
+    elif policy == "SIZE_BASED_WRAP":
+        notes.append(
+            f"fsdp_min_num_params: {size} with SIZE_BASED_WRAP counts as {DEFAULT_MIN_NUM_PARAMS:,d} (without a size "
+            "nothing would be wrapped as it should)"
+        )
+    sharding = settings.get("sharding_strategy", "FULL_SHARD")
+    settings["reshard_after_forward"] = sharding != "SHARD_GRAD_OP"
+    fsdp = FsdpConfig(**settings)
+    if fsdp.version == 2 and fsdp.state_dict_type == "LOCAL_STATE_DICT":
+        raise UserError(
+            "fsdp_state_dict_type: LOCAL_STATE_DICT does not exist in FSDP2: use SHARDED_STATE_DICT (each process "
+            "writes its own part, and any number of processes can read them), or fsdp_version: 1"
+        )
+    return fsdp, notes
 
 
 def _asked(name: str, value: T, values: Mapping[str, OptionValue]) -> Decision[T]:
@@ -225,31 +309,3 @@ def _asked(name: str, value: T, values: Mapping[str, OptionValue]) -> Decision[T
         return Decision(value, DEFAULT)
     reason = name if asked.level in BY_HAND else asked.place
     return Decision(value, reason, asked.source)
-
-
-def _timeout(
-    minutes: float,
-    values: Mapping[str, OptionValue],
-    env: Mapping[str, str],
-    notes: list[str],
-) -> Decision[float]:
-    asked = values.get("dist_timeout_minutes")
-    decision = _asked("dist_timeout_minutes", minutes, values)
-    text = env.get(TIMEOUT_VARIABLE)
-    if not text:
-        return decision
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise UserError(
-            f"{TIMEOUT_VARIABLE}={text} must be a number of seconds above 0; or use "
-            "dist_timeout_minutes"
-        )
-    # The config is more specific than the environment, also with the default's value.
-    if asked is None:
-        return Decision(seconds / 60, f"{TIMEOUT_VARIABLE}={text}", "environment")
-    if seconds != 60 * minutes:
-        notes.append(f"{asked} overrides {TIMEOUT_VARIABLE}={text} (environment)")
-    return decision

@@ -48,7 +48,7 @@ RUN_FILE_PATTERN = re.compile(
 )
 """Files and folders of output_dir that a run writes, replaces or cuts."""
 NEEDED_BY = {
-    "use_mrl": "mrl_dims mrl_weights mrl_projection",
+    "mrl_dims": "mrl_weights mrl_projection",
     "use_lora": "lora_r lora_alpha lora_dropout lora_target_modules lora_variant save_merged",
     "model_class": "model_arguments tokenizer_name",
     "save_steps": "async_save",
@@ -64,12 +64,15 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     model = config.model
     data = config.data
     objective = config.objective
+    dims = config.matryoshka.mrl_dims
+    if not isinstance(dims, list):
+        dims = []
     rules: list[tuple[str, str]] = [
         *_texts_can_be_written(config.options()),
         *_batch_rules(config.batch, config.optimizer, config.given),
         *_model_rules(model, config.adapters, config.batch),
         *_matryoshka_rules(config.matryoshka),
-        *_loss_rules(objective, data, model, config.matryoshka.mrl_dims or []),
+        *_loss_rules(objective, data, model, dims),
         *_task_rules(data, config.batch),
         *_evaluation_rules(config.evaluation, config.run, data),
         *_file_rules(config.run, data, config.logging.log_file),
@@ -174,20 +177,20 @@ def _model_rules(
 def _matryoshka_rules(matryoshka: MatryoshkaSection) -> Rules:
     dims = matryoshka.mrl_dims
     weights = matryoshka.mrl_weights
-    if weights is not None and dims is None:
+    if weights is not None and dims in (None, "auto"):
         yield (
             "mrl_weights",
             f"mrl_weights: {weights} needs mrl_dims: say which sizes they are for",
         )
-    if weights is not None and dims is not None and len(weights) != len(dims):
+    if weights is not None and isinstance(dims, list) and len(weights) != len(dims):
         yield (
             "mrl_dims mrl_weights",
             f"mrl_weights has {len(weights)} entries and mrl_dims has {len(dims)}: give one weight for each size, in the "
             "same order",
         )
-    if dims is not None and not dims:
+    if dims == []:
         yield "mrl_dims", "mrl_dims: [] is empty: give at least one size"
-    if dims is not None and len(set(dims)) < len(dims):
+    if isinstance(dims, list) and len(set(dims)) < len(dims):
         yield "mrl_dims", f"mrl_dims: {dims} names a size twice: keep it once"
 
 
@@ -423,7 +426,7 @@ def remarks(config: TrainConfig) -> list[str]:
         of_losses -= read_options(term.loss.name)
     unread[f"with {_names(config.objective, terms)}"] = of_losses
     if all(term.guide is None for term in terms):
-        unread["without guide"] = {"guide_margin", "guide_margin_kind"} - of_losses
+        unread["without guide"] = {"guide_margin"} - of_losses
     of_optimizers = {name for kind in OPTIMIZERS.values() for name in kind.options}
     of_optimizers -= OPTIMIZERS[optimizer.optim].options
     unread[f"with optim: {optimizer.optim}"] = of_optimizers

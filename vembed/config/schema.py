@@ -121,10 +121,9 @@ class ModelSection(Section, title="model"):
 class MatryoshkaSection(Section, title="Matryoshka sizes"):
     """Matryoshka sizes of the embedding."""
 
-    use_mrl: bool = False
-    """Matryoshka training: a weighted sum of losses over the sizes in `mrl_dims`, each the first dimensions."""
-    mrl_dims: list[PositiveInt] | None = None
-    """Sizes to train. Default with use_mrl: the embedding's size, halved repeatedly down to 64."""
+    mrl_dims: Literal["auto"] | list[PositiveInt] | None = None
+    """Sizes to train (Matryoshka): the loss is a weighted sum over them, each the first dimensions. `auto`: the
+    embedding's size, halved repeatedly down to 64. Alias: `use_mrl: true` for `auto`."""
     mrl_weights: list[PositiveFloat] | None = None
     """Weight of each size in the loss, in the order of `mrl_dims`. Default: 1 for each."""
     mrl_projection: Literal["auto", "pca"] | bool = "auto"
@@ -196,8 +195,6 @@ class DataSection(Section, title="data"):
     no_duplicates: bool = False
     """Avoid equal contents in one global batch. At most the last incomplete batch is left out wherever an arrangement
     exists. The log says how many."""
-    drop_last: bool = True
-    """Leave the last incomplete batch of an epoch out, unless it is the only one. `false`: train on it too."""
     homogeneous_batches: Literal["task"] | bool = False
     """With several sources: draw every global batch from a single source. `task`: from sources of one task, which have
     the same losses, temperature and batch size."""
@@ -325,8 +322,6 @@ class OptimizerSection(Section, title="optimizer"):
     head_learning_rate: PositiveFloat | None = None
     """Learning rate of heads, projections and learned scales. Default: `learning_rate`, and 1e-3 for the new projections of
     a composed model with `learning_rate: auto`."""
-    layer_lr_decay: Annotated[float, Field(gt=0.0, le=1.0), Number] = 1.0
-    """Factor on the learning rate per layer below the last one. 1: the same rate for all layers."""
     warmup_steps: NonNegativeInt | Fraction = 0.1
     """Steps in which the learning rate rises to its peak. A number with a decimal point, such as 0.1, is a share of all
     steps (also `warmup_ratio`)."""
@@ -382,31 +377,14 @@ class ParallelSection(Section, title="parallel"):
     fsdp_min_num_params: NonNegativeInt | None = None
     """Minimum number of parameters of a unit. SIZE_BASED_WRAP: 0 or none is 1,000,000. TRANSFORMER_BASED_WRAP: smaller
     layers are no units. 0 or none: every layer is one."""
-    fsdp_backward_prefetch: (
-        Literal["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"] | None
-    ) = None
-    """FSDP1 only: time at which the backward pass gathers the next unit. FSDP2 always prefetches."""
     fsdp_forward_prefetch: bool | None = None
     """Gather the next unit before the current one has finished its forward pass."""
-    fsdp_limit_all_gathers: bool | None = None
-    """FSDP1 only: limit the number of concurrent all-gathers. FSDP2 always does."""
-    fsdp_use_orig_params: bool | None = None
-    """FSDP1 only: keep the original parameters visible (needed for LoRA). FSDP2 always does."""
     fsdp_state_dict_type: (
         Literal["FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"] | None
     ) = None
     """Format of checkpoints under FSDP. LOCAL_STATE_DICT exists only in FSDP1."""
-    fsdp_cpu_ram_efficient_loading: bool | None = None
-    """Only rank 0 reads the weights and sends the others their shards."""
-    fsdp_sync_module_states: bool | None = None
-    """FSDP1: broadcast the weights of rank 0 at the start."""
-    fsdp_param_dtype: Dtype | None = None
-    """Dtype of the gathered parameters and thus of computation. It overrides `mixed_precision`. Default: from
-    `mixed_precision`."""
     fsdp_reduce_dtype: Dtype | None = None
     """Dtype in which gradients are reduced. Default: float32."""
-    fsdp_buffer_dtype: Dtype | None = None
-    """FSDP1 only: dtype of buffers. FSDP2 leaves them in their own."""
     sync_batchnorm: bool = False
     """Convert batch norms so that they use statistics over all processes. Micro-batches remain separate batches."""
     dist_timeout_minutes: PositiveFloat = 30.0

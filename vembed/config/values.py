@@ -22,6 +22,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0.0, allow_inf_nan=False), Number]
 PositiveFloat = Annotated[float, Field(gt=0.0, allow_inf_nan=False), Number]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), Number]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Number]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False), Number]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
@@ -37,6 +38,9 @@ class Form(str):
     __slots__ = ()
 
 
+Percentage = Annotated[
+    str, Field(pattern=r"^-?\d+(\.\d+)?%$"), Form("a share such as 5%")
+]
 CodeName = Annotated[
     str,
     Field(pattern=r".:\w+$"),

@@ -101,10 +101,10 @@ def document_item(
         if not text:
             raise BadRecord("an empty text")
         return Item(text=text)
-    values: Any = []
-    for name in IMAGE_FIELDS:
-        if not values and record.get(name) is not None:
-            values = record[name] if isinstance(record[name], list) else [record[name]]
+    name = next((name for name in IMAGE_FIELDS if record.get(name) is not None), "")
+    values = record.get(name)
+    if not isinstance(values, list):
+        values = [] if values is None else [values]
     if not values and not text:
         names = f"{', '.join(fields)} and image are read"
         raise BadRecord(
@@ -112,12 +112,13 @@ def document_item(
         )
     refs = []
     for value in values:
+        image = value
         if isinstance(value, dict):
-            value = value.get("bytes") or value.get("path")  # noqa: PLW2901
-        if isinstance(value, bytes):
-            refs.append(ImageRef(data=value))
-        elif isinstance(value, str):
-            refs.append(images.reference(value))
+            image = value.get("bytes") or value.get("path")
+        if isinstance(image, bytes):
+            refs.append(ImageRef(data=image))
+        elif isinstance(image, str):
+            refs.append(images.reference(image))
         else:
             raise BadRecord("an image that is no path")
     return Item(text=text or None, images=tuple(refs))

@@ -11,13 +11,21 @@ from array import array
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from vembed.data.example_store import ExampleStore
-from vembed.data.examples import Example, Item
-from vembed.data.near_duplicates import feature_arrays, near_groups, ngrams, words
-from vembed.data.normal_form import normal_key
+from vembed.data.examples import Example, Examples, Item
+from vembed.data.near_duplicates import (
+    Groups,
+    feature_arrays,
+    near_groups,
+    ngrams,
+    normal_key,
+    words,
+)
 from vembed.errors import UserError
 
 MIN_SHARED_WORDS = 0.85
@@ -31,8 +39,16 @@ MAX_COMPARED_TEXTS = 300_000
 """With more different queries, or documents, only equal ones are kept together."""
 MAX_SEARCHED_DOCUMENTS = 20_000
 """Documents of the training examples that an evaluation searches beside those that are held out."""
+MAX_COMPARED_EXAMPLES = 1_000_000
+"""Training examples that are compared with validation data; of more, a sample spread over all."""
+NUM_SHOWN = 3
+SHOWN_CHARACTERS = 70
 MIN_CHOICE = 2
 """Groups of queries and documents are used if those that can be held out have so many times the examples wanted."""
+
+
+FIRST_DOCUMENT = 2**63
+"""Is added to the keys of documents, which have 63 bits."""
 
 
 @dataclass(frozen=True)
@@ -161,17 +177,20 @@ def example_groups(store: ExampleStore) -> ExampleGroups:
     document_links = _near_links(document_texts, ngrams, threshold=MIN_SHARED_NGRAMS)
     examples = np.array(pair_examples, np.int64)
     documents = np.array(pair_documents, np.int64)
-    # A query and a document may be the same text: as documents they have negative numbers.
-    links = [
-        *query_links,
-        *((-first, -second) for first, second in document_links),
-        *zip(query_keys[examples].tolist(), (-documents).tolist(), strict=True),
-    ]
-    by_query = _components(query_texts, query_links)
-    connected = _components(query_texts, links)
+    by_query = Groups()
+    connected = Groups()
+    for first, second in query_links:
+        by_query.join(first, second)
+        connected.join(first, second)
+    # A query and a document may be the same text. Documents have larger numbers, so that queries name the groups.
+    for first, second in document_links:
+        connected.join(first + FIRST_DOCUMENT, second + FIRST_DOCUMENT)
+    for pair, document in enumerate(documents.tolist()):
+        connected.join(int(query_keys[examples[pair]]), document + FIRST_DOCUMENT)
+    keys = query_keys.tolist()
     return ExampleGroups(
-        np.array([by_query[key] for key in query_keys.tolist()], np.int64),
-        np.array([connected[key] for key in query_keys.tolist()], np.int64),
+        np.array([by_query.of(key) for key in keys], np.int64),
+        np.array([connected.of(key) for key in keys], np.int64),
         examples,
         documents,
     )
@@ -190,32 +209,9 @@ def _near_links(
     groups = near_groups(
         feature_arrays(features(texts[key]) for key in keys), **options
     )
-    links = []
-    for key, group in zip(keys, groups.tolist(), strict=True):
-        if keys[group] != key:
-            links.append((keys[group], key))
-    return links
-
-
-def _components(
-    keys: Iterable[int], links: Sequence[tuple[int, int]]
-) -> dict[int, int]:
-    """Return for each key the smallest of the keys that links connect it with."""
-    parents: dict[int, int] = {}
-
-    def root(key: int) -> int:
-        while (above := parents.get(key, key)) != key:
-            parents[key] = parents.get(above, above)
-            key = above
-        return key
-
-    for first, second in links:
-        parents[root(second)] = root(first)
-    smallest: dict[int, int] = {}
-    for key in keys:
-        group = root(key)
-        smallest[group] = min(smallest.get(group, key), key)
-    return {key: smallest[root(key)] for key in keys}
+    return [
+        (keys[group], key) for key, group in zip(keys, groups.tolist(), strict=True)
+    ]
 
 
 def _sizes(groups: np.ndarray) -> dict[int, int]:
@@ -230,3 +226,69 @@ def _draw(seed: int, group: int) -> bytes:
 def named(store_names: Sequence[str], share: float) -> str:
     """Return the name of the held-out data, for logs and the report."""
     return f"{share:.0%} of the queries of {', '.join(store_names)}"
+
+
+def overlap_warnings(train: Examples, pairs: Iterable[tuple[Item, Item]]) -> list[str]:
+    """Return sentences on the queries, positives and pairs of validation data that are in the training data too.
+
+    `pairs`: each query with a relevant document. Texts are equal if they differ in case, spaces and punctuation alone,
+    images if their files are equal. Positives that are shared alone are no fault: a corpus serves both.
+    """
+    validation: dict[str, dict[Any, tuple[Item, ...]]] = {
+        "queries": {},
+        "positives": {},
+        "pairs": {},
+    }
+    for query, positive in pairs:
+        query_key = normal_key(query)
+        key = normal_key(positive)
+        validation["queries"].setdefault(query_key, (query,))
+        validation["positives"].setdefault(key, (positive,))
+        validation["pairs"].setdefault((query_key, key), (query, positive))
+    shared: dict[str, dict[Any, None]] = {kind: {} for kind in validation}
+    # Every n-th example of a large store, from all of its sources.
+    for index in range(0, len(train), -(-len(train) // MAX_COMPARED_EXAMPLES)):
+        example = train[index]
+        query_key = normal_key(example.query)
+        keys: list[tuple[str, Any]] = [("queries", query_key)]
+        for item in example.positives:
+            key = normal_key(item)
+            keys += [("positives", key), ("pairs", (query_key, key))]
+        for kind, content in keys:
+            if content in validation[kind]:
+                shared[kind][content] = None
+    if not shared["queries"] and not shared["pairs"]:
+        return []
+    sentences = []
+    for kind, contents in shared.items():
+        if not contents:
+            continue
+        shown = []
+        for content in list(contents)[:NUM_SHOWN]:
+            shown.append(" -> ".join(map(short_item, validation[kind][content])))
+        share = len(contents) / len(validation[kind])
+        percent = f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
+        sentences.append(
+            f"{len(contents):,d} of the {len(validation[kind]):,d} {kind} of the validation data ({percent}) are in "
+            f"the training data too, for example: {'; '.join(shown)}"
+        )
+    consequence = "the score may be too high"
+    if shared["pairs"]:
+        consequence = (
+            "the pairs were learned, so the score says little about new queries"
+        )
+    sentences[-1] += f"; {consequence} (val_split holds out whole queries instead)"
+    return sentences
+
+
+def short_item(item: Item) -> str:
+    """Return a short form of an item for messages."""
+    parts = []
+    if text := " ".join((item.text or "").split()):
+        parts.append(repr(text))
+    for image in item.images:
+        parts.append(Path(image.path).name if image.path else "an image")
+    joined = " + ".join(parts)
+    if len(joined) > SHOWN_CHARACTERS:
+        return joined[: SHOWN_CHARACTERS - 3] + "..."
+    return joined

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.user_folders import cache_folder
+from vembed.data.cache import written_aside
 from vembed.data.messages import listed
 from vembed.errors import UserError
 
@@ -103,8 +104,6 @@ def _stored_rows(name: str, rows: list[Mapping[str, Any]]) -> str:
 def _stored(data: bytes, kind: str) -> str:
     path = cache_folder() / FOLDER / f"{hashlib.sha256(data).hexdigest()[:16]}.{kind}"
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.{os.getpid()}")
-        partial.write_bytes(data)
-        partial.replace(path)
+        with written_aside(path) as partial:
+            partial.write_bytes(data)
     return str(path)

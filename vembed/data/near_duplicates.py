@@ -1,22 +1,25 @@
-"""Near-duplicates: texts most of whose features (words, word n-grams) are also in another text.
+"""Equal and nearly equal contents.
 
-`NearIndex` finds all of them, without comparing each text with each other one.
+Contents are equal if they have one normal form. Texts are near-duplicates if most of the features (words, word n-grams)
+of one are in the other: `NearIndex` finds all of them, without comparing each text with each other one.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vembed.data.normal_form import word_marks
+from vembed.data.examples import ImageRef, Item
 
 NGRAM_WORDS = 3
 MIN_FEATURES = 5
@@ -26,10 +29,66 @@ COUNTERS = 2**22
 KEPT_TEXTS = 16_384
 """Texts whose features are kept as sets while pairs are verified."""
 
+_ASCII_WORD = re.compile(r"\w+", re.ASCII)
+_LAST_MARK = 0xFFFF
+"""Marks of rare scripts beyond it would make the regular expressions many times slower."""
 # Thai and Lao, Myanmar, Khmer, Hiragana and Katakana, Chinese characters with extension A, Hangul syllables.
 _LETTERS_ALONE = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 )
+
+
+def normal_key(item: Item) -> int:
+    """Return a 63-bit number that is equal for equal normalised texts and equal image files. Reads image files."""
+    digest = hashlib.blake2b(digest_size=8)
+    if item.text is not None:
+        digest.update(b"t" + normal_text(item.text).encode("utf-8", "surrogatepass"))
+    for image in item.images:
+        digest.update(b"\x00i" + _image_digest(image))
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _image_digest(image: ImageRef) -> bytes:
+    """Return a hash of the file's bytes; of the path where there is no file to read."""
+    try:
+        data = image.data
+        if data is None:
+            data = Path(str(image.path)).read_bytes()
+    except OSError:
+        return image.identity()
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def normal_text(text: str) -> str:
+    """Return a text without differences of case, width, spaces and punctuation."""
+    plain = text
+    word = _ASCII_WORD
+    if not text.isascii():
+        plain = unicodedata.normalize("NFKC", text)
+        word = _word()
+    return " ".join(word.findall(plain.casefold())) or " ".join(plain.split())
+
+
+@functools.cache
+def _word() -> re.Pattern[str]:
+    return re.compile(rf"\w[\w{_word_marks()}]*")
+
+
+@functools.cache
+def _word_marks() -> str:
+    """Return the characters that belong to the letter before them, such as the vowel signs of Hindi and Thai, for a set
+    of characters in a regular expression. `\\w` has none of them.
+
+    Variation selectors, which choose the look of an emoji, are not among them.
+    """
+    marks = [
+        code
+        for code in range(0x300, _LAST_MARK + 1)
+        if unicodedata.category(chr(code)) in ("Mn", "Mc")
+    ]
+    return "".join(
+        re.escape(chr(code)) for code in marks if not 0xFE00 <= code <= 0xFE0F
+    )
 
 
 def casefolded(text: str) -> str:
@@ -47,7 +106,7 @@ def words(text: str) -> list[str]:
 @functools.cache
 def _word_pattern() -> re.Pattern[str]:
     letter = rf"[^\W{_LETTERS_ALONE}]"
-    marks = word_marks()
+    marks = _word_marks()
     return re.compile(
         rf"{letter}+(?:[{marks}]+{letter}*)*|(?=\w)[{_LETTERS_ALONE}][{marks}]*"
     )
@@ -203,27 +262,41 @@ def feature_arrays(features: Iterable[Iterable[Hashable]]) -> list[np.ndarray]:
     ]
 
 
+class Groups:
+    """Numbers that are joined into groups. A group is called by its smallest number."""
+
+    def __init__(self) -> None:
+        self._parents: dict[int, int] = {}
+
+    def of(self, number: int) -> int:
+        """Return the group of a number."""
+        parents = self._parents
+        while (parent := parents.get(number, number)) != number:
+            parents[number] = parents.get(parent, parent)
+            number = parent
+        return number
+
+    def join(self, number: int, other: int) -> None:
+        """Join the groups of two numbers."""
+        first, second = sorted((self.of(number), self.of(other)))
+        if first != second:
+            self._parents[second] = first
+
+
 def near_groups(features: Sequence[np.ndarray], **options: Any) -> np.ndarray:
     """[n] a number for each text, the same for near-duplicates, and for texts that a chain of near-duplicates joins:
     that of the first text of the group. `options`: of `NearIndex`."""
     index = NearIndex(features, **options)
-    parents = list(range(len(features)))
-
-    def group_of(text: int) -> int:
-        while parents[text] != text:
-            parents[text] = parents[parents[text]]
-            text = parents[text]
-        return text
+    groups = Groups()
 
     def are_apart(text: int, other: int) -> bool:
-        return group_of(text) != group_of(other)
+        return groups.of(text) != groups.of(other)
 
     for text in range(len(features)):
         for other in index.near(text, functools.partial(are_apart, text)):
-            first, second = sorted((group_of(text), group_of(other)))
-            parents[second] = first
-        index.add(text, group_of(text))
-    return np.array([group_of(text) for text in range(len(features))], np.int64)
+            groups.join(text, other)
+        index.add(text, groups.of(text))
+    return np.array([groups.of(text) for text in range(len(features))], np.int64)
 
 
 class DuplicateFinder:

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from vembed.data.examples import ImageRef
 from vembed.data.images.files import image_name, image_size
 from vembed.data.images.pixels import Pixels
-from vembed.data.prompts import ChatText
 from vembed.errors import UserError
 from vembed.models.families.backbones import read_config
 from vembed.models.families.description import ModelDescription
@@ -28,14 +27,11 @@ from vembed.models.vision import POSITIONS, token_positions, tower_inputs
 
 log = logging.getLogger("vembed")
 
-Encode = Callable[[Sequence[str]], list[list[int]]]
-"""Function from texts to token ids."""
-
-
 CHARACTERS_PER_TOKEN = 64
 """Texts of more characters than this times `max_length` are cut at a space before they are tokenised."""
-
-
+_MARK = "vembed0text0stands0here"
+"""Stands for the text while a template is rendered. It is not a special token of any model."""
+_PROBE = "  two lines,\n with <b> & spaces "
 UNKNOWN_SHARE = 0.1
 UNKNOWN_SAMPLE_TOKENS = 5_000
 LEAST_SAMPLE_TOKENS = 100
@@ -99,7 +95,7 @@ class TextProcessing:
                 rows[number] = row
 
     def _count_unknown(self, rows: Sequence[np.ndarray]) -> None:
-        """Warn once if more than a tenth of the tokens of the first texts are unknown to the tokeniser."""
+        """Warn once if more than a tenth of the tokens of the first texts are unknown to the tokenizer."""
         special = {*self._tokenizer.all_special_ids} - {self._unknown}
         ids = np.concatenate(rows)
         self._num_tokens += int((~np.isin(ids, list(special))).sum())
@@ -137,7 +133,9 @@ class ChatProcessing:
         tokenizer = load_tokenizer(description)
         self._description = description
         self._pixels = pixels
-        self._chat = ChatText(load_chat_template(description, tokenizer), tokenizer)
+        self._template = load_chat_template(description, tokenizer)
+        self._tokenizer = tokenizer
+        self._frames: dict[tuple[str, int], tuple[str, str] | None] = {}
         self._bos = tokenizer.bos_token
         self._cut_left = tokenizer.truncation_side == "left"
         self._before, self._after = _special_tokens_around(tokenizer)
@@ -168,7 +166,7 @@ class ChatProcessing:
         if not self._cut_left:
             begun = [_beginning(text, length) for text in texts]
         rendered = [
-            self._chat.render(prompt, text)
+            self._render(prompt, text)
             for prompt, text in zip(prompts, begun, strict=True)
         ]
         rows = []
@@ -177,7 +175,7 @@ class ChatProcessing:
             text = rendered[number]
             is_cut = len(begun[number]) < len(texts[number])
             if is_cut and len(encoded[number]) <= self._description.max_length:
-                text = self._chat.render(prompts[number], texts[number])
+                text = self._render(prompts[number], texts[number])
                 encoded[number] = self._encode([text])[0]
             ids = encoded[number]
             self._refuse_placeholders(ids, 0)
@@ -201,7 +199,7 @@ class ChatProcessing:
     ) -> list[np.ndarray]:
         """Return the int32 token ids of conversations with images. Only the headers of the images are read."""
         rendered = [
-            self._chat.render(prompt, text, len(item_images))
+            self._render(prompt, text, len(item_images))
             for prompt, text, item_images in zip(prompts, texts, images, strict=True)
         ]
         rows = []
@@ -272,10 +270,44 @@ class ChatProcessing:
             ids = ids[len(ids) - room :] if self._cut_left else ids[:room]
         return [*before, *ids, *after]
 
+    def _render(self, prompt: str, text: str | None, num_images: int = 0) -> str:
+        """Return the text of a conversation. The template is rendered once per prompt and number of images, since that
+        takes as long as tokenising a short text, and texts are inserted; one that modifies its texts, for each text."""
+        if text is None:
+            return self._rendered(prompt, None, num_images)
+        key = (prompt, num_images)
+        if key not in self._frames:
+            marked = self._rendered(prompt, _MARK, num_images)
+            before, _, after = marked.partition(_MARK)
+            probe = self._rendered(prompt, _PROBE, num_images)
+            is_plain = probe == before + _PROBE + after
+            self._frames[key] = (before, after) if is_plain else None
+        frame = self._frames[key]
+        if frame is None:
+            return self._rendered(prompt, text, num_images)
+        return frame[0] + text + frame[1]
+
+    def _rendered(self, prompt: str, text: str | None, num_images: int) -> str:
+        """Apply the template to the prompt as system message if any, then the images, then the text."""
+        content = [{"type": "image", "image": ""}] * num_images
+        if text is not None:
+            content.append({"type": "text", "text": text})
+        messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
+        if prompt:
+            system = [{"type": "text", "text": prompt}]
+            messages.insert(0, {"role": "system", "content": system})
+        rendered: Any = self._tokenizer.apply_chat_template(
+            messages,
+            chat_template=self._template.template,
+            tokenize=False,
+            **self._template.options,
+        )
+        return str(rendered)
+
     def _tail(self, prompt: str) -> list[int]:
         """Return the tokens that the template appends after any text: the common suffix of two renderings."""
         if prompt not in self._tails:
-            fillers = [self._chat.render(prompt, filler) for filler in ("0", "1 2 3 4")]
+            fillers = [self._render(prompt, filler) for filler in ("0", "1 2 3 4")]
             first, second = self._encode(fillers)
             shortest = min(len(first), len(second))
             count = 0
@@ -342,7 +374,7 @@ def _beginning(text: str, length: int) -> str:
 
 def _batch_encoder(
     tokenizer: PreTrainedTokenizerBase, *, max_length: int | None
-) -> Encode:
+) -> Callable[[Sequence[str]], list[list[int]]]:
     """Return a function from texts to ids, with special tokens and truncation at `max_length`, or without both.
 
     The Rust core of a fast tokenizer is called directly, with truncation set once: `tokenizer(...)` sets it in each

@@ -20,12 +20,12 @@ from vembed.mining.merged import NEGATIVES_NAME, POSITIVE_NAME
 from vembed.mining.mine import Log, open_session
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.record_tables import Rows, open_rows
+from vembed.mining.record_tables import open_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
 
 JUDGEMENTS_NAME = "negative_judge_scores"
-BESIDE = ("negative_ids", JUDGEMENTS_NAME)
+PER_NEGATIVE = ("negative_ids", JUDGEMENTS_NAME)
 """Fields with one entry per negative, as `vembed mine` writes them."""
 
 
@@ -48,61 +48,52 @@ class JudgeResult:
     seconds: float
 
 
-class NegativePairs:
-    """The distinct (query, negative) pairs of all rows."""
+class RowNegatives:
+    """The rows of `data_path`, and the distinct (query, negative) pairs of all of them."""
 
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
+    def __init__(self, config: JudgeConfig) -> None:
+        """Raise UserError if there is nothing to judge."""
+        self.rows = open_rows(config)
         self.starts = [0]
-        """Place of the first negative of each row among those of all."""
-        self._places: list[tuple[int, int]] = []
-        number_of: dict[tuple[int, int], int] = {}
-        which: list[int] = []
-        for row in range(len(rows)):
-            example = rows.example(row)
+        """Of each row, the index of its first negative among those of all rows."""
+        self.pairs: list[tuple[int, int]] = []
+        """Row and index in the row of the first negative of each distinct pair."""
+        pair_of: list[int] = []
+        known: dict[tuple[int, int], int] = {}
+        for row in range(len(self.rows)):
+            example = self.rows.example(row)
             items = (example.query, *example.negatives)
             if example.negatives and any(item.images for item in items):
                 raise UserError(
                     f"{example.where}: judges read texts, and this row holds an image"
                 )
             query = content_key(example.query)
-            for position, item in enumerate(example.negatives):
+            for index, item in enumerate(example.negatives):
                 # A pair that occurs in several rows is judged once.
-                key = (query, content_key(item))
-                number = number_of.setdefault(key, len(self._places))
-                if number == len(self._places):
-                    self._places.append((row, position))
-                which.append(number)
-            self.starts.append(len(which))
-        self.which = np.array(which, np.int64)
-        """Number of the distinct pair that each negative is."""
+                pair = known.setdefault((query, content_key(item)), len(self.pairs))
+                if pair == len(self.pairs):
+                    self.pairs.append((row, index))
+                pair_of.append(pair)
+            self.starts.append(len(pair_of))
+        self.pair_of = np.array(pair_of, np.int64)
+        """Of each negative, its distinct pair."""
+        if not pair_of:
+            raise UserError(
+                "data_path: no row has a negative to judge; `vembed mine` finds some, and judges them too"
+            )
 
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def texts(self, number: int) -> Pair:
+    def texts(self, pair: int) -> Pair:
         """Return a pair as judges read it."""
-        row, position = self._places[number]
-        example = self._rows.example(row)
-        return text_of(example.query), text_of(example.negatives[position])
+        row, index = self.pairs[pair]
+        example = self.rows.example(row)
+        return text_of(example.query), text_of(example.negatives[index])
 
     def summary(self) -> str:
         """One line for the log."""
         return (
-            f"data: {len(self._rows):,d} rows with {len(self.which):,d} negatives, {len(self):,d} distinct pairs of a "
-            "query and a negative"
+            f"data: {len(self.rows):,d} rows with {len(self.pair_of):,d} negatives, {len(self.pairs):,d} distinct pairs "
+            "of a query and a negative"
         )
-
-
-def read_negatives(config: JudgeConfig) -> tuple[Rows, NegativePairs]:
-    """Check and read the rows; UserError if there is nothing to judge."""
-    rows = open_rows(config)
-    pairs = NegativePairs(rows)
-    if not len(pairs):
-        raise UserError(
-            "data_path: no row has a negative to judge; `vembed mine` finds some, and judges them too"
-        )
-    return rows, pairs
 
 
 def judge(
@@ -117,35 +108,36 @@ def judge(
     target = check_output(config.output_path)
     began = time.monotonic()
     with open_session(session, log) as (running, log_line):
-        rows, pairs = read_negatives(config)
-        log_line(pairs.summary())
+        data = RowNegatives(config)
+        log_line(data.summary())
         cascade = Cascade(config.judges, config, running)
-        judged = cascade.judge(len(pairs), pairs.texts)[pairs.which]
+        judgements = cascade.judge(len(data.pairs), data.texts)[data.pair_of]
         for line in cascade.summary():
             log_line(line)
-        is_relevant = judged >= cascade.decided_at
-        is_undecided = judged == UNDECIDED
-        is_kept = ~(is_relevant | is_undecided)
+        is_relevant = judgements >= cascade.decided_at
+        is_undecided = judgements == UNDECIDED
+        stays = ~(is_relevant | is_undecided)
         if config.false_negatives == "keep":
-            is_kept[:] = True
+            stays[:] = True
         num_relabelled = 0
         if config.false_negatives == "relabel":
-            for row in range(len(rows)):
-                if rows.example(row).scores is None:
-                    span = slice(pairs.starts[row], pairs.starts[row + 1])
+            for row in range(len(data.rows)):
+                if data.rows.example(row).scores is None:
+                    span = slice(data.starts[row], data.starts[row + 1])
                     num_relabelled += int(is_relevant[span].sum())
         if running.is_main:
-            made = _made_rows(config, rows, pairs.starts, judged, is_relevant, is_kept)
-            write_rows(target, made)
+            write_rows(
+                target, _judged_rows(config, data, judgements, is_relevant, stays)
+            )
         running.barrier()
         result = JudgeResult(
             target,
-            len(rows),
-            len(judged),
-            len(pairs),
+            len(data.rows),
+            len(judgements),
+            len(data.pairs),
             int(is_relevant.sum()),
             int(is_undecided.sum()),
-            int(is_kept.sum()),
+            int(stays.sum()),
             time.monotonic() - began,
         )
         log_line(
@@ -156,76 +148,70 @@ def judge(
     return result
 
 
-def _made_rows(
+def _judged_rows(
     config: JudgeConfig,
-    rows: Rows,
-    starts: Sequence[int],
-    judged_N: np.ndarray,
-    relevant_N: np.ndarray,
-    kept_N: np.ndarray,
+    data: RowNegatives,
+    judgements: np.ndarray,
+    is_relevant: np.ndarray,
+    stays: np.ndarray,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows to write, in the order of the input. A row that loses no negative is written as it was read."""
-    for row in range(len(rows)):
-        span = slice(starts[row], starts[row + 1])
-        made = dict(rows.record(row))
-        kept = np.flatnonzero(kept_N[span]).tolist()
-        if len(kept) < span.stop - span.start:
-            added: list[int] = []
-            if config.false_negatives == "relabel":
-                added = np.flatnonzero(relevant_N[span]).tolist()
-            made = _without(config, rows, row, kept, added)
-        if config.scores and span.start < span.stop:
-            scores = judged_N[span][kept].tolist()
-            made[JUDGEMENTS_NAME] = [
-                None if score == UNDECIDED else round(score, 6) for score in scores
-            ]
-        yield made
+    """Yield the rows to write, in the order of the input. A row that loses no negative is written as it was read.
 
-
-def _without(
-    config: JudgeConfig,
-    rows: Rows,
-    row: int,
-    kept: Sequence[int],
-    added: Sequence[int],
-) -> dict[str, Any]:
-    """A row that loses negatives: one list of those that stay, what stands beside them in their order, and those that
-    become positives, unless the row has scores of its own."""
-    table, number = rows.locate(row)
-    record = table.record(number)
-    example = table.example(number)
-    made = as_fields(record) if is_conversation(record) else dict(record)
+    Another one gets one list of the negatives that stay, with what stands beside them in the same order. With
+    `relabel` the relevant ones become positives, unless the row has scores of its own.
+    """
     mapping = config.column_mapping or {}
 
-    def remove(*roles: str) -> None:
+    def remove(fields: dict[str, Any], *roles: str) -> None:
         """Leave out the fields that are read as these parts of a record."""
         columns = set().union(*(COLUMNS[role] for role in roles))
-        for name in list(made):
+        for name in list(fields):
             if mapping.get(name, name) in columns:
-                del made[name]
+                del fields[name]
 
-    for name in BESIDE:
-        # Only lists with one entry per negative: anything else of that name is the user's own.
-        values = made.get(name)
-        if isinstance(values, list) and len(values) == len(example.negatives):
-            made[name] = [values[position] for position in kept]
-    remove("negative", "negative_image")
-    for name in list(made):
-        if is_negative_name(name):
-            del made[name]
-    folder = table.image_folder
-    negatives = [example.negatives[position] for position in kept]
-    made[NEGATIVES_NAME] = [row_value(item, folder) for item in negatives]
-    if example.negative_scores is not None:
-        # One column may hold the scores of the positives too.
-        remove("score", "negative_score")
-        if example.scores is not None:
-            made["positive_scores"] = list(example.scores)
-        if kept:
-            scores = [example.negative_scores[position] for position in kept]
-            made["negative_scores"] = scores
-    if added and example.scores is None:
-        remove("positive", "positive_image")
-        items = [*example.positives, *(example.negatives[index] for index in added)]
-        made[POSITIVE_NAME] = [row_value(item, folder) for item in items]
-    return made
+    for row in range(len(data.rows)):
+        span = slice(data.starts[row], data.starts[row + 1])
+        indices = np.flatnonzero(stays[span]).tolist()
+        table, number = data.rows.locate(row)
+        record = table.record(number)
+        fields = dict(record)
+        if len(indices) < span.stop - span.start:
+            example = table.example(number)
+            if is_conversation(record):
+                fields = as_fields(record)
+            for name in PER_NEGATIVE:
+                # Only lists with one entry per negative: anything else of that name is the user's own.
+                values = fields.get(name)
+                if isinstance(values, list) and len(values) == len(example.negatives):
+                    fields[name] = [values[index] for index in indices]
+            remove(fields, "negative", "negative_image")
+            for name in list(fields):
+                if is_negative_name(name):
+                    del fields[name]
+            folder = table.image_folder
+            fields[NEGATIVES_NAME] = [
+                row_value(example.negatives[index], folder) for index in indices
+            ]
+            if example.negative_scores is not None:
+                # One column may hold the scores of the positives too.
+                remove(fields, "score", "negative_score")
+                if example.scores is not None:
+                    fields["positive_scores"] = list(example.scores)
+                if indices:
+                    scores = [example.negative_scores[index] for index in indices]
+                    fields["negative_scores"] = scores
+            relevant = np.flatnonzero(is_relevant[span]).tolist()
+            relabels = config.false_negatives == "relabel" and example.scores is None
+            if relabels and relevant:
+                remove(fields, "positive", "positive_image")
+                items = [
+                    *example.positives,
+                    *(example.negatives[index] for index in relevant),
+                ]
+                fields[POSITIVE_NAME] = [row_value(item, folder) for item in items]
+        if config.scores and span.start < span.stop:
+            fields[JUDGEMENTS_NAME] = [
+                None if value == UNDECIDED else round(value, 6)
+                for value in judgements[span][indices].tolist()
+            ]
+        yield fields

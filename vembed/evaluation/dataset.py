@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -14,7 +14,6 @@ from vembed.config.options import join_words
 from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.data.example_store import open_examples
 from vembed.data.examples import Example, Item, ReadAs
-from vembed.data.formats.base import Format
 from vembed.data.messages import listed
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import (
@@ -23,9 +22,9 @@ from vembed.evaluation.beir_folder import (
     is_beir_folder,
     open_texts,
     qrels_files,
+    read_judgements,
 )
-from vembed.evaluation.corpus import Corpus, Identities, identified_text, read_corpus
-from vembed.evaluation.qrels import read_judgements
+from vembed.evaluation.corpus import Corpus, identified_texts, read_corpus
 
 log = logging.getLogger("vembed")
 
@@ -35,8 +34,8 @@ MAX_GRADE = 1000
 """Largest grade. Fractional relevance scores are scaled to integer grades up to this, as trec_eval expects."""
 LARGEST_GRADE = 1_000_000
 """Largest whole score that is a grade as it stands: trec_eval takes 8 bytes for each grade up to the largest one."""
-NUM_PROBLEMS_SHOWN = 10
-MOST_OF_CLASS = 100
+MAX_PROBLEMS = 10
+MAX_OF_CLASS = 100
 """Members of a class that are in the evaluation, the first ones: each is relevant to all others."""
 
 
@@ -57,35 +56,32 @@ class RetrievalData:
     """First stage -> [Q, k] its documents of each query. Filled when rerankers are evaluated, and kept for the next
     evaluation."""
 
+    metric: ClassVar[str] = "ndcg@10"
+    """The main metric."""
+
     @property
     def num_inputs(self) -> int:
         """Number of inputs that an evaluation encodes."""
         return len(self.queries) + len(self.documents)
 
-    @property
-    def metric(self) -> str:
-        """The main metric."""
-        return "ndcg@10"
-
     def read_as(self, settings: ReadAs) -> RetrievalData:
         """Return the data with the prompts and the length of a source on their items."""
-        if settings == ReadAs():
-            return self
+        queries = tuple(map(settings.query, self.queries))
+        documents: Sequence[Item]
         if isinstance(self.documents, Corpus):
-            documents: Sequence[Item] = self.documents.read_as(settings)
+            documents = self.documents.read_as(settings)
         else:
             documents = tuple(map(settings.document, self.documents))
-        return replace(
-            self, queries=tuple(map(settings.query, self.queries)), documents=documents
-        )
+        return replace(self, queries=queries, documents=documents)
 
     def summary(self) -> str:
         """Return one line for logs and the report."""
         num_relevant = sum(map(len, self.relevance))
-        return (
+        line = (
             f"{len(self.queries):,d} queries over {len(self.documents):,d} documents, {num_relevant:,d} relevant "
-            f"pairs, from {self.name}" + "".join(f"; {note}" for note in self.notes)
+            f"pairs, from {self.name}"
         )
+        return "; ".join([line, *self.notes])
 
 
 @dataclass(frozen=True)
@@ -97,25 +93,19 @@ class ScoredPairs:
     second: tuple[Item, ...]
     scores: tuple[float, ...]
 
+    metric: ClassVar[str] = "spearman"
+    """The main metric."""
+
     @property
     def num_inputs(self) -> int:
         """Number of inputs that an evaluation encodes."""
         return len(self.first) + len(self.second)
 
-    @property
-    def metric(self) -> str:
-        """The main metric."""
-        return "spearman"
-
     def read_as(self, settings: ReadAs) -> ScoredPairs:
         """Return the data with the prompts and the length of a source on their items."""
-        first = map(settings.query, self.first)
-        second = map(settings.document, self.second)
-        return (
-            self
-            if settings == ReadAs()
-            else replace(self, first=tuple(first), second=tuple(second))
-        )
+        first = tuple(map(settings.query, self.first))
+        second = tuple(map(settings.document, self.second))
+        return replace(self, first=first, second=second)
 
     def summary(self) -> str:
         """Return one line for logs and the report."""
@@ -178,110 +168,125 @@ def from_examples(
         task = "similarity" if examples and scored else "retrieval"
     if task == "similarity":
         return _scored_pairs(examples, name)
-    # Whole scores are grades already; fractions, and scores that are no grades, are spread over grades up to MAX_GRADE.
-    top = max(
-        (score for example in examples for score in example.scores or ()), default=1.0
-    )
-    whole = top <= LARGEST_GRADE and all(
-        float(score).is_integer()
-        for example in examples
-        for score in example.scores or ()
-    )
-    table = _RetrievalTable()
-    labelled = [example for example in examples if example.label is not None]
-    all_notes = [*_add_classes(table, labelled), *notes]
-    num_irrelevant = sum(
-        score <= 0 for example in examples for score in example.scores or ()
-    )
+    judgements = _Judgements()
+    all_notes: list[str] = []
+    classes: dict[str, dict[int, Item]] = {}
+    num_left_out = 0
+    all_scores: list[float] = []
+    for example in examples:
+        all_scores += example.scores or ()
+        if example.label is not None:
+            members = classes.setdefault(str(example.label), {})
+            if len(members) < MAX_OF_CLASS:
+                members.setdefault(example.query.key(), example.query)
+            else:
+                num_left_out += 1
+    for members in classes.values():
+        for item in members.values():
+            judgements.index_of(item)  # the only one of its class has no query
+            for other in members.values():
+                if other is not item:
+                    judgements.add(item, judgements.index_of(other), 1)
+    if num_left_out:
+        all_notes.append(
+            f"at most {MAX_OF_CLASS:,d} of a class, {num_left_out:,d} left out"
+        )
+    all_notes += notes
+    num_irrelevant = sum(score <= 0 for score in all_scores)
     if num_irrelevant:
         all_notes.append(
             f"{num_irrelevant:,d} positives with a score of 0 or below are not relevant"
         )
+    # Whole scores are grades already; fractions, and scores that are no grades, are spread over grades up to MAX_GRADE.
+    top = max(all_scores, default=1.0)
+    are_grades = top <= LARGEST_GRADE and all(
+        float(score).is_integer() for score in all_scores
+    )
     for example in examples:
         if example.label is not None:
             continue
         scores = example.scores or (1.0,) * len(example.positives)
         for positive, score in zip(example.positives, scores, strict=True):
-            table.add(example.query, positive, _grade(score, top, whole))
+            grade = 0
+            if score > 0:
+                # At least 1: a score above 0 means relevant, however small it is beside the highest.
+                fraction = max(1, round(MAX_GRADE * score / top))
+                grade = int(score) if are_grades else fraction
+            # A document that nobody calls relevant is part of the corpus all the same.
+            document = judgements.index_of(positive)
+            judgements.add(example.query, document, grade)
     for item in documents:
-        table.document(item)
-    return table.finish(
-        name,
-        tuple(item for _, item in table.documents.values()),
-        tuple(all_notes),
-    )
-
-
-def _add_classes(
-    table: _RetrievalTable, examples: Sequence[Example]
-) -> tuple[str, ...]:
-    """Add labelled data; return notes on what is left out."""
-    classes: dict[str, dict[int, Item]] = {}
-    num_left_out = 0
-    for example in examples:
-        members = classes.setdefault(str(example.label), {})
-        num_left_out += len(members) >= MOST_OF_CLASS
-        if len(members) < MOST_OF_CLASS:
-            members.setdefault(example.query.key(), example.query)
-    for members in classes.values():
-        for item in members.values():
-            for other in members.values():
-                if other is not item:
-                    table.add(item, other, 1)
-            if (
-                item.key() not in table.documents
-            ):  # the only one of its class is a document without a query
-                table.document(item)
-    more = f"at most {MOST_OF_CLASS:,d} of a class, {num_left_out:,d} left out"
-    return (more,) if num_left_out else ()
+        judgements.index_of(item)
+    corpus = tuple(judgements.documents.values())
+    return judgements.retrieval_data(name, corpus, all_notes)
 
 
 def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> RetrievalData:
     """Read a BEIR-style folder: every document of the corpus, and the queries with a relevant document in `qrels`."""
     problems: list[str] = []
     corpus = read_corpus(open_texts(folder, "corpus"), problems)
-    queries = _read_texts(open_texts(folder, "queries"), problems)
-    judgements = list(_read_qrels(qrels, queries, corpus.identities, problems))
+    queries: dict[str, Item] = {}
+    reader = open_texts(folder, "queries")
+    problem_lines: list[tuple[int, str]] = []
+    for _, line, identity, text in identified_texts(reader, problem_lines):
+        if identity in queries:
+            problem_lines.append((line, f"_id {identity} occurs twice"))
+        else:
+            queries[identity] = Item(text=text)
+    for line, reason in problem_lines:
+        problems.append(f"{reader.where(line)}: {reason}")
+    judgements = _Judgements()
+    for where, judgement in read_judgements(qrels):
+        if isinstance(judgement, str):
+            problems.append(f"{where}: {judgement}")
+            continue
+        query, identity, grade = judgement
+        document = corpus.find(identity)
+        if query not in queries:
+            problems.append(f"{where}: query {query} is not in the queries")
+        elif document is None:
+            problems.append(f"{where}: document {identity} is not in the corpus")
+        elif grade > LARGEST_GRADE:
+            problems.append(
+                f"{where}: the score {grade:,d} is no grade, which is at most {LARGEST_GRADE:,d}"
+            )
+        else:
+            judgements.add(queries[query], document, grade)
     if problems and not skip_bad:
-        more = (
-            f" and {len(problems) - NUM_PROBLEMS_SHOWN:,d} more"
-            if len(problems) > NUM_PROBLEMS_SHOWN
-            else ""
-        )
+        lines = problems[:MAX_PROBLEMS]
+        if len(problems) > MAX_PROBLEMS:
+            lines[-1] += f" and {len(problems) - MAX_PROBLEMS:,d} more"
         raise UserError(
             f"{len(problems):,d} bad records in {folder}; fix them, or set on_bad_record: skip to leave them out:\n  "
-            + "\n  ".join(problems[:NUM_PROBLEMS_SHOWN])
-            + more
+            + "\n  ".join(lines)
         )
-    table = _RetrievalTable()
-    table.num_joined = corpus.num_joined
-    for query_id, document, grade in judgements:
-        table.judge(queries[query_id], document, grade)
-    notes = (
-        (f"left out {len(problems):,d} bad records, the first: {problems[0]}",)
-        if problems
-        else ()
-    )
-    return table.finish(f"{folder} ({qrels.name})", corpus.documents, notes)
+    notes = []
+    if problems:
+        first = problems[0]
+        notes.append(f"left out {len(problems):,d} bad records, the first: {first}")
+    if corpus.num_joined:
+        notes.append(f"joined {corpus.num_joined:,d} documents with equal content")
+    name = f"{folder} ({qrels.name})"
+    return judgements.retrieval_data(name, corpus.documents, notes)
 
 
-class _RetrievalTable:
-    """Collector of queries and documents, keyed by content."""
+class _Judgements:
+    """Collector of queries, documents and grades, keyed by content."""
 
     def __init__(self) -> None:
         self.queries: dict[int, Item] = {}
-        self.documents: dict[int, tuple[int, Item]] = {}
         self.grades: dict[int, dict[int, int]] = {}
-        self.num_joined = 0
+        """Per query: document index -> grade."""
+        self.documents: dict[int, Item] = {}
+        self.indices: dict[int, int] = {}
 
-    def document(self, item: Item) -> int:
-        return self.documents.setdefault(item.key(), (len(self.documents), item))[0]
+    def index_of(self, document: Item) -> int:
+        """Return the index of a document, which is added if it is new."""
+        key = document.key()
+        self.documents.setdefault(key, document)
+        return self.indices.setdefault(key, len(self.indices))
 
-    def add(self, query: Item, document: Item, grade: int) -> None:
-        # A document that nobody calls relevant is part of the corpus all the same.
-        self.judge(query, self.document(document), grade)
-
-    def judge(self, query: Item, document: int, grade: int) -> None:
+    def add(self, query: Item, document: int, grade: int) -> None:
         if grade > 0:
             key = query.key()
             self.queries.setdefault(key, query)
@@ -289,59 +294,43 @@ class _RetrievalTable:
             # Equal queries or documents were joined: the higher grade holds.
             grades[document] = max(grade, grades.get(document, 0))
 
-    def finish(
-        self, name: str, documents: Sequence[Item], notes: tuple[str, ...] = ()
+    def retrieval_data(
+        self, name: str, documents: Sequence[Item], notes: Sequence[str]
     ) -> RetrievalData:
         if not self.queries:
             raise UserError(
                 f"{name} has no query with a relevant document, so there is nothing to evaluate on"
             )
-        if self.num_joined:
-            notes = (
-                *notes,
-                f"joined {self.num_joined:,d} documents with equal content",
-            )
-        return RetrievalData(
-            name=name,
-            queries=tuple(self.queries.values()),
-            documents=documents,
-            relevance=tuple(self.grades.values()),
-            notes=notes,
-        )
+        queries = tuple(self.queries.values())
+        relevance = tuple(self.grades.values())
+        return RetrievalData(name, queries, documents, relevance, tuple(notes))
 
 
 def _scored_pairs(examples: Sequence[Example], name: str) -> ScoredPairs:
-    pairs = [
-        (example.query, positive, score)
-        for example in examples
+    first = []
+    second = []
+    scores = []
+    for example in examples:
+        # Without scores there are no pairs.
         for positive, score in zip(
-            example.positives, example.scores or (), strict=bool(example.scores)
-        )
-    ]
-    num_different = len({score for _, _, score in pairs})
+            example.positives, example.scores or (), strict=False
+        ):
+            first.append(example.query)
+            second.append(positive)
+            scores.append(float(score))
+    num_different = len(set(scores))
     if num_different < 2:
         raise UserError(
-            f"{name} has {len(pairs):,d} scored pairs with {num_different} different scores, and a correlation "
+            f"{name} has {len(scores):,d} scored pairs with {num_different} different scores, and a correlation "
             "needs at least two"
         )
-    first, second, scores = zip(*pairs, strict=True)
-    return ScoredPairs(name, first, second, tuple(float(score) for score in scores))
-
-
-def _grade(score: float, top: float, whole: bool) -> int:
-    if score <= 0:
-        return 0
-    if whole:
-        return int(score)
-    # At least 1: a score above 0 means relevant, however small it is beside the highest.
-    return max(1, round(MAX_GRADE * score / top))
+    return ScoredPairs(name, tuple(first), tuple(second), tuple(scores))
 
 
 def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
     qrels = qrels_files(folder)
-    if (
-        len(qrels) == 1 and len(splits) > 1
-    ):  # a split that was asked for is never replaced by another
+    # A split that was asked for is never replaced by another.
+    if len(qrels) == 1 and len(splits) > 1:
         return next(iter(qrels.values()))
     for split in splits:
         if split in qrels:
@@ -356,38 +345,3 @@ def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
         f"{place} holds {', '.join(sorted(qrels))}, and none of {', '.join(splits)}: give the path of the qrels file "
         "that is meant"
     )
-
-
-def _read_texts(reader: Format, problems: list[str]) -> dict[str, Item]:
-    items: dict[str, Item] = {}
-    for _, number, record in reader.rows():
-        where = reader.where(number)
-        identified = identified_text(record)
-        if isinstance(identified, str):
-            problems.append(f"{where}: {identified}")
-        elif identified[0] in items:
-            problems.append(f"{where}: _id {identified[0]} occurs twice")
-        else:
-            items[identified[0]] = Item(text=identified[1])
-    return items
-
-
-def _read_qrels(
-    path: Path, queries: dict[str, Item], documents: Identities, problems: list[str]
-) -> Iterator[tuple[str, int, int]]:
-    """Yield queries, the numbers of documents, and grades."""
-    for where, judgement in read_judgements(path):
-        if isinstance(judgement, str):
-            problems.append(f"{where}: {judgement}")
-            continue
-        query, identity, grade = judgement
-        if query not in queries:
-            problems.append(f"{where}: query {query} is not in the queries")
-        elif (document := documents.find(identity)) is None:
-            problems.append(f"{where}: document {identity} is not in the corpus")
-        elif grade > LARGEST_GRADE:
-            problems.append(
-                f"{where}: the score {grade:,d} is no grade, which is at most {LARGEST_GRADE:,d}"
-            )
-        else:
-            yield query, document, grade

@@ -1,4 +1,5 @@
-"""Full-corpus retrieval: the first documents of every query; nDCG, MRR, Recall and MAP by trec_eval."""
+"""Full-corpus retrieval: the first documents of every query; nDCG, MRR, Recall and MAP by trec_eval, also of documents
+that are stored in int8 or in bits."""
 
 from __future__ import annotations
 
@@ -12,13 +13,19 @@ from vembed.data.distinct import KeyIndex
 from vembed.evaluation.corpus import Corpus
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
-from vembed.evaluation.top_k import Pairs, TopK
+from vembed.evaluation.top_k import Pairs, TopK, top_k
 from vembed.inference.encoding import Between, first_dims
+from vembed.inference.quantization import quantized, ranges_of
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
 DOCUMENT_TILE = 8192
 """Documents that are searched in at once: the normalised copy of a size is as small as a tile."""
+METRICS = ("ndcg", "mrr", "recall", "map")
+COMPRESSED_FORMS = ("float32", "int8", "binary", "binary_rescored")
+COMPRESSED_K = 10
+OVERSAMPLING = 4
+"""Binary with rescoring: so many times COMPRESSED_K documents are found by bits and then ordered."""
 
 
 def retrieval_metrics(
@@ -94,27 +101,26 @@ class RetrievalSearch:
             rankings = search.rankings()
             names, values = score_rankings(rankings, relevance, self._ks)
             # Summed in the order of the queries, so that rounding does not depend on the number of ranks.
-            by_query = self._from_all_ranks(values)
+            by_query = self._from_all_ranks(values, search.device)
             means = dict(zip(names, by_query.mean(axis=0).tolist(), strict=True))
             if dim == self._full:
                 scores.update(means)
                 if results is not None:
+                    first = rankings[:, :NUM_FOUND]
                     results.names = names
                     results.values = by_query
-                    results.found = self._from_all_ranks(rankings[:, :NUM_FOUND])
+                    results.found = self._from_all_ranks(first, search.device)
             if dim in self._dims:
                 for name, value in means.items():
                     scores[f"dim{dim}/{name}"] = value
         return scores
 
-    def _from_all_ranks(self, rows: np.ndarray) -> np.ndarray:
+    def _from_all_ranks(self, rows: np.ndarray, device: torch.device) -> np.ndarray:
         if self._world_size == 1:
             return rows
-        local = torch.from_numpy(np.ascontiguousarray(rows))
+        local = torch.from_numpy(np.ascontiguousarray(rows)).to(device)
         num_queries = len(self._data.queries)
-        device = next(iter(self._searches.values())).device
-        gathered = collectives.all_gather_dealt(local.to(device), num_queries)
-        return gathered.cpu().numpy()
+        return collectives.all_gather_dealt(local, num_queries).cpu().numpy()
 
 
 def excluded_pairs(data: RetrievalData, queries: Sequence[int]) -> Pairs:
@@ -136,7 +142,7 @@ def excluded_pairs(data: RetrievalData, queries: Sequence[int]) -> Pairs:
 
 def metric_names(ks: Sequence[int]) -> list[str]:
     """Return the names of the metrics at these cut-offs, in the order in which they are kept."""
-    return [f"{metric}@{k}" for metric in ("ndcg", "mrr", "recall", "map") for k in ks]
+    return [f"{metric}@{k}" for metric in METRICS for k in ks]
 
 
 def score_rankings(
@@ -144,29 +150,74 @@ def score_rankings(
 ) -> tuple[list[str], np.ndarray]:
     """Return the names of the metrics, and their values per query [Q, number of names], by trec_eval. nDCG uses the
     grade as gain; for the others every grade of 1 or more is relevant."""
-    cuts = ",".join(str(k) for k in ks)
-    measures = {f"ndcg_cut.{cuts}", f"recall.{cuts}", f"map_cut.{cuts}", "recip_rank"}
-    names = metric_names(ks)
-    judged = {
-        str(q): {str(doc): grade for doc, grade in grades.items()}
-        for q, grades in enumerate(relevance)
-    }
-    # trec_eval sorts by score and breaks ties by name. Using the negative position as score keeps our order.
-    run = {
-        str(q): {str(doc): -float(i) for i, doc in enumerate(row) if doc >= 0}
-        for q, row in enumerate(rankings)
-    }
     import pytrec_eval  # here, so that what is trained without evaluation does without it
 
+    cuts = ",".join(str(k) for k in ks)
+    measures = {f"ndcg_cut.{cuts}", f"recall.{cuts}", f"map_cut.{cuts}", "recip_rank"}
+    judged = {}
+    run = {}
+    for query, grades in enumerate(relevance):
+        judged[str(query)] = {str(number): grade for number, grade in grades.items()}
+        # trec_eval sorts by score and breaks ties by name. Using the negative position as score keeps our order.
+        ranked = rankings[query][rankings[query] >= 0]
+        run[str(query)] = {str(number): -float(i) for i, number in enumerate(ranked)}
     by_query = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(run)
+    names = metric_names(ks)
     values = np.zeros((len(rankings), len(names)))
-    for query, figures in by_query.items():
-        reciprocal = figures["recip_rank"]
-        row = [figures[f"ndcg_cut_{k}"] for k in ks]  # in the order of `metric_names`
+    for query, measured in by_query.items():
         # trec_eval's reciprocal rank has no cut: a rank beyond k counts as 0.
+        reciprocal = measured["recip_rank"]
+        row = [measured[f"ndcg_cut_{k}"] for k in ks]
         row += [reciprocal if reciprocal >= 1 / k else 0.0 for k in ks]
-        row += [figures[f"recall_{k}"] for k in ks] + [
-            figures[f"map_cut_{k}"] for k in ks
-        ]
+        row += [measured[f"recall_{k}"] for k in ks]
+        row += [measured[f"map_cut_{k}"] for k in ks]
         values[int(query)] = row
     return names, values
+
+
+def compressed_scores(
+    queries_QD: np.ndarray,
+    documents_ND: np.ndarray,
+    data: RetrievalData,
+    dims: Sequence[int] = (),
+    *,
+    normalize: bool = True,
+) -> dict[str, float]:
+    """Return `compressed/<form>/<size>/ndcg@10` for each form of the stored documents and each size.
+
+    int8: queries stay float, documents are levels of each coordinate. binary: signs of both. binary_rescored: the first
+    documents by signs, ordered by the float query and the documents' signs, so that only bits are stored.
+    """
+    excluded = excluded_pairs(data, range(len(data.queries)))
+    scores: dict[str, float] = {}
+    for dim in dict.fromkeys([documents_ND.shape[1], *dims]):
+        queries = first_dims(queries_QD, dim, normalize)
+        documents = first_dims(documents_ND, dim, normalize)
+        # The middle of each level of int8, as floats.
+        ranges = ranges_of(documents)
+        steps = np.where(ranges[1] > ranges[0], (ranges[1] - ranges[0]) / 255, 1)
+        levels = quantized(documents, "uint8", ranges).astype(np.float32)
+        restored = (ranges[0] + (levels + 0.5) * steps).astype(np.float32)
+        # As packed bits are read: 0 and below are -1.
+        signs = np.where(documents > 0, 1, -1).astype(np.float32)
+        query_signs = np.where(queries > 0, 1, -1).astype(np.float32)
+        candidates_QC = top_k(query_signs, signs, COMPRESSED_K * OVERSAMPLING, excluded)
+        scores_QC = np.einsum("qd,qcd->qc", queries, signs[candidates_QC])
+        scores_QC = np.where(candidates_QC >= 0, scores_QC, -np.inf)
+        # Stable: equal scores keep the order by bits, which already breaks ties by number.
+        order = np.argsort(-scores_QC, axis=1, kind="stable")[:, :COMPRESSED_K]
+        rankings = (
+            top_k(queries, documents, COMPRESSED_K, excluded),
+            top_k(queries, restored, COMPRESSED_K, excluded),
+            top_k(query_signs, signs, COMPRESSED_K, excluded),
+            np.take_along_axis(candidates_QC, order, axis=1),
+        )
+        for form, ranking in zip(COMPRESSED_FORMS, rankings, strict=True):
+            _, values = score_rankings(ranking, data.relevance, [COMPRESSED_K])
+            scores[compressed_name(form, dim)] = float(values[:, 0].mean())
+    return scores
+
+
+def compressed_name(form: str, dim: int) -> str:
+    """Return the name of the score of a stored form at a size."""
+    return f"compressed/{form}/{dim}/ndcg@{COMPRESSED_K}"

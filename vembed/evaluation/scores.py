@@ -16,7 +16,6 @@ from vembed.data.examples import Item, Kind
 from vembed.data.features import BaseFeaturiser
 from vembed.data.pair_features import PairFeaturiser
 from vembed.errors import UserError
-from vembed.evaluation.compressed import FORMS, compressed_name, compressed_scores
 from vembed.evaluation.corpus import Corpus
 from vembed.evaluation.dataset import (
     TEST_FIRST,
@@ -28,8 +27,13 @@ from vembed.evaluation.dataset import (
 )
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.reranking import FIRST, evaluate_reranker
-from vembed.evaluation.retrieval import RetrievalSearch, metric_names
-from vembed.evaluation.similarity import similarity_metrics
+from vembed.evaluation.retrieval import (
+    COMPRESSED_FORMS,
+    RetrievalSearch,
+    compressed_name,
+    compressed_scores,
+    metric_names,
+)
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import (
     Between,
@@ -37,6 +41,7 @@ from vembed.inference.encoding import (
     default_budget,
     encode_chunks,
     encode_items,
+    first_dims,
 )
 from vembed.models.families.description import ModelDescription
 from vembed.parallel.session import Session
@@ -44,10 +49,6 @@ from vembed.progress import ProgressReport
 
 REPORTED_K = 10
 """Cut-off of tables, reports and `eval_metric: auto`. Always computed, whatever `eval_ks` says."""
-_TITLES: dict[Kind, str] = {
-    "query": "encoding queries",
-    "document": "encoding documents",
-}
 
 
 def evaluate(
@@ -143,7 +144,9 @@ def evaluate_model(
     towers. `queries` gets the results of each query of retrieval data. `compressed`: also score int8 and binary
     documents.
     """
-    active = (show_progress or log is not None) and (session is None or session.is_main)
+    is_shown = (show_progress or log is not None) and (
+        session is None or session.is_main
+    )
     if isinstance(featuriser, PairFeaturiser):
         return evaluate_reranker(
             model,
@@ -151,34 +154,36 @@ def evaluate_model(
             data,
             evaluation,
             session,
-            ks=_cut_offs(evaluation.eval_ks),
-            active=active,
+            ks=sorted({*evaluation.eval_ks, REPORTED_K}),
+            active=is_shown,
             log=log,
             between=between,
             queries=queries,
         )
     description = featuriser.description
     device = session.device if session else next(model.parameters()).device
-    budget = (
-        default_budget(device) if micro_batch_tokens == "auto" else micro_batch_tokens
-    )
+    full = description.truncate_dim or description.embedding_dim
+    if dims is None:
+        dims = [dim for dim in description.mrl_dims if dim <= full]
+    for dim in dims:
+        if not 1 <= dim <= full:
+            raise UserError(
+                f"dimension {dim} is asked for, and this model's embeddings have 1 to {full} dimensions"
+            )
+    sizes = sorted(set(dims), reverse=True)
     normalize = description.similarity == "cosine"
-    full = (
-        description.truncate_dim or description.embedding_dim
-    )  # the default of `encode`
-    sizes = _checked_dims(
-        [dim for dim in description.mrl_dims if dim <= full] if dims is None else dims,
-        full,
-    )
     options: dict[str, Any] = {
-        "budget_tokens": budget,
+        "budget_tokens": micro_batch_tokens,
         "session": session,
         "between": between,
         "kept": kept,
     }
+    if micro_batch_tokens == "auto":
+        options["budget_tokens"] = default_budget(device)
 
     def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
-        with ProgressReport(_TITLES[kind], active=active, log=log) as progress:
+        title = "encoding queries" if kind == "query" else "encoding documents"
+        with ProgressReport(title, active=is_shown, log=log) as progress:
             embeddings = encode_items(
                 model,
                 featuriser,
@@ -202,16 +207,21 @@ def evaluate_model(
         return similarity_metrics(
             first, second, data.scores, sizes, normalize=normalize
         )
-    asked = encode(data.queries, "query")
-    ks = _cut_offs(evaluation.eval_ks)
+    embeddings_of_queries = encode(data.queries, "query")
     search = RetrievalSearch(
-        asked, data, ks, sizes, normalize=normalize, session=session, between=between
+        embeddings_of_queries,
+        data,
+        sorted({*evaluation.eval_ks, REPORTED_K}),
+        sizes,
+        normalize=normalize,
+        session=session,
+        between=between,
     )
     if compressed:  # its ranges and levels are of all documents
         documents = encode(data.documents, "document")
         search.add(documents, np.arange(len(documents)))
         return search.scores(queries) | compressed_scores(
-            asked, documents, data, sizes, normalize=normalize
+            embeddings_of_queries, documents, data, sizes, normalize=normalize
         )
 
     def take(numbers: np.ndarray, embeddings: np.ndarray) -> None:
@@ -219,7 +229,7 @@ def evaluate_model(
         search.add(embeddings[:, :full], numbers)
 
     lengths = data.documents.lengths if isinstance(data.documents, Corpus) else None
-    with ProgressReport(_TITLES["document"], active=active, log=log) as progress:
+    with ProgressReport("encoding documents", active=is_shown, log=log) as progress:
         encode_chunks(
             model,
             featuriser,
@@ -231,6 +241,34 @@ def evaluate_model(
             **options,
         )
     return search.scores(queries)
+
+
+def similarity_metrics(
+    first_ND: np.ndarray,
+    second_ND: np.ndarray,
+    scores: Sequence[float],
+    dims: Sequence[int] = (),
+    *,
+    normalize: bool = True,
+) -> dict[str, float]:
+    """Return `spearman` and `pearson` between similarities of the embeddings and given scores, and `dim<d>/spearman`
+    for their first d coordinates."""
+    from scipy import stats  # takes a third of a second to import, and few runs need it
+
+    metrics = {}
+    sizes = {"": first_ND.shape[1]} | {f"dim{dim}/": dim for dim in dims}
+    for prefix, dim in sizes.items():
+        first = first_dims(first_ND, dim, normalize).astype(np.float64)
+        second = first_dims(second_ND, dim, normalize).astype(np.float64)
+        similarities = np.einsum("nd,nd->n", first, second)
+        spearman = 0.0
+        pearson = 0.0
+        if np.ptp(similarities) > 0:  # correlation with a constant is undefined
+            spearman = stats.spearmanr(similarities, scores).statistic
+            pearson = stats.pearsonr(similarities, scores).statistic
+        metrics[f"{prefix}spearman"] = float(spearman)
+        metrics[f"{prefix}pearson"] = float(pearson)
+    return metrics
 
 
 def deciding_metric(eval_metric: str, data: EvalData, scores: dict[str, float]) -> str:
@@ -251,44 +289,23 @@ def check_metric(
     description: ModelDescription,
 ) -> None:
     """Raise UserError if `eval_metric` is none of the scores that this evaluation will have."""
-    if isinstance(data, RetrievalData):
-        names = metric_names(_cut_offs(evaluation.eval_ks))
-    else:
-        names = ["spearman", "pearson"]
-    if description.scores is not None and isinstance(data, RetrievalData):
-        names += [FIRST + name for name in names]
     full = description.truncate_dim or description.embedding_dim
-    names += [
-        f"dim{dim}/{name}"
-        for dim in description.mrl_dims
-        if dim <= full
-        for name in names
-    ]
+    sizes = [dim for dim in description.mrl_dims if dim <= full]
+    names = ["spearman", "pearson"]
+    if isinstance(data, RetrievalData):
+        names = metric_names(sorted({*evaluation.eval_ks, REPORTED_K}))
+        if description.scores is not None:
+            names += [FIRST + name for name in names]
+    names += [f"dim{dim}/{name}" for dim in sizes for name in names]
     if quantize_embeddings is not None and isinstance(data, RetrievalData):
-        names += [
-            compressed_name(form, dim)
-            for form in FORMS
-            for dim in sorted({full, *description.mrl_dims})
-        ]
+        for form in COMPRESSED_FORMS:
+            names += [compressed_name(form, dim) for dim in sorted({full, *sizes})]
     if evaluation.eval_metric not in ("auto", *names):
         near = nearest(evaluation.eval_metric, names)
         hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(
             f"eval_metric: {evaluation.eval_metric} is not among what is measured: {', '.join(names)}{hint}"
         )
-
-
-def _cut_offs(eval_ks: Sequence[int]) -> list[int]:
-    return sorted({*eval_ks, REPORTED_K})
-
-
-def _checked_dims(dims: Sequence[int], full: int) -> list[int]:
-    wrong = [dim for dim in dims if not 1 <= dim <= full]
-    if wrong:
-        raise UserError(
-            f"dimension {wrong[0]} is asked for, and this model's embeddings have 1 to {full} dimensions"
-        )
-    return sorted(set(dims), reverse=True)
 
 
 def _check_finite(embeddings: np.ndarray, kind: Kind) -> None:

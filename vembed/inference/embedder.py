@@ -14,8 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vembed.config.fsdp import Precision
-from vembed.config.resolved import Decision
+from vembed.config.resolved import Decision, Precision
 from vembed.data.examples import (
     LONE_SURROGATE,
     ImageRef,

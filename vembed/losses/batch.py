@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from vembed.errors import UserError
+
+if TYPE_CHECKING:
+    from vembed.losses.listed import ListedPairs
 
 PAIRS_AT_ONCE = 4096
 INDEX_FIELDS = (
@@ -24,33 +27,23 @@ INDEX_FIELDS = (
 """Fields of a LossBatch that hold integers."""
 
 
-def copied_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def copied_together(
+    tensors: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
     """Return host tensors on a device, by one copy for each dtype, which the host does not wait for."""
-    if device.type != "cuda" or tensors[0].device == device:
-        return [tensor.to(device) for tensor in tensors]
-    copies: list[Tensor] = list(tensors)
-    for dtype in {tensor.dtype for tensor in tensors}:
-        numbers = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        flat = torch.cat([tensors[i].reshape(-1) for i in numbers])
-        if flat.numel():
+    if device.type != "cuda":
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+    copies = {}
+    for dtype in {tensor.dtype for tensor in tensors.values()}:
+        same = {name: x for name, x in tensors.items() if x.dtype == dtype}
+        flat = torch.cat([tensor.reshape(-1) for tensor in same.values()])
+        if flat.numel() and flat.device != device:
             flat = flat.pin_memory()
-        sizes = [tensors[i].numel() for i in numbers]
+        sizes = [tensor.numel() for tensor in same.values()]
         pieces = torch.split(flat.to(device, non_blocking=True), sizes)
-        for i, piece in zip(numbers, pieces, strict=True):
-            copies[i] = piece.view(tensors[i].shape)
+        for name, piece in zip(same, pieces, strict=True):
+            copies[name] = piece.view(same[name].shape)
     return copies
-
-
-class ListedScores(Protocol):
-    """Scores of listed pairs, of the model that is trained or of a teacher."""
-
-    def listed(self, rows: Tensor, negative_row: Tensor, negative: Tensor) -> Tensor:
-        """Return [K, n + P] scores: of n positive pairs, then of P pairs with hard negatives.
-
-        rows [n]: the rows whose positive pairs are scored. negative_row, negative [P]: rows,
-        whose queries meet hard negatives of these numbers. K is 1 for a teacher.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +63,15 @@ class TeacherVectors:
     """[H] index of each hard negative."""
 
     def occurrences(self) -> Tensor:
-        """Return [2 R + H] the index of each query, positive and hard negative."""
+        """Return [2 R + H] the index of each query, positive and hard negative in `vectors`."""
         return torch.cat((self.query, self.positive, self.negative))
 
-    def listed(self, rows: Tensor, negative_row: Tensor, negative: Tensor) -> Tensor:
-        """See ListedScores."""
-        left = torch.cat((self.query[rows], self.query[negative_row]))
-        right = torch.cat((self.positive[rows], self.negative[negative]))
+    def scores_of(self, pairs: ListedPairs) -> Tensor:
+        """Return [1, n + P] scores."""
+        left = torch.cat((self.query[pairs.rows], self.query[pairs.negative_rows]))
+        right = torch.cat((self.positive[pairs.rows], self.negative[pairs.negatives]))
         scores = self.vectors.new_empty(1, left.numel())
-        # In chunks, so that the gathered vectors [P, E] never exist at once.
+        # In chunks, so that the gathered vectors [n + P, E] never exist at once.
         for start in range(0, left.numel(), PAIRS_AT_ONCE):
             chunk = slice(start, start + PAIRS_AT_ONCE)
             products = self.vectors[left[chunk]] * self.vectors[right[chunk]]
@@ -95,10 +88,10 @@ class TeacherScores:
     negative: Tensor
     """[H] score with the query of the example that brought the negative."""
 
-    def listed(self, rows: Tensor, negative_row: Tensor, negative: Tensor) -> Tensor:
-        """See ListedScores."""
-        del negative_row
-        return torch.cat((self.positive[rows], self.negative[negative]))[None]
+    def scores_of(self, pairs: ListedPairs) -> Tensor:
+        """Return [1, n + P] scores."""
+        negative = self.negative[pairs.negatives]
+        return torch.cat((self.positive[pairs.rows], negative))[None]
 
 
 Teaching = TeacherVectors | TeacherScores
@@ -134,7 +127,6 @@ class LossBatch:
     """Rows whose loss terms this rank computes."""
     rank_negatives: slice
     """Hard negatives of this rank's examples."""
-    world_size: int = 1
     negative_scores: Tensor | None = None
     """[H] score of each hard negative, where the data have scores for them."""
     negative_parts: Tensor | None = None
@@ -178,9 +170,30 @@ class LossBatch:
         """Number of rows in `rank_rows`."""
         return int(self.rank_rows.stop - self.rank_rows.start)
 
-    def negative_numbers(self) -> Tensor:
-        """Return [H] the numbers of all hard negatives."""
+    def occurrences(self) -> Tensor:
+        """Return [2 R + H] the index of each query, positive and hard negative in `embeddings`."""
+        return torch.cat((self.query, self.positive, self.negative))
+
+    def rank_occurrences(self) -> Tensor:
+        """Return which of the occurrences are of this rank's rows and hard negatives."""
+        num_rows = self.num_rows
+        sizes = [num_rows, num_rows, self.negative.numel()]
+        numbers = torch.arange(sum(sizes), device=self.query.device)
+        queries, positives, negatives = torch.split(numbers, sizes)
+        rows = self.rank_rows
+        return torch.cat(
+            (queries[rows], positives[rows], negatives[self.rank_negatives])
+        )
+
+    def all_negatives(self) -> Tensor:
+        """Return [H] the indices 0 .. H - 1 of all hard negatives."""
         return torch.arange(self.negative.numel(), device=self.negative.device)
+
+    def parts_of_negatives(self) -> Tensor:
+        """Return [H, 1 or 2] indices of the embeddings that each hard negative is made of."""
+        if self.negative_parts is None:
+            return self.negative[:, None]
+        return self.negative_parts
 
     def required_scores(self, loss: str) -> Tensor:
         """Return the label scores. Raise UserError if the data have none."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import Term, has_tasks, source_terms, task_numbers
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.declaration import StartValues
-from vembed.losses.similarity import Similarity, arithmetic_dtype
+from vembed.losses.similarity import (
+    Similarity,
+    arithmetic_dtype,
+    with_known_gradients,
+)
 from vembed.losses.stored_vectors import StoredVectors
 from vembed.losses.tiles import Tiling
 
@@ -119,9 +121,35 @@ class WeightedLosses(EmbeddingLoss):
 
     def forward(self, batch: LossBatch) -> Tensor:
         """See EmbeddingLoss."""
-        learned = [value for value in self.parameters() if value.requires_grad]
-        loss: Tensor = _Sum.apply(batch.embeddings, self, batch, *learned)  # type: ignore[no-untyped-call]
-        return loss
+        # One new leaf for all terms: `autograd.grad` frees a term's graph before the
+        # next term begins.
+        leaf = batch.embeddings.detach().to(arithmetic_dtype(batch.embeddings))
+        leaf.requires_grad_(batch.embeddings.requires_grad)
+        leaves: list[Tensor] = []
+        inputs: list[Tensor] = []
+        if torch.is_grad_enabled():
+            learned = [value for value in self.parameters() if value.requires_grad]
+            leaves += learned
+            inputs += learned
+            if leaf.requires_grad:
+                leaves.append(leaf)
+                inputs.append(batch.embeddings)
+        gradients = [torch.zeros_like(tensor) for tensor in leaves]
+        total = leaf.new_zeros(())
+        for name, weight, term in zip(
+            self.names, self.weights, self.terms, strict=True
+        ):
+            share = term(replace(batch, embeddings=leaf))
+            self.last[name] = share.detach()
+            total += weight * self.last[name]
+            if not share.requires_grad:
+                continue
+            # What the term does not depend on has no gradient.
+            term_gradients = torch.autograd.grad(share, leaves, allow_unused=True)
+            for gradient, term_gradient in zip(gradients, term_gradients, strict=True):
+                if term_gradient is not None:
+                    gradient.add_(term_gradient, alpha=weight)
+        return with_known_gradients(total, inputs, gradients)
 
     def term_shares(self, source: int) -> dict[str, Tensor]:
         """See EmbeddingLoss."""
@@ -161,18 +189,19 @@ def build_loss(
 ) -> EmbeddingLoss:
     """Return the loss that the config selects.
 
-    `mrl_dims`: the model's Matryoshka sizes, used with `use_mrl` when the config names
-    none. `start_scale`, `start_bias`: the model's learned values (CLIP, SigLIP). A
+    `mrl_dims`: the model's Matryoshka sizes, used with `mrl_dims: auto`.
+    `start_scale`, `start_bias`: the model's learned values (CLIP, SigLIP). A
     learned temperature or scale starts from them, unless the config gives a
     `temperature`. `embedding_dim`, `teacher_dims`: sizes of the embeddings and of each
     teacher's vectors, for `loss: embedding`.
     """
     cosine = config.objective.similarity == "cosine"
     sizes = Sizes(cosine)
-    if config.matryoshka.use_mrl:
-        dims = tuple(config.matryoshka.mrl_dims or mrl_dims)
-        if not dims:
-            raise ValueError("use_mrl without mrl_dims: pass the model's sizes")
+    if config.matryoshka.mrl_dims is not None:
+        dims = tuple(mrl_dims)
+        if config.matryoshka.mrl_dims != "auto":
+            dims = tuple(config.matryoshka.mrl_dims)
+        assert dims, "mrl_dims: auto needs the sizes of the model"
         weights = config.matryoshka.mrl_weights
         sizes = Sizes(cosine, dims, tuple(weights) if weights else None)
     start = StartValues(
@@ -184,9 +213,8 @@ def build_loss(
     )
     numbers = task_numbers(config.data) if has_tasks(config.data) else [0]
     tasks: dict[int, EmbeddingLoss] = {}
-    for number in numbers:
-        if number not in tasks:
-            tasks[number] = _sum(terms[number], sizes, start, teacher_dims or {})
+    for number in sorted(set(numbers)):
+        tasks[number] = _sum(terms[number], sizes, start, teacher_dims or {})
     loss = tasks[0]
     if has_tasks(config.data):
         loss = LossBySource([tasks[number] for number in numbers])
@@ -204,14 +232,14 @@ def _sum(
     losses = []
     names = [term.loss.name for term in terms]
     labels = []
-    for number, term in enumerate(terms):
-        term_start = replace(
-            _term_start(term, start), teacher_dim=teacher_dims.get(str(term.teacher))
-        )
+    for index, term in enumerate(terms):
+        label = term.loss.name
+        if names.count(label) > 1:
+            label += f"_{names[:index].count(label) + 1}"
+        labels.append(label)
+        teacher_dim = teacher_dims.get(str(term.teacher))
+        term_start = replace(_term_start(term, start), teacher_dim=teacher_dim)
         losses.append(TermLoss(term, sizes, term_start))
-        repeated = f"_{names[:number].count(term.loss.name) + 1}"
-        is_repeated = names.count(term.loss.name) > 1
-        labels.append(term.loss.name + (repeated if is_repeated else ""))
     if len(terms) == 1 and terms[0].is_alone:
         return losses[0]
     return WeightedLosses(labels, [term.weight for term in terms], losses)
@@ -240,68 +268,3 @@ def _term_start(term: Term, start: StartValues) -> StartValues:
             reason = "with which this model was trained"
     log.info("%s: learned, starting at %.3g (%s)", label, value, reason)
     return replace(start, scale=None) if is_given else start
-
-
-class _Sum(torch.autograd.Function):
-    """The weighted sum of the terms, with all gradients computed in the forward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        embeddings: Tensor,
-        losses: WeightedLosses,
-        batch: LossBatch,
-        *parameters: Tensor,
-    ) -> Tensor:
-        ctx.dtype = embeddings.dtype
-        # One new leaf for all terms: `autograd.grad` frees a term's graph before the
-        # next term begins.
-        leaf = embeddings.detach().to(arithmetic_dtype(embeddings))
-        leaf.requires_grad_(ctx.needs_input_grad[0])
-        batch = replace(batch, embeddings=leaf)
-        # The inputs of `apply` are the embeddings, two objects, and the parameters.
-        is_needed = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
-        inputs = []
-        for tensor, needed in zip((leaf, *parameters), is_needed, strict=True):
-            if needed:
-                inputs.append(tensor)
-        gradients: list[Tensor | None] = [None] * len(inputs)
-        total = leaf.new_zeros(())
-        for name, weight, term in zip(
-            losses.names, losses.weights, losses.terms, strict=True
-        ):
-            with torch.set_grad_enabled(bool(inputs)):
-                share = term(batch)
-            losses.last[name] = share.detach()
-            total = total + weight * losses.last[name]
-            if not share.requires_grad:
-                continue
-            of_term: Sequence[Tensor | None] = torch.autograd.grad(
-                share, inputs, allow_unused=True
-            )
-            for number, gradient in enumerate(of_term):
-                before = gradients[number]
-                if gradient is None:
-                    continue
-                if before is None:
-                    gradients[number] = gradient * weight
-                else:
-                    before.add_(gradient, alpha=weight)
-        # What no term depends on gets zeros: `backward` returns one tensor for each
-        # input that needs a gradient.
-        for number, tensor in enumerate(inputs):
-            if gradients[number] is None:
-                gradients[number] = torch.zeros_like(tensor)
-        ctx.save_for_backward(*gradients)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        saved = iter(ctx.saved_tensors)
-        scaled: list[Tensor | None] = []
-        for is_needed in ctx.needs_input_grad:
-            scaled.append(next(saved) * d_loss if is_needed else None)
-        if scaled[0] is not None:
-            scaled[0] = scaled[0].to(ctx.dtype)
-        return tuple(scaled)

@@ -1,18 +1,23 @@
-"""Candidates of each row: score blocks, explicit pairs and exclusion masks.
+"""Candidates of each row: which scores a loss reads.
 
-A loss compares the positive p_i of each row (q_i, p_i) with the row's candidates. Which
-scores that takes is decided here, from indices and contents alone; `tiles.py` computes
-them. The candidates' table has one position for each occurrence of a text:
+A loss compares the positive p_i of each row i = (q_i, p_i) with the row's candidates. This module decides which scores
+that takes, from indices and contents alone. `tiles.py` computes them. Three numberings meet here:
+
+index        of a vector in the embedding matrix E [U, D]. Equal texts of one rank share a vector.
+occurrence   of a text in the rows of the global batch: the R queries from 0, the R positives from R, the H hard
+             negatives from 2 R.
+entry        of an occurrence in the table of this loss, which has those that are scored:
 
     [ hard negatives | positives | queries | hard negatives of explicit pairs ]
       '------- documents -------'
 
-A score block says: all rows of this rank, anchored at their query or their positive,
-against one range of positions. An exclusion mask says which of these scores do not count.
-It is never stored as [rows, columns]. Each row has a few keys, each column has a few keys,
-and a score is left out where any of them are equal: a row's keys are the contents of its
-query and positives, a column's key is its content. With hard_negatives_scope: own each
-hard negative meets the rows of its own example only, as explicit pairs.
+A column group says: all rows of this rank, by their query or by their positive, against one range of entries. Exclusion
+masks say which of these scores do not count. A mask is never stored as [rows, columns]. Each row has a few keys, each
+column has a few keys, and a score is left out where a key of the row equals a key of the column. Keys are contents: a
+row has those of its query and of its positives, a column has its own.
+
+With hard_negatives_scope: own a hard negative is a candidate for the rows of its own example only. Those are few, so
+they are explicit pairs, scored one by one.
 """
 
 from __future__ import annotations
@@ -20,7 +25,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,17 +32,16 @@ from torch import Tensor
 from vembed.losses.batch import LossBatch, copied_together
 from vembed.losses.declaration import CandidateLoss
 
-# Fill values of unused key slots. They differ, so that an empty row slot never equals an
-# empty column slot.
+# Keys are filled up to a rectangle. The two values differ, so that an unused slot of a
+# row never equals an unused slot of a column.
 NO_KEY_ROW = -1
 NO_KEY_COLUMN = -2
 FORWARD = 0
 REVERSE = 1
-SPARSE_SHARE = 4
-"""A mask with keys in at most one of so many columns is kept as single scores."""
-Anchor = Literal["query", "positive"]
+SPARSE_FRACTION = 0.25
+"""A mask of which at most this part of the columns has a key of the rows is returned as places."""
 ExcludedScores = Tensor | tuple[Tensor, Tensor]
-"""A bool mask of some rows and columns, or the rows and columns of single scores."""
+"""A bool mask [n, t], or the places of its true values: their rows and their columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,102 +53,95 @@ class ExclusionMask:
     column_keys: Tensor
     """[C, S'] int32 keys of the columns. Unused slots are -2."""
 
-    def excluded(self, rows: slice, size: int) -> Iterator[ExcludedScores]:
-        """Yield what is left out of every `size` of the columns.
-
-        It is a bool mask, or the places of its true values if these are few.
-        """
+    def tiles(self, rows: slice, tile_width: int) -> Iterator[ExcludedScores]:
+        """Yield what is left out of the scores of some rows, tile by tile of `tile_width` columns."""
         row_keys = self.row_keys[rows]
         column_keys = self.column_keys
-        num_columns = column_keys.shape[0]
+        num_columns = len(column_keys)
         # On a CPU a comparison of all keys takes almost as long as the scores, and most
-        # columns have no key of any row. On a GPU it is cheap, and the number of places
-        # would have to be waited for.
+        # columns have no key of any row. On a GPU it is cheap, and the host would have to
+        # wait for the number of places.
         if row_keys.device.type == "cpu" and row_keys.numel():
             row_keys = row_keys[:, : int((row_keys >= 0).sum(1).max())]
             ordered = row_keys.flatten().sort().values
             nearest = torch.searchsorted(ordered, column_keys.contiguous())
             nearest.clamp_(max=ordered.numel() - 1)
-            has_key = (ordered[nearest] == column_keys).any(1).nonzero()[:, 0]
-            if SPARSE_SHARE * has_key.numel() <= num_columns:
-                mask = _any_equal(column_keys[has_key], row_keys)
+            is_shared = (ordered[nearest] == column_keys).any(1)
+            shared = is_shared.nonzero()[:, 0]
+            if shared.numel() <= SPARSE_FRACTION * num_columns:
+                mask = _any_equal(column_keys[shared], row_keys)
                 column, row = mask.nonzero(as_tuple=True)
-                column = has_key[column]
-                # `column` ascends, so that the places of each part are adjacent.
-                limits = torch.arange(0, num_columns + size, size)
-                bounds = torch.searchsorted(column, limits).tolist()
-                for part, (first, last) in enumerate(itertools.pairwise(bounds)):
-                    yield row[first:last], column[first:last] - part * size
+                column = shared[column]
+                # `column` ascends, so that the places of each tile are adjacent.
+                tile_starts = torch.arange(0, num_columns + tile_width, tile_width)
+                bounds = torch.searchsorted(column, tile_starts).tolist()
+                for tile, (first, stop) in enumerate(itertools.pairwise(bounds)):
+                    yield row[first:stop], column[first:stop] - tile * tile_width
                 return
-        for tile_keys in torch.split(column_keys, size):
+        for tile_keys in torch.split(column_keys, tile_width):
             yield _any_equal(row_keys, tile_keys)
 
 
-def _any_equal(row_keys: Tensor, column_keys: Tensor) -> Tensor:
-    """Return a bool mask [rows, columns], true where any of the keys are equal."""
-    # One [rows, columns] comparison per pair of slots. A single broadcast would need
-    # [rows, columns, S, S'].
-    mask = row_keys[:, :1] == column_keys[:, 0]
-    for row_slot in range(row_keys.shape[1]):
-        for column_slot in range(column_keys.shape[1]):
-            if row_slot or column_slot:
-                mask |= row_keys[:, row_slot, None] == column_keys[:, column_slot]
+def _any_equal(left_keys: Tensor, right_keys: Tensor) -> Tensor:
+    """Return a bool mask [n, t], true where any of the keys [n, S] and [t, S'] are equal."""
+    # One [n, t] comparison for each pair of slots. A single broadcast would need
+    # [n, t, S, S'].
+    slots = itertools.product(left_keys.T, right_keys.T)
+    left, right = next(slots)
+    mask: Tensor = left[:, None] == right
+    for left, right in slots:
+        mask |= left[:, None] == right
     return mask
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreBlock:
-    """The anchors of all rows of this rank against a range of columns.
+class ColumnGroup:
+    """Scores of all rows of this rank against a range of table entries.
 
-    The row's positive is always left out here. It enters the loss separately.
+    The row's own positive is always left out here. It enters the loss separately.
     """
 
-    anchor: Anchor
+    row_entries: slice
+    """Entries of the rows' queries, or of their positives."""
     columns: slice
-    exclusion_masks: tuple[ExclusionMask, ...]
-    direction: int
+    """Entries of the columns."""
+    masks: tuple[ExclusionMask, ...]
+    direction: int = FORWARD
 
     @property
     def num_columns(self) -> int:
         """Number of columns."""
         return int(self.columns.stop - self.columns.start)
 
-    def excluded(self, rows: slice, size: int) -> Iterator[tuple[ExcludedScores, ...]]:
-        """Yield what the masks leave out of every `size` of the columns."""
-        if not self.exclusion_masks:
-            return itertools.repeat(())
-        masks = (mask.excluded(rows, size) for mask in self.exclusion_masks)
-        return zip(*masks, strict=True)
-
 
 @dataclass(frozen=True, slots=True)
 class ExplicitPairs:
-    """Pairs that are scored one by one: hard negatives for rows of their own example."""
+    """P single scores: rows against hard negatives of their own example."""
 
-    anchor: Anchor
+    row_entries: slice
+    """Entries of the rows' queries, or of their positives."""
     row: Tensor
     """[P] row, counted from this rank's first, in ascending order."""
-    position: Tensor
-    """[P] position of the hard negative in the table."""
-    direction: int
     host_row: Tensor
-    """`row`, on the host where it is known there."""
+    """`row` on the host, where it is known."""
+    negative_entry: Tensor
+    """[P] entry of the hard negative."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossCandidates:
-    """All scores of this rank's share of the loss. Positions are rows of a table of N occurrences."""
+    """The table of N entries, and all scores of this rank's share of the loss."""
 
     index: Tensor
-    """[N] index into the batch's embeddings for each position."""
+    """[N] index of each entry's vector in E."""
     occurrence: Tensor
-    """[N] number of the occurrence at each position: the R queries, the R positives, then the hard negatives."""
+    """[N] occurrence of each entry."""
     queries: slice
-    """Positions of the queries of this rank's rows."""
+    """Entries of the queries of this rank's rows."""
     positives: slice
-    """Positions of the positives of this rank's rows."""
-    score_blocks: tuple[ScoreBlock, ...]
-    explicit: tuple[ExplicitPairs, ...]
+    """Entries of the positives of this rank's rows."""
+    column_groups: tuple[ColumnGroup, ...]
+    explicit: tuple[ExplicitPairs, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -161,161 +157,166 @@ def find_candidates(
     document_document: bool = False,
     both_directions: bool = False,
 ) -> LossCandidates:
-    """Lay out the table and the score blocks that the options ask for.
+    """Lay out the table, the column groups and the explicit pairs that the options ask for.
 
-    `query_query`, `document_document`: queries against queries, and positives against
-    documents, too. `both_directions`: positives against queries, for a reverse loss.
+    `query_query`, `document_document`: queries against queries, and positives against documents, too.
+    `both_directions`: positives against queries, for a reverse loss.
     """
     device = batch.query.device
-    # On the host, where nothing waits for a GPU to tell how many there are of something.
+    # All of this is done on the host. It knows every integer there, and reads none from
+    # a GPU, for which it would have to wait.
     batch = batch.on_host()
     num_rows = batch.num_rows
     rank_rows = batch.rank_rows
-    # The rows and hard negatives that are columns.
-    rows = slice(0, num_rows)
-    negatives = torch.arange(batch.negative.numel(), device=batch.negative.device)
+    # Which rows, and which hard negatives, are columns.
+    column_rows = slice(0, num_rows)
+    negatives = batch.all_negatives()
     if options.negatives_from == "own_rank":
         # Fewer candidates. The loss still divides by the rows of the global batch.
-        rows = rank_rows
+        column_rows = rank_rows
         negatives = negatives[batch.rank_negatives]
-    explicit_row = batch.negative[:0]
-    explicit_position = batch.negative[:0]
-    explicit_negative = batch.negative[:0]
+    explicit_row = negatives[:0]
+    explicit_negatives = negatives[:0]
+    explicit_place = negatives[:0]
     if options.hard_negatives_scope == "own":
-        explicit_row, explicit_negative = explicit_negatives(
+        explicit_row, negative = example_negatives(
             batch, rank_rows, negatives, mask_duplicates=options.mask_duplicates
         )
-        explicit_negative, explicit_position = torch.unique(
-            explicit_negative, return_inverse=True
-        )
+        # Each hard negative has one entry, however many rows it meets.
+        explicit_negatives, explicit_place = torch.unique(negative, return_inverse=True)
         negatives = negatives[:0]
-    # Queries of other rows are needed only as columns. Otherwise the queries of this
-    # rank's rows are enough, as anchors.
-    query_rows = rows if query_query or both_directions else rank_rows
+    # Queries of other rows are needed only as columns.
+    query_rows = column_rows if query_query or both_directions else rank_rows
 
-    # Occurrences are numbered: queries from 0, positives from R, hard negatives from 2 R.
-    numbers = torch.arange(2 * num_rows, device=batch.query.device)
+    # The table.
+    every_row = torch.arange(num_rows, device=batch.query.device)
     occurrence = torch.cat(
         (
             2 * num_rows + negatives,
-            numbers[num_rows:][rows],
-            numbers[:num_rows][query_rows],
-            2 * num_rows + explicit_negative,
+            num_rows + every_row[column_rows],
+            every_row[query_rows],
+            2 * num_rows + explicit_negatives,
         )
     )
-    inputs = torch.cat((batch.query, batch.positive, batch.negative))
-    num_documents = negatives.numel() + rows.stop - rows.start
-    first_explicit = num_documents + query_rows.stop - query_rows.start
+    first_positive = negatives.numel()
+    first_query = first_positive + column_rows.stop - column_rows.start
+    first_explicit = first_query + query_rows.stop - query_rows.start
+    documents = slice(0, first_query)
+    queries = slice(first_query, first_explicit)
+    row_positives = shifted(rank_rows, first_positive - column_rows.start)
+    row_queries = shifted(rank_rows, first_query - query_rows.start)
 
-    # Keys are contents, as ranks among the distinct ones. Without mask_duplicates they
-    # are example ids: a row leaves out only the query and positives of its own example.
+    # The keys. Without mask_duplicates they are example ids in place of contents: a row
+    # leaves out only the query and the positives of its own example.
     if options.mask_duplicates:
         content = _ranks(batch.content)
         row_keys = _content_sets(batch)
         query_keys = content[batch.query]
         positive_keys = content[batch.positive]
-        negative_keys = content[negative_parts(batch)]
+        negative_keys = content[batch.parts_of_negatives()]
     else:
         query_keys = _ranks(batch.example)
         positive_keys = query_keys
         row_keys = query_keys[:, None]
         # Hard negatives have no key: none is ever left out.
-        negative_keys = torch.full_like(
-            batch.negative[:, None], NO_KEY_COLUMN, dtype=torch.int32
-        )
-    negative_keys = negative_keys[negatives]
-    # A mixture has two keys, so a positive's single key is repeated to that width.
-    width = negative_keys.shape[1]
+        no_keys = torch.full_like(batch.negative[:, None], NO_KEY_COLUMN)
+        negative_keys = no_keys.to(torch.int32)
+    # A mixture has the keys of both of its parts. A positive's key is repeated to their
+    # number.
+    num_slots = negative_keys.shape[1]
     document_keys = torch.cat(
-        (negative_keys, positive_keys[rows, None].expand(-1, width))
+        (
+            negative_keys[negatives],
+            positive_keys[column_rows, None].expand(-1, num_slots),
+        )
     )
-    # The keys of rows serve as columns in the reverse direction, so their fill value must
-    # become that of columns.
-    keys_of_rows = row_keys[rows]
-    keys_of_rows = keys_of_rows.where(keys_of_rows != NO_KEY_ROW, NO_KEY_COLUMN)
-
-    tensors = (
-        inputs[occurrence],
-        occurrence,
-        explicit_row,
-        first_explicit + explicit_position,
-        row_keys[rank_rows],
-        document_keys,
-        query_keys[query_rows, None],
-        positive_keys[rank_rows, None],
-        query_keys[rank_rows, None],
-        keys_of_rows if both_directions else keys_of_rows[:0],
-    )
-    copies = copied_together(tensors, device)
-    index, occurrence, explicit_rows, position, row_keys, *column_keys = copies
-    document_keys, query_keys, row_positive, row_query, keys_of_rows = column_keys
+    host = {
+        "index": batch.occurrences()[occurrence],
+        "occurrence": occurrence,
+        "row": explicit_row,
+        "negative_entry": first_explicit + explicit_place,
+        "row_keys": row_keys[rank_rows],
+        "document_keys": document_keys,
+        "query_keys": query_keys[query_rows, None],
+    }
+    if both_directions:
+        column_keys = row_keys[query_rows]
+        is_key = column_keys != NO_KEY_ROW
+        host["query_row_keys"] = column_keys.where(is_key, NO_KEY_COLUMN)
+        host["row_query_key"] = query_keys[rank_rows, None]
+        host["row_positive_key"] = positive_keys[rank_rows, None]
+    on_device = copied_together(host, device)
 
     # Documents, or queries, with the content of the row's query or of one of its
     # positives are left out.
-    documents = slice(0, num_documents)
-    queries = slice(num_documents, first_explicit)
-    of_documents = (ExclusionMask(row_keys, document_keys),)
-    of_queries: tuple[ExclusionMask, ...] = (ExclusionMask(row_keys, query_keys),)
-    blocks = [ScoreBlock("query", documents, of_documents, FORWARD)]
+    query_keys = on_device["query_keys"]
+    row_keys = on_device["row_keys"]
+    document_masks = (ExclusionMask(row_keys, on_device["document_keys"]),)
+    query_masks = (ExclusionMask(row_keys, query_keys),)
+    groups = [ColumnGroup(row_queries, documents, document_masks)]
     if query_query:
-        blocks.append(ScoreBlock("query", queries, of_queries, FORWARD))
+        groups.append(ColumnGroup(row_queries, queries, query_masks))
     if document_document:
-        blocks.append(ScoreBlock("positive", documents, of_documents, FORWARD))
+        groups.append(ColumnGroup(row_positives, documents, document_masks))
     if both_directions:
-        if options.mask_duplicates:
-            # Queries of examples that have the row's positive (as positive or query), and
-            # queries with the content of the row's own query.
-            of_queries = (
-                ExclusionMask(row_positive, keys_of_rows),
-                ExclusionMask(row_query, query_keys),
-            )
-        blocks.append(ScoreBlock("positive", queries, of_queries, REVERSE))
+        # Left out: the queries of examples that have the row's positive as positive or as
+        # query, and queries with the content of the row's query.
+        positive_key = on_device["row_positive_key"]
+        masks = (
+            ExclusionMask(positive_key, on_device["query_row_keys"]),
+            ExclusionMask(on_device["row_query_key"], query_keys),
+        )
+        groups.append(ColumnGroup(row_positives, queries, masks, REVERSE))
     explicit = []
     if explicit_row.numel():
-        pairs = ExplicitPairs("query", explicit_rows, position, FORWARD, explicit_row)
+        pairs = ExplicitPairs(
+            row_entries=row_queries,
+            row=on_device["row"],
+            host_row=explicit_row,
+            negative_entry=on_device["negative_entry"],
+        )
         explicit.append(pairs)
         if document_document:
-            explicit.append(replace(pairs, anchor="positive"))
-    # `rank_rows` counts rows of the global batch. The table may begin at another row.
-    first_query = num_documents - query_rows.start
-    first_positive = negatives.numel() - rows.start
+            explicit.append(replace(pairs, row_entries=row_positives))
     return LossCandidates(
-        index=index,
-        occurrence=occurrence,
-        queries=slice(rank_rows.start + first_query, rank_rows.stop + first_query),
-        positives=slice(
-            rank_rows.start + first_positive, rank_rows.stop + first_positive
-        ),
-        score_blocks=tuple(block for block in blocks if block.num_columns),
+        index=on_device["index"],
+        occurrence=on_device["occurrence"],
+        queries=row_queries,
+        positives=row_positives,
+        column_groups=tuple(group for group in groups if group.num_columns),
         explicit=tuple(explicit),
     )
 
 
-def explicit_negatives(
-    batch: LossBatch, rows: slice, negatives: Tensor, *, mask_duplicates: bool
-) -> tuple[Tensor, Tensor]:
-    """Return rows [P] and hard negatives [P]: each row with each of its example's.
+def shifted(entries: slice, offset: int) -> slice:
+    """Return a slice that begins and stops `offset` later."""
+    return slice(entries.start + offset, entries.stop + offset)
 
-    `negatives` are the numbers of those that are looked at. Rows count from the range's
-    start, ascending. With `mask_duplicates`, pairs are dropped whose negative has the
-    content of the row's query or of one of its example's positives.
+
+def example_negatives(
+    batch: LossBatch,
+    rows: slice,
+    negatives: Tensor | None = None,
+    *,
+    mask_duplicates: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return rows [P] and hard negatives [P]: each row with each hard negative of its example.
+
+    Rows count from the start of `rows`, ascending. `negatives`: those that are looked at, otherwise all. With
+    `mask_duplicates`, pairs are dropped whose negative has the content of the row's query or of one of its example's
+    positives.
     """
-    row, negative = join_equal(batch.example[rows], batch.negative_example[negatives])
-    negative = negatives[negative]
+    if negatives is None:
+        negatives = batch.all_negatives()
+    row, place = join_equal(batch.example[rows], batch.negative_example[negatives])
+    negative = negatives[place]
     if not mask_duplicates or not row.numel():
         return row, negative
-    row_contents = _content_sets(batch)[rows][row]  # [P, S]
-    # Ranks among the sorted distinct contents, the numbers that `_content_sets` uses.
-    contents = _ranks(batch.content)[negative_parts(batch)[negative]]  # [P, 1 or 2]
-    differs = (row_contents[:, :, None] != contents[:, None]).flatten(1).all(1)
+    row_keys = _content_sets(batch)[rows][row]  # [P, S]
+    negative_keys = _ranks(batch.content)[batch.parts_of_negatives()[negative]]
+    # [P, S, 1 or 2]: every key of the row against every key of the negative.
+    differs = (row_keys[:, :, None] != negative_keys[:, None]).flatten(1).all(1)
     return row[differs], negative[differs]
-
-
-def negative_parts(batch: LossBatch) -> Tensor:
-    """Return [H, 1 or 2] indices of the embeddings that each hard negative is made of."""
-    if batch.negative_parts is None:
-        return batch.negative[:, None]
-    return batch.negative_parts
 
 
 def _ranks(values: Tensor) -> Tensor:
@@ -325,16 +326,15 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def _content_sets(batch: LossBatch) -> Tensor:
-    """Return [R, S] int32: contents, as ranks, of each row's query and of its example's positives."""
+    """Return [R, S] int32 contents, as ranks, of each row's query and of its example's positives."""
     content = _ranks(batch.content)
     positive = content[batch.positive]
     example, size = torch.unique(
         batch.example, return_inverse=True, return_counts=True
     )[1:]
+    # Scatter into [examples, width]. The slot of a positive is its place in the sorted
+    # order less that of the first positive of its example.
     order = torch.argsort(example, stable=True)
-    # Scatter into [examples, width]. The slot is the position among the positives of the
-    # same example: the position in the sorted order less the exclusive prefix sum of the
-    # example sizes.
     first = size.cumsum(0) - size
     slot = torch.arange(order.numel(), device=order.device) - first[example[order]]
     width = int(size.max()) if size.numel() else 0
@@ -348,10 +348,9 @@ def join_equal(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     ordered, order = torch.sort(right, stable=True)
     first = torch.searchsorted(ordered, left)
     count = torch.searchsorted(ordered, left, right=True) - first
-    numbers = torch.arange(left.numel(), device=left.device)
-    rows = torch.repeat_interleave(numbers, count)
-    # Equal values of `right` are adjacent after sorting: match number w of left[i] is at
-    # first[i] + w.
-    before = (count.cumsum(0) - count)[rows]
-    within = torch.arange(rows.numel(), device=left.device) - before
-    return rows, order[first[rows] + within]
+    i = torch.repeat_interleave(count)
+    # Equal values of `right` are adjacent after sorting: match m of left[i] is at
+    # first[i] + m.
+    before = (count.cumsum(0) - count)[i]
+    match = torch.arange(i.numel(), device=left.device) - before
+    return i, order[first[i] + match]

@@ -19,8 +19,8 @@ mask_duplicates: false: only what row i's own example brought is left out.
 false_negative_margin m: candidates with a score above s(q_i,p_i) + m are left out. The
 selection has no gradient. With Matryoshka each size selects by its own scores.
 guide g with margin m: candidates c with g(q_i,c) > g(q_i,p_i) - m are left out, where g
-is the cosine of a teacher's vectors (against p_i in place of q_i: g(p_i,c)). A relative
-margin is m * |g(q_i,p_i)|.
+is the cosine of a teacher's vectors (against p_i in place of q_i: g(p_i,c)). A margin
+of m % is m / 100 * |g(q_i,p_i)|.
 hard_negatives_scope: own: a hard negative is in D_i only for rows of its own example.
 negatives_from: own_rank: j and the hard negatives run over the rank's own part of the
 batch. N stays that of the global batch.
@@ -31,16 +31,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from pydantic import Field
+from typing import TYPE_CHECKING, Annotated
 
 from vembed.config.values import (
-    Fraction,
+    FiniteFloat,
     NamesFiles,
     NonNegativeFloat,
     NonNegativeInt,
-    Number,
+    Percentage,
 )
 from vembed.losses.declaration import (
     HIGHEST_TEMPERATURE,
@@ -69,17 +67,14 @@ class GuidedLoss(CandidateLoss):
     """Use the other queries of the batch as negatives of a query too."""
     document_document_negatives: bool = False
     """Use the other documents of the batch as negatives of a positive document too."""
-    false_negative_margin: (
-        Annotated[float, Field(allow_inf_nan=False), Number] | None
-    ) = None
+    false_negative_margin: FiniteFloat | None = None
     """Mask candidates that score above the positive's score plus this margin. Default: none is masked."""
     guide: Annotated[str | None, NamesFiles("model")] = None
     """loss: infonce, sigmoid, circle: a teacher that says which candidates are no negatives: those that it scores above
     the row's own pair less `guide_margin`."""
-    guide_margin: Annotated[float, Field(allow_inf_nan=False), Number] = 0.0
-    """Distance below the own pair's score, by the guide, from which a candidate counts as a negative."""
-    guide_margin_kind: Literal["absolute", "relative"] = "absolute"
-    """Unit of `guide_margin`: a difference of scores, or a share of the own pair's score."""
+    guide_margin: FiniteFloat | Percentage = 0.0
+    """Distance below the own pair's score, by the guide, from which a candidate counts as a negative: a difference of
+    scores, or a share of the own pair's score, as `5%`."""
 
     def tiled_share(
         self,
@@ -106,16 +101,19 @@ class GuidedLoss(CandidateLoss):
         guide = None
         if term.guide is not None:
             vectors = batch.teacher_vectors(term.guide, "guide")
-            is_relative = self.guide_margin_kind == "relative"
-            guide = Guide(vectors, self.guide_margin, relative=is_relative)
+            if isinstance(self.guide_margin, str):
+                share_of_score = float(self.guide_margin.rstrip("%")) / 100
+                guide = Guide(vectors, share_of_score, True)
+            else:
+                guide = Guide(vectors, self.guide_margin, False)
         share = 1.0 / max(1, batch.num_rows)
         scoring = Scoring(
             candidates=candidates,
             similarity=term.similarity(batch.embeddings),
             row_loss=row_loss,
             coefficients=(share / 2, share / 2) if both_directions else (share,),
-            margin=self.false_negative_margin,
             tiling=term.tiling,
+            margin_above_positive=self.false_negative_margin,
             guide=guide,
             is_separable=is_separable,
         )
@@ -184,19 +182,15 @@ class InfoNCE(GuidedLoss, Temperature):
 
     def _share_of_lists(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """Return the share of a reranker, whose candidates are the hard negatives of the row's example."""
-        from vembed.losses.listed import (
-            ListedPairs,
-            grouped_log_softmax,
-            student_scores,
-        )
+        from vembed.losses.listed import ListedPairs, grouped_log_softmax
 
         pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
         similarity = term.similarity(batch.embeddings)
-        scores = pairs.scores(student_scores(batch, similarity))  # [K, n + P]
+        scores = pairs.model_scores(batch, similarity)  # [K, n + P]
         logits = scores * term.scale(batch.embeddings)
-        entropies = -grouped_log_softmax(logits, pairs.group, pairs.num_groups)
+        log_softmax = grouped_log_softmax(logits, pairs.groups, pairs.num_groups)
         # The positive pair of each row comes first, one for each group.
-        losses = entropies[:, : pairs.num_groups].sum(1)
+        losses = -log_softmax[:, : pairs.num_groups].sum(1)
         return similarity.total(losses) / max(1, batch.num_rows)
 
 
@@ -208,7 +202,7 @@ class Circle(GuidedLoss):
         a_i = max(0, 1 + m - s(q_i,p_i))        b_ic = max(0, s(q_i,c) + m)
 
     a and b have no gradient: scores that are far from their optimum, 1 + m and -m, weigh
-    more. T is 1 / gamma of the paper, m is circle_margin.
+    more. T is 1 / gamma of the paper, m is `margin`, by default 0.25.
     """
 
     name = "circle"
@@ -220,16 +214,17 @@ class Circle(GuidedLoss):
 
     bidirectional: bool = False
     """Also score each positive against all queries. The loss is the mean of both directions."""
-    circle_margin: Fraction = 0.25
-    """loss: circle: similarities of 1 - margin for positives and below the margin for negatives are good enough."""
+    margin: NonNegativeFloat | None = None
+    """loss: circle: similarities of 1 - margin for positives and below the margin for negatives are good enough.
+    Default: 0.25. loss: triplet: minimum difference between the similarities of the positive and the negative. Default:
+    0.2."""
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
         from vembed.losses.row_losses import CircleRows
 
-        row_loss = partial(
-            CircleRows, temperature=self.temperature, margin=self.circle_margin
-        )
+        margin = 0.25 if self.margin is None else self.margin
+        row_loss = partial(CircleRows, temperature=self.temperature, margin=margin)
         scale = term.scale(batch.embeddings)
         return self.tiled_share(
             batch, term, row_loss, scale, both_directions=self.bidirectional
@@ -296,7 +291,7 @@ class Sigmoid(GuidedLoss):
 class Triplet(MaskedLoss):
     """The triplet loss: the mean over all M triplets (row i, hard negative n of it).
 
-        L = 1/M * sum over triplets of max(0, s(q_i,n) - s(q_i,p_i) + triplet_margin)
+        L = 1/M * sum over triplets of max(0, s(q_i,n) - s(q_i,p_i) + margin)
 
     With mask_duplicates, negatives with the content of the row's query or of one of its
     positives are dropped.
@@ -307,18 +302,16 @@ class Triplet(MaskedLoss):
     records = "matches"
     negatives = "each"
 
-    triplet_margin: NonNegativeFloat = 0.2
-    """loss: triplet: minimum difference between the similarities of the positive and the negative."""
+    margin: NonNegativeFloat | None = None
+    """See Circle."""
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs, num_listed_pairs, student_scores
+        from vembed.losses.listed import ListedPairs
 
         similarity = term.similarity(batch.embeddings)
         pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
-        scores = pairs.scores(student_scores(batch, similarity))  # [K, n + P]
-        positive = scores[:, pairs.group[pairs.num_groups :]]  # [K, P]
-        negative = scores[:, pairs.num_groups :]
-        losses = (negative - positive + self.triplet_margin).relu().sum(1)
-        num_triplets = num_listed_pairs(batch, mask_duplicates=self.mask_duplicates)
-        return similarity.total(losses) / max(1, num_triplets)
+        margins = pairs.margins(pairs.model_scores(batch, similarity))  # [K, P]
+        margin = 0.2 if self.margin is None else self.margin
+        losses = (margin - margins).relu().sum(1)
+        return similarity.total(losses) / max(1, pairs.num_negative_pairs)

@@ -10,51 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vembed.losses.batch import ListedScores, LossBatch, copied_together
-from vembed.losses.candidates import explicit_negatives, join_equal
+from vembed.losses.batch import LossBatch, copied_together
+from vembed.losses.candidates import example_negatives, join_equal
 from vembed.losses.similarity import Similarity, pair_scores
-
-
-class StudentScores:
-    """The similarities of a batch, as listed scores at all K sizes."""
-
-    def __init__(self, batch: LossBatch, similarity: Similarity) -> None:
-        self.batch = batch
-        self.similarity = similarity
-
-    def listed(self, rows: Tensor, negative_row: Tensor, negative: Tensor) -> Tensor:
-        """See ListedScores. Differentiable once."""
-        batch = self.batch
-        left = torch.cat((batch.query[rows], batch.query[negative_row]))
-        right = torch.cat((batch.positive[rows], batch.negative[negative]))
-        # One call for all pairs, so that their gradients are accumulated once.
-        return pair_scores(
-            batch.embeddings,
-            left,
-            right,
-            self.similarity,
-        )
-
-
-class PairScores:
-    """The scores of a reranker, which are the outputs of the model themselves."""
-
-    def __init__(self, batch: LossBatch) -> None:
-        self.batch = batch
-
-    def listed(self, rows: Tensor, negative_row: Tensor, negative: Tensor) -> Tensor:
-        """See ListedScores."""
-        del negative_row  # a pair knows its query
-        batch = self.batch
-        pairs = torch.cat((batch.positive[rows], batch.negative[negative]))
-        return batch.embeddings[pairs, 0][None]
-
-
-def student_scores(batch: LossBatch, similarity: Similarity) -> ListedScores:
-    """Return the scores of the model that is trained: similarities of vectors, or a reranker's own."""
-    if batch.holds_scores:
-        return PairScores(batch)
-    return StudentScores(batch, similarity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,111 +21,124 @@ class ListedPairs:
 
     rows: Tensor
     """[n] row of each positive pair."""
-    negative_row: Tensor
+    negative_rows: Tensor
     """[P] row whose query meets the hard negative."""
-    negative: Tensor
-    """[P] number of the hard negative."""
-    group: Tensor
+    negatives: Tensor
+    """[P] the hard negative, as an index into those of the batch."""
+    groups: Tensor
     """[n + P] group of each pair, counted from 0."""
     num_groups: int
+    num_negative_pairs: int
+    """Pairs with a hard negative on all ranks."""
 
     @classmethod
     def of_rank(cls, batch: LossBatch, *, mask_duplicates: bool) -> ListedPairs:
         """Return a group for each row of this rank, whose positive pairs come first."""
-        rank_rows = batch.rank_rows
         device = batch.query.device
-        batch = batch.on_host()
-        row, negative = explicit_negatives(
-            batch, rank_rows, batch.negative_numbers(), mask_duplicates=mask_duplicates
+        rank_rows = batch.rank_rows
+        # All ranks' pairs, since losses divide by their number.
+        row, negative = example_negatives(
+            batch.on_host(), slice(None), mask_duplicates=mask_duplicates
         )
-        numbers = torch.arange(batch.num_rank_rows, device=row.device)
-        columns = (
-            numbers + rank_rows.start,
-            row + rank_rows.start,
-            negative,
-            torch.cat((numbers, row)),
+        is_of_rank = (row >= rank_rows.start) & (row < rank_rows.stop)
+        rows = torch.arange(rank_rows.start, rank_rows.stop, device=row.device)
+        negative_rows = row[is_of_rank]
+        tensors = {
+            "rows": rows,
+            "negative_rows": negative_rows,
+            "negatives": negative[is_of_rank],
+            "groups": torch.cat((rows, negative_rows)) - rank_rows.start,
+        }
+        return cls(
+            **copied_together(tensors, device),
+            num_groups=rows.numel(),
+            num_negative_pairs=row.numel(),
         )
-        rows, negative_row, negative, group = copied_together(columns, device)
-        return cls(rows, negative_row, negative, group, batch.num_rank_rows)
 
     @classmethod
     def of_examples(cls, batch: LossBatch, *, mask_duplicates: bool) -> ListedPairs:
         """Return a group for each example of the global batch."""
         examples, example = torch.unique(batch.example, return_inverse=True)
-        rows = torch.arange(batch.num_rows, device=example.device)
-        first_row = _first_rows(batch)
-        row, negative = explicit_negatives(
-            batch,
-            slice(0, batch.num_rows),
-            batch.negative_numbers(),
-            mask_duplicates=mask_duplicates,
+        row, negative = example_negatives(
+            batch, slice(None), mask_duplicates=mask_duplicates
         )
         # Every row of an example has all of its negatives: take those of the first.
-        is_first = first_row[example[row]] == row
+        is_first = _first_rows(batch)[example[row]] == row
         row = row[is_first]
         return cls(
-            rows=rows,
-            negative_row=row,
-            negative=negative[is_first],
-            group=torch.cat((example, example[row])),
+            rows=torch.arange(batch.num_rows, device=example.device),
+            negative_rows=row,
+            negatives=negative[is_first],
+            groups=torch.cat((example, example[row])),
             num_groups=examples.numel(),
+            num_negative_pairs=row.numel(),
         )
 
     def of_rank_examples(self, batch: LossBatch) -> ListedPairs:
         """Return the groups of `of_examples` whose first row this rank has.
 
-        A list belongs to one rank, also where its rows lie on two: otherwise it would
-        count twice.
+        A list belongs to one rank, also where its rows lie on two: otherwise it would count twice.
         """
         rank_rows = batch.rank_rows
-        first_row = _first_rows(batch)[self.group]
-        is_of_rank = (first_row >= rank_rows.start) & (first_row < rank_rows.stop)
-        num_rows = self.rows.numel()
-        return ListedPairs(
-            rows=self.rows[is_of_rank[:num_rows]],
-            negative_row=self.negative_row[is_of_rank[num_rows:]],
-            negative=self.negative[is_of_rank[num_rows:]],
-            group=self.group[is_of_rank],
-            num_groups=self.num_groups,
+        first_row = _first_rows(batch)[self.groups]
+        return self.select(
+            (first_row >= rank_rows.start) & (first_row < rank_rows.stop)
         )
 
-    def scores(self, source: ListedScores) -> Tensor:
-        """Return [K, n + P] scores of all pairs."""
-        return source.listed(self.rows, self.negative_row, self.negative)
+    def select(self, is_selected: Tensor) -> ListedPairs:
+        """Return the pairs for which a bool tensor [n + P] is true. Groups keep their numbers."""
+        num_rows = self.rows.numel()
+        is_negative_selected = is_selected[num_rows:]
+        return ListedPairs(
+            rows=self.rows[is_selected[:num_rows]],
+            negative_rows=self.negative_rows[is_negative_selected],
+            negatives=self.negatives[is_negative_selected],
+            groups=self.groups[is_selected],
+            num_groups=self.num_groups,
+            num_negative_pairs=self.num_negative_pairs,
+        )
+
+    def model_scores(self, batch: LossBatch, similarity: Similarity) -> Tensor:
+        """Return [K, n + P] the scores of all pairs: similarities of vectors, or a reranker's own. Differentiable once."""
+        if batch.holds_scores:
+            pairs = torch.cat(
+                (batch.positive[self.rows], batch.negative[self.negatives])
+            )
+            return batch.embeddings[pairs, 0][None]
+        # One call for all pairs, so that their gradients are accumulated once.
+        return pair_scores(
+            batch.embeddings,
+            torch.cat((batch.query[self.rows], batch.query[self.negative_rows])),
+            torch.cat((batch.positive[self.rows], batch.negative[self.negatives])),
+            similarity,
+        )
+
+    def margins(self, scores: Tensor) -> Tensor:
+        """Return [K, P] how far each hard negative of `of_rank` is below the positive of its row."""
+        num_rows = self.rows.numel()
+        return scores[:, self.groups[num_rows:]] - scores[:, num_rows:]
 
 
-def num_listed_pairs(batch: LossBatch, *, mask_duplicates: bool) -> int:
-    """Return the number of (row, hard negative) pairs of all ranks."""
-    batch = batch.on_host()
-    row, _ = explicit_negatives(
-        batch,
-        slice(0, batch.num_rows),
-        batch.negative_numbers(),
-        mask_duplicates=mask_duplicates,
-    )
-    return row.numel()
-
-
-def grouped_log_softmax(logits: Tensor, group: Tensor, num_groups: int) -> Tensor:
+def grouped_log_softmax(logits: Tensor, groups: Tensor, num_groups: int) -> Tensor:
     """Return [K, E] the log softmax of logits [K, E] within each group."""
     shape = len(logits), num_groups
-    group = group.expand(len(logits), -1)
+    groups = groups.expand(len(logits), -1)
     # Relative to the largest logit of the group, so that no exp overflows. It cancels,
     # so it needs no gradient.
     largest = logits.new_full(shape, -torch.inf).scatter_reduce(
-        1, group, logits.detach(), "amax"
+        1, groups, logits.detach(), "amax"
     )
-    shifted = logits - largest.gather(1, group)
-    sums = logits.new_zeros(shape).scatter_add(1, group, shifted.exp())
-    return shifted - sums.gather(1, group).log()
+    differences = logits - largest.gather(1, groups)
+    sums = logits.new_zeros(shape).scatter_add(1, groups, differences.exp())
+    return differences - sums.gather(1, groups).log()
 
 
-def ordered_pairs(group: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def ordered_pairs(groups: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return the pairs [P], [P] of one group of which the first has the higher target.
 
     A target that is not a number is below all others.
     """
-    left, right = join_equal(group, group)
+    left, right = join_equal(groups, groups)
     targets = targets.nan_to_num(nan=-torch.inf)
     is_higher = targets[left] > targets[right]
     return left[is_higher], right[is_higher]
@@ -177,5 +148,5 @@ def _first_rows(batch: LossBatch) -> Tensor:
     """Return [examples] the lowest row of each example."""
     examples, example = torch.unique(batch.example, return_inverse=True)
     rows = torch.arange(batch.num_rows, device=example.device)
-    none = rows.new_full((examples.numel(),), batch.num_rows)
-    return none.scatter_reduce(0, example, rows, "amin")
+    highest = rows.new_full((examples.numel(),), batch.num_rows)
+    return highest.scatter_reduce(0, example, rows, "amin")

@@ -33,7 +33,7 @@ class LabelledLoss(ListedLoss):
         from vembed.losses.similarity import arithmetic_dtype
 
         if term.teacher in (None, SCORES) and batch.scores is None:
-            labels = torch.zeros(len(lists.group), device=batch.embeddings.device)
+            labels = torch.zeros(len(lists.groups), device=batch.embeddings.device)
             labels[: len(lists.rows)] = 1.0
             return labels.to(arithmetic_dtype(batch.embeddings))
         return self.targets(batch, term, lists, may_lack=True)[0].nan_to_num(nan=0.0)
@@ -55,17 +55,17 @@ class BCE(LabelledLoss):
         """See Loss."""
         import torch.nn.functional as F
 
-        from vembed.losses.listed import ListedPairs, student_scores
+        from vembed.losses.listed import ListedPairs
 
         lists = ListedPairs.of_examples(batch, mask_duplicates=self.mask_duplicates)
         rank_lists = lists.of_rank_examples(batch)
         labels = self.labels(batch, term, rank_lists)
         similarity = term.similarity(batch.embeddings)
-        scores = rank_lists.scores(student_scores(batch, similarity))  # [K, E]
+        scores = rank_lists.model_scores(batch, similarity)  # [K, E]
         losses = F.binary_cross_entropy_with_logits(
             scores, labels.expand_as(scores), reduction="none"
         )
-        return similarity.total(losses.sum(1)) / max(1, len(lists.group))
+        return similarity.total(losses.sum(1)) / max(1, len(lists.groups))
 
 
 class Lambda(LabelledLoss):
@@ -88,20 +88,20 @@ class Lambda(LabelledLoss):
         """See Loss."""
         import torch.nn.functional as F
 
-        from vembed.losses.listed import ListedPairs, ordered_pairs, student_scores
+        from vembed.losses.listed import ListedPairs, ordered_pairs
 
         lists = ListedPairs.of_examples(batch, mask_duplicates=self.mask_duplicates)
         # Of all ranks, as the divisor. The model's scores are not needed for it.
         all_labels = self.labels(batch, term, lists)
-        num_pairs = ordered_pairs(lists.group, all_labels)[0].numel()
+        num_pairs = ordered_pairs(lists.groups, all_labels)[0].numel()
         rank_lists = lists.of_rank_examples(batch)
         labels = self.labels(batch, term, rank_lists)
-        above, below = ordered_pairs(rank_lists.group, labels)
+        above, below = ordered_pairs(rank_lists.groups, labels)
         similarity = term.similarity(batch.embeddings)
-        scores = rank_lists.scores(student_scores(batch, similarity))  # [K, E]
+        scores = rank_lists.model_scores(batch, similarity)  # [K, E]
         gain = 2.0 ** labels.clamp(min=0.0) - 1.0
         ideal = _discounted(gain, _places(labels[None], rank_lists), rank_lists)
-        gain = gain / ideal[0].clamp(min=1e-10)[rank_lists.group]
+        gain = gain / ideal[0].clamp(min=1e-10)[rank_lists.groups]
         places = _places(scores.detach(), rank_lists)  # [K, E]
         distance = (places[:, above] - places[:, below]).abs()
         close = 1.0 / (1.0 + distance).log2() - 1.0 / (2.0 + distance).log2()
@@ -128,14 +128,14 @@ class MSE(ListedLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs, student_scores
+        from vembed.losses.listed import ListedPairs
 
         lists = ListedPairs.of_examples(batch, mask_duplicates=self.mask_duplicates)
         rank_lists = lists.of_rank_examples(batch)
         similarity = term.similarity(batch.embeddings)
-        scores = rank_lists.scores(student_scores(batch, similarity))  # [K, E]
+        scores = rank_lists.model_scores(batch, similarity)  # [K, E]
         losses = (scores - self.targets(batch, term, rank_lists)).square().sum(1)
-        return similarity.total(losses) / max(1, len(lists.group))
+        return similarity.total(losses) / max(1, len(lists.groups))
 
 
 def _places(scores: Tensor, lists: ListedPairs) -> Tensor:
@@ -144,13 +144,13 @@ def _places(scores: Tensor, lists: ListedPairs) -> Tensor:
     import torch
 
     places = torch.empty_like(scores)
-    num_before = torch.bincount(lists.group, minlength=lists.num_groups).cumsum(0)
-    starts = num_before - torch.bincount(lists.group, minlength=lists.num_groups)
+    num_before = torch.bincount(lists.groups, minlength=lists.num_groups).cumsum(0)
+    starts = num_before - torch.bincount(lists.groups, minlength=lists.num_groups)
     for size, of_size in enumerate(scores):
         by_score = torch.sort(of_size, descending=True, stable=True).indices
-        order = by_score[torch.sort(lists.group[by_score], stable=True).indices]
+        order = by_score[torch.sort(lists.groups[by_score], stable=True).indices]
         counted = torch.arange(len(order), device=order.device)
-        place = counted - starts[lists.group[order]] + 1
+        place = counted - starts[lists.groups[order]] + 1
         places[size, order] = place.to(places.dtype)
     return places
 
@@ -159,4 +159,4 @@ def _discounted(gain: Tensor, places: Tensor, lists: ListedPairs) -> Tensor:
     """Return [K, groups] the sum of gains over log2(1 + place) of each list."""
     discounted = gain / (1.0 + places).log2()
     sums = discounted.new_zeros(len(places), lists.num_groups)
-    return sums.index_add(1, lists.group, discounted)
+    return sums.index_add(1, lists.groups, discounted)

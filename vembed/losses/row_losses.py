@@ -52,12 +52,13 @@ class Candidates:
 
 
 class RowLoss(ABC):
-    """Losses of n rows. Create it with the positives' logits, add all candidates, then ask for the derivatives."""
+    """Losses of n rows.
 
-    def __init__(
-        self,
-        start: RowStart,
-    ) -> None:
+    Create it with the positives' logits, add all candidates, call `total`, then ask for the derivatives. Where the
+    derivatives do not depend on the other scores (`Scoring.is_separable`), `grad` may come before `total`.
+    """
+
+    def __init__(self, start: RowStart) -> None:
         self.positive = start.logits
         self.coefficient = start.coefficient
 
@@ -67,14 +68,14 @@ class RowLoss(ABC):
 
     @abstractmethod
     def total(self) -> Tensor:
-        """Return coefficient * sum of the rows' losses. Call it after all candidates have been added."""
+        """Return coefficient * sum of the rows' losses. Call it once, after all candidates have been added."""
 
     @abstractmethod
     def grad(self, candidates: Candidates) -> Tensor:
         """Return the gradient of the total with respect to the candidates' logits. `out` may be the logits."""
 
     @abstractmethod
-    def grad_of_positive_logit(self) -> Tensor:
+    def d_positive(self) -> Tensor:
         """Return the gradient of the total with respect to the positives' logits [n]."""
 
 
@@ -150,70 +151,51 @@ class SoftmaxRows(RowLoss):
             return candidates.logits
         return torch.mul(candidates.logits, self.stretch, out=candidates.out)
 
-    def _surplus(self) -> Tensor:
-        """Return [n] log(sum of all exp(logit)) - largest. expm1 and log1p keep precision if the positive dominates."""
-        return torch.log1p(
-            self.rest.sum + torch.expm1(self.positive - self.rest.largest)
-        )
-
-    def _log_sum(self) -> Tensor:
-        return self._surplus() + self.rest.largest
-
-    def _losses(self) -> Tensor:
-        return self._surplus() + (self.rest.largest - self.positive)
-
     def total(self) -> Tensor:
         """See RowLoss."""
-        losses = self._losses()
+        largest = self.rest.largest
+        # log(sum of all exp(logit)) - largest. expm1 and log1p keep precision if the positive dominates.
+        surplus = torch.log1p(self.rest.sum + torch.expm1(self.positive - largest))
+        losses = surplus + (largest - self.positive)
+        self.log_sum = surplus + largest  # [n]
+        # `focus` [n]: derivative of the focal loss by the loss of the row.
+        self.focus: Tensor | float = 1.0
+        shift = self.log_sum - math.log(self.coefficient)
         if self.focal_gamma:
-            # -expm1(-l) is 1 - exp(-l) without cancellation for small l.
-            losses = losses * (-torch.expm1(-losses)) ** self.focal_gamma
+            # 1 - exp(-l) without cancellation for small l.
+            rest = -torch.expm1(-losses)
+            weights = rest**self.focal_gamma
+            # d/dl of rest^g * l; l / rest is 1 in the limit of l = 0.
+            ratio = torch.where(rest > 0, losses / rest, torch.ones_like(rest))
+            self.focus = weights * (1 + self.focal_gamma * (1 - rest) * ratio)
+            shift = shift - torch.log(self.focus)
+            losses = losses * weights
+        self.shift = shift
         return self.coefficient * losses.sum()
-
-    def _coefficients(self) -> Tensor | float:
-        """Return d(total)/d(loss of the row), [n] or the same for all."""
-        if not self.focal_gamma:
-            return self.coefficient
-        losses = self._losses()
-        rest = -torch.expm1(-losses)
-        # d/dl of rest^g * l; l / rest is 1 in the limit of l = 0.
-        ratio = torch.where(rest > 0, losses / rest, torch.ones_like(rest))
-        slope = 1 + self.focal_gamma * (1 - rest) * ratio
-        return self.coefficient * rest**self.focal_gamma * slope
 
     def grad(self, candidates: Candidates) -> Tensor:
         """See RowLoss."""
-        # coefficient * softmax = exp(logit - log_sum + log(coefficient)): one subtraction and one exp over the tile.
-        coefficients = self._coefficients()
-        if isinstance(coefficients, Tensor):
-            shift = self._log_sum() - torch.log(coefficients)
-        else:
-            shift = self._log_sum() - math.log(coefficients)
+        # coefficient * focus * softmax = exp(logit - shift): one subtraction and one exp over the tile.
         logits = self._stretched(candidates)
-        shift = _each(shift, candidates.row)
+        shift = _each(self.shift, candidates.row)
         return torch.sub(logits, shift, out=candidates.out).exp_()
 
-    def grad_of_positive_logit(self) -> Tensor:
+    def d_positive(self) -> Tensor:
         """See RowLoss."""
-        # coefficient * (softmax - 1); expm1 avoids the cancellation where the softmax is near 1.
-        return self._coefficients() * torch.expm1(self.positive - self._log_sum())
+        # coefficient * (softmax - 1). expm1 avoids the cancellation where the softmax is near 1.
+        slope = torch.expm1(self.positive - self.log_sum)
+        return self.coefficient * self.focus * slope
 
 
 class CircleRows(SoftmaxRows):
     """Softmax over weighted logits: that of the positive is a (s - 1 + m) / T, that of a candidate b (s - m) / T, with
     s = T * logit. Their derivatives by the logit are a and b."""
 
-    def __init__(
-        self,
-        start: RowStart,
-        *,
-        temperature: float,
-        margin: float,
-    ) -> None:
+    def __init__(self, start: RowStart, *, temperature: float, margin: float) -> None:
         self.temperature = temperature
         self.margin = margin
         score = start.logits * temperature
-        # a_i of the formula. It has no gradient: `grad_of_positive_logit` multiplies by it.
+        # a_i of the formula. It has no gradient: `d_positive` multiplies by it.
         self.positive_weight = (1.0 + margin - score).clamp_(min=0.0)
         weighted = self.positive_weight * (score - (1.0 - margin)) / temperature
         super().__init__(replace(start, logits=weighted))
@@ -223,46 +205,41 @@ class CircleRows(SoftmaxRows):
         scores = torch.mul(logits, self.temperature, out=out)
         return scores.add_(self.margin).clamp_(min=0.0)
 
-    def _weighted(self, candidates: Candidates) -> Tensor:
+    def _weighted(self, candidates: Candidates) -> Candidates:
         """Return b (s - m) / T as ((s + m) - 2 m) (s + m) / T, and EXCLUDED for excluded candidates."""
         excluded = is_excluded(candidates.logits)  # first, since `out` may be the tile
         weights = self._weights(candidates.logits, candidates.out)
         weighted = weights.mul_(weights - 2.0 * self.margin).div_(self.temperature)
-        return weighted.masked_fill_(excluded, EXCLUDED)
+        return replace(candidates, logits=weighted.masked_fill_(excluded, EXCLUDED))
 
     def add(self, candidates: Candidates) -> None:
         """See RowLoss."""
-        weighted = self._weighted(candidates)
-        super().add(replace(candidates, logits=weighted))
+        super().add(self._weighted(candidates))
 
     def grad(self, candidates: Candidates) -> Tensor:
         """See RowLoss."""
         # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own. Before `out`, which may
         # be the tile itself, is written.
         weights = self._weights(candidates.logits)
-        weighted = self._weighted(candidates)
-        return super().grad(replace(candidates, logits=weighted)).mul_(weights)
+        return super().grad(self._weighted(candidates)).mul_(weights)
 
-    def grad_of_positive_logit(self) -> Tensor:
+    def d_positive(self) -> Tensor:
         """See RowLoss."""
-        return super().grad_of_positive_logit() * self.positive_weight
+        return super().d_positive() * self.positive_weight
 
 
 class SigmoidRows(RowLoss):
     """Sum of -log sigmoid(logit + bias) of the positive and -log sigmoid(-(logit + bias)) of every candidate."""
 
-    def __init__(
-        self,
-        start: RowStart,
-    ) -> None:
+    def __init__(self, start: RowStart) -> None:
         super().__init__(start)
-        self.shift = self.positive.new_zeros(()) if start.bias is None else start.bias
-        self.sum = _softplus(-(self.positive + self.shift)).sum()
+        self.bias = self.positive.new_zeros(()) if start.bias is None else start.bias
+        self.sum = _softplus(-(self.positive + self.bias)).sum()
 
     def add(self, candidates: Candidates) -> None:
         """See RowLoss."""
         # No mask: softplus and sigmoid of EXCLUDED are exactly 0.
-        logits = torch.add(candidates.logits, self.shift, out=candidates.out)
+        logits = torch.add(candidates.logits, self.bias, out=candidates.out)
         self.sum = self.sum + _softplus(logits).sum()
 
     def total(self) -> Tensor:
@@ -271,12 +248,12 @@ class SigmoidRows(RowLoss):
 
     def grad(self, candidates: Candidates) -> Tensor:
         """See RowLoss."""
-        logits = torch.add(candidates.logits, self.shift, out=candidates.out)
+        logits = torch.add(candidates.logits, self.bias, out=candidates.out)
         return logits.sigmoid_().mul_(self.coefficient)
 
-    def grad_of_positive_logit(self) -> Tensor:
+    def d_positive(self) -> Tensor:
         """See RowLoss."""
-        return -self.coefficient * torch.sigmoid(-(self.positive + self.shift))
+        return -self.coefficient * torch.sigmoid(-(self.positive + self.bias))
 
 
 def _softplus(x: Tensor) -> Tensor:
@@ -291,12 +268,7 @@ class DivergenceRows(RowLoss):
     exp(s). Each of the three is summed up relative to the largest logit so far.
     """
 
-    def __init__(
-        self,
-        start: RowStart,
-        *,
-        target_scale: float = 1.0,
-    ) -> None:
+    def __init__(self, start: RowStart, *, target_scale: float = 1.0) -> None:
         """`target_scale`: one over the teacher's temperature."""
         assert start.bias is None, "a bias cancels in a softmax"
         assert start.target is not None, "a divergence needs a teacher's scores"
@@ -327,35 +299,34 @@ class DivergenceRows(RowLoss):
 
     def total(self) -> Tensor:
         """See RowLoss."""
+        self.student_log_sum = self.student.log()
+        self.teacher_log_sum = self.teacher.log()
         cross = self.difference / self.teacher.sum
-        losses = cross - self.teacher.log() + self.student.log()
+        losses = cross - self.teacher_log_sum + self.student_log_sum
         return self.coefficient * losses.sum()
 
     def grad(self, candidates: Candidates) -> Tensor:
         """See RowLoss."""
         # coefficient * (softmax of the student - softmax of the teacher)
-        targets = self._targets(candidates)
-        targets.sub_(_each(self.teacher.log(), candidates.row)).exp_()
-        log_sum = _each(self.student.log(), candidates.row)
+        row = candidates.row
+        teacher = self._targets(candidates)
+        teacher.sub_(_each(self.teacher_log_sum, row)).exp_()
+        log_sum = _each(self.student_log_sum, row)
         student = torch.sub(candidates.logits, log_sum, out=candidates.out).exp_()
-        return student.sub_(targets).mul_(self.coefficient)
+        return student.sub_(teacher).mul_(self.coefficient)
 
-    def grad_of_positive_logit(self) -> Tensor:
+    def d_positive(self) -> Tensor:
         """See RowLoss."""
-        target = torch.exp(self.positive_target - self.teacher.log())
-        return self.coefficient * (
-            torch.exp(self.positive - self.student.log()) - target
-        )
+        student = torch.exp(self.positive - self.student_log_sum)
+        teacher = torch.exp(self.positive_target - self.teacher_log_sum)
+        return self.coefficient * (student - teacher)
 
 
 class SquaredErrorRows(RowLoss):
     """(logit - target)^2 summed over all candidates, with 0 for the target where there is no teacher. The positive does
     not count."""
 
-    def __init__(
-        self,
-        start: RowStart,
-    ) -> None:
+    def __init__(self, start: RowStart) -> None:
         super().__init__(start)
         self.sum = self.positive.new_zeros(())
 
@@ -377,6 +348,6 @@ class SquaredErrorRows(RowLoss):
         """See RowLoss."""
         return self._errors(candidates).mul_(2 * self.coefficient)
 
-    def grad_of_positive_logit(self) -> Tensor:
+    def d_positive(self) -> Tensor:
         """See RowLoss."""
         return torch.zeros_like(self.positive)

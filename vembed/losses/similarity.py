@@ -1,8 +1,7 @@
 """Similarities of embeddings at all Matryoshka sizes, with their gradients.
 
-`PrefixTable` is the score table of dense vectors: it scores tiles and single pairs, and
-turns derivatives of scores into the gradient of the embeddings. `tiles.py` knows only its
-methods, so that another kind of model can bring another table.
+`PrefixTable` is the score table of dense vectors: it scores tiles and single pairs, and turns derivatives of scores into
+the gradient of the embeddings. `tiles.py` knows only its methods, so that another kind of model can bring another table.
 """
 
 from __future__ import annotations
@@ -10,26 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-ROWS_AT_ONCE = 2048
+VECTORS_AT_ONCE = 2048
 PAIRS_AT_ONCE = 4096
 
-Positions = slice | Tensor
-"""Rows of a PrefixTable: a slice (a view, no copy) or an index tensor."""
+Entries = slice | Tensor
+"""Entries of a table: a slice (a view, no copy) or an index tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Similarity:
     """Cosine or dot product, applied to prefixes of one or several sizes.
 
-    With several sizes, L = sum over sizes of weight * L(prefix of that size), each prefix
-    normalised for the cosine.
+    With several sizes, L = sum over sizes of weight * L(prefix of that size), each prefix normalised for the cosine.
     """
 
     cosine: bool
@@ -56,16 +54,13 @@ class Similarity:
     @property
     def parts(self) -> list[slice]:
         """Coordinates that each size adds to the next smaller size."""
-        return [
-            slice(start, stop)
-            for start, stop in zip((0, *self.dims), self.dims, strict=False)
-        ]
+        return [slice(start, stop) for start, stop in pairwise((0, *self.dims))]
 
     def table(
         self, embeddings: Tensor, index: Tensor, *, with_gradient: bool
     ) -> PrefixTable:
         """Return the score table of the embeddings [U, D] at `index` [N]."""
-        return PrefixTable(embeddings, index, self, with_gradient=with_gradient)
+        return PrefixTable(embeddings, index, self, with_gradient)
 
 
 def arithmetic_dtype(embeddings: Tensor) -> torch.dtype:
@@ -74,31 +69,30 @@ def arithmetic_dtype(embeddings: Tensor) -> torch.dtype:
 
 
 @dataclass(frozen=True, slots=True)
-class Anchors:
-    """Some rows of the score matrix, scaled, with room for their gradient."""
+class RowVectors:
+    """The vectors of n rows of the score matrix, scaled, with room for their gradient."""
 
-    positions: slice
+    entries: slice
     x: Tensor
-    """[n, d] rows of the table times the scale of the logits."""
+    """[n, d] vectors of the entries times the scale of the logits."""
     dx: Tensor | None
-    """[n, d] their gradient; None in a pass without gradients."""
+    """[n, d] their gradient. None in a pass without gradients."""
 
 
 class PrefixTable:
-    """Score table of N embedding occurrences: scores at all K sizes, and the gradient.
+    """Score table of N vectors: scores at all K sizes, and the gradient.
 
-    `x` [N, d]: for the cosine, the embeddings divided by the norm of their first d
-    coordinates, with d the largest size. The cosine at a smaller size k is
+    `x` [N, d]: for the cosine, the embeddings divided by the norm of their first d coordinates, with d the largest size.
+    The cosine at a smaller size k is
 
         s_k(i, j) = dot(x_i[:k], x_j[:k]) * a_k[i] * a_k[j]      a_k[i] = 1 / |x_i[:k]|
 
-    with the prefix scales a_k. So the dot products of all sizes are partial sums of one
-    product. A zero vector has cosine 0 and gradient 0.
+    with the prefix scales a_k. So the dot products of all sizes are partial sums of one product. A zero vector has
+    cosine 0 and gradient 0.
 
-    The gradient has two parts. `dx` treats the prefix scales as constants.
-    `norm_grad[k][i]` is the sum of dL/ds * s over all scores s of size k with i in them.
-    s is proportional to a_k[i], so dL/d(a_k[i]) = norm_grad[k][i] / a_k[i], and with
-    d(a_k)/dx = -a_k^3 * x[:k] the gradient of the norm follows. The dot product has
+    The gradient has two parts. `dx` [N, d] treats the prefix scales as constants. `norm_grad[k][i]` is the sum of
+    dL/ds * s over all scores s of size k with i in them. s is proportional to a_k[i], so dL/d(a_k[i]) =
+    norm_grad[k][i] / a_k[i], and with d(a_k)/dx = -a_k^3 * x[:k] the gradient of the norm follows. The dot product has
     neither prefix scales nor norm gradients.
     """
 
@@ -107,46 +101,51 @@ class PrefixTable:
         embeddings: Tensor,
         index: Tensor,
         similarity: Similarity,
-        *,
         with_gradient: bool,
     ) -> None:
         self.embeddings = embeddings
         self.index = index
         self.similarity = similarity
         self.with_gradient = with_gradient
-        num = index.numel()
+        num_entries = index.numel()
         num_smaller = len(similarity.dims) - 1
         dtype = arithmetic_dtype(embeddings)
-        self.x = embeddings.new_empty(num, similarity.dims[-1], dtype=dtype)
+        self.x = embeddings.new_empty(num_entries, similarity.dims[-1], dtype=dtype)
         self.prefix_scales: Tensor | None = None
+        """[K - 1, N] a_k of the smaller sizes. That of the largest size is part of `x`."""
         if similarity.cosine:
-            self.prefix_scales = embeddings.new_empty(num_smaller, num, dtype=dtype)
-        for rows in chunks(num, ROWS_AT_ONCE):
-            x = self._gather(rows)
+            self.prefix_scales = self.x.new_empty(num_smaller, num_entries)
+        for entries in chunks(num_entries, VECTORS_AT_ONCE):
+            x, inverse_norms = self._unit_vectors(entries)
+            self.x[entries] = x
             if self.prefix_scales is not None:
-                inverse_norms = _inverse_prefix_norms(x, similarity)
-                x *= inverse_norms[-1][:, None]
                 # |e[:d]| / |e[:k]| = 1 / |x[:k]|. For a zero vector both inverses are
                 # 0, and 0 / 0 must become 0.
                 scales = inverse_norms[:-1] / inverse_norms[-1]
-                self.prefix_scales[:, rows] = scales.nan_to_num_(0.0)
-            self.x[rows] = x
+                self.prefix_scales[:, entries] = scales.nan_to_num_(0.0)
         if with_gradient:
             self.dx = torch.zeros_like(self.x)
-            self.norm_grad = embeddings.new_zeros(num_smaller, num, dtype=dtype)
+            self.norm_grad = self.x.new_zeros(num_smaller, num_entries)
 
-    def _gather(self, rows: slice) -> Tensor:
-        embeddings = self.embeddings.index_select(0, self.index[rows])
-        embeddings = embeddings[:, : self.similarity.dims[-1]]
-        return embeddings.to(arithmetic_dtype(embeddings))
+    def _unit_vectors(self, entries: slice) -> tuple[Tensor, Tensor]:
+        """Return `x` [n, d] of some entries, and [K, n] one over the norm of each prefix of their embeddings."""
+        x = self.embeddings.index_select(0, self.index[entries])
+        x = x[:, : self.similarity.dims[-1]].to(arithmetic_dtype(x))
+        parts = self.similarity.parts
+        squares = _running_sums(x[:, part].square().sum(1) for part in parts)
+        zeros = torch.zeros_like(squares)
+        inverse_norms = torch.where(squares > 0, squares.rsqrt(), zeros)
+        if self.similarity.cosine:
+            x *= inverse_norms[-1][:, None]
+        return x, inverse_norms
 
     # ---- Single pairs ----------------------------------------------------------------
 
-    def pair_scores(self, left: Positions, right: Positions) -> Tensor:
+    def pair_scores(self, left: Entries, right: Entries) -> Tensor:
         """Return the scores [K, P] of the pairs (left_n, right_n) at all K sizes."""
         product = self.x[left] * self.x[right]
-        # Sum each size's own coordinates once. The running sum over sizes gives every
-        # prefix.
+        # Sum the coordinates that each size adds once. The running sum over sizes gives
+        # every prefix.
         sums = (product[:, part].sum(1) for part in self.similarity.parts)
         scores = _running_sums(sums)
         if self.prefix_scales is not None:
@@ -154,15 +153,13 @@ class PrefixTable:
         return scores
 
     def add_pair_gradient(
-        self, left: Positions, right: Positions, scores: Tensor, d_scores: Tensor
+        self, left: Entries, right: Entries, scores: Tensor, d_scores: Tensor
     ) -> None:
         """Accumulate the gradient for dL/d(scores) [K, P], where `pair_scores` returned `scores`."""
         d_products = d_scores.clone()
         if self.prefix_scales is not None:
             scales = self.prefix_scales[:, left] * self.prefix_scales[:, right]
             d_products[:-1] *= scales
-            # The largest size has no prefix scale: its normalisation is part of `x` and
-            # handled in `gradient`.
             norm_grad = (d_scores * scores)[:-1]
             _add(self.norm_grad, 1, left, norm_grad)
             _add(self.norm_grad, 1, right, norm_grad)
@@ -175,19 +172,17 @@ class PrefixTable:
 
     # ---- Tiles: n rows against t columns ---------------------------------------------
 
-    def anchors(self, positions: slice, scale: Tensor) -> Anchors:
-        """Return rows of the table as rows of the score matrix."""
-        # Scale the n anchors [n, d] rather than the n * N scores.
-        x = self.x[positions] * scale
-        return Anchors(
-            positions, x, torch.zeros_like(x) if self.with_gradient else None
-        )
+    def row_vectors(self, entries: slice, scale: Tensor) -> RowVectors:
+        """Return the vectors of some entries as rows of the score matrix."""
+        # Scale the n vectors [n, d] rather than the n * N scores.
+        x = self.x[entries] * scale
+        dx = torch.zeros_like(x) if self.with_gradient else None
+        return RowVectors(entries, x, dx)
 
-    def scores(self, anchors: Anchors, columns: slice, out: Tensor) -> Iterator[int]:
-        """Fill `out` [K, n, t] with the logits of t positions, and yield each size k when out[k] is there.
+    def scores(self, rows: RowVectors, columns: slice, out: Tensor) -> Iterator[int]:
+        """Fill `out` [K, n, t] with the logits of t columns, and yield each size k when out[k] is there.
 
-        Sizes come from the smallest to the largest. The caller may overwrite out[k]
-        once it is yielded.
+        Sizes come from the smallest to the largest. The caller may overwrite out[k] once it is yielded.
         """
         # The last size's buffer accumulates the raw products: each size costs its
         # additional coordinates only. Masks are written after that size's copy was
@@ -196,16 +191,16 @@ class PrefixTable:
         products = out[-1]
         for k, part in enumerate(self.similarity.parts):
             if k == 0:
-                torch.mm(anchors.x[:, part], x[:, part].T, out=products)
+                torch.mm(rows.x[:, part], x[:, part].T, out=products)
             else:
-                products.addmm_(anchors.x[:, part], x[:, part].T)
+                products.addmm_(rows.x[:, part], x[:, part].T)
             if k < len(out) - 1:
-                self._scale_prefixes(products, k, anchors, columns, out[k])
+                self._scale_prefixes(products, k, rows, columns, out[k])
             yield k
 
     def add_gradient(
         self,
-        anchors: Anchors,
+        rows: RowVectors,
         columns: slice,
         logits: Tensor,
         derivative: Callable[[int], Tensor],
@@ -213,15 +208,13 @@ class PrefixTable:
     ) -> None:
         """Add a tile's gradients with respect to its rows and to its columns.
 
-        `logits` [K, n, t] are those of `scores`, and are overwritten. `derivative(k)`
-        returns dL/d(logits[k]) [n, t], for the largest size in logits[-1] itself.
-        `scratch` [n, t] is free for use.
+        `logits` [K, n, t] are those of `scores`, and are overwritten. `derivative(k)` returns dL/d(logits[k]) [n, t], for
+        the largest size in logits[-1] itself. `scratch` [n, t] is free for use.
 
-        Sizes go from the largest to the smallest. A part's coordinates belong to every
-        size that is large enough, so the gradients with respect to the products
-        accumulate in the buffer of the largest size.
+        Sizes go from the largest to the smallest. A part's coordinates belong to every size that is large enough, so the
+        gradients with respect to the products accumulate in the buffer of the largest size.
         """
-        assert anchors.dx is not None
+        assert rows.dx is not None
         x = self.x[columns]
         dx = self.dx[columns]
         d_products = logits[-1]
@@ -232,67 +225,57 @@ class PrefixTable:
                     # logits * dL/d(logits) = score * dL/d(score), the terms of the
                     # gradient of the norm.
                     norm_terms = logits[k].mul_(d_logits)
-                    self.norm_grad[k, anchors.positions] += norm_terms.sum(1)
+                    self.norm_grad[k, rows.entries] += norm_terms.sum(1)
                     self.norm_grad[k, columns] += norm_terms.sum(0)
-                d_products += self._scale_prefixes(
-                    d_logits, k, anchors, columns, scratch
-                )
+                d_products += self._scale_prefixes(d_logits, k, rows, columns, scratch)
             # [n, t] @ [t, part] for the rows, [t, n] @ [n, part] for the columns.
-            anchors.dx[:, part].addmm_(d_products, x[:, part])
-            dx[:, part].addmm_(d_products.T, anchors.x[:, part])
+            rows.dx[:, part].addmm_(d_products, x[:, part])
+            dx[:, part].addmm_(d_products.T, rows.x[:, part])
 
     def _scale_prefixes(
-        self,
-        source: Tensor,
-        k: int,
-        anchors: Anchors,
-        columns: slice,
-        out: Tensor,
+        self, source: Tensor, k: int, rows: RowVectors, columns: slice, out: Tensor
     ) -> Tensor:
         """Write `source` [n, t] times the prefix scales of rows and columns to `out`."""
         if self.prefix_scales is None:
             return out.copy_(source)
-        row_scales = self.prefix_scales[k, anchors.positions, None]
         torch.mul(source, self.prefix_scales[k, columns], out=out)
-        return out.mul_(row_scales)
+        return out.mul_(self.prefix_scales[k, rows.entries, None])
 
-    def finish(self, anchors: Anchors, scale: Tensor) -> Tensor:
-        """Add the gradient of the anchors to the table's, and return dL/d(scale)."""
-        assert anchors.dx is not None
+    def finish(self, rows: RowVectors, scale: Tensor) -> Tensor:
+        """Add the gradient of the rows to the table's, and return dL/d(scale)."""
+        assert rows.dx is not None
         # logits = scale * (x . column): dx * x summed is dL/d(scale), and dx * scale is
         # dL/dx.
-        d_scale = (anchors.dx * self.x[anchors.positions]).sum()
-        self.dx[anchors.positions] += anchors.dx.mul_(scale)
+        d_scale = (rows.dx * self.x[rows.entries]).sum()
+        self.dx[rows.entries] += rows.dx.mul_(scale)
         return d_scale
 
     def gradient(self, into: Tensor | None = None) -> Tensor:
         """Return the gradient [U, D] with respect to the embeddings, added to `into` if given.
 
-        This must be the last call on the table. `x` is freed before the gradient is
-        allocated and recomputed in chunks, so that at most two tensors of this size exist.
+        This must be the last call on the table. `x` is freed before the gradient is allocated and recomputed in chunks,
+        so that at most two tensors of this size exist.
         """
         del self.x
         if into is None:
             into = torch.zeros_like(self.embeddings, dtype=self.dx.dtype)
         dims = self.similarity.dims
-        for rows in chunks(self.index.numel(), ROWS_AT_ONCE):
-            dx = self.dx[rows]
+        for entries in chunks(self.index.numel(), VECTORS_AT_ONCE):
+            dx = self.dx[entries]
             if self.prefix_scales is not None:
-                x = self._gather(rows)
-                inverse_norm = _inverse_prefix_norms(x, self.similarity)[-1][:, None]
-                x *= inverse_norm
+                x, inverse_norms = self._unit_vectors(entries)
                 for k, dim in enumerate(dims[:-1]):
                     # Through the prefix scale a: dL/da = norm_grad / a, times
                     # -a^3 * x[:k].
-                    scale = self.prefix_scales[k, rows]
-                    factor = scale * scale * self.norm_grad[k, rows]
+                    scale = self.prefix_scales[k, entries]
+                    factor = scale * scale * self.norm_grad[k, entries]
                     dx[:, :dim] -= x[:, :dim] * factor[:, None]
                 # Through x = e / |e[:d]|: remove the component along x, then divide by
                 # the norm.
                 dx -= x * (x * dx).sum(1, keepdim=True)
-                dx *= inverse_norm
-            # index_add_, not assignment: an embedding may occur in several rows.
-            into[:, : dims[-1]].index_add_(0, self.index[rows], dx)
+                dx *= inverse_norms[-1][:, None]
+            # index_add_, not assignment: a vector may have several entries.
+            into[:, : dims[-1]].index_add_(0, self.index[entries], dx)
         return into
 
 
@@ -324,7 +307,7 @@ class _PairScores(torch.autograd.Function):
             index = torch.cat((left[pairs], right[pairs]))
             table = similarity.table(embeddings, index, with_gradient=False)
             scores[:, pairs] = table.pair_scores(*_halves(index))
-        # Save indices and scores only: the gathered rows [2P, D] may exceed the
+        # Save indices and scores only: the gathered vectors [2P, D] may exceed the
         # embeddings, so backward gathers again.
         ctx.save_for_backward(embeddings, left, right, scores)
         return scores
@@ -346,20 +329,44 @@ class _PairScores(torch.autograd.Function):
         return gradient.to(embeddings.dtype), None, None, None
 
 
+def with_known_gradients(
+    loss: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> Tensor:
+    """Return a scalar as a function of `inputs`, whose gradients with respect to them have been computed by hand."""
+    result: Tensor = _KnownGradients.apply(loss, gradients, *inputs)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _KnownGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *inputs: Tensor
+    ) -> Tensor:
+        del inputs  # autograd reads from `ctx` which of them need a gradient
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
+        # The loss is a scalar, so the chain rule is one multiplication.
+        products: list[Tensor | None] = [None, None]
+        for needs_gradient, gradient in zip(
+            ctx.needs_input_grad[2:], ctx.saved_tensors, strict=True
+        ):
+            product = gradient * d_loss.to(gradient.dtype) if needs_gradient else None
+            products.append(product)
+        return tuple(products)
+
+
 def chunks(num: int, size: int) -> list[slice]:
-    """Return the range 0 .. num as slices of at most `size`."""
+    """Return the range 0 .. num - 1 as slices of at most `size`."""
     return [slice(start, min(start + size, num)) for start in range(0, num, size)]
 
 
 def _halves(index: Tensor) -> tuple[slice, slice]:
     half = index.numel() // 2
     return slice(0, half), slice(half, 2 * half)
-
-
-def _inverse_prefix_norms(x: Tensor, similarity: Similarity) -> Tensor:
-    """Return [K, n], the inverse norm of each prefix; 0 for a zero vector."""
-    squares = _running_sums(x[:, part].square().sum(1) for part in similarity.parts)
-    return torch.where(squares > 0, squares.rsqrt(), torch.zeros_like(squares))
 
 
 def _running_sums(parts: Iterable[Tensor]) -> Tensor:
@@ -369,13 +376,13 @@ def _running_sums(parts: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(accumulate(parts)))
 
 
-def _add(target: Tensor, axis: int, positions: Positions, value: Tensor) -> None:
-    """Add `value` to target[positions] along an axis. Positions may repeat."""
-    if isinstance(positions, slice):
-        length = positions.stop - positions.start
-        target.narrow(axis, positions.start, length).add_(value)
+def _add(target: Tensor, axis: int, entries: Entries, value: Tensor) -> None:
+    """Add `value` to target[entries] along an axis. Entries may repeat."""
+    if isinstance(entries, slice):
+        length = entries.stop - entries.start
+        target.narrow(axis, entries.start, length).add_(value)
     else:
-        target.index_add_(axis, positions, value)
+        target.index_add_(axis, entries, value)
 
 
 @lru_cache

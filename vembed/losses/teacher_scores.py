@@ -23,7 +23,7 @@ from vembed.losses.declaration import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vembed.losses.batch import ListedScores, LossBatch
+    from vembed.losses.batch import LossBatch
     from vembed.losses.build import TermLoss
     from vembed.losses.listed import ListedPairs
 
@@ -46,30 +46,24 @@ class ListedLoss(MaskedLoss, TeacherLoss):
 
         `may_lack`: hard negatives without a score get NaN.
         """
+        from vembed.losses.batch import TeacherScores
         from vembed.losses.similarity import arithmetic_dtype
 
-        teacher = self._teacher(batch, term, may_lack=may_lack)
-        embeddings = batch.embeddings
-        return pairs.scores(teacher).to(embeddings.device, arithmetic_dtype(embeddings))
-
-    def _teacher(
-        self, batch: LossBatch, term: TermLoss, *, may_lack: bool
-    ) -> ListedScores:
-        from vembed.losses.batch import TeacherScores
-
         if term.teacher not in (None, SCORES):
-            return batch.teacher(str(term.teacher))
-        positive = batch.required_scores(self.name)
-        negative = batch.negative_scores
-        if negative is None:
-            num_negatives = batch.negative.numel()
-            if num_negatives and not may_lack:
-                raise UserError(
-                    f"loss: {self.name} with teacher: scores needs a score for every positive and every negative of a "
-                    "record; give as many scores as there are both, or name a model as teacher."
-                )
-            negative = positive.new_full((num_negatives,), float("nan"))
-        return TeacherScores(positive, negative)
+            scores = batch.teacher(str(term.teacher)).scores_of(pairs)
+        else:
+            positive = batch.required_scores(self.name)
+            negative = batch.negative_scores
+            if negative is None:
+                num_negatives = batch.negative.numel()
+                if num_negatives and not may_lack:
+                    raise UserError(
+                        f"loss: {self.name} with teacher: scores needs a score for every positive and every negative of a "
+                        "record; give as many scores as there are both, or name a model as teacher."
+                    )
+                negative = positive.new_full((num_negatives,), float("nan"))
+            scores = TeacherScores(positive, negative).scores_of(pairs)
+        return scores.to(batch.embeddings.device, arithmetic_dtype(batch.embeddings))
 
 
 class SoftmaxLoss(ListedLoss, Temperature):
@@ -86,14 +80,13 @@ class SoftmaxLoss(ListedLoss, Temperature):
         self, batch: LossBatch, term: TermLoss, pairs: ListedPairs, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the log softmax within each group of the student [K, E] and of the teacher [1, E]."""
-        from vembed.losses.listed import grouped_log_softmax, student_scores
+        from vembed.losses.listed import grouped_log_softmax
 
-        similarity = term.similarity(batch.embeddings)
-        scores = pairs.scores(student_scores(batch, similarity))
+        scores = pairs.model_scores(batch, term.similarity(batch.embeddings))
         logits = scores * term.scale(batch.embeddings)
-        student = grouped_log_softmax(logits, pairs.group, pairs.num_groups)
+        student = grouped_log_softmax(logits, pairs.groups, pairs.num_groups)
         teacher = grouped_log_softmax(
-            targets * self.target_scale(), pairs.group, pairs.num_groups
+            targets * self.target_scale(), pairs.groups, pairs.num_groups
         )
         return student, teacher
 
@@ -155,7 +148,6 @@ class KL(SoftmaxLoss, CandidateLoss):
             similarity=term.similarity(batch.embeddings),
             row_loss=partial(DivergenceRows, target_scale=self.target_scale()),
             coefficients=(1.0 / max(1, batch.num_rows),),
-            margin=None,
             tiling=term.tiling,
             teacher=batch.teacher_vectors(
                 str(term.teacher), "loss: kl with distill_candidates: batch"
@@ -179,8 +171,8 @@ class ScoreMSE(SoftmaxLoss):
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
         pairs, student, teacher = self.row_log_softmaxes(batch, term)
-        size = pairs.group.bincount(minlength=pairs.num_groups).to(student.dtype)
-        errors = (teacher.exp() - student.exp()).square() / size[pairs.group]
+        size = pairs.groups.bincount(minlength=pairs.num_groups).to(student.dtype)
+        errors = (teacher.exp() - student.exp()).square() / size[pairs.groups]
         similarity = term.similarity(batch.embeddings)
         return similarity.total(errors.sum(1)) / max(1, batch.num_rows)
 
@@ -199,20 +191,16 @@ class MarginMSE(ListedLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs, num_listed_pairs, student_scores
+        from vembed.losses.listed import ListedPairs
 
-        # M counts the pairs of all ranks, although only this rank's are scored: each
-        # rank needs the same divisor.
-        num_pairs = num_listed_pairs(batch, mask_duplicates=self.mask_duplicates)
         pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
         similarity = term.similarity(batch.embeddings)
-        scores = pairs.scores(student_scores(batch, similarity))
-        errors = scores - self.targets(batch, term, pairs)
-        positive = errors[:, pairs.group[pairs.num_groups :]]
-        negative = errors[:, pairs.num_groups :]
+        scores = pairs.model_scores(batch, similarity)
         # Both differences of the formula at once: (s_p - t_p) - (s_n - t_n).
-        losses = (positive - negative).square().sum(1)
-        return similarity.total(losses) / max(1, num_pairs)
+        errors = pairs.margins(scores - self.targets(batch, term, pairs))
+        losses = errors.square().sum(1)
+        # M counts the pairs of all ranks: each rank needs the same divisor.
+        return similarity.total(losses) / max(1, pairs.num_negative_pairs)
 
 
 class Listwise(SoftmaxLoss):
@@ -234,15 +222,8 @@ class Listwise(SoftmaxLoss):
         lists = ListedPairs.of_examples(batch, mask_duplicates=self.mask_duplicates)
         lists = lists.of_rank_examples(batch)
         targets = self.targets(batch, term, lists, may_lack=True)
-        num_rows = lists.rows.numel()
         is_known = ~targets[0].isnan()
-        known = ListedPairs(
-            rows=lists.rows[is_known[:num_rows]],
-            negative_row=lists.negative_row[is_known[num_rows:]],
-            negative=lists.negative[is_known[num_rows:]],
-            group=lists.group[is_known],
-            num_groups=lists.num_groups,
-        )
+        known = lists.select(is_known)
         student, teacher = self.log_softmaxes(batch, term, known, targets[:, is_known])
         losses = -(teacher.exp() * student).sum(1)
         similarity = term.similarity(batch.embeddings)
@@ -267,17 +248,17 @@ class RankNet(ListedLoss, Temperature):
         """See Loss."""
         import torch.nn.functional as F
 
-        from vembed.losses.listed import ListedPairs, ordered_pairs, student_scores
+        from vembed.losses.listed import ListedPairs, ordered_pairs
 
         lists = ListedPairs.of_examples(batch, mask_duplicates=self.mask_duplicates)
         targets = self.targets(batch, term, lists, may_lack=True)
         # Of all ranks, as the divisor. The student's scores are not needed for it.
-        num_pairs = ordered_pairs(lists.group, targets[0])[0].numel()
+        num_pairs = ordered_pairs(lists.groups, targets[0])[0].numel()
         rank_lists = lists.of_rank_examples(batch)
         targets = self.targets(batch, term, rank_lists, may_lack=True)
-        above, below = ordered_pairs(rank_lists.group, targets[0])
+        above, below = ordered_pairs(rank_lists.groups, targets[0])
         similarity = term.similarity(batch.embeddings)
-        scores = rank_lists.scores(student_scores(batch, similarity))
+        scores = rank_lists.model_scores(batch, similarity)
         logits = scores * term.scale(batch.embeddings)
         differences = logits[:, below] - logits[:, above]
         # Above 50, log(1 + exp(x)) is x to float64's precision. The default threshold

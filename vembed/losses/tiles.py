@@ -1,56 +1,49 @@
 """Loss and gradient over a score matrix that never exists as a whole.
 
-The matrix has this rank's rows against all candidates. It is cut into blocks of rows, and
-each block into tiles of columns:
+The matrix has this rank's rows against all candidates. It is cut into row blocks, and each block into tiles of columns:
 
                        columns (documents, queries)
             +---------+---------+---------+------
-    block   | tile    | tile    | tile    |        logits of a tile: [K, n, t]
-    of rows |         |         |         |        for K Matryoshka sizes,
+    row     | tile    | tile    | tile    |        logits of a tile: [K, n, t]
+    block   |         |         |         |        for K Matryoshka sizes,
             +---------+---------+---------+------  n rows and t columns
     block   | ...
 
-For a loss L = sum over rows of l(row), with logits z = scale * score, the gradient with
-respect to the vectors x of rows and y of columns is
+For a loss L = sum over rows of l(row), with logits z = scale * score, the gradient with respect to the vectors x of rows
+and y of columns is
 
     dL/dx_i = scale * sum_j dl/dz_ij * y_j          dL/dy_j = scale * sum_i dl/dz_ij * x_i
 
-dl/dz_ij depends on sums over the whole row, such as the sum of a softmax. So all tiles of
-one block of rows are scored and kept: O(N * block) memory. The sums of its rows are then
-complete, and the gradient is computed from the same scores at once. The total is three
-matrix products (scores, gradient of the rows, gradient of the columns), as with the full
-matrix, and no score is computed twice. The forward pass computes the gradient.
-`backward` only multiplies it by the incoming gradient.
+dl/dz_ij depends on sums over the whole row, such as the sum of a softmax. So all tiles of one row block are scored and
+kept: O(N * block) memory. The sums of its rows are then complete, and the gradient follows from the same scores. The
+total is three matrix products (scores, gradient of the rows, gradient of the columns), as with the full matrix, and no
+score is computed twice. All of it happens in the forward pass. `backward` only multiplies by the incoming gradient.
 
-Where a score's derivative does not depend on the others of its row
-(`Scoring.is_separable`), each tile is differentiated as soon as it is scored, and all
-tiles share one buffer.
+Where a score's derivative does not depend on the others of its row (`Scoring.is_separable`), each tile is
+differentiated immediately after it is scored, and all tiles share one buffer.
 
-Who does what: `candidates.py` says which scores count. The similarity's table computes
-them and turns their derivatives into the gradient of the embeddings. The row losses add
-them up. This module brings the three together.
+Who does what: `candidates.py` says which scores count. The similarity's table computes them and turns their derivatives
+into the gradient of the embeddings. The row losses add them up. This module brings the three together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from vembed.losses.batch import TeacherVectors
-from vembed.losses.candidates import (
-    Anchor,
-    ExcludedScores,
-    ExplicitPairs,
-    LossCandidates,
-    ScoreBlock,
-)
+from vembed.losses.candidates import ExcludedScores, LossCandidates, shifted
 from vembed.losses.row_losses import EXCLUDED, Candidates, RowLoss, RowStart
-from vembed.losses.similarity import Anchors, Similarity, arithmetic_dtype, chunks
+from vembed.losses.similarity import (
+    RowVectors,
+    Similarity,
+    arithmetic_dtype,
+    chunks,
+    with_known_gradients,
+)
 
 MEBIBYTE = 2**20
 TIE_TOLERANCE = 64
@@ -66,7 +59,7 @@ class Tiling:
 
     @classmethod
     def for_scores(cls, scores_per_row: int, embeddings: Tensor) -> Tiling:
-        """Return blocks of at most 192 MiB of scores on a CPU, 1 GiB elsewhere, with tiles of 32 and 128 MiB.
+        """Return row blocks of at most 192 MiB of scores on a CPU, 1 GiB elsewhere, with tiles of 32 and 128 MiB.
 
         `scores_per_row` counts all columns and sizes.
         """
@@ -85,15 +78,13 @@ class Tiling:
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """A teacher that says which candidates are too good to be negatives.
-
-    They are those that it scores above the row's positive less a margin. A `relative`
-    margin is a share of the positive's score.
-    """
+    """A teacher that says which candidates are too good to be negatives."""
 
     vectors: TeacherVectors
-    margin: float
-    relative: bool
+    margin_below_positive: float
+    """Leave out candidates whose teacher's score exceeds the positive's less this."""
+    is_relative: bool
+    """The margin is a fraction of the positive's score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +94,13 @@ class Scoring:
     candidates: LossCandidates
     similarity: Similarity
     row_loss: Callable[[RowStart], RowLoss]
-    """Makes the losses of a block of rows."""
+    """Makes the losses of a row block."""
     coefficients: tuple[float, ...]
     """Factor of each direction (forward, reverse)."""
-    margin: float | None
-    """Leave out candidates whose score exceeds the positive's by more than this. None: keep all."""
     tiling: Tiling | None
+    margin_above_positive: float | None = None
+    """Leave out candidates whose score exceeds the positive's plus this. None: keep all."""
     guide: Guide | None = None
-    """Leave out candidates that this teacher finds too good."""
     teacher: TeacherVectors | None = None
     """Whose scores are the targets of the row losses."""
     is_separable: bool = False
@@ -122,51 +112,24 @@ def tiled_loss(
 ) -> Tensor:
     """Return the sum over this rank's rows, sizes and directions of coefficient * size weight * row loss.
 
-    Logits are scale * score. The row loss adds the bias. Differentiable once, in
-    embeddings, scale and bias.
+    `embeddings`: E [U, D]. Logits are scale * score. The row loss adds the bias. Differentiable once, in embeddings,
+    scale and bias.
     """
-    loss: Tensor = _TiledLoss.apply(  # type: ignore[no-untyped-call]
-        embeddings, scale, bias, scoring, torch.is_grad_enabled()
-    )
-    return loss
-
-
-class _TiledLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        embeddings: Tensor,
-        scale: Tensor,
-        bias: Tensor | None,
-        scoring: Scoring,
-        is_grad_enabled: bool,
-    ) -> Tensor:
-        with_gradient = is_grad_enabled and any(ctx.needs_input_grad)
-        # Gradients are computed by hand. Autocast would run the products in 16 bits.
-        with torch.autocast(embeddings.device.type, enabled=False):
-            score_pass = _ScorePass(
-                embeddings, scoring, scale, bias, with_gradient=with_gradient
-            )
-            score_pass.run()
-        if with_gradient:
-            gradient = score_pass.table.gradient().to(embeddings.dtype)
-            ctx.save_for_backward(gradient, score_pass.d_scale, score_pass.d_bias)
-        return score_pass.loss
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        # L is a scalar, so the chain rule is one multiplication. The saved tensors stand
-        # in the order of the inputs.
-        products: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        for number, gradient in enumerate(ctx.saved_tensors):
-            if ctx.needs_input_grad[number]:
-                products[number] = gradient * d_loss.to(gradient.dtype)
-        return tuple(products)
+    inputs = [embeddings, scale] if bias is None else [embeddings, scale, bias]
+    with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    # Gradients are computed by hand. Autocast would run the products in 16 bits.
+    with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
+        score_pass = _ScorePass(embeddings, scoring, scale, bias, with_gradient)
+        score_pass.run()
+        if not with_gradient:
+            return score_pass.loss
+        d_embeddings = score_pass.table.gradient().to(embeddings.dtype)
+    gradients = [d_embeddings, score_pass.d_scale, score_pass.d_bias]
+    return with_known_gradients(score_pass.loss, inputs, gradients[: len(inputs)])
 
 
 class _TeacherTable:
-    """A teacher's vectors by position in the candidates' table."""
+    """A teacher's vectors by their entry in the candidates' table."""
 
     def __init__(
         self, teacher: TeacherVectors, occurrence: Tensor, like: Tensor
@@ -175,24 +138,25 @@ class _TeacherTable:
         self.vectors = teacher.vectors.to(like.device, like.dtype)
         self.index = teacher.occurrences()[occurrence]
 
-    def rows(self, positions: slice | Tensor) -> Tensor:
+    def at(self, entries: slice | Tensor) -> Tensor:
         """Return [n, E] vectors."""
-        return self.vectors[self.index[positions]]
+        return self.vectors[self.index[entries]]
 
     def pair_scores(self, left: slice | Tensor, right: slice | Tensor) -> Tensor:
         """Return [n] scores of pairs."""
-        return (self.rows(left) * self.rows(right)).sum(1)
+        return (self.at(left) * self.at(right)).sum(1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Some columns of a score block, with a buffer for the logits of all sizes."""
+    """n rows against t columns of a column group."""
 
-    score_block: ScoreBlock
+    row_vectors: RowVectors
     columns: slice
-    """Positions of the columns in the table."""
-    excluded: tuple[ExcludedScores, ...]
-    """Scores that no size counts."""
+    """Entries of the columns."""
+    direction: int
+    excluded: list[ExcludedScores]
+    """Scores that do not count at any size."""
     logits: Tensor
     """[K, n, t]"""
     target: Tensor | None
@@ -201,28 +165,32 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True)
 class _ScoredPairs:
-    """The explicit pairs of a block of rows."""
+    """The P explicit pairs of a row block."""
 
-    direction: int
-    scores: Tensor
-    """[K, P]"""
     row: Tensor
     """[P] counted from the block's first row."""
-    anchor: Tensor
-    """[P] position of the row's anchor in the table."""
-    position: Tensor
-    """[P] position of the hard negative in the table."""
+    row_entry: Tensor
+    """[P] entry of the row's query or positive."""
+    negative_entry: Tensor
+    """[P] entry of the hard negative."""
+    scores: Tensor
+    """[K, P]"""
     target: Tensor | None
     """[P] the teacher's scores."""
+
+    def candidates(self, k: int, scale: Tensor) -> Candidates:
+        """Return them as candidates of the row losses of size k."""
+        return Candidates(self.scores[k] * scale, self.target, row=self.row)
 
 
 @dataclass(frozen=True, slots=True)
 class _RowBlock:
-    """A block of n rows of this rank, with the state of its losses."""
+    """n rows of this rank, with the state of their losses."""
 
-    rows: slice
-    anchors: dict[Anchor, Anchors]
-    """The rows' vectors, with room for their gradient, for each kind of anchor."""
+    queries: slice
+    """Entries of the rows' queries."""
+    positives: slice
+    """Entries of the rows' positives."""
     positive_scores: Tensor
     """[K, n] scores of the rows' queries and positives."""
     losses: list[list[RowLoss]]
@@ -235,7 +203,7 @@ class _RowBlock:
 
 
 class _ScorePass:
-    """One pass over all blocks of rows. Accumulates the loss and, if requested, its gradients."""
+    """One pass over all row blocks. Accumulates the loss and, if requested, its gradients."""
 
     def __init__(
         self,
@@ -243,46 +211,45 @@ class _ScorePass:
         scoring: Scoring,
         scale: Tensor,
         bias: Tensor | None,
-        *,
         with_gradient: bool,
     ) -> None:
+        candidates = scoring.candidates
         dtype = arithmetic_dtype(embeddings)
-        self.candidates = scoring.candidates
         self.scoring = scoring
+        self.candidates = candidates
         self.with_gradient = with_gradient
         self.scale = scale.detach().to(embeddings.device, dtype)
-        self.bias: Tensor | None = None
+        self.bias = bias
         if bias is not None:
             self.bias = bias.detach().to(embeddings.device, dtype)
         self.num_sizes = len(scoring.similarity.dims)
         self.table = scoring.similarity.table(
-            embeddings, self.candidates.index, with_gradient=with_gradient
+            embeddings, candidates.index, with_gradient=with_gradient
         )
-        occurrence = self.candidates.occurrence
         self.guide: _TeacherTable | None = None
         if scoring.guide is not None:
             vectors = scoring.guide.vectors
-            self.guide = _TeacherTable(vectors, occurrence, self.scale)
+            self.guide = _TeacherTable(vectors, candidates.occurrence, self.scale)
         self.teacher: _TeacherTable | None = None
         if scoring.teacher is not None:
-            self.teacher = _TeacherTable(scoring.teacher, occurrence, self.scale)
+            vectors = scoring.teacher
+            self.teacher = _TeacherTable(vectors, candidates.occurrence, self.scale)
         # A tile's logits at all sizes, and the teacher's scores where there is one.
         self.num_matrices = self.num_sizes + (self.teacher is not None)
-        lengths = [block.num_columns for block in self.candidates.score_blocks]
-        self.num_columns = sum(lengths)
+        widths = [group.num_columns for group in candidates.column_groups]
+        num_columns = sum(widths)
         self.tiling = scoring.tiling or Tiling.for_scores(
-            self.num_columns * self.num_matrices, embeddings
+            num_columns * self.num_matrices, embeddings
         )
-        self.differentiates_at_once = with_gradient and scoring.is_separable
         self.keeps_tiles = with_gradient and not scoring.is_separable
-        self.longest_tile = min(max(lengths, default=0), self.tiling.columns)
-        # Buffers for the largest block of rows: the logits of all tiles, or of one where
-        # none is kept, and two temporaries of the size of a tile.
-        max_rows = min(self.tiling.rows, self.candidates.num_rows)
-        width = self.num_columns if self.keeps_tiles else self.longest_tile
+        # Buffers for the largest row block: the logits of all tiles, or of one where none
+        # is kept, and two temporaries of the size of a tile.
+        widest_tile = min(max(widths, default=0), self.tiling.columns)
+        max_rows = min(self.tiling.rows, candidates.num_rows)
+        width = num_columns if self.keeps_tiles else widest_tile
         size = self.num_matrices * max_rows * width
         self.logits_buffer = self.scale.new_empty(size)
-        self.scratch_buffer = self.scale.new_empty(2, max_rows * self.longest_tile)
+        self.scratch_buffer = self.scale.new_empty(2, max_rows * widest_tile)
         self.loss = self.scale.new_zeros(())
         self.d_scale = self.scale.new_zeros(())
         self.d_bias = self.scale.new_zeros(())
@@ -290,72 +257,84 @@ class _ScorePass:
     def run(self) -> None:
         """Accumulate `loss`, and with gradients also `d_scale`, `d_bias` and the table's gradient."""
         for rows in chunks(self.candidates.num_rows, self.tiling.rows):
-            block = self._begin(rows)
-            if self.differentiates_at_once:
-                for tile in self._scored_tiles(block):
+            block = self._start(rows)
+            row_vectors = []
+            for group in self.candidates.column_groups:
+                entries = shifted(rows, group.row_entries.start)
+                row_vectors.append(self.table.row_vectors(entries, self.scale))
+            kept_tiles = []
+            for tile in self._scored_tiles(rows, block, row_vectors):
+                if self.keeps_tiles:
+                    kept_tiles.append(tile)
+                elif self.with_gradient:
                     self._differentiate(tile, block)
-                self._finish(block)
-            else:
-                # All logits enter the sums of their rows before any derivative is known.
-                tiles = list(self._scored_tiles(block))
-                self._finish(block)
-                if self.with_gradient:
-                    for tile in tiles:
-                        self._differentiate(tile, block)
+            # All logits have entered the sums of their rows.
+            self._finish(block)
+            for tile in kept_tiles:
+                self._differentiate(tile, block)
             if self.with_gradient:
-                for anchors in block.anchors.values():
-                    self.d_scale += self.table.finish(anchors, self.scale)
+                for vectors in row_vectors:
+                    self.d_scale += self.table.finish(vectors, self.scale)
 
-    # ---- A block of rows: its positives and its explicit pairs ------------------------
+    # ---- A row block: its positives and its explicit pairs ----------------------------
 
-    def _begin(self, rows: slice) -> _RowBlock:
-        """Start the losses of a block with its positives and its explicit pairs."""
-        queries = self._positions("query", rows)
-        positives = self._positions("positive", rows)
-        # The positives first: they start the online softmax and define the ceiling of
-        # the margin. [K, n]
-        positive_scores = self.table.pair_scores(queries, positives)
-        targets = None
+    def _start(self, rows: slice) -> _RowBlock:
+        """Start the losses of a row block with its positives and its explicit pairs."""
+        queries = shifted(rows, self.candidates.queries.start)
+        positives = shifted(rows, self.candidates.positives.start)
+        # The positives first: they start the online softmax and define the ceilings.
+        positive_scores = self.table.pair_scores(queries, positives)  # [K, n]
+        target = None
         if self.teacher is not None:
-            targets = self.teacher.pair_scores(queries, positives)
+            target = self.teacher.pair_scores(queries, positives)
         losses = []
         weights = self.scoring.similarity.weights
         for scores, weight in zip(positive_scores, weights, strict=True):
             by_direction = []
             for factor in self.scoring.coefficients:
                 logits = scores * self.scale
-                start = RowStart(logits, weight * factor, self.bias, targets)
+                start = RowStart(logits, weight * factor, self.bias, target)
                 by_direction.append(self.scoring.row_loss(start))
             losses.append(by_direction)
         ceilings = None
-        if self.scoring.margin is not None:
-            ceilings = positive_scores + self.scoring.margin
+        if self.scoring.margin_above_positive is not None:
+            ceilings = positive_scores + self.scoring.margin_above_positive
             ceilings = _with_tolerance(ceilings) * self.scale
         guide_ceilings = None
         guide = self.scoring.guide
         if self.guide is not None and guide is not None:
-            guide_scores = self.guide.pair_scores(queries, positives)
-            margin = (
-                guide_scores.abs() * guide.margin if guide.relative else guide.margin
-            )
-            guide_ceilings = _with_tolerance(guide_scores - margin)
+            guide_ceilings = self.guide.pair_scores(queries, positives)
+            margin = guide.margin_below_positive
+            unit = guide_ceilings.abs() if guide.is_relative else 1.0
+            guide_ceilings = _with_tolerance(guide_ceilings - margin * unit)
+
         explicit = []
         for pairs in self.candidates.explicit:
-            scored = self._score_pairs(pairs, rows, ceilings, guide_ceilings)
-            for k in range(self.num_sizes):
-                logits = scored.scores[k] * self.scale
-                single = Candidates(logits, scored.target, row=scored.row)
-                losses[k][scored.direction].add(single)
+            # Pairs ascend by row: those of a block are adjacent.
+            first = int(torch.searchsorted(pairs.host_row, rows.start))
+            stop = int(torch.searchsorted(pairs.host_row, rows.stop))
+            row = pairs.row[first:stop] - rows.start
+            left = pairs.row_entries.start + pairs.row[first:stop]
+            right = pairs.negative_entry[first:stop]
+            # Masked as scores, before the scale: an excluded pair's logit is EXCLUDED
+            # times the scale.
+            scores = self.table.pair_scores(left, right)
+            if ceilings is not None:
+                is_above = scores * self.scale > ceilings[:, row]
+                scores.masked_fill_(is_above, EXCLUDED)
+            if self.guide is not None and guide_ceilings is not None:
+                is_above = self.guide.pair_scores(left, right) > guide_ceilings[row]
+                scores.masked_fill_(is_above, EXCLUDED)
+            target = None
+            if self.teacher is not None:
+                target = self.teacher.pair_scores(left, right)
+            scored = _ScoredPairs(row, left, right, scores, target)
+            for k, by_direction in enumerate(losses):
+                by_direction[0].add(scored.candidates(k, self.scale))
             explicit.append(scored)
-        anchors = {}
-        for score_block in self.candidates.score_blocks:
-            kind = score_block.anchor
-            if kind not in anchors:
-                positions = self._positions(kind, rows)
-                anchors[kind] = self.table.anchors(positions, self.scale)
         return _RowBlock(
-            rows=rows,
-            anchors=anchors,
+            queries=queries,
+            positives=positives,
             positive_scores=positive_scores,
             losses=losses,
             ceilings=ceilings,
@@ -363,59 +342,27 @@ class _ScorePass:
             explicit=explicit,
         )
 
-    def _score_pairs(
-        self,
-        pairs: ExplicitPairs,
-        rows: slice,
-        ceilings: Tensor | None,
-        guide_ceilings: Tensor | None,
-    ) -> _ScoredPairs:
-        # The pairs stand in the order of their rows: those of a block are adjacent.
-        first = int(torch.searchsorted(pairs.host_row, rows.start))
-        last = int(torch.searchsorted(pairs.host_row, rows.stop))
-        row = pairs.row[first:last] - rows.start
-        position = pairs.position[first:last]
-        anchor = self._positions(pairs.anchor, rows).start + row
-        # Masked as scores, before the scale: an excluded pair's logit is EXCLUDED times
-        # the scale.
-        scores = self.table.pair_scores(anchor, position)
-        if ceilings is not None:
-            is_above = scores * self.scale > ceilings[:, row]
-            scores.masked_fill_(is_above, EXCLUDED)
-        if self.guide is not None and guide_ceilings is not None:
-            is_above = self.guide.pair_scores(anchor, position) > guide_ceilings[row]
-            scores.masked_fill_(is_above, EXCLUDED)
-        target = None
-        if self.teacher is not None:
-            target = self.teacher.pair_scores(anchor, position)
-        return _ScoredPairs(pairs.direction, scores, row, anchor, position, target)
-
     def _finish(self, block: _RowBlock) -> None:
-        """Count the losses of a block whose sums are complete, and differentiate its positives and explicit pairs."""
+        """Add up the losses of a block, whose sums are complete, and differentiate its positives and explicit pairs."""
         for by_direction in block.losses:
             for row_loss in by_direction:
                 self.loss += row_loss.total()
         if not self.with_gradient:
             return
-        d_positive = []
+        d_positives = []
         for by_direction in block.losses:
             # Both directions share the positive's score, so their derivatives add up.
-            gradients = [loss.grad_of_positive_logit() for loss in by_direction]
-            d_positive.append(torch.stack(gradients).sum(0))
-        self._add_pair_gradient(
-            self._positions("query", block.rows),
-            self._positions("positive", block.rows),
-            block.positive_scores,
-            torch.stack(d_positive),
-        )
+            directions = [row_loss.d_positive() for row_loss in by_direction]
+            d_positives.append(torch.stack(directions).sum(0))
+        scores = block.positive_scores
+        self._add_pair_gradient(block.queries, block.positives, scores, d_positives)
         for pairs in block.explicit:
             d_logits = []
-            for by_direction, scores in zip(block.losses, pairs.scores, strict=True):
-                logits = scores * self.scale
-                single = Candidates(logits, pairs.target, row=pairs.row)
-                d_logits.append(by_direction[pairs.direction].grad(single))
+            for k, by_direction in enumerate(block.losses):
+                candidates = pairs.candidates(k, self.scale)
+                d_logits.append(by_direction[0].grad(candidates))
             self._add_pair_gradient(
-                pairs.anchor, pairs.position, pairs.scores, torch.stack(d_logits)
+                pairs.row_entry, pairs.negative_entry, pairs.scores, d_logits
             )
 
     def _add_pair_gradient(
@@ -423,35 +370,39 @@ class _ScorePass:
         left: slice | Tensor,
         right: slice | Tensor,
         scores: Tensor,
-        d_logits: Tensor,
+        d_logits_by_size: list[Tensor],
     ) -> None:
+        d_logits = torch.stack(d_logits_by_size)  # [K, P]
         if self.bias is not None:
             self.d_bias += d_logits.sum()
         # An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
         self.d_scale += (d_logits * scores).sum()
         self.table.add_pair_gradient(left, right, scores, d_logits * self.scale)
 
-    # ---- A block of rows against tiles of columns -------------------------------------
+    # ---- A row block against tiles of columns -----------------------------------------
 
-    def _scored_tiles(self, block: _RowBlock) -> Iterator[_Tile]:
-        """Yield the tiles of a block of rows with their logits, which count in the row losses.
+    def _scored_tiles(
+        self, rows: slice, block: _RowBlock, row_vectors: list[RowVectors]
+    ) -> Iterator[_Tile]:
+        """Yield the tiles of a row block with their logits, which count in the row losses.
 
-        Logits that are not kept hold until the next tile.
+        Unless tiles are kept, the next one overwrites the logits.
         """
-        num_rows = block.rows.stop - block.rows.start
+        num_rows = rows.stop - rows.start
         offset = 0
-        for score_block in self.candidates.score_blocks:
-            tiles = chunks(score_block.num_columns, self.tiling.columns)
-            masks = score_block.excluded(block.rows, self.tiling.columns)
-            for columns, excluded in zip(tiles, masks, strict=False):
+        groups = self.candidates.column_groups
+        for group, vectors in zip(groups, row_vectors, strict=True):
+            masks = [mask.tiles(rows, self.tiling.columns) for mask in group.masks]
+            for columns in chunks(group.num_columns, self.tiling.columns):
                 num_columns = columns.stop - columns.start
                 size = self.num_matrices * num_rows * num_columns
                 buffer = self.logits_buffer[offset : offset + size]
                 matrices = buffer.view(self.num_matrices, num_rows, num_columns)
                 tile = _Tile(
-                    score_block=score_block,
-                    columns=_shifted(columns, score_block.columns.start),
-                    excluded=excluded,
+                    row_vectors=vectors,
+                    columns=shifted(columns, group.columns.start),
+                    direction=group.direction,
+                    excluded=[next(mask) for mask in masks],
                     logits=matrices[: self.num_sizes],
                     target=None if self.teacher is None else matrices[-1],
                 )
@@ -462,19 +413,17 @@ class _ScorePass:
 
     def _score(self, tile: _Tile, block: _RowBlock) -> None:
         """Compute a tile's logits, from the smallest size to the largest, and add them to the row losses."""
-        anchors = block.anchors[tile.score_block.anchor]
-        excluded = list(tile.excluded)
+        rows = tile.row_vectors.entries
+        scratch = self._scratch(0, tile.logits[0])
         if self.guide is not None and block.guide_ceilings is not None:
-            scores = self._scratch(0, tile.logits[0])
-            columns = self.guide.rows(tile.columns)
-            torch.mm(self.guide.rows(anchors.positions), columns.T, out=scores)
-            excluded.append(scores > block.guide_ceilings[:, None])
+            torch.mm(self.guide.at(rows), self.guide.at(tile.columns).T, out=scratch)
+            tile.excluded.append(scratch > block.guide_ceilings[:, None])
         if self.teacher is not None and tile.target is not None:
-            columns = self.teacher.rows(tile.columns)
-            torch.mm(self.teacher.rows(anchors.positions), columns.T, out=tile.target)
-        for k in self.table.scores(anchors, tile.columns, tile.logits):
+            columns = self.teacher.at(tile.columns)
+            torch.mm(self.teacher.at(rows), columns.T, out=tile.target)
+        for k in self.table.scores(tile.row_vectors, tile.columns, tile.logits):
             logits = tile.logits[k]
-            for mask in excluded:
+            for mask in tile.excluded:
                 if isinstance(mask, Tensor):
                     logits.masked_fill_(mask, EXCLUDED)
                 elif mask[0].numel():
@@ -482,8 +431,7 @@ class _ScorePass:
             if block.ceilings is not None:
                 is_above = logits > block.ceilings[k, :, None]
                 logits.masked_fill_(is_above, EXCLUDED)
-            row_loss = block.losses[k][tile.score_block.direction]
-            scratch = self._scratch(0, logits)
+            row_loss = block.losses[k][tile.direction]
             row_loss.add(Candidates(logits, tile.target, out=scratch))
 
     def _differentiate(self, tile: _Tile, block: _RowBlock) -> None:
@@ -494,33 +442,20 @@ class _ScorePass:
             # The largest size's logits are not needed again: overwrite them in place.
             is_largest = k == self.num_sizes - 1
             out = logits if is_largest else self._scratch(0, logits)
-            row_loss = block.losses[k][tile.score_block.direction]
+            row_loss = block.losses[k][tile.direction]
             d_logits = row_loss.grad(Candidates(logits, tile.target, out=out))
             if self.bias is not None:
                 self.d_bias += d_logits.sum()
             return d_logits
 
         # The derivatives stand in scratch 0, so the table needs the other buffer.
+        scratch = self._scratch(1, tile.logits[0])
         self.table.add_gradient(
-            block.anchors[tile.score_block.anchor],
-            tile.columns,
-            tile.logits,
-            derivative,
-            self._scratch(1, tile.logits[0]),
+            tile.row_vectors, tile.columns, tile.logits, derivative, scratch
         )
 
     def _scratch(self, number: int, like: Tensor) -> Tensor:
         return self.scratch_buffer[number, : like.numel()].view_as(like)
-
-    def _positions(self, anchor: Anchor, rows: slice) -> slice:
-        """Return the positions of some rows' queries or positives in the table."""
-        candidates = self.candidates
-        anchors = candidates.queries if anchor == "query" else candidates.positives
-        return _shifted(rows, anchors.start)
-
-
-def _shifted(positions: slice, offset: int) -> slice:
-    return slice(positions.start + offset, positions.stop + offset)
 
 
 def _with_tolerance(ceilings: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vembed.losses.candidates import ExclusionMask
     from vembed.losses.similarity import Similarity
 
+OCCURRENCES_AT_ONCE = 2048
+
 
 class Embedding(TeacherLoss):
     """The distance to a teacher's vectors t, over all M = 2 N + H occurrences z.
@@ -113,22 +115,16 @@ class Relational(TeacherLoss):
 
         from vembed.losses.candidates import ExclusionMask
 
-        num = batch.num_rows
-        rank_rows = batch.rank_rows
-        num_inputs = 2 * num + batch.negative.numel()
-        numbers = torch.arange(num_inputs, device=batch.query.device)
-        # Occurrences are numbered: the N queries, the N positives, the H negatives.
-        queries = numbers[:num][rank_rows]
-        positives = numbers[num : 2 * num][rank_rows]
-        negatives = numbers[2 * num :][batch.rank_negatives]
-        rows = torch.cat((queries, positives, negatives))
-        # Its own number is the key of an occurrence on both sides: equal keys are left
-        # out, which is the diagonal.
-        diagonal = ExclusionMask(rows[:, None].int(), numbers[:, None].int())
-        coefficient = 1.0 / max(1, numbers.numel()) ** 2
+        rows = batch.rank_occurrences()
+        num_occurrences = 2 * batch.num_rows + batch.negative.numel()
+        columns = torch.arange(num_occurrences, device=rows.device)
+        # The key of an occurrence is its number, on both sides. So the diagonal is left
+        # out.
+        diagonal = ExclusionMask(rows[:, None].int(), columns[:, None].int())
+        coefficient = 1.0 / max(1, num_occurrences) ** 2
         teacher = batch.teacher_vectors(str(term.teacher), "loss: relational")
         return _squared_errors(
-            batch, term, rows, numbers, (diagonal,), coefficient, teacher
+            batch, term, rows, columns, (diagonal,), coefficient, teacher
         )
 
 
@@ -152,31 +148,30 @@ class SpreadOut(MaskedLoss):
 
         from vembed.losses.candidates import ExclusionMask
 
-        num = batch.num_rows
+        num_rows = batch.num_rows
         rank_rows = batch.rank_rows
-        numbers = torch.arange(2 * num, device=batch.query.device)
-        content = torch.unique(batch.content, return_inverse=True)[1]
-        example = torch.unique(batch.example, return_inverse=True)[1]
-        shares = []
-        for columns, inputs in (
-            (numbers[:num], batch.query),
-            (numbers[num:], batch.positive),
+        content = torch.unique(batch.content, return_inverse=True)[1].int()
+        example = torch.unique(batch.example, return_inverse=True)[1].int()
+        coefficient = 1.0 / max(1, num_rows * (num_rows - 1))
+        occurrences = torch.arange(2 * num_rows, device=batch.query.device)
+        share = batch.embeddings.new_zeros(())
+        for index, columns in zip(
+            (batch.query, batch.positive),
+            torch.split(occurrences, num_rows),
+            strict=True,
         ):
             # Without mask_duplicates only i == j is left out.
-            keys = [columns]
+            keys = [columns.int()]
             if self.mask_duplicates:
-                keys = [content[inputs], example]
+                keys = [content[index], example]
             masks = tuple(
-                ExclusionMask(key[rank_rows, None].int(), key[:, None].int())
-                for key in keys
+                ExclusionMask(key[rank_rows, None], key[:, None]) for key in keys
             )
-            coefficient = 1.0 / max(1, num * (num - 1))
-            shares.append(
-                _squared_errors(
-                    batch, term, columns[rank_rows], columns, masks, coefficient
-                )
+            rows = columns[rank_rows]
+            share = share + _squared_errors(
+                batch, term, rows, columns, masks, coefficient
             )
-        return shares[0] + shares[1]
+        return share
 
 
 class NoLoss(Loss):
@@ -209,36 +204,33 @@ def _squared_errors(
     """
     import torch
 
-    from vembed.losses.candidates import FORWARD, LossCandidates, ScoreBlock
+    from vembed.losses.candidates import ColumnGroup, LossCandidates
     from vembed.losses.row_losses import SquaredErrorRows
     from vembed.losses.similarity import arithmetic_dtype
     from vembed.losses.tiles import Scoring, tiled_loss
 
-    # The table holds this rank's rows first, then all columns. There is no own pair:
-    # the rows stand in for both sides of it.
+    # The table has this rank's rows first, then all columns. There is no positive pair:
+    # the rows stand in for both sides of it, and the row loss does not count it.
     occurrence = torch.cat((rows, columns))
-    row_positions = slice(0, rows.numel())
-    column_positions = slice(rows.numel(), occurrence.numel())
-    inputs = torch.cat((batch.query, batch.positive, batch.negative))
+    row_entries = slice(0, rows.numel())
+    column_entries = slice(rows.numel(), occurrence.numel())
     candidates = LossCandidates(
-        index=inputs[occurrence],
+        index=batch.occurrences()[occurrence],
         occurrence=occurrence,
-        queries=row_positions,
-        positives=row_positions,
-        score_blocks=(ScoreBlock("query", column_positions, masks, FORWARD),),
-        explicit=(),
+        queries=row_entries,
+        positives=row_entries,
+        column_groups=(ColumnGroup(row_entries, column_entries, masks),),
     )
+    embeddings = batch.embeddings
     scoring = Scoring(
         candidates=candidates,
-        similarity=term.similarity(batch.embeddings),
+        similarity=term.similarity(embeddings),
         row_loss=SquaredErrorRows,
         is_separable=True,
         coefficients=(coefficient,),
-        margin=None,
         tiling=term.tiling,
         teacher=teacher,
     )
-    embeddings = batch.embeddings
     scale = torch.ones((), dtype=arithmetic_dtype(embeddings), device=embeddings.device)
     return tiled_loss(embeddings, scoring, scale)
 
@@ -249,29 +241,61 @@ def _mean_distance(
     projection: Tensor,
     similarity: Similarity,
 ) -> Tensor:
-    """Return this rank's share of the mean of 1 - cos(W z, t) over all occurrences."""
+    """Return this rank's share of the mean of 1 - cos(W z, t) over all M occurrences.
+
+    `projection`: W [E, D]. With several sizes, their weighted sum. Differentiable once, in the embeddings and W.
+    """
     import torch
 
-    from vembed.losses.projection import projected_distances
+    from vembed.losses.similarity import chunks, with_known_gradients
 
-    rank_rows = batch.rank_rows
-    negatives = batch.rank_negatives
-    inputs = torch.cat(
-        (batch.query[rank_rows], batch.positive[rank_rows], batch.negative[negatives])
+    occurrences = batch.rank_occurrences()
+    index = batch.occurrences()[occurrences]
+    target_index = teacher.occurrences()[occurrences]
+    vectors = teacher.vectors.to(batch.embeddings.device, projection.dtype)
+    total = projection.new_zeros(())
+    d_embeddings = torch.zeros_like(batch.embeddings, dtype=projection.dtype)
+    d_projection = torch.zeros_like(projection)
+    with torch.autocast(batch.embeddings.device.type, enabled=False):
+        # Autograd for one chunk at a time: the projected vectors [M, E] of all
+        # occurrences never exist at once.
+        for chunk in chunks(index.numel(), OCCURRENCES_AT_ONCE):
+            with torch.enable_grad():
+                z = batch.embeddings.detach()[index[chunk]].to(projection.dtype)
+                z.requires_grad_()
+                weight = projection.detach().requires_grad_()
+                targets = vectors[target_index[chunk]]
+                loss = _sum_of_distances(z, weight, targets, similarity)
+            d_z, d_weight = torch.autograd.grad(loss, (z, weight))
+            total += loss.detach()
+            # An input that occurs several times gets the sum of the gradients of its
+            # occurrences.
+            d_embeddings.index_add_(0, index[chunk], d_z)
+            d_projection += d_weight
+    total = with_known_gradients(
+        total, (batch.embeddings, projection), (d_embeddings, d_projection)
     )
-    targets = torch.cat(
-        (
-            teacher.query[rank_rows],
-            teacher.positive[rank_rows],
-            teacher.negative[negatives],
-        )
-    )
-    distances = projected_distances(
-        batch.embeddings,
-        projection,
-        teacher.vectors.to(batch.embeddings.device, projection.dtype),
-        inputs,
-        targets,
-        similarity,
-    )
-    return distances / max(1, 2 * batch.num_rows + batch.negative.numel())
+    return total / max(1, 2 * batch.num_rows + batch.negative.numel())
+
+
+def _sum_of_distances(
+    z: Tensor, projection: Tensor, vectors: Tensor, similarity: Similarity
+) -> Tensor:
+    """Return the sum over z [m, D] and sizes of weight * (1 - cos(W z, t)), for the teacher's vectors t [m, E]."""
+    import torch
+
+    # Inputs that the teacher does not know have a vector of zeros, and count as 0.
+    is_known = vectors.square().sum(1) > 0
+    projected = vectors.new_zeros(vectors.shape)
+    losses = []
+    for part in similarity.parts:
+        # The coordinates that this size adds to the one before: W z of every size for
+        # the price of the full one.
+        projected = projected + z[:, part] @ projection[:, part].T
+        squares = projected.square().sum(1)
+        # A vector of zeros has the cosine 0 and no gradient.
+        safe = torch.where(squares > 0, squares, torch.ones_like(squares))
+        inverse_norm = safe.rsqrt() * (squares > 0)
+        cosine = (projected * vectors).sum(1) * inverse_norm
+        losses.append(((1.0 - cosine) * is_known).sum())
+    return similarity.total(torch.stack(losses))

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from vembed.config.aliases import BLOCKS, known_names, target_of
+from vembed.config.aliases import BLOCKS, known_names, target_of, value_of_text
 from vembed.config.layers import (
     COMMAND_LINE,
     STAGES,
@@ -21,7 +21,6 @@ from vembed.config.layers import (
 from vembed.config.loading import find_beside_file, one_line_yaml
 from vembed.config.options import Option, all_options, field_option, nearest, quoted
 from vembed.config.parsing import read_tree, tree_of_mapping
-from vembed.config.spelling import value_of_text
 from vembed.config.stages import STAGES as STAGE_LIST
 from vembed.config.values import Frozen
 from vembed.errors import UserError

@@ -21,8 +21,12 @@ from vembed.data.images.files import ImageRoot
 from vembed.data.messages import listed
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
-from vembed.evaluation.beir_folder import is_beir_folder, open_texts, qrels_files
-from vembed.evaluation.qrels import read_judgements
+from vembed.evaluation.beir_folder import (
+    is_beir_folder,
+    open_texts,
+    qrels_files,
+    read_judgements,
+)
 from vembed.mining.config import RowOptions
 
 SPLITS = ("train", "dev", "validation", "val", "test")

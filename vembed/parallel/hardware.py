@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vembed.config.options import nearest
 from vembed.errors import UserError
-from vembed.parallel.estimate import GIB
+from vembed.parallel.memory import GIB
 
 VISIBLE_SHARE = 0.97
 """Share of a GPU's nominal memory that a process sees: the driver and error correction keep the rest."""

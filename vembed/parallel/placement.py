@@ -9,15 +9,28 @@ from typing import Any
 import psutil
 import torch
 
-from vembed.config.fsdp import AskedPrecision, FsdpConfig, Precision
-from vembed.config.resolved import DEFAULT, Decision, ResolvedRun, Strategy
+from vembed.config.resolved import (
+    DEFAULT,
+    AskedPrecision,
+    Decision,
+    FsdpConfig,
+    Precision,
+    ResolvedRun,
+    Strategy,
+)
 from vembed.config.schema import ModelSection
 from vembed.config.terms import source_batch_sizes
 from vembed.errors import UserError
-from vembed.parallel import estimate
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.estimate import GIB, Demand, Memory, ModelSize, measure
 from vembed.parallel.hardware import Gpu
+from vembed.parallel.memory import GIB
+from vembed.parallel.step_memory import (
+    MemoryEstimate,
+    ModelSize,
+    hidden_size,
+    measure,
+    tokens_of,
+)
 
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -33,6 +46,8 @@ NO_BF16_ON_CPU = (False, "the CPU computes in the dtype of the weights")
 """Whether bfloat16 pays on a CPU, and why."""
 POINTLESS_SHARE = 0.2
 """Below this share FSDP that was asked for gets a remark."""
+SMALL_MICRO_BATCH_TOKENS = 4096
+"""A micro-batch of so many tokens keeps a GPU busy."""
 WHOLE_SHARE = 0.2
 """Gradients of the whole model may take this share of a process's memory between the micro-batches of a step, and so may
 gathered parameters."""
@@ -172,133 +187,6 @@ class Placement(Layout):
         reason = reason or f"{figure}, less than {COMPILED_MINUTES:g}"
         return replace(self, compilation=Decision(False, f"auto: {reason}"))
 
-    def tokens(
-        self, demand: Demand, longest: int, memory: float | None = None
-    ) -> tuple[int, int]:
-        """Return the padded tokens of a micro-batch and those whose graphs are kept at once, as the config gives them
-        or as they fit. The budget asks with what it has measured, `plan` with what it estimates.
-
-        `longest`: tokens of the longest input. `memory`: bytes that the process has, if not the device's.
-        """
-        config = self.run.config
-        memory = self.memory if memory is None else memory
-        on_gpu = self.device.type == "cuda"
-        # Host memory is shared with everything else on the machine: graphs get a share of it beside the fixed part.
-        limit = (
-            estimate.CUDA_MEMORY_SHARE * memory
-            if on_gpu
-            else demand.fixed + estimate.CPU_MEMORY_SHARE * memory
-        )
-        micro_batch, kept = estimate.tokens_that_fit(limit, demand, longest)
-        if config.batch.gradient_cache_chunk_size is not None:
-            micro_batch = config.batch.gradient_cache_chunk_size * longest
-        elif config.batch.micro_batch_tokens != "auto":
-            micro_batch = config.batch.micro_batch_tokens
-        elif not on_gpu:
-            micro_batch = estimate.CPU_MICRO_BATCH_TOKENS
-        return micro_batch, kept
-
-    def demand(self, size: ModelSize, recomputes: bool | None = None) -> Demand:
-        """Estimate the demand from the model's shapes. `recomputes`: instead of what the run would do."""
-        asked = self.recomputation.value if recomputes is None else recomputes
-        width = 2 if self.computes_in_half else 4
-        per_token = estimate.bytes_per_token(
-            size, compute_bytes=width, recomputes=asked
-        )
-        return Demand(self._without_graphs(size).total, per_token)
-
-    @property
-    def inputs(self) -> int:
-        """Texts and images of a process's batch at most."""
-        max_negatives = self.run.config.data.max_negatives
-        return self.rows * estimate.inputs_per_example(max_negatives)
-
-    def graphs(self, size: ModelSize) -> str:
-        """Describe how many tokens keep their graphs at once, and why."""
-        config = self.run.config
-        tokens, kept = self.tokens(self.demand(size), size.max_length)
-        batch = self.inputs * size.max_length
-        whole = f"of the whole batch, {batch:,d} padded tokens at most"
-        if config.batch.use_gradient_cache is False:
-            return f"{whole} (use_gradient_cache: false)"
-        if config.batch.use_gradient_cache == "auto" and batch <= kept:
-            return f"{whole} (graphs of up to {kept:,d} tokens fit, so that Gradient Cache is off)"
-        rows = (
-            f", {config.batch.gradient_cache_chunk_size:,d} rows"
-            if config.batch.gradient_cache_chunk_size
-            else ""
-        )
-        return (
-            f"of one micro-batch, {min(tokens, batch):,d} padded tokens at most{rows}"
-        )
-
-    def predict(
-        self,
-        size: ModelSize,
-        *,
-        tokens: int | None = None,
-        recomputes: bool | None = None,
-        uses_cache: bool | None = None,
-    ) -> Memory:
-        """Estimate the memory of one process in a step. `tokens` of a micro-batch, `recomputes`, `uses_cache`: instead
-        of what the run would do."""
-        demand = self.demand(size, recomputes)
-        micro_batch, kept = self.tokens(demand, size.max_length)
-        batch = self.inputs * size.max_length
-        graphs = batch
-        asked = self.run.config.batch.use_gradient_cache
-        fits = tokens is None and batch <= kept
-        keeps = asked is False or (asked == "auto" and fits)
-        if uses_cache or not keeps:
-            graphs = min(micro_batch if tokens is None else tokens, batch)
-        return replace(
-            self._without_graphs(size), activations=graphs * demand.per_token
-        )
-
-    def loss_bytes(self, dim: int) -> float:
-        """Return the bytes of the embeddings of `dim` numbers that are here for the loss, their gradients, and the
-        loss."""
-        return estimate.loss_bytes(self.inputs, self.ranks.world_size, dim)
-
-    def most_rows(self, size: ModelSize) -> int:
-        """Return the largest `batch_size` of a process whose embeddings fit, with micro-batches as they are."""
-        world_size = self.ranks.world_size
-        free = self.memory - (
-            self.predict(size, uses_cache=True).total - self.loss_bytes(size.hidden)
-        )
-        # The loss is linear in the rows: a fixed part, and the same for each row.
-        fixed = estimate.loss_bytes(0, world_size, size.hidden)
-        example = estimate.inputs_per_example(self.run.config.data.max_negatives)
-        per_row = estimate.loss_bytes(example, world_size, size.hidden) - fixed
-        return max(0, int((free - fixed) / per_row))
-
-    def _without_graphs(self, size: ModelSize) -> Memory:
-        held = 0.0 if self.offloads else 1.0 / self.num_shards
-        width = 2 if self.computes_in_half else 4
-        whole_gradients = self.fsdp is not None and not self.reduces_each_micro_batch(
-            size.gradient_bytes
-        )
-        gathered = 0.0
-        if self.fsdp is not None:
-            whole = size.total * width
-            # One unit computes while FSDP gathers the next.
-            gathered = float(
-                whole
-                if self.keeps_gathered(whole)
-                else 2 * size.layer_parameters * width
-            )
-        config = self.run.config
-        optimizer = estimate.optimizer_bytes(config.optimizer, config.model, size)
-        return Memory(
-            weights=size.weight_bytes * held,
-            gradients=size.gradient_bytes * (1.0 if whole_gradients else held),
-            optimizer=optimizer * held,
-            gathered=gathered,
-            copies=estimate.copied_bytes(size) if self.copies_weights else 0.0,
-            activations=0.0,
-            loss=self.loss_bytes(size.hidden),
-        )
-
 
 def place(
     run: ResolvedRun,
@@ -326,7 +214,7 @@ def place(
         }
         names = [name for name, is_on in prevented_by.items() if is_on]
         bf16_pays = _bf16_on_cpu(model, instructions, prevented_by=names)
-    asked_precision = run.asked_precision(sharded=fsdp is not None)
+    asked_precision = run.precision
     compiles = False
     origin = DEFAULT
     why_compiled = "auto: on CPUs only if asked for"
@@ -371,10 +259,9 @@ def _recomputation(placement: Placement) -> Decision[bool]:
     on_gpu = placement.device.type == "cuda"
     if is_asked or size is None or not has_cache or not on_gpu:
         return asked
-    demand = placement.demand(size, recomputes=False)
-    limit = estimate.CUDA_MEMORY_SHARE * placement.memory
-    _, fitting = estimate.tokens_that_fit(limit, demand, 0)
-    if fitting < 2 * max(estimate.SMALL_MICRO_BATCH_TOKENS, size.max_length):
+    demand = MemoryEstimate(placement, size).demand(recomputes=False)
+    _, fitting = tokens_of(placement, demand, 0)
+    if fitting < 2 * max(SMALL_MICRO_BATCH_TOKENS, size.max_length):
         few = f"without it only {fitting:,d} tokens fit at once"
         return replace(asked, reason=f"{asked.reason}; {few}")
     fits = f"micro-batches of {fitting // 2:,d} tokens fit without it"
@@ -467,7 +354,7 @@ def _bf16_on_cpu(
             f"{unchanged} ({prevented_by[0]}; mixed_precision: bf16 would change it)",
         )
     try:
-        hidden = estimate.hidden_size(options)
+        hidden = hidden_size(options)
     except UserError:
         # Raised again where the model is loaded. A session can do without one.
         return NO_BF16_ON_CPU
@@ -500,12 +387,9 @@ def _choose_strategy(
         return Decision("ddp", asked.reason, asked.source), None, []
     # Only from here on does the size matter: the model's shapes have to be read for it.
     size = measured(run.config)
-    config = run.config
-    optimizer = estimate.optimizer_bytes(config.optimizer, config.model, size)
-    states = size.weight_bytes + size.gradient_bytes + optimizer
-    share = states / memory
+    share = size.state_bytes / memory
     need = (
-        f"{size.total:,d} parameters need {states / GIB:.2f}GB for weights, gradients and optimizer, {share:.0%} of "
+        f"{size.total:,d} parameters need {size.state_bytes / GIB:.2f}GB for weights, gradients and optimizer, {share:.0%} of "
         f"the {memory / GIB:.1f}GB of a process"
     )
     if asked.value == "fsdp":

@@ -17,13 +17,19 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from vembed.config.fsdp import PRECISIONS, FsdpConfig, Precision
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import Decision, ResolvedRun, Strategy
+from vembed.config.resolved import (
+    PRECISIONS,
+    Decision,
+    FsdpConfig,
+    Precision,
+    ResolvedRun,
+    Strategy,
+)
 from vembed.config.schema import ModelSection, TrainConfig
 from vembed.errors import RunError, Stopped, UserError
 from vembed.models.adapters import leave_casts_to_autocast
-from vembed.parallel import collectives, estimate, sharding
+from vembed.parallel import collectives, sharding
 from vembed.parallel.batch_norms import share_batch_norms
 from vembed.parallel.devices import (
     bf16_instructions,
@@ -31,10 +37,9 @@ from vembed.parallel.devices import (
     enable_expandable_segments,
 )
 from vembed.parallel.environment import check_num_threads, read_rank_info
-from vembed.parallel.estimate import GIB
 from vembed.parallel.heartbeat import Heartbeats
 from vembed.parallel.launch_check import LaunchCheck, RankFacts
-from vembed.parallel.memory import keep_freed_memory
+from vembed.parallel.memory import GIB, keep_freed_memory
 from vembed.parallel.network import default_interface, interface_to, is_loopback_by_name
 from vembed.parallel.placement import (
     FITS_SHARE,
@@ -43,6 +48,7 @@ from vembed.parallel.placement import (
     memory_of_a_process,
     place,
 )
+from vembed.parallel.step_memory import file_bytes
 
 log = logging.getLogger("vembed")
 
@@ -164,7 +170,6 @@ class Session:
         """Device on which the model is built. A model for FSDP is built in host memory and then sharded."""
         self._one_reads = (
             self.fsdp is not None
-            and self.fsdp.ram_efficient_loading
             # A shard of 4-bit weights would lack their quantisation tables.
             and not uses_qlora
             # FSDP1 broadcasts weights on GPUs only.
@@ -406,7 +411,7 @@ def start_command_session(
             options = ModelSection(
                 model_name=model, trust_remote_code=trust_remote_code
             )
-            num_bytes = estimate.file_bytes(options)
+            num_bytes = file_bytes(options)
             fits = num_bytes <= FITS_SHARE * session.memory
             strategy = "ddp" if fits else "fsdp"
         is_sharded = strategy == "fsdp" and session.world_size > 1
@@ -417,7 +422,7 @@ def start_command_session(
                 device=session.device,
                 memory=session.memory,
                 strategy=Decision("fsdp" if is_sharded else chosen, "strategy"),
-                fsdp=FsdpConfig(mixed_precision="no") if is_sharded else None,
+                fsdp=FsdpConfig() if is_sharded else None,
                 precision=Decision("no", "the dtype of the weights"),
             )
         )
@@ -471,9 +476,10 @@ def _make_accelerator(layout: Layout) -> Accelerator:
         )
     plugin = sharding.make_plugin(fsdp, precision, layout.device)
     # mixed_precision="no": the plugin's policy sets the precision, and Accelerate would also convert master weights.
-    if on_cpu:
+    # One process shards only where a benchmark of a single GPU asks for it.
+    if on_cpu or rank_info.world_size == 1:
         os.environ["ACCELERATE_USE_FSDP"] = "false"
-        accelerator = Accelerator(cpu=True, mixed_precision="no")
+        accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
         sharding.turn_on_fsdp(accelerator, plugin, layout.device)
     else:
         accelerator = Accelerator(mixed_precision="no", fsdp_plugin=plugin)

@@ -46,7 +46,7 @@ from vembed.parallel import collectives
 from vembed.parallel.parameters import unify_model_dtype_for_fsdp
 
 if TYPE_CHECKING:
-    from vembed.config.fsdp import FsdpConfig
+    from vembed.config.resolved import FsdpConfig
 
 log = logging.getLogger("vembed")
 
@@ -87,13 +87,12 @@ def make_plugin(
         # FSDP1 would pin the memory, which needs a GPU; on the CPU all tensors are in host memory anyway.
         cpu_offload=fsdp.offload and device.type == "cuda",
         reshard_after_forward=fsdp.sharding_strategy,
-        backward_prefetch=fsdp.backward_prefetch,
+        backward_prefetch="BACKWARD_PRE",
         forward_prefetch=fsdp.forward_prefetch,
-        limit_all_gathers=fsdp.limit_all_gathers,
-        use_orig_params=fsdp.use_orig_params,
+        limit_all_gathers=True,
+        use_orig_params=True,
         # FSDP1 broadcasts weights on GPUs only; on the CPU `shard` has synchronised them from rank 0 before.
-        sync_module_states=(fsdp.sync_module_states or fsdp.ram_efficient_loading)
-        and device.type == "cuda",
+        sync_module_states=device.type == "cuda",
     )
     # Accelerate prefers `sharding_strategy`, which it takes from its own variable, by default FULL_SHARD.
     plugin.sharding_strategy = plugin.reshard_after_forward
@@ -187,12 +186,6 @@ def _shard_by_fsdp1(
     wide: Sequence[nn.Module],
 ) -> nn.Module:
     plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
-    are_trained = {parameter.requires_grad for parameter in model.parameters()}
-    if not plugin.use_orig_params and False in are_trained:
-        log.info(
-            "FSDP1: use_orig_params is on, since frozen and trainable parameters share units"
-        )
-        plugin.use_orig_params = True
     plugin.ignored_modules = _unsharded(model)
     for unit in wide:
         unit._wrap_overrides = {"mixed_precision": None}  # type: ignore[assignment]  # read by FSDP1's wrapping
@@ -328,23 +321,19 @@ def _precision_policy(
     """Return the mixed-precision policy. Master weights keep their dtype; gathered copies and computation use
     `param_dtype`.
 
-    float32 for the reduce and buffer dtypes is set only if computation is in 16 bits; it is the default otherwise.
+    float32 for the reduce dtype and for buffers is set only if computation is in 16 bits; it is the default otherwise.
     The output dtype is not the units' but the whole model's, and set there.
     """
     param_dtype = PRECISIONS[precision]
-    if fsdp.param_dtype:
-        param_dtype = DTYPES[fsdp.param_dtype]
     is_half = param_dtype in HALF_DTYPES
     reduce_dtype = None
     if is_half or fsdp.reduce_dtype != "float32":
         reduce_dtype = DTYPES[fsdp.reduce_dtype]
     if fsdp.version == 2:
         return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    buffer_dtype = None
-    if is_half or fsdp.buffer_dtype != "float32":
-        buffer_dtype = DTYPES[fsdp.buffer_dtype]
-    if param_dtype is reduce_dtype is buffer_dtype is None:
+    if not is_half and reduce_dtype is None:
         return None
+    buffer_dtype = torch.float32 if is_half else None
     return MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)
 
 

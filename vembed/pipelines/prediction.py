@@ -25,9 +25,10 @@ from vembed.models.families.decisions import describe
 from vembed.models.processors import load_tokenizer
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.estimate import GIB, Memory, ModelSize, measure
 from vembed.parallel.hardware import Gpu, Hardware
+from vembed.parallel.memory import GIB
 from vembed.parallel.placement import DTYPES, Placement, memory_of_a_process, place
+from vembed.parallel.step_memory import Memory, MemoryEstimate, ModelSize, tokens_of
 from vembed.progress import duration
 
 FITS = 0.9
@@ -83,10 +84,10 @@ def predict(
     ranks = resolve_launch(run, arguments, num_gpus=count).first_rank
     gpu = None if hardware is None else hardware.gpu
     placement = place_here(run, ranks, gpu)
-    # The placement has measured the model only where the strategy depends on its size.
-    size = placement.size or measure(run.config)
+    estimate = MemoryEstimate(placement)
+    size = estimate.size
     seconds, line = training_time(placement, size, gpu)
-    return Prediction(placement, size, placement.predict(size), gpu, seconds, line)
+    return Prediction(placement, size, estimate.in_step(), gpu, seconds, line)
 
 
 def place_here(run: ResolvedRun, ranks: RankInfo, gpu: Gpu | None = None) -> Placement:
@@ -203,7 +204,9 @@ def operations_per_token(
         count += 1.0
     repeats = placement.run.config.batch.use_gradient_cache
     if repeats == "auto":
-        _, kept = placement.tokens(placement.demand(size), size.max_length)
+        _, kept = tokens_of(
+            placement, MemoryEstimate(placement, size).demand(), size.max_length
+        )
         repeats = placement.rows * data.tokens > kept
     if repeats:  # Gradient Cache runs the forward pass twice
         count += 1.0

@@ -17,9 +17,9 @@ from vembed.data.features import BaseFeaturiser
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.parallel import collectives
-from vembed.parallel.estimate import measure
 from vembed.parallel.parameters import discard_passes, set_gradient_sync
 from vembed.parallel.session import Session
+from vembed.parallel.step_memory import measure
 
 log = logging.getLogger("vembed")
 

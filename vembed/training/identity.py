@@ -87,7 +87,7 @@ def facts_of(run: ResolvedRun) -> dict[str, Any]:
     }
     if run.fsdp is not None:
         for name, value in asdict(run.fsdp).items():
-            if name not in ("source", "precision_reason"):
+            if name != "source":
                 decisions[f"fsdp {name}"] = str(value)
     for name, value in decisions.items():
         facts[f"{name}{DERIVED}"] = value

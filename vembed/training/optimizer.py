@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +21,6 @@ from vembed.config.schema import OptimizerSection
 from vembed.errors import UserError
 from vembed.losses.batch import EmbeddingLoss
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.families.backbones import layers_of
 from vembed.models.names import plain_name
 from vembed.parallel import collectives
 from vembed.parallel.parameters import clip_gradients, global_grad_norm
@@ -36,9 +32,6 @@ log = logging.getLogger("vembed")
 
 BASE_BATCH_SIZE = 32
 """The global batch that the learning rate is for, with `scale_learning_rate`."""
-_LAYER = re.compile(r"^(?:.*?\.)?(?:layers?|blocks?|h)\.\d+\.")
-"""Layers by their name, where the model's own structure does not tell them."""
-_EMBEDDING = re.compile(r"embed|(^|\.)(wte|wpe)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,21 +77,7 @@ def build_optimizer(
     "initial_lr", for `Schedule.set`.
     """
     rates = rates or LearningRates.given(options)
-    trained = trained_parameters(model, loss, options, rates)
-    # FSDP1 without use_orig_params flattens a unit's weights and biases into one parameter.
-    if any(entry.name.endswith("_flat_param") for entry in trained):
-        if options.layer_lr_decay != 1.0 or rates.heads is not None:
-            raise UserError(
-                "layer_lr_decay and head_learning_rate need separate parameters, and fsdp_use_orig_params: "
-                "false flattens those of a unit into one: set fsdp_use_orig_params: true or fsdp_version: 2"
-            )
-        if options.weight_decay:
-            log.warning(
-                "fsdp_use_orig_params: false flattens the parameters of a unit into one, so weight_decay: %g reaches "
-                "no parameter of a unit (biases and norms cannot be left out); fsdp_use_orig_params: true keeps them "
-                "apart",
-                options.weight_decay,
-            )
+    trained = trained_parameters(model, loss, rates)
     # Parameters with equal settings share a group. Plain tensors and DTensors cannot share one fused call.
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for entry in trained:
@@ -138,16 +117,13 @@ def build_optimizer(
 
 
 def trained_parameters(
-    model: nn.Module, loss: nn.Module, options: OptimizerSection, rates: LearningRates
+    model: nn.Module, loss: nn.Module, rates: LearningRates
 ) -> list[TrainedParameter]:
     """Return every trainable parameter with its learning rate and weight decay, in the order of the model."""
     named: list[tuple[str, nn.Parameter]] = []
     for prefix, module in (("", model), ("loss", loss)):
         for name, parameter in module.named_parameters(prefix=prefix):
             named.append((plain_name(name), parameter))
-    depths: dict[str, int] = {}
-    if options.layer_lr_decay != 1.0:
-        depths = _depths([name for name, _ in named], model)
     # FSDP1 leaves a flat piece of each parameter. FSDP2's DTensors and plain tensors report their whole shape.
     whole_shapes: dict[int, torch.Size] = {}
     for unit in FullyShardedDataParallel.fsdp_modules(model):
@@ -163,11 +139,9 @@ def trained_parameters(
         # The shape before sharding: a flat FSDP1 piece of a matrix has one dimension, but must still decay.
         shape = whole_shapes.get(id(parameter), parameter.shape)
         is_head = name.startswith(heads)
-        if is_head:
-            rate = rates.base if rates.heads is None else rates.heads
-        else:
-            # What belongs to no layer (norms behind the last one) has depth 0: the full rate.
-            rate = rates.base * options.layer_lr_decay ** depths.get(name, 0)
+        rate = rates.base
+        if is_head and rates.heads is not None:
+            rate = rates.heads
         decays = len(shape) > 1 and not name.endswith("bias")
         trained.append(TrainedParameter(name, parameter, shape, rate, decays, is_head))
     if not trained:
@@ -185,59 +159,6 @@ def head_prefixes(model: nn.Module) -> tuple[str, ...]:
         if isinstance(module, EmbeddingModel):
             names += [f"{name}." for name in module.head_names()]
     return tuple(names)
-
-
-def _depths(names: Sequence[str], model: nn.Module) -> dict[str, int]:
-    """Return the number of layers above each parameter in its tower.
-
-    It is 0 for the last layer and everything after it, and the number of layers for embeddings.
-    """
-    layers = {id(layer) for layer in layers_of(model)}
-    declared = []
-    embeddings = []
-    for module_name, module in model.named_modules():
-        prefix = f"{plain_name(module_name)}."
-        if id(module) in layers:
-            declared.append(prefix)
-        if isinstance(module, nn.Embedding):
-            embeddings.append(prefix)
-    # The layers that the model declares. Names decide only for what lies outside of them.
-    layer_of: dict[str, str] = {}
-    for name in names:
-        match = _LAYER.search(name)
-        inside = [prefix for prefix in declared if name.startswith(prefix)]
-        if inside:
-            layer_of[name] = inside[0]
-        elif match is not None:
-            layer_of[name] = match[0]
-    # Layers of one stack have equal names but for their numbers, so the stages of a hierarchical tower are one.
-    stacks: defaultdict[str, list[str]] = defaultdict(list)
-    for prefix in dict.fromkeys([*declared, *layer_of.values()]):
-        stacks[re.sub(r"\.\d+\.", ".#.", prefix)].append(prefix)
-    if not stacks:
-        log.warning(
-            "layer_lr_decay has no effect: no stack of layers was found in this model"
-        )
-    depth_of_layer = {}
-    for members in stacks.values():
-        for depth, prefix in enumerate(reversed(members)):
-            depth_of_layer[prefix] = depth
-    depths = {}
-    for name in names:
-        if name in layer_of:
-            depths[name] = depth_of_layer[layer_of[name]]
-        elif _EMBEDDING.search(name) or name.startswith(tuple(embeddings)):
-            # An embedding lies below the tower whose name shares the longest path with its own; of equals, the deepest.
-            candidates = [(0, 0)]
-            for stack, members in stacks.items():
-                num_shared = 0
-                for part, other in zip(name.split("."), stack.split("."), strict=False):
-                    if part != other:
-                        break
-                    num_shared += 1
-                candidates.append((num_shared, len(members)))
-            depths[name] = max(candidates)[1]
-    return depths
 
 
 def _log_groups(
@@ -266,12 +187,6 @@ def _log_groups(
         heads = [entry for entry in trained if entry.is_head]
         parts.append(
             f"head_learning_rate {rates.heads:g} for {count(heads)} (heads, projections, scales)"
-        )
-    if options.layer_lr_decay != 1.0:
-        peaks = [entry.learning_rate for entry in trained if not entry.is_head] or [0.0]
-        parts.append(
-            f"layer_lr_decay {options.layer_lr_decay:g}: peaks from {min(peaks):.3g} (lowest) to {max(peaks):.3g} "
-            "(last layer)"
         )
     log.info("optimizer: %s; %s", description, "; ".join(parts))
 

@@ -32,7 +32,7 @@ from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import ExampleStore
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.data.pair_features import build_featuriser
-from vembed.data_tools.init.datasets import Sets, open_sets
+from vembed.data_tools.datasets import Sets, open_sets
 from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
 from vembed.files import read_yaml
@@ -166,7 +166,6 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
         batch_sizes=source_batch_sizes(config.data, config.batch, size),
         sampling=parse_sampling(config.data.sampling),
         keys=store.all_keys() if config.data.no_duplicates else None,
-        drop_last=config.data.drop_last,
         labels=store.labels,
     )
     log.info(batch_schedule.summary())
@@ -193,7 +192,7 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
     if smallest < world_size:
         raise UserError(
             f"the smallest batch has {smallest} examples, fewer than the {world_size} processes: use fewer processes, "
-            "add data, or set drop_last: true"
+            "or add data"
         )
     return RunData(
         **vars(sets),

@@ -18,7 +18,8 @@ before the forward pass, and `starts` says where they begin in E. Five stages, f
                Features of frozen towers are computed first, or read from the cache; gradients do not reach them.
 3. `gather`    The embeddings of all ranks as one leaf E [U, D], and the indices by which the rows refer to them.
 4. `score`     L is a sum over the rows. This rank computes the part of its rows, and its gradient with respect to all
-               of E. Added up over the ranks, these are G, of which this rank gets its n vectors.
+               of E. Added up over the ranks, these are G, of which this rank gets its n vectors, times the world size:
+               the gradients of the ranks are averaged later.
 5. `backward`  <e_i, G_i> through each micro-batch, in the graphs that were kept, or in a second forward pass with the
                same random draws. Under FSDP the last backward pass synchronises the gradients of the ranks.
 """
@@ -56,13 +57,13 @@ from vembed.parallel.devices import matmul_precision, seed_draws
 from vembed.parallel.memory import is_shortage
 from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.parallel.session import Session
+from vembed.parallel.step_memory import Budget, MemoryGuard, OutOfMemory
 from vembed.teachers.supply import Teachers
 from vembed.training.auxiliary_losses import (
     AuxiliaryBatch,
     AuxiliaryLosses,
     SliceLosses,
 )
-from vembed.training.budget import Budget, MemoryGuard, OutOfMemory
 from vembed.training.frozen import BatchInputs, InputSource
 
 
@@ -384,8 +385,8 @@ class ContrastiveStep:
         if has_starts:
             on_host["starts"] = F.pad(on_host["starts"].cumsum(0), (1, 0))
         fields: dict[str, Any] = {"scores": None, "negative_scores": None}
-        copies = copied_together(list(on_host.values()), self.session.device)
-        for name, values in zip(on_host, copies, strict=True):
+        copies = copied_together(on_host, self.session.device)
+        for name, values in copies.items():
             is_score = values.is_floating_point()
             fields[name] = values.to(embeddings.dtype) if is_score else values
         loss_batch = LossBatch(
@@ -393,7 +394,6 @@ class ContrastiveStep:
             **fields,
             rank_rows=rank_slice(rank, counts.rows),
             rank_negatives=rank_slice(rank, counts.negatives),
-            world_size=self.session.world_size,
             number=batch.batch_number,
             source=rank_batch.source,
             holds_scores=isinstance(self.source.feeder.featuriser, PairFeaturiser),
@@ -408,7 +408,7 @@ class ContrastiveStep:
     def score(
         self, loss_batch: LossBatch, batch: StepBatch, weight: float
     ) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of L, and this rank's vectors [n, D] of d(`weight` L)/dE. Collective."""
+        """Return this rank's part of L, and world size times this rank's vectors [n, D] of d(`weight` L)/dE. Collective."""
         # Not TF32: the rounding of a score is divided by the temperature too.
         with self.timer("loss"), torch.enable_grad(), matmul_precision("highest"):
             loss_share = self.loss(loss_batch)

@@ -34,9 +34,9 @@ from vembed.parallel.memory import fsdp_print_memory_usage
 from vembed.parallel.parameters import log_parameter_summary
 from vembed.parallel.placement import CHECKPOINT
 from vembed.parallel.session import Session
+from vembed.parallel.step_memory import MemoryGuard, OutOfMemory, find_budget
 from vembed.progress import duration
 from vembed.training.auxiliary_losses import AuxiliaryLosses
-from vembed.training.budget import MemoryGuard, OutOfMemory, find_budget
 from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint
 from vembed.training.checkpoint.resume import kept_decisions
 from vembed.training.final import ModelWriter, require_free_folder, save_final

@@ -89,9 +89,8 @@ def version() -> dict[str, str]:
 
 def options_page() -> str:
     """Return docs/options.md: every option with type, default, meaning and other names."""
-    from vembed.config.aliases import ALIASES, BLOCKS, TRANSLATED
+    from vembed.config.aliases import ALIASES, BLOCKS, SPELLINGS, TRANSLATED
     from vembed.config.options import all_options
-    from vembed.config.spelling import SPELLINGS
 
     def code(names: Any) -> str:
         return ", ".join(f"`{name}`" for name in names)

@@ -64,7 +64,7 @@ output_dir: {output}
 max_length: {size.max_length}
 
 # Matryoshka: the first coordinates are an embedding by themselves
-use_mrl: true
+mrl_dims: auto
 
 # sizes to train and to measure
 mrl_dims: [384, 256, 128, 64]
@@ -258,7 +258,7 @@ def split_by_module(
     """Return `num_train` and `num_val` pairs without a common top-level package. Validation packages are taken in
     the order of a hash of their names until there are enough pairs. Surplus pairs are dropped evenly over the
     modules. Texts that occur twice, apart from case and punctuation, are left out of the validation pairs."""
-    from vembed.data.normal_form import normal_text
+    from vembed.data.near_duplicates import normal_text
 
     counts = Counter(
         normal_text(text) for pair in pairs for text in (pair.query, pair.positive)

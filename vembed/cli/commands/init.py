@@ -23,6 +23,7 @@ from vembed.data.formats.saved_datasets import has_validation_split
 from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.language import is_english
 from vembed.data.records import Mode
+from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.init import values
 from vembed.data_tools.init.columns import (
     bad_records,
@@ -31,7 +32,6 @@ from vembed.data_tools.init.columns import (
     guess,
     is_terminal,
 )
-from vembed.data_tools.init.data_page import unlogged
 from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
 from vembed.errors import UserError
 from vembed.models.families.family import Family
@@ -343,7 +343,7 @@ def _training_lines(
             _line("use_lora", True, "train small adapters instead of all weights")
         )
     lines += [
-        "# use_mrl: true                   # Matryoshka: embeddings that can be cut to fewer numbers",
+        "# mrl_dims: auto                  # Matryoshka: embeddings that can be cut to fewer numbers",
         "# use_fsdp: true                  # shard a large model over several GPUs",
         "",
         "# Output",
@@ -404,7 +404,8 @@ def _memory_lines(text: str) -> list[str]:
     """Return the memory of a process for a config whose model is on this machine, and the settings that it needs to
     fit."""
     from vembed.cli.run_train import resolve_launch
-    from vembed.parallel.estimate import GIB, measure
+    from vembed.parallel.memory import GIB
+    from vembed.parallel.step_memory import MemoryEstimate
     from vembed.pipelines.prediction import FITS, place_here
 
     configured = yaml.safe_load(text)
@@ -419,7 +420,7 @@ def _memory_lines(text: str) -> list[str]:
         if "use_fsdp" in change and ranks.world_size == 1:
             continue
         placement = place_here(run, ranks)
-        need = placement.predict(placement.size or measure(run.config)).total
+        need = MemoryEstimate(placement).in_step().total
         fits = need <= FITS * placement.memory
         gigabytes = f"{need / GIB:.1f} GB"
         available = f"the {placement.memory / GIB:.1f} GB of a process on this machine"

@@ -83,13 +83,12 @@ def judge(args: ConfigArguments = None) -> Any:
     """Judge the negatives of training data by rerankers or endpoints."""
 
     def prepare(config: JudgeConfig, _: Arguments) -> Work:
+        from vembed.data_tools.judge import RowNegatives
         from vembed.data_tools.judge import judge as run_judge
-        from vembed.data_tools.judge import read_negatives
         from vembed.mining.output import check_output
 
         def describe() -> list[str]:
-            _, pairs = read_negatives(config)
-            lines = [pairs.summary()]
+            lines = [RowNegatives(config).summary()]
             for entry in config.judges:
                 where = f" at {entry.base_url}" if entry.base_url else ""
                 lines.append(f"judge {entry.model}{where}")
@@ -104,8 +103,8 @@ def audit(args: ConfigArguments = None) -> Any:
     """Look at training data: duplicates, leakage, false negatives, weak positives."""
 
     def prepare(config: AuditConfig, _: Arguments) -> Work:
-        from vembed.data_tools.audit.run import audit as run_audit
-        from vembed.data_tools.audit.run import check_audit, mining_config
+        from vembed.data_tools.audit import audit as run_audit
+        from vembed.data_tools.audit import check_audit, mining_config
         from vembed.mining.known_positives import read_inputs
 
         page = check_audit(config)
@@ -120,7 +119,7 @@ def generate(args: ConfigArguments = None) -> Any:
     """Make training pairs from documents, with or without a language model."""
 
     def prepare(config: GenerateConfig, _: Arguments) -> Work:
-        from vembed.data_tools.generate.run import generate as run_generate
+        from vembed.data_tools.generate import generate as run_generate
         from vembed.mining.output import check_output
 
         target = check_output(config.output_path)

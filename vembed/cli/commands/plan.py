@@ -15,8 +15,7 @@ from vembed.cli.support import (
 )
 
 if TYPE_CHECKING:
-    from vembed.parallel.estimate import ModelSize
-    from vembed.parallel.placement import Placement
+    from vembed.parallel.step_memory import MemoryEstimate
     from vembed.pipelines.prediction import Prediction
 
 BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
@@ -67,10 +66,12 @@ def show(prediction: Prediction) -> dict[str, Any]:
     from rich.console import Console
     from rich.table import Table
 
-    from vembed.parallel.estimate import GIB
+    from vembed.parallel.memory import GIB
+    from vembed.parallel.step_memory import MemoryEstimate
 
     placement = prediction.placement
     size = prediction.size
+    estimate = MemoryEstimate(placement, size)
     memory = asdict(prediction.memory)
     num_processes = placement.ranks.world_size
     rows = [(NAMES.get(name, name), f"{memory[name] / GIB:.2f}") for name in memory]
@@ -94,16 +95,16 @@ def show(prediction: Prediction) -> dict[str, Any]:
         console.print(f"note: {line}")
     for name, decision in placement.decisions.items():
         console.print(f"{name}: {decision}")
-    console.print(f"graphs: {placement.graphs(size)}")
+    console.print(f"graphs: {estimate.describe_graphs()}")
     where = prediction.gpu.name if prediction.gpu else str(placement.device)
     console.print(
         f"needs {prediction.needed} ({where}): {'fits' if prediction.fits else 'does not fit'}. Activations are an "
         "estimate; the rest follows from the model's shapes."
     )
-    ways = [] if prediction.fits else ways_out(placement, size)
+    ways = [] if prediction.fits else ways_out(estimate)
     for line in ways:
         console.print(f"  {line}")
-    most_rows = placement.most_rows(size) * num_processes
+    most_rows = estimate.max_rows() * num_processes
     console.print(
         f"largest batch: about {most_rows:,d} rows, by the memory of the loss"
     )
@@ -126,17 +127,18 @@ def show(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def ways_out(placement: Placement, size: ModelSize) -> list[str]:
+def ways_out(estimate: MemoryEstimate) -> list[str]:
     """Return settings that would fit, the cheapest first."""
     from vembed.pipelines.prediction import FITS
 
+    placement = estimate.placement
     config = placement.run.config
     recomputation = placement.recomputation.value
     limit = FITS * placement.memory
     cache = ""
     if config.batch.use_gradient_cache is False:
         cache = "use_gradient_cache: auto, "
-        if placement.predict(size, uses_cache=True).total <= limit:
+        if estimate.in_step(uses_cache=True).total <= limit:
             return [
                 "fits with use_gradient_cache: auto (the gradient is the same, for one more forward pass)"
             ]
@@ -144,8 +146,8 @@ def ways_out(placement: Placement, size: ModelSize) -> list[str]:
     for recomputes in (recomputation, True):
         more = "" if recomputes == recomputation else "gradient_checkpointing: true, "
         for budget in BUDGETS:
-            need = placement.predict(
-                size, tokens=budget, recomputes=recomputes, uses_cache=True
+            need = estimate.in_step(
+                tokens=budget, recomputes=recomputes, uses_cache=True
             )
             if need.total <= limit:
                 return [f"fits with {more}{cache}micro_batch_tokens: {budget}"]

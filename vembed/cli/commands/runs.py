@@ -21,7 +21,7 @@ def data(args: ConfigArguments = None) -> dict[str, Any] | None:
     config = resolve_run(
         arguments.source, arguments.overrides, stage=arguments.stage
     ).config
-    from vembed.data_tools.init.data_page import data_facts
+    from vembed.data_tools.data_page import data_facts
 
     facts = data_facts(config)
     sys.stdout.write(facts.page)

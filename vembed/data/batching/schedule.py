@@ -75,8 +75,8 @@ class BatchSchedule:
     to different batches. With `labels`, no two examples of a batch share a class (class_batches.py), and all are of one
     source.
 
-    Examples that do not fill a batch at the end of an epoch are dropped from that epoch; with `drop_last=False`, or
-    where there is no other batch, they make a smaller one.
+    Examples that do not fill a batch at the end of an epoch are dropped from that epoch. Where there is no other batch,
+    they make a smaller one.
     """
 
     def __init__(
@@ -92,7 +92,6 @@ class BatchSchedule:
         batch_sizes: Sequence[int] | None = None,
         sampling: Sampling = PROPORTIONAL,
         keys: ContentKeys | None = None,
-        drop_last: bool = True,
         labels: Sequence[np.ndarray | None] = (),
     ) -> None:
         self.sizes = tuple(sizes)
@@ -100,7 +99,6 @@ class BatchSchedule:
         self.seed = seed
         self.homogeneous = homogeneous
         self.keys = keys
-        self.drop_last = drop_last
         self._first = np.cumsum([0, *self.sizes])
         self.batch_sizes = list(batch_sizes or [global_batch_size] * len(self.sizes))
         self.turns = sampling.kind == "round_robin"
@@ -185,9 +183,8 @@ class BatchSchedule:
         line = f"batches: {self.steps_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
         if self.num_left_out:
             reasons = []
-            if self.drop_last:
-                each = " of each source" if is_split else ""
-                reasons.append(f"the last incomplete batch{each}")
+            each = " of each source" if is_split else ""
+            reasons.append(f"the last incomplete batch{each}")
             if self.keys is not None:
                 reasons.append("what could not be placed without duplicates")
             line += (
@@ -259,13 +256,9 @@ class BatchSchedule:
     def _blocks(self, stream: np.ndarray, size: int) -> Batches:
         """Cut a stream into batches, in order."""
         starts = np.arange(0, len(stream) + 1, size)
-        if starts[-1] < len(stream) and self._keeps_incomplete(len(stream), size):
+        if starts[-1] < len(stream) < size:
             starts = np.append(starts, len(stream))
         return Batches(stream[: starts[-1]], starts)
-
-    def _keeps_incomplete(self, num_examples: int, size: int) -> bool:
-        """Return whether an incomplete batch is trained on: by choice, or where there is no other."""
-        return not self.drop_last or num_examples < size
 
     def _draw(self, source: int, epoch: int) -> np.ndarray:
         """Return the examples of a source in an epoch: the next ones of its random passes."""
@@ -301,11 +294,10 @@ class BatchSchedule:
         size = self.batch_sizes[self._members[group][0]]
         if not conflicts.keys:
             return self._blocks(stream, size)
-        incomplete = self._keeps_incomplete(len(stream), size)
         # Later epochs have at most as many batches as epoch 0.
         most = len(stream) if epoch == 0 else self._num_batches[group]
         arranged = []
-        for rows in arrange(conflicts, size, most, drop_last=not incomplete):
+        for rows in arrange(conflicts, size, most, drop_last=len(stream) >= size):
             arranged.append(stream[rows])
         if epoch == 0 and not arranged:
             raise UserError(

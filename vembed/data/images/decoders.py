@@ -49,10 +49,15 @@ class Decoders:
 
     def __init__(self, first: FirstHalf, count: int) -> None:
         """`first`: what is applied to a decoded image."""
+        self._first = first
         self._count = count
-        self._threads = _Threads(first, count)
+        self._num_decoded = 0
+        # The code of a processor may be in a module that another process does not find.
+        self._may_start = count > 1 and not isinstance(first, ProcessorCode)
+        self._of_thread = threading.local()
+        self._children: list[subprocess.Popen[bytes]] = []
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="vembed-images")
-        self.close = weakref.finalize(self, _close, self._pool, self._threads)
+        self.close = weakref.finalize(self, _close, self._pool, self._children)
         """End threads and processes. What is not decoded yet never will be."""
 
     def start(self, images: Sequence[ImageRef]) -> list[Decoding]:
@@ -61,28 +66,16 @@ class Decoders:
         decodings = []
         for start in range(0, len(images), size):
             chunk = images[start : start + size]
-            job = self._pool.submit(self._threads.decode, chunk)
+            job = self._pool.submit(self._decode, chunk)
             decodings += [Decoding(job, place) for place in range(len(chunk))]
         return decodings
 
     @property
     def pids(self) -> list[int]:
         """Numbers of the processes."""
-        return sorted(child.pid for child in self._threads.children)
+        return sorted(child.pid for child in self._children)
 
-
-class _Threads:
-    """What the threads do. Holds no reference to those who want the images."""
-
-    def __init__(self, first: FirstHalf, count: int) -> None:
-        self.children: list[subprocess.Popen[bytes]] = []
-        self._first = first
-        self._num_decoded = 0
-        # The code of a processor may be in a module that another process does not find.
-        self._may_start = count > 1 and not isinstance(first, ProcessorCode)
-        self._of_thread = threading.local()
-
-    def decode(self, images: Sequence[ImageRef]) -> list[Arrays | Exception]:
+    def _decode(self, images: Sequence[ImageRef]) -> list[Arrays | Exception]:
         """Decode images: here at first, later in this thread's process."""
         self._num_decoded += len(images)
         if not self._may_start or self._num_decoded <= DECODED_BY_THREADS:
@@ -97,7 +90,7 @@ class _Threads:
                 pipesize=PIPE_BYTES,
             )
             self._of_thread.child = child
-            self.children.append(child)
+            self._children.append(child)
             assert child.stdin is not None
             send(child.stdin, self._first)
         assert child.stdin is not None and child.stdout is not None
@@ -137,9 +130,11 @@ def decode_for_parent() -> None:
         os._exit(0)
 
 
-def _close(pool: ThreadPoolExecutor, threads: _Threads) -> None:
+def _close(
+    pool: ThreadPoolExecutor, children: Sequence[subprocess.Popen[bytes]]
+) -> None:
     pool.shutdown(wait=False, cancel_futures=True)
-    for child in threads.children:
+    for child in children:
         child.kill()
         with child:  # closes the pipes, and waits
             pass

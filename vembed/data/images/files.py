@@ -34,7 +34,7 @@ _ENCODED = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """Beginnings of images in base64: a data URI, PNG, JPEG, GIF and WebP."""
 
 IMAGE_SUFFIXES = frozenset(
-    {
+    [
         ".jpg",
         ".jpeg",
         ".jpe",
@@ -54,14 +54,14 @@ IMAGE_SUFFIXES = frozenset(
         ".pnm",
         ".jp2",
         ".j2k",
-    }
+    ]
 )
 """Endings of files that are taken for images in a folder."""
 IMAGE_PATH = re.compile(
     rf"\S.*({'|'.join(map(re.escape, sorted(IMAGE_SUFFIXES)))})", re.IGNORECASE
 )
 """Texts that are probably paths of images."""
-_FORMATS = (
+_FORMATS = [
     "JPEG",
     "MPO",
     "PNG",
@@ -72,7 +72,7 @@ _FORMATS = (
     "PPM",
     "JPEG2000",
     "AVIF",
-)
+]
 # Exceptions that Pillow's readers raise on broken files.
 _BROKEN = (
     OSError,
@@ -131,10 +131,8 @@ class ImageRoot:
         # Folders are resolved once; only the last component is checked for every path.
         parent = whole.rpartition("/")[0]
         if parent not in self._inside:
-            real_parent = os.path.realpath(parent)
-            self._inside[parent] = _is_in(parent, self.folder) and _is_in(
-                real_parent, self._real
-            )
+            is_in_both = _is_in(os.path.realpath(parent), self._real)
+            self._inside[parent] = _is_in(parent, self.folder) and is_in_both
         is_inside = self._inside[parent]
         if is_inside and Path(whole).is_symlink():
             is_inside = _is_in(os.path.realpath(whole), self._real)
@@ -156,8 +154,7 @@ def check_image(image: ImageRef) -> None:
     try:
         with _named(image), _opened(image) as file:
             with _parsed(file) as picture:
-                is_png = picture.format == "PNG"
-                if is_png:
+                if picture.format == "PNG":
                     picture.verify()  # by its checksums; after that it can only be opened again
                     file.seek(0)
             with _parsed(file) as picture:

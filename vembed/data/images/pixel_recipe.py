@@ -73,10 +73,13 @@ class Scale:
 
 @dataclass(frozen=True)
 class PixelRecipe:
-    """Both halves of an image processor, for images of one size: the first makes [1, channels, height, width]."""
+    """Both halves of an image processor. The first makes [1, channels, height, width] of an image, or, of one of any
+    size as Qwen-VL takes it, [patches, channels, n]."""
 
     scale: Scale
     first: FirstHalf
+    frames: int | None = None
+    """Where patches are made: an image is a film of so many equal frames, next to each other in a patch."""
 
     def halfway(self, picture: Image.Image) -> Processed:
         """Return the pixels of one RGB image as uint8, and its other tensors."""
@@ -86,25 +89,14 @@ class PixelRecipe:
 
     def finished(self, halfway: Mapping[str, Tensor]) -> Processed:
         """Return what the processor itself would have returned, on the device of `halfway`, for one or more images."""
-        return {**halfway, PIXELS: self._numbers(halfway[PIXELS])}
-
-    def _numbers(self, pixels: Tensor) -> Tensor:
-        return self.scale.apply(pixels)
-
-
-@dataclass(frozen=True)
-class PatchRecipe(PixelRecipe):
-    """Both halves for patches of images of any size, as Qwen-VL takes them: the first makes [patches, channels, n]."""
-
-    frames: int
-    """An image is a film of so many equal frames, next to each other in a patch."""
-
-    def _numbers(self, pixels: Tensor) -> Tensor:
-        return (
-            self.scale.apply(pixels[:, :, None, :])
-            .expand(-1, -1, self.frames, -1)
-            .flatten(1)
-        )
+        pixels = halfway[PIXELS]
+        if self.frames is None:
+            scaled = self.scale.apply(pixels)
+        else:
+            # [patches, channels, n] to [patches, channels * frames * n]
+            scaled = self.scale.apply(pixels[:, :, None, :])
+            scaled = scaled.expand(-1, -1, self.frames, -1).flatten(1)
+        return {**halfway, PIXELS: scaled}
 
 
 def find_recipe(processor: Any) -> PixelRecipe | None:
@@ -119,35 +111,34 @@ def find_recipe(processor: Any) -> PixelRecipe | None:
 def _candidates(processor: Any, settings: Mapping[str, Any]) -> list[PixelRecipe]:
     recipes: list[PixelRecipe] = []
     size = dict(settings.get("size") or {})
-    crop = dict(settings.get("crop_size") or {})
-    does_resize = bool(settings.get("do_resize"))
-    does_crop = bool(settings.get("do_center_crop"))
-    for scale in _scales(settings):
-        resample = Image.Resampling(
-            int(settings.get("resample") or Image.Resampling.NEAREST)
+    resample = Image.Resampling(
+        int(settings.get("resample") or Image.Resampling.NEAREST)
+    )
+    crop = None
+    if settings.get("do_center_crop"):
+        crop_size = dict(settings.get("crop_size") or {})
+        crop = (crop_size["height"], crop_size["width"])
+    if not settings.get("do_resize"):
+        size = {}
+    scales = _scales(settings)
+    if "temporal_patch_size" in settings:
+        size = dict(settings["size"])
+        patching = Patching(
+            (int(size["shortest_edge"]), int(size["longest_edge"])),
+            resample,
+            int(settings["patch_size"]),
+            int(settings["merge_size"]),
         )
-        if "temporal_patch_size" in settings:
-            area = int(size["shortest_edge"]), int(size["longest_edge"])
-            patching = Patching(
-                area, resample, int(settings["patch_size"]), int(settings["merge_size"])
-            )
-            recipes.append(
-                PatchRecipe(scale, patching, int(settings["temporal_patch_size"]))
-            )
-        elif not does_resize or set(size) in ({"shortest_edge"}, {"height", "width"}):
-            cropped = (crop["height"], crop["width"]) if does_crop else None
-            recipes.append(
-                PixelRecipe(
-                    scale, Resizing(size if does_resize else {}, resample, cropped)
-                )
-            )
+        frames = int(settings["temporal_patch_size"])
+        recipes += [PixelRecipe(scale, patching, frames) for scale in scales]
+    elif set(size) in (set(), {"shortest_edge"}, {"height", "width"}):
+        resizing = Resizing(size, resample, crop)
+        recipes += [PixelRecipe(scale, resizing) for scale in scales]
     # The processors that resize with torchvision, and those with rules of their own.
-    own_code = ProcessorCode(processor, {"do_rescale": False, "do_normalize": False})
-    return recipes + [
-        PixelRecipe(scale, own_code)
-        for scale in _scales(settings)
-        if "patch_size" not in settings
-    ]
+    if "patch_size" not in settings:
+        code = ProcessorCode(processor, {"do_rescale": False, "do_normalize": False})
+        recipes += [PixelRecipe(scale, code) for scale in scales]
+    return recipes
 
 
 def _scales(settings: Mapping[str, Any]) -> Sequence[Scale]:

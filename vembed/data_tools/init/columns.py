@@ -27,135 +27,30 @@ from vembed.errors import UserError
 
 Record = Mapping[str, Any]
 
-QUERY_WORDS = [
-    "query",
-    "question",
-    "anchor",
-    "search",
-    "keyword",
-    "request",
-    "prompt",
-    "instruction",
-    "subject",
-    "title",
-    "caption",
-    "frage",
-    "anfrage",
-    "suche",
-    "suchbegriff",
-    "betreff",
-    "titel",
-    "anliegen",
-    "problem",
-    "stichwort",
-    "requete",
-    "demande",
-    "recherche",
-    "sujet",
-    "titre",
-    "pregunta",
-    "consulta",
-    "busqueda",
-    "asunto",
-    "titulo",
-    "domanda",
-    "ricerca",
-    "oggetto",
-    "pergunta",
-    "busca",
-    "assunto",
-    "vraag",
-    "zoek",
-    "onderwerp",
-    "pytanie",
-    "soru",
-]
-POSITIVE_WORDS = [
-    "positive",
-    "answer",
-    "response",
-    "document",
-    "passage",
-    "solution",
-    "resolution",
-    "reply",
-    "content",
-    "context",
-    "body",
-    "description",
-    "text",
-    "target",
-    "output",
-    "article",
-    "paragraph",
-    "completion",
-    "antwort",
-    "loesung",
-    "losung",
-    "beschreibung",
-    "inhalt",
-    "artikel",
-    "dokument",
-    "absatz",
-    "ergebnis",
-    "reponse",
-    "solucion",
-    "respuesta",
-    "contenido",
-    "descripcion",
-    "texte",
-    "contenu",
-    "texto",
-    "risposta",
-    "soluzione",
-    "testo",
-    "contenuto",
-    "resposta",
-    "solucao",
-    "antwoord",
-    "oplossing",
-    "tekst",
-    "odpowiedz",
-    "cevap",
-]
-ID_WORDS = [
-    "id",
-    "ids",
-    "uuid",
-    "guid",
-    "nr",
-    "no",
-    "num",
-    "number",
-    "nummer",
-    "index",
-    "idx",
-    "key",
-    "code",
-    "url",
-    "link",
-    "date",
-    "datum",
-    "time",
-    "zeit",
-    "timestamp",
-    "created",
-    "updated",
-    "author",
-    "autor",
-    "user",
-    "lang",
-    "language",
-    "sprache",
-    "category",
-    "kategorie",
-    "status",
-    "tag",
-    "tags",
-    "numero",
-    "fecha",
-]
-"""Words of column names whose content is not embedded."""
+ROLE_WORDS = {
+    role: set(words.split())
+    for role, words in {
+        "query": (
+            "query question anchor search keyword request prompt instruction subject title caption frage "
+            "anfrage suche suchbegriff betreff titel anliegen problem stichwort requete demande recherche "
+            "sujet titre pregunta consulta busqueda asunto titulo domanda ricerca oggetto pergunta busca "
+            "assunto vraag zoek onderwerp pytanie soru"
+        ),
+        "positive": (
+            "positive answer response document passage solution resolution reply content context body "
+            "description text target output article paragraph completion antwort loesung losung beschreibung "
+            "inhalt artikel dokument absatz ergebnis reponse solucion respuesta contenido descripcion texte "
+            "contenu texto risposta soluzione testo contenuto resposta solucao antwoord oplossing tekst "
+            "odpowiedz cevap"
+        ),
+        "id": (
+            "id ids uuid guid nr no num number nummer index idx key code url link date datum time zeit "
+            "timestamp created updated author autor user lang language sprache category kategorie status tag "
+            "tags numero fecha"
+        ),
+    }.items()
+}
+"""Words of column names. The content of those of `id` is not embedded."""
 FEW_VALUES = 0.2
 """A column with a smaller share of different values is a category, unless its name says otherwise."""
 
@@ -195,48 +90,61 @@ class Guess:
     """Columns that can be embedded, the likeliest first."""
 
 
-def column_facts(records: Sequence[Record]) -> list[ColumnFacts]:
-    """Return the facts of each column, in order."""
-    names = dict.fromkeys(name for record in records for name in record)
-    return [_facts(name, [record.get(name) for record in records]) for name in names]
-
-
 def guess(
     records: Sequence[Record], missing: Sequence[str], taken: Sequence[str] = ()
 ) -> Guess:
     """Return columns for the missing parts (query, positive) among those that are not taken."""
-    free = []
-    for column in column_facts(records):
-        if column.name not in taken and column.is_text:
-            free.append(column)
-    longest = max((column.mean_length for column in free), default=1.0) or 1.0
+    candidates = []
+    for name in dict.fromkeys(name for record in records for name in record):
+        column = _facts(name, [record.get(name) for record in records])
+        if name not in taken and column.is_text:
+            candidates.append(column)
+    longest = max((column.mean_length for column in candidates), default=1.0) or 1.0
     mapping: dict[str, str] = {}
     reasons: dict[str, str] = {}
-    open_columns = list(free)
+    open_columns = list(candidates)
     unassigned = list(missing)
     # The part with the clearer evidence is chosen first, so that it does not lose its column to the other.
     while unassigned and open_columns:
         scored = []
-        for place, column in enumerate(open_columns):
+        for index, column in enumerate(open_columns):
             for role in unassigned:
                 # Of equal scores the earlier column.
-                scored.append((_score(column, role, longest), -place, role))
-        _, place, role = max(scored, key=lambda entry: entry[:2])
-        best = open_columns[-place]
+                scored.append((_score(column, role, longest), -index, role))
+        _, index, role = max(scored, key=lambda entry: entry[:2])
+        best = open_columns[-index]
         mapping[best.name] = f"{role}_image" if best.paths > 0.5 else role
-        reasons[best.name] = _reason(best, role, len(open_columns))
+        why = ["the only text column left"] if len(open_columns) == 1 else []
+        if _named(best.name, role):
+            why.append("its name")
+        if role == "query" and best.questions > 0.3:
+            why.append(f"{best.questions:.0%} end with a question mark")
+        if best.paths > 0.5:
+            why.append("paths of images")
+        why.append(f"{best.mean_length:,.0f} characters on average")
+        reasons[best.name] = ", ".join(why)
         open_columns.remove(best)
         unassigned.remove(role)
-    ordered = {
-        column.name: mapping[column.name] for column in free if column.name in mapping
-    }
+    in_file_order = {}
+    for column in candidates:
+        if column.name in mapping:
+            in_file_order[column.name] = mapping[column.name]
     roles = ("query", "positive")
-    free.sort(key=lambda column: -max(_score(column, role, longest) for role in roles))
-    return Guess(ordered, reasons, tuple(free))
+    candidates.sort(
+        key=lambda column: -max(_score(column, role, longest) for role in roles)
+    )
+    return Guess(in_file_order, reasons, tuple(candidates))
 
 
 def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
-    texts = [text for text in map(_text, values) if text]
+    texts = []
+    for value in values:
+        # Of a list the first entry.
+        entry = (value or [None])[0] if isinstance(value, list) else value
+        if isinstance(entry, Mapping):
+            entry = entry.get("text") or entry.get("image") or entry.get("path")
+        if isinstance(entry, str) and entry.strip():
+            texts.append(entry.strip())
     if not texts:
         return ColumnFacts(name, "", 0.0, 0.0, 0.0, 0.0, is_text=False)
     unique = len(set(texts)) / len(texts)
@@ -247,7 +155,7 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
     length = mean(map(len, texts))
     # From the CJK radicals on. Such texts have no blanks, so the next two lines cannot take them for ids or codes.
     wide = mean(max(text) > "\u2e7f" for text in texts)
-    is_id = _words(name) & set(ID_WORDS) and spaced < 0.5 and not wide
+    is_id = _words(name) & ROLE_WORDS["id"] and spaced < 0.5 and not wide
     is_code = (
         spaced < 0.1 and unique > 0.9 and letters < 0.8 and not wide and length < 64
     )
@@ -256,37 +164,24 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
 
 
 def _score(column: ColumnFacts, role: str, longest: float) -> float:
-    role_words = QUERY_WORDS if role == "query" else POSITIVE_WORDS
-    other_words = POSITIVE_WORDS if role == "query" else QUERY_WORDS
+    other_role = "positive" if role == "query" else "query"
     # A name counts most, then whether values are questions, then their length: queries are the shorter of the two.
-    score = 2.0 * _named(column.name, role_words) - _named(column.name, other_words)
+    score = 2.0 * _named(column.name, role) - _named(column.name, other_role)
     share = column.mean_length / longest
     score += column.questions - share if role == "query" else share - column.questions
     if column.unique < FEW_VALUES:
         score -= 1.0
-    if not _words(column.name).isdisjoint(ID_WORDS):
+    if _words(column.name) & ROLE_WORDS["id"]:
         score -= 1.0
     return score
 
 
-def _reason(column: ColumnFacts, role: str, num_open: int) -> str:
-    reasons = ["the only text column left"] if num_open == 1 else []
-    if _named(column.name, QUERY_WORDS if role == "query" else POSITIVE_WORDS):
-        reasons.append("its name")
-    if role == "query" and column.questions > 0.3:
-        reasons.append(f"{column.questions:.0%} end with a question mark")
-    if column.paths > 0.5:
-        reasons.append("paths of images")
-    reasons.append(f"{column.mean_length:,.0f} characters on average")
-    return ", ".join(reasons)
-
-
-def _named(name: str, words: Sequence[str]) -> float:
-    """Return 1 if a word of the name is one of the words, 0.8 if it begins or ends with one (Kundenfrage), else 0."""
+def _named(name: str, role: str) -> float:
+    """Return 1 if a word of the name is one of the role's, 0.8 if it begins or ends with one (Kundenfrage), else 0."""
     parts = _words(name)
-    if not parts.isdisjoint(words):
+    if parts & ROLE_WORDS[role]:
         return 1.0
-    for word in words:
+    for word in ROLE_WORDS[role]:
         for part in parts:
             if len(word) > 4 and (part.startswith(word) or part.endswith(word)):
                 return 0.8
@@ -299,15 +194,6 @@ def _words(name: str) -> set[str]:
     letters = unicodedata.normalize("NFKD", split.casefold())
     plain = "".join(filter(lambda letter: not unicodedata.combining(letter), letters))
     return set(re.findall(r"[^\W_]+", plain))
-
-
-def _text(value: Any) -> str:
-    """Return the text of a value; for a list that of its first entry."""
-    if isinstance(value, list):
-        value = value[0] if value else None
-    if isinstance(value, Mapping):
-        value = value.get("text") or value.get("image") or value.get("path")
-    return value.strip() if isinstance(value, str) else ""
 
 
 MOST_SHOWN = 12

@@ -28,17 +28,15 @@ def tokenizer_of_data(data: str, folder: str, vocab_size: int) -> int:
     examples = open_examples(
         DataSection(data_path=data), data, ObjectiveSection(loss="none")
     )
-    drawn = (examples[number] for number in range(len(examples)))
-    items = (
-        item
-        for example in drawn
-        for item in (example.query, *example.positives, *example.negatives)
-    )
-    return train_tokenizer(
-        (item.text for item in items if item.text is not None),
-        target,
-        vocab_size=vocab_size,
-    )
+
+    def texts() -> Iterable[str]:
+        for number in range(len(examples)):
+            example = examples[number]
+            for item in (example.query, *example.positives, *example.negatives):
+                if item.text is not None:
+                    yield item.text
+
+    return train_tokenizer(texts(), target, vocab_size=vocab_size)
 
 
 def train_tokenizer(

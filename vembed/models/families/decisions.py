@@ -188,7 +188,7 @@ def describe(
         reasons["embedding_dim"] = "the model's own Dense modules"
     mrl_dims: tuple[int, ...] = tuple(saved.get("mrl_dims", ()))
     adds_projection = False
-    if matryoshka is not None and matryoshka.use_mrl:
+    if matryoshka is not None and matryoshka.mrl_dims is not None:
         mrl_dims = _matryoshka_sizes(reading, matryoshka, size)
         wanted = matryoshka.mrl_projection
         adds_projection = max(mrl_dims) < size if wanted == "auto" else bool(wanted)
@@ -566,9 +566,10 @@ def _matryoshka_sizes(
     reading: _Reading, matryoshka: MatryoshkaSection, size: int
 ) -> tuple[int, ...]:
     """Return the Matryoshka sizes of an embedding of `size` dimensions."""
-    dims = tuple(matryoshka.mrl_dims or ())
-    reading.reasons["mrl_dims"] = "mrl_dims in the config"
-    if not dims:
+    if matryoshka.mrl_dims is not None and matryoshka.mrl_dims != "auto":
+        dims = tuple(matryoshka.mrl_dims)
+        reading.reasons["mrl_dims"] = "mrl_dims in the config"
+    else:
         reading.reasons["mrl_dims"] = (
             f"the embedding's size and its halves down to {SMALLEST_MRL_DIM}"
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vembed.config.fsdp import PRECISIONS, Precision
+from vembed.config.resolved import PRECISIONS, Precision
 from vembed.config.schema import ModelSection, RunSection, TrainConfig, option_fields
 from vembed.config.terms import leaves_temperature
 from vembed.errors import UserError
@@ -32,9 +32,7 @@ _LENGTH_AND_MACHINES = """
     epochs max_steps max_train_minutes strategy accelerate_config num_processes num_machines
     dist_timeout_minutes fsdp_version fsdp_sharding_strategy fsdp_offload_params
     fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params
-    fsdp_backward_prefetch fsdp_forward_prefetch fsdp_limit_all_gathers
-    fsdp_use_orig_params fsdp_state_dict_type fsdp_cpu_ram_efficient_loading
-    fsdp_sync_module_states
+    fsdp_forward_prefetch fsdp_state_dict_type
 """
 _MEMORY_AND_SPEED = """
     num_workers micro_batch_tokens gradient_cache_chunk_size use_gradient_cache

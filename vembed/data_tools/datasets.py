@@ -10,8 +10,7 @@ from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.config.terms import task_names
 from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import Item, ReadAs
-from vembed.data.held_out import HeldOut, hold_out, named
-from vembed.data.overlap import find_overlap, warnings_of
+from vembed.data.held_out import HeldOut, hold_out, named, overlap_warnings
 from vembed.errors import UserError
 from vembed.evaluation.dataset import (
     EvalData,
@@ -93,7 +92,7 @@ def open_sets(
     # On one rank: all would find the same, and it reads all data.
     overlaps = []
     if compares:
-        overlaps = warnings_of(find_overlap(store, eval_pairs(evaluation)))
+        overlaps = overlap_warnings(store, eval_pairs(evaluation))
     for line in overlaps:
         log.warning(line)
     return Sets(store, evaluation, (*doubts, *overlaps), by_task)

@@ -1,29 +1,32 @@
-"""Memory of a step: token budgets from a measurement, and what happens when the device runs out."""
+"""Memory of a step: the estimate from the model's shapes, the measurement, the budget of a forward pass that follows from
+either, and what happens when a device runs out.
+
+`plan`, `doctor`, `strategy: auto` and the budget use the same estimate.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 
-from vembed.config.schema import BatchSection
+from vembed.config.schema import BatchSection, ModelSection, TrainConfig
 from vembed.data.batching.feeding import ModelInputs
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError
+from vembed.models.embedding_model import build_model
+from vembed.models.families.backbones import layers_of, linear_names_inside_layers
+from vembed.models.families.decisions import describe
 from vembed.parallel import collectives
 from vembed.parallel.devices import seed_draws
-from vembed.parallel.estimate import (
-    CPU_MICRO_BATCH_TOKENS,
-    GIB,
-    Demand,
-    measure,
-)
-from vembed.parallel.memory import is_shortage, memory_snapshot
+from vembed.parallel.memory import GIB, is_shortage, memory_snapshot
 from vembed.parallel.parameters import (
     discard_passes,
     forget_forward,
@@ -31,17 +34,330 @@ from vembed.parallel.parameters import (
     set_gradient_sync,
     set_keep_gathered,
 )
-from vembed.parallel.session import Session
 from vembed.training.optimizers.table import OPTIMIZERS
+
+if TYPE_CHECKING:
+    from vembed.parallel.placement import Placement
+    from vembed.parallel.session import Session
 
 log = logging.getLogger("vembed")
 
+FOUR_BIT_BYTES = 0.55
+"""Bytes per weight in 4 bits, scales included."""
+KEPT_PER_HIDDEN = 16
+"""Numbers that a transformer layer keeps for the backward pass, per token and hidden unit, besides the feed-forward."""
+WORKING_BYTES = 64 * 2**20
+"""Tiles of the loss and other small buffers."""
+LOSS_COPIES = 4
+"""Numbers that a loss holds for each number of the gathered embeddings: the embeddings, their unit vectors, and the
+gradients of both."""
+LOSS_INDEX_BYTES = 80
+"""Bytes of the indices and contents of each input of the global batch."""
+CPU_MICRO_BATCH_TOKENS = 4096
+"""On CPUs larger micro-batches are not faster, and their activations fall out of the caches."""
+CPU_MEMORY_SHARE = 0.25
+"""Share of the free host memory that graphs may take, over all processes of the machine."""
+CUDA_MEMORY_SHARE = 0.80
+"""Share of the device memory that a step may reach."""
 SMALLEST_BUDGET = 64
 PROBE_TOKENS = 512
 NO_LIMIT = 2**40
 """Tokens of a micro-batch that is cut by rows."""
 SHORT_TEXT_TOKENS = 128
 """Texts of so many tokens are not worth cutting."""
+
+
+# ---- the estimate ------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Sizes of the model that a config trains, as one whole copy."""
+
+    total: int
+    """Parameters."""
+    trained: int
+    weight_bytes: float
+    """Weights as they are held: float32 masters where trained, the file's dtype where frozen, or 4 bits."""
+    gradient_bytes: float
+    optimizer_bytes: float
+    """The optimizer's state."""
+    layer_parameters: int
+    """Parameters of the largest layer."""
+    num_layers: int
+    hidden: int
+    inner: int
+    """Width of the feed-forward."""
+    max_length: int
+
+    @property
+    def state_bytes(self) -> float:
+        """What a process holds between steps that has a whole copy: weights, gradients and the optimizer's state."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that one process needs, by use."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    gathered: float
+    """Parameters of other shards that are here for the moment."""
+    copies: float
+    """bfloat16 copies of float32 weights."""
+    activations: float
+    loss: float
+    """Embeddings of the global batch, and the loss."""
+
+    @property
+    def states(self) -> float:
+        """Bytes held between steps: weights, gradients and optimizer."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.states + self.gathered + self.copies + self.activations + self.loss
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Bytes that one process needs in a step, estimated from the model's shapes or measured on the model."""
+
+    fixed: float
+    """Weights and their copies, whole gradients, optimizer state, gathered parameters, and the loss."""
+    per_token: float
+    """For each token whose graph is there."""
+
+
+def measure(config: TrainConfig) -> ModelSize:
+    """Measure the model of a config without its weights: its files' settings are read, and it is built empty."""
+    with _quiet():
+        description = describe(
+            config.model, config.matryoshka, use_qlora=config.adapters.use_qlora
+        )
+        # 4-bit layers cannot be built empty: they are counted as what they replace, and their bytes below.
+        adapters = config.adapters.model_copy(update={"quantize_weights": None})
+        model = build_model(
+            description, config.model, adapters, objective=config.objective, meta=True
+        )
+    backbone = model.backbone
+    packed: set[str] = set()
+    if config.adapters.use_qlora:
+        for name in linear_names_inside_layers(backbone):
+            packed |= {f"backbone.{name}.weight", f"backbone.{name}.base_layer.weight"}
+    total = trained = 0
+    weight_bytes = gradient_bytes = 0.0
+    for name, parameter in model.named_parameters():
+        count = parameter.numel()
+        width = parameter.element_size()
+        total += count
+        if parameter.requires_grad:
+            trained += count
+            gradient_bytes += count * width
+        weight_bytes += count * (FOUR_BIT_BYTES if name in packed else width)
+    optimizer_bytes = float(trained * OPTIMIZERS[config.optimizer.optim].state_bytes)
+    # The moments have the dtype of the weights.
+    if config.model.torch_dtype == "pure_bfloat16":
+        optimizer_bytes /= 2
+    layers = layers_of(model)
+    largest_layer = total if not layers else 0
+    inner = 0
+    for layer in layers:
+        weights = list(layer.parameters())
+        largest_layer = max(largest_layer, sum(weight.numel() for weight in weights))
+        for weight in weights:
+            if weight.ndim == 2:
+                inner = max(inner, weight.shape[0])
+    return ModelSize(
+        total=total,
+        trained=trained,
+        weight_bytes=weight_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=optimizer_bytes,
+        layer_parameters=largest_layer,
+        num_layers=len(layers),
+        hidden=description.hidden_dim,
+        inner=inner,
+        max_length=description.max_length,
+    )
+
+
+def hidden_size(options: ModelSection) -> int:
+    """Return the hidden size of a model, of its widest tower where it has two, from its files' settings."""
+    with _quiet():
+        description = describe(options)
+    return max(
+        description.hidden_dim,
+        description.text_hidden_dim or 0,
+        description.image_hidden_dim or 0,
+    )
+
+
+def file_bytes(options: ModelSection) -> int:
+    """Return the bytes of a model's files of weights."""
+    with _quiet():
+        folder = Path(describe(options).source)
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+
+
+class MemoryEstimate:
+    """The memory of one process in a step of a placed run."""
+
+    def __init__(self, placement: Placement, size: ModelSize | None = None) -> None:
+        """`size`: of the model, if it is known. Without it the placement's, which is measured only on demand."""
+        self.placement = placement
+        self.size = size or placement.size or measure(placement.run.config)
+        config = placement.run.config
+        # A query, a positive, and the hard negatives as far as the config gives a number.
+        self.inputs_per_example = 2 + (config.data.max_negatives or 0)
+        self.inputs = placement.rows * self.inputs_per_example
+        """Texts and images of a process's batch at most."""
+
+    def loss_bytes(self, dim: int, inputs: int | None = None) -> float:
+        """Return the bytes of the loss: the embeddings of `dim` numbers of all ranks' inputs, their gradients, and small
+        buffers. `inputs` of each process, if not those of its batch."""
+        gathered = self.placement.ranks.world_size * (
+            self.inputs if inputs is None else inputs
+        )
+        return (4.0 * LOSS_COPIES * dim + LOSS_INDEX_BYTES) * gathered + WORKING_BYTES
+
+    def demand(self, recomputes: bool | None = None) -> Demand:
+        """Estimate the demand from the model's shapes. `recomputes`: instead of what the run would do."""
+        if recomputes is None:
+            recomputes = self.placement.recomputation.value
+        size = self.size
+        width = 2 if self.placement.computes_in_half else 4
+        per_token = width * (KEPT_PER_HIDDEN * size.hidden + 3.0 * size.inner)
+        if recomputes:  # one layer at a time, and the inputs of all
+            per_token += width * float(size.hidden * size.num_layers)
+        else:
+            per_token *= size.num_layers
+        return Demand(self._without_graphs().total, per_token)
+
+    def in_step(
+        self,
+        *,
+        tokens: int | None = None,
+        recomputes: bool | None = None,
+        uses_cache: bool | None = None,
+    ) -> Memory:
+        """Estimate the memory in a step. `tokens` of a micro-batch, `recomputes`, `uses_cache`: instead of what the run
+        would do."""
+        demand = self.demand(recomputes)
+        micro_batch, kept_tokens = tokens_of(
+            self.placement, demand, self.size.max_length
+        )
+        graph_tokens = self.inputs * self.size.max_length
+        asked = self.placement.run.config.batch.use_gradient_cache
+        fits = tokens is None and graph_tokens <= kept_tokens
+        keeps_all = asked is False or (asked == "auto" and fits)
+        if uses_cache or not keeps_all:
+            graph_tokens = min(micro_batch if tokens is None else tokens, graph_tokens)
+        activations = graph_tokens * demand.per_token
+        return replace(self._without_graphs(), activations=activations)
+
+    def max_rows(self) -> int:
+        """Return the largest `batch_size` of a process whose embeddings fit, with micro-batches as they are."""
+        dim = self.size.hidden
+        without_loss = self.in_step(uses_cache=True).total - self.loss_bytes(dim)
+        # The loss is linear in the rows: a fixed part, and the same for each row.
+        fixed = self.loss_bytes(dim, 0)
+        per_row = self.loss_bytes(dim, self.inputs_per_example) - fixed
+        free = self.placement.memory - without_loss - fixed
+        return max(0, int(free / per_row))
+
+    def describe_graphs(self) -> str:
+        """Describe how many tokens keep their graphs at once, and why."""
+        options = self.placement.run.config.batch
+        longest = self.size.max_length
+        tokens, kept_tokens = tokens_of(self.placement, self.demand(), longest)
+        batch = self.inputs * longest
+        whole = f"of the whole batch, {batch:,d} padded tokens at most"
+        if options.use_gradient_cache is False:
+            return f"{whole} (use_gradient_cache: false)"
+        if options.use_gradient_cache == "auto" and batch <= kept_tokens:
+            return f"{whole} (graphs of up to {kept_tokens:,d} tokens fit, so that Gradient Cache is off)"
+        rows = options.gradient_cache_chunk_size
+        chunk = f", {rows:,d} rows" if rows else ""
+        return (
+            f"of one micro-batch, {min(tokens, batch):,d} padded tokens at most{chunk}"
+        )
+
+    def _without_graphs(self) -> Memory:
+        placement = self.placement
+        size = self.size
+        share = 0.0 if placement.offloads else 1.0 / placement.num_shards
+        width = 2 if placement.computes_in_half else 4
+        gradient_share = share
+        gathered = 0.0
+        if placement.fsdp is not None:
+            if not placement.reduces_each_micro_batch(size.gradient_bytes):
+                gradient_share = 1.0
+            gathered = float(size.total * width)
+            if not placement.keeps_gathered(gathered):
+                # One unit computes while FSDP gathers the next.
+                gathered = float(2 * size.layer_parameters * width)
+        copies = 0.0
+        if placement.copies_weights:
+            # bfloat16 copies of the float32 weights inside the layers: of all, or of adapters alone.
+            copied = size.trained
+            if size.weight_bytes > 3.0 * size.total:
+                copied = min(size.layer_parameters * size.num_layers, size.total)
+            copies = 2.0 * copied
+        return Memory(
+            weights=size.weight_bytes * share,
+            gradients=size.gradient_bytes * gradient_share,
+            optimizer=size.optimizer_bytes * share,
+            gathered=gathered,
+            copies=copies,
+            activations=0.0,
+            loss=self.loss_bytes(size.hidden),
+        )
+
+
+def tokens_of(
+    placement: Placement, demand: Demand, longest: int, memory: float | None = None
+) -> tuple[int, int]:
+    """Return the padded tokens of a micro-batch and those whose graphs are kept at once, as the config gives them or as
+    they fit. The budget asks with what it has measured, `plan` with what it estimates.
+
+    `longest`: tokens of the longest input. `memory`: bytes that the process has, if not the device's.
+    """
+    options = placement.run.config.batch
+    memory = placement.memory if memory is None else memory
+    on_gpu = placement.device.type == "cuda"
+    # Host memory is shared with everything else on the machine: graphs get a share of it beside the fixed part.
+    free = CPU_MEMORY_SHARE * memory
+    if on_gpu:
+        free = max(CUDA_MEMORY_SHARE * memory - demand.fixed, 0.0)
+    kept_tokens = int(free / max(demand.per_token, 1.0))
+    # Half of what is free: more would not be faster, and what a step needs varies with its texts.
+    micro_batch = max(kept_tokens // 2, longest)
+    if options.gradient_cache_chunk_size is not None:
+        micro_batch = options.gradient_cache_chunk_size * longest
+    elif options.micro_batch_tokens != "auto":
+        micro_batch = options.micro_batch_tokens
+    elif not on_gpu:
+        micro_batch = CPU_MICRO_BATCH_TOKENS
+    return micro_batch, kept_tokens
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drop log lines of the with-block: the model is built once more for training, and says then what there is."""
+    log = logging.getLogger("vembed")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+
+
+# ---- the budget --------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +379,6 @@ class Budget:
         if self.use_gradient_cache is not None:
             return not self.use_gradient_cache
         return padded_tokens <= self.kept_graph_tokens
-
-
-class PeakMeter:
-    """Peak of a GPU's allocated memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def reset(self) -> None:
-        """Begin a measurement."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def peak(self) -> int:
-        """Return the highest number of bytes allocated since `reset`."""
-        return int(torch.cuda.max_memory_allocated(self.device))
 
 
 def find_budget(
@@ -113,7 +414,9 @@ def find_budget(
             model, featuriser, session, sample, PeakMeter(session.device)
         )
         # What the first step adds to what is measured: the optimizer's state, and the loss.
-        to_come = placement.loss_bytes(featuriser.description.embedding_dim)
+        to_come = MemoryEstimate(placement).loss_bytes(
+            featuriser.description.embedding_dim
+        )
         has_state = optimizer is not None and bool(optimizer.state)
         if not has_state and not placement.offloads:
             trained = num_parameters(model, trainable_only=True) / placement.num_shards
@@ -128,7 +431,7 @@ def find_budget(
         demand = Demand(0.0, bytes_per_token(model, featuriser, session, sample))
         memory = psutil.virtual_memory().available // session.local_world_size
     longest = max((feature.length for feature in sample), default=1)
-    limits = placement.tokens(demand, longest, memory)
+    limits = tokens_of(placement, demand, longest, memory)
     # The minimum over the ranks: all must agree whether a batch has a second phase.
     lowest = collectives.max_ints([-limit for limit in limits])
     micro_batch = -lowest[0]
@@ -146,6 +449,21 @@ def find_budget(
 
 
 # ---- measurement -------------------------------------------------------------
+
+
+class PeakMeter:
+    """Peak of a GPU's allocated memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def reset(self) -> None:
+        """Begin a measurement."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak(self) -> int:
+        """Return the highest number of bytes allocated since `reset`."""
+        return int(torch.cuda.max_memory_allocated(self.device))
 
 
 def measure_demand(
@@ -197,8 +515,7 @@ def measure_demand(
     log.warning(
         "out of memory while memory was measured: the budget follows the estimate of `vembed plan`"
     )
-    placement = session.placement
-    return placement.demand(placement.size or measure(placement.run.config))
+    return MemoryEstimate(session.placement).demand()
 
 
 def bytes_per_token(
@@ -326,10 +643,11 @@ def advice(session: Session, budget: Budget) -> str:
     """Return the current settings and what to change, the cheapest change first, each with what it saves."""
     placement = session.placement
     config = placement.run.config
-    size = placement.size or measure(config)
+    estimate = MemoryEstimate(placement)
+    size = estimate.size
     tokens = budget.micro_batch_tokens
-    now = placement.predict(size, tokens=tokens)
-    recomputed = placement.predict(size, tokens=tokens, recomputes=True)
+    now = estimate.in_step(tokens=tokens)
+    recomputed = estimate.in_step(tokens=tokens, recomputes=True)
     bound = "micro_batch_tokens"
     limit = tokens
     if budget.max_rows is not None:  # the tokens have no limit

@@ -1,0 +1,751 @@
+"""audit(): what is in training data, as a page, as JSON, and on request as cleaned data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+import unicodedata
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from vembed.config.schema import ModelSection
+from vembed.data.example_store import Records
+from vembed.data.examples import Example, Item
+from vembed.data.held_out import overlap_warnings
+from vembed.data.messages import joined, listed
+from vembed.data.misreadings import unread_judgement
+from vembed.data.near_duplicates import NearIndex, feature_arrays, ngrams
+from vembed.data_tools.config import AuditConfig
+from vembed.data_tools.data_page import PageSection, sections
+from vembed.errors import UserError
+from vembed.evaluation.report.page import render_page
+from vembed.mining.candidates import CandidateSearch, open_candidates
+from vembed.mining.choice import calibrate
+from vembed.mining.config import MineConfig
+from vembed.mining.documents import content_key
+from vembed.mining.known_positives import Inputs, read_inputs
+from vembed.mining.mine import Log, open_session, work_folder
+from vembed.mining.options import Source, load_options
+from vembed.mining.output import check_output, write_rows
+from vembed.mining.record_tables import Rows, open_rows
+from vembed.parallel.session import Session
+from vembed.progress import duration
+from vembed.saving.durability import replace_text
+
+Severity = Literal["error", "warning", "note"]
+SEVERITY_ORDER = ("error", "warning", "note")
+LENGTH_COLUMNS = ("count", "mean", "p5", "median", "p95", "longest")
+SOURCE_COLUMNS = [
+    "source",
+    "rows",
+    "positive found first",
+    "among the first 10",
+    "documents above it (median)",
+]
+PREVIEW_CHARACTERS = 300
+SCRIPT_SAMPLE_ITEMS = 20_000
+SCRIPT_SAMPLE_CHARACTERS = 1000
+POPULAR_SHARE_OF_ROWS = 0.01
+"""A document that is the positive of more than this share of the rows is named."""
+LOW_RANK = 10
+"""A positive below so many other documents is looked at."""
+FIX_IN_TRAINING = "vembed train cfg.yaml no_duplicates=true"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to look at."""
+
+    kind: str
+    severity: Severity
+    title: str
+    text: str
+    count: int
+    share: float
+    """Of the rows, or of what the text says."""
+    fix: str
+    """The command that fixes it."""
+    examples: list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class AuditResult:
+    """Findings of an audit."""
+
+    output_path: Path
+    """The page; the JSON is beside it."""
+    findings: tuple[Finding, ...]
+    report: dict[str, Any]
+    """Content of the JSON file."""
+    num_cleaned: int | None
+    """Rows that were written to `cleaned_path`."""
+
+
+def audit(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    session: Session | None = None,
+    log: Log | None = None,
+) -> AuditResult:
+    """Check training data with the options of a YAML file, a dict or an `AuditConfig`. Collective, as `mine`."""
+    config = load_options(AuditConfig, source, overrides)
+    page = check_audit(config)
+    json_path = page.with_suffix(".json")
+    began = time.monotonic()
+    with open_session(session, log) as (running, log_line):
+        mining = mining_config(config)
+        inputs = read_inputs(mining)
+        rows = inputs.rows
+        data = AuditedRows(rows)
+        for line in inputs.summary():
+            log_line(line)
+        validation = None
+        if config.val_data_path is not None:
+            changes = {"data_path": config.val_data_path, "on_bad_record": "skip"}
+            validation = AuditedRows(open_rows(config.model_copy(update=changes)))
+        checks = Checks(config, data)
+        checks.records(rows)
+        checks.duplicates()
+        checks.popular_documents()
+        checks.contradictions()
+        checks.repeated_images()
+        if config.near_duplicate is not None:
+            checks.near_duplicates(config.near_duplicate)
+        if validation is not None:
+            checks.leakage(validation)
+        sources: dict[str, Any] = {}
+        for name, size in zip(data.names, data.sizes, strict=True):
+            sources[name] = {"rows": size}
+        if config.model_name is not None:
+            folder = work_folder(mining)
+            search = open_candidates(mining, inputs, folder, running)
+            search.find_all()
+            sources = checks.ranks(inputs, search, mining)
+            running.barrier()
+            if running.is_main and not config.keep_work:
+                shutil.rmtree(folder, ignore_errors=True)
+
+        num_cleaned = None
+        if config.cleaned_path is not None:
+            dropped: set[int] = set()
+            for kind in config.drop:
+                dropped |= checks.rows_to_drop.get(kind, set())
+            num_cleaned = len(rows) - len(dropped)
+            if running.is_main:
+                kept = (row for row in range(len(rows)) if row not in dropped)
+                write_rows(check_output(config.cleaned_path), map(rows.record, kept))
+            log_line(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
+        findings = checks.findings
+        report: dict[str, Any] = {
+            "name": f"{len(data.names)} sources",
+            "summary": " ".join(f"{line}." for line in inputs.summary()),
+            "num_rows": len(data),
+            "num_queries": inputs.known.num_queries,
+            "num_documents": inputs.documents.num_candidates,
+            "lengths": {},
+            "scripts": {},
+            "sources": sources,
+            "findings": list(map(asdict, findings)),
+        }
+        if isinstance(config.data_path, str):
+            report["name"] = config.data_path
+        parts: dict[str, list[Item]] = {"queries": [], "positives": [], "negatives": []}
+        for example in data.examples:
+            parts["queries"].append(example.query)
+            parts["positives"] += example.positives
+            parts["negatives"] += example.negatives
+        for part, items in parts.items():
+            if items:
+                report["lengths"][part] = lengths(items)
+                report["scripts"][part] = scripts(items)
+        if running.is_main:
+            beginning = data_sections(config, inputs, data, validation)
+            report["data"] = list(map(asdict, beginning))
+            replace_text(page, render(report))
+            replace_text(json_path, json.dumps(report, indent=2) + "\n")
+        for finding in findings:
+            log_line(
+                f"{finding.severity}: {finding.title}: {finding.count:,d} ({finding.share:.1%})"
+            )
+        seconds = duration(time.monotonic() - began)
+        log_line(f"{page} and {json_path.name}: {len(findings)} findings, in {seconds}")
+        running.barrier()
+    return AuditResult(page, tuple(findings), report, num_cleaned)
+
+
+def check_audit(config: AuditConfig) -> Path:
+    """Refuse what cannot be written before anything is read; returns the page's path."""
+    page = Path(config.output_path).expanduser()
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise UserError(
+            f"output_path: {config.output_path} must end in .html; the JSON is written beside it"
+        )
+    if not page.absolute().parent.is_dir():
+        raise UserError(
+            f"{page.absolute().parent} is no folder, so {page.name} cannot be written there"
+        )
+    if config.cleaned_path is not None:
+        check_output(config.cleaned_path)
+    return page
+
+
+def mining_config(config: AuditConfig) -> MineConfig:
+    """The search that an audit needs, as options of mining."""
+    # Without limits, and with the rows' own negatives among the candidates: what they are is what the audit looks at.
+    # Bad records are left out here and become a finding.
+    return MineConfig.shared(
+        config,
+        # MineConfig wants a model; without one the audit searches nothing.
+        model_name=config.model_name or "none",
+        output_path=config.output_path,
+        top_k=config.top_k,
+        relative_margin=None,
+        keep_negatives=False,
+        on_bad_record="skip",
+    )
+
+
+class AuditedRows:
+    """The rows of a data set in memory, with the contents of their queries and positives as numbers."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.examples = [rows.example(row) for row in range(len(rows))]
+        self.names = tuple(table.name for table in rows.tables)
+        self.sizes = tuple(len(table) for table in rows.tables)
+        self.sources = np.repeat(np.arange(len(self.sizes)), self.sizes)
+        """Number of each row's source."""
+        self.query_keys = [content_key(example.query) for example in self.examples]
+        self.positive_keys = [
+            list(map(content_key, example.positives)) for example in self.examples
+        ]
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int, /) -> Example:
+        return self.examples[index]
+
+    def source_of(self, index: int) -> int:
+        """Return the number of the source of a row."""
+        return int(self.sources[index])
+
+    def queries(self) -> list[str]:
+        """The text of each row's query."""
+        return [example.query.text or "" for example in self.examples]
+
+    def preview(self, row: int) -> dict[str, str]:
+        """A row for the page."""
+        example = self.examples[row]
+        return {
+            "row": str(row + 1),
+            "query": preview(example.query),
+            "positive": preview(example.positives[0]),
+        }
+
+
+class Checks:
+    """The checks of an audit. Each adds its findings, and the rows that `cleaned_path` may leave out."""
+
+    def __init__(self, config: AuditConfig, data: AuditedRows) -> None:
+        self.config = config
+        self.data = data
+        self.findings: list[Finding] = []
+        self.rows_to_drop: dict[str, set[int]] = {}
+        # The options that name the data, as arguments of a command that is advised.
+        arguments = []
+        for name in ("model_name", "data_path", "val_data_path", "corpus_path"):
+            value = getattr(config, name)
+            if isinstance(value, str):
+                arguments.append(f"{name}={value}")
+        self.command = f"vembed audit {' '.join(arguments)} cleaned_path=cleaned.jsonl"
+
+    def add(
+        self,
+        kind: str,
+        severity: Severity,
+        title: str,
+        text: str,
+        examples: Iterable[dict[str, str]],
+        *,
+        rows: Collection[int] | None = None,
+        count: int = 0,
+        num_all: int | None = None,
+        fix: str = "",
+    ) -> None:
+        """Add a finding about `rows`, or about `count` of `num_all` things (by default rows), if there are any."""
+        if rows is not None:
+            self.rows_to_drop[kind] = set(rows)
+            count = len(rows)
+            fix = f"{self.command} drop=[{kind}]"
+        if count:
+            share = count / max(len(self.data) if num_all is None else num_all, 1)
+            first = list(islice(examples, self.config.num_examples))
+            finding = Finding(kind, severity, title, text, count, share, fix, first)
+            self.findings.append(finding)
+
+    def records(self, rows: Rows) -> None:
+        """Records that training would refuse, and pairs with a column that probably says which match, and is not read."""
+        num_bad = 0
+        problems: list[dict[str, str]] = []
+        tables = [table for table in rows.tables if isinstance(table, Records)]
+        for table in tables:
+            num_bad += table.index.num_bad
+            for problem in table.index.problems:
+                place, _, reason = problem.partition(": ")
+                problems.append({"place": place, "reason": reason})
+        self.add(
+            "bad_records",
+            "error",
+            "Records that are invalid",
+            "Training stops at them, or leaves them out with on_bad_record: skip.",
+            problems,
+            count=num_bad,
+            num_all=num_bad + len(rows),
+            fix=self.command,
+        )
+        for table in tables:
+            index = table.index
+            sentence = unread_judgement(index.unused)
+            if sentence is None or index.labels is not None or index.counts["scored"]:
+                continue
+            examples = []
+            for number in range(min(self.config.num_examples, len(table))):
+                record = table.record(number)
+                examples.append(
+                    {
+                        name: str(value)[:PREVIEW_CHARACTERS]
+                        for name, value in record.items()
+                    }
+                )
+            self.add(
+                "unread_judgement",
+                "warning",
+                "Pairs that may not match",
+                f"{table.name}: {sentence}.",
+                examples,
+                count=len(table),
+            )
+
+    def duplicates(self) -> None:
+        """Rows that say again what another row says."""
+        data = self.data
+        first_rows: dict[tuple[int, ...], int] = {}
+        copies: dict[int, int] = {}
+        for row, query in enumerate(data.query_keys):
+            content = (query, *sorted(data.positive_keys[row]))
+            first = first_rows.setdefault(content, row)
+            if first != row:
+                copies[row] = first
+        self.add(
+            "duplicates",
+            "warning",
+            "Rows that occur more than once",
+            "Query and positives are equal, apart from case and spaces. Each copy is trained on again.",
+            (
+                data.preview(row) | {"the same as row": str(first + 1)}
+                for row, first in copies.items()
+            ),
+            rows=copies,
+        )
+
+    def popular_documents(self) -> None:
+        """Documents that are the positive of very many rows."""
+        num_rows: Counter[int] = Counter()
+        items: dict[int, Item] = {}
+        for keys, example in zip(
+            self.data.positive_keys, self.data.examples, strict=True
+        ):
+            num_rows.update(set(keys))
+            items.update(zip(keys, example.positives, strict=True))
+        # In small data two rows with one positive are nothing to look at.
+        limit = max(POPULAR_SHARE_OF_ROWS * len(self.data), 2)
+        examples = []
+        for key, count in num_rows.most_common():
+            if count > limit:
+                examples.append(
+                    {"document": preview(items[key]), "rows": f"{count:,d}"}
+                )
+        self.add(
+            "popular_documents",
+            "note",
+            "Documents that are the positive of many rows",
+            f"More than {limit:,.0f} rows share one positive. Inside one batch they are no negatives of each other.",
+            examples,
+            count=len(examples),
+            fix=FIX_IN_TRAINING,
+        )
+
+    def contradictions(self) -> None:
+        """Pairs that one row calls relevant and another one not."""
+        data = self.data
+        positive_row: dict[tuple[int, int], int] = {}
+        for row, query in enumerate(data.query_keys):
+            for key in data.positive_keys[row]:
+                positive_row.setdefault((query, key), row)
+        examples: list[dict[str, str]] = []
+        rows: set[int] = set()
+        by_source: Counter[str] = Counter()
+        for row, query in enumerate(data.query_keys):
+            example = data.examples[row]
+            for item in example.negatives:
+                earlier = positive_row.get((query, content_key(item)))
+                if earlier is None:
+                    continue
+                rows.add(row)
+                positive_in = data.names[data.sources[earlier]]
+                negative_in = data.names[data.sources[row]]
+                by_source[" and ".join(dict.fromkeys((positive_in, negative_in)))] += 1
+                examples.append(
+                    {
+                        "query": preview(example.query),
+                        "document": preview(item),
+                        "positive in": positive_in,
+                        "negative in": negative_in,
+                    }
+                )
+        where = [f"{name}: {count:,d}" for name, count in by_source.most_common(5)]
+        self.add(
+            "contradictions",
+            "error",
+            "Pairs that are positive in one row and negative in another",
+            f"By source: {', '.join(where)}.",
+            examples,
+            rows=rows,
+        )
+
+    def repeated_images(self) -> None:
+        """Images of positives that occur under several names, by their bytes."""
+        rows: dict[bytes, set[int]] = defaultdict(set)
+        names: dict[bytes, set[str]] = defaultdict(set)
+        digest_of: dict[str, bytes] = {}
+        for row, example in enumerate(self.data.examples):
+            for image in (image for item in example.positives for image in item.images):
+                # Each file is read once. An image inside the data has no name.
+                name = image.path or ""
+                if not name or name not in digest_of:
+                    content = image.data
+                    if content is None:
+                        path = Path(name)
+                        content = path.read_bytes() if path.is_file() else name.encode()
+                    digest = hashlib.blake2b(content, digest_size=16).digest()
+                    digest_of[name] = digest
+                rows[digest_of[name]].add(row)
+                names[digest_of[name]].add(name)
+        examples = []
+        for digest, copies in names.items():
+            if len(copies) > 1:
+                image_names = ", ".join(sorted(copies)[:5])
+                examples.append(
+                    {"image": image_names, "rows": f"{len(rows[digest]):,d}"}
+                )
+        self.add(
+            "repeated_images",
+            "warning",
+            "Images that occur under several names",
+            "The same bytes are the positive of different rows. In one batch one is a false negative of the other.",
+            examples,
+            count=len(examples),
+            fix=FIX_IN_TRAINING,
+        )
+
+    def near_duplicates(self, threshold: float) -> None:
+        """Rows that, query and positive together, are near-duplicates of an earlier row that stays."""
+        data = self.data
+        texts = []
+        for example in data.examples:
+            texts.append(
+                f"{example.query.text or ''}\n{example.positives[0].text or ''}"
+            )
+        index = NearIndex(feature_arrays(map(ngrams, texts)), threshold)
+        near: dict[int, int] = {}
+        for row in range(len(texts)):
+            if row in self.rows_to_drop["duplicates"]:
+                continue
+            earlier = next(index.near(row), None)
+            if earlier is None:
+                index.add(row)
+            else:
+                near[row] = earlier
+        examples = []
+        for row, earlier in islice(near.items(), self.config.num_examples):
+            other = data.preview(earlier)
+            text = f"{other['row']}: {other['query']} -> {other['positive']}"
+            examples.append(data.preview(row) | {"near row": text})
+        self.add(
+            "near_duplicates",
+            "note",
+            "Rows that are nearly the same",
+            f"At least {threshold:.0%} of the word 3-grams of one are in the other.",
+            examples,
+            rows=near,
+        )
+
+    def leakage(self, validation: AuditedRows) -> None:
+        """Training rows whose query is in the validation data too, or nearly."""
+        data = self.data
+        held_out = set(validation.query_keys)
+        near_text: dict[int, str] = {}
+        if self.config.near_duplicate is not None:
+            # Each query once: rows of one query leak together.
+            queries = dict(zip(data.query_keys, data.queries(), strict=True))
+            texts = [*validation.queries(), *queries.values()]
+            features = feature_arrays(map(ngrams, texts))
+            index = NearIndex(features, self.config.near_duplicate)
+            for number in range(len(validation)):
+                index.add(number)
+            for number, key in enumerate(queries, len(validation)):
+                other = None if key in held_out else next(index.near(number), None)
+                if other is not None:
+                    near_text[key] = texts[other]
+        in_validation: dict[int, str] = {}
+        num_equal = 0
+        for row, key in enumerate(data.query_keys):
+            if key in held_out:
+                num_equal += 1
+                in_validation[row] = "the same query"
+            elif key in near_text:
+                in_validation[row] = near_text[key]
+        self.add(
+            "leakage",
+            "error",
+            "Queries of the validation data in the training data",
+            f"{num_equal:,d} are equal and {len(in_validation) - num_equal:,d} nearly so. Scores on these say what was "
+            "memorised.",
+            (
+                data.preview(row) | {"in validation": text}
+                for row, text in in_validation.items()
+            ),
+            rows=in_validation,
+        )
+
+    def ranks(
+        self, inputs: Inputs, search: CandidateSearch, mining: MineConfig
+    ) -> dict[str, Any]:
+        """Where positives rank, how many negatives would be false, and what each source adds.
+
+        Return per source: rows, the share whose positive the model ranks first, among the first ten, and the median
+        number of documents above it.
+        """
+        data = self.data
+        known = inputs.known
+        chunks = list(search.chunks())
+        documents_QK = np.concatenate([chunk.documents for chunk in chunks])
+        scores_QK = np.concatenate([chunk.scores for chunk in chunks])
+        first_Q = documents_QK[:, 0]
+        best = []
+        for chunk in chunks:
+            best_of_chunk = np.full(len(chunk), -np.inf)
+            # ufunc.at, not fancy indexing: a query with several positives occurs several times.
+            np.maximum.at(best_of_chunk, chunk.positives.queries, chunk.positive_scores)
+            best.append(best_of_chunk)
+        # The score of the best known positive of each query, -inf where none is known. Known positives are no
+        # candidates, so that all above it are others.
+        best_Q = np.concatenate(best)
+        above_Q = (scores_QK > best_Q[:, None]).sum(axis=1)
+        finite_QK = np.where(np.isfinite(scores_QK), scores_QK, np.inf)
+        is_weak_Q = best_Q < finite_QK.min(axis=1, initial=np.inf)
+        above = above_Q[known.query_of_row]
+
+        def row_preview(row: int) -> dict[str, str]:
+            first = int(first_Q[known.query_of_row[row]])
+            text = preview(inputs.documents.item(first)) if first >= 0 else ""
+            return data.preview(row) | {
+                "documents above it": f"{above[row]:,d}",
+                "the first of them": text,
+            }
+
+        low = np.flatnonzero(above >= LOW_RANK)
+        low = low[np.argsort(-above[low], kind="stable")]
+        self.add(
+            "low_positives",
+            "warning",
+            f"Positives that rank below {LOW_RANK} or more other documents",
+            "The model finds other documents more similar to the query than each of its known positives. These rows are "
+            "hard, or wrong.",
+            map(row_preview, low.tolist()),
+            rows=low.tolist(),
+        )
+        weak = np.flatnonzero(is_weak_Q[known.query_of_row]).tolist()
+        self.add(
+            "weak_queries",
+            "warning",
+            "Queries without any positive that looks relevant",
+            f"None of the known positives is among the {mining.top_k} documents that are most similar to the query.",
+            map(row_preview, weak),
+            rows=weak,
+        )
+
+        passed = np.flatnonzero((above_Q > 0) & np.isfinite(best_Q))
+        count = len(passed)
+        share = count / max(known.num_queries, 1)
+        # Estimated share of relevant documents among the best candidates.
+        text = "Too few queries with known positives for an estimate of the rate."
+        is_estimated = True
+        try:
+            estimate = calibrate(chunks, mining, mining.seed)
+            text = (
+                f"An estimated {estimate.rate_without:.1%} of the best {mining.num_negatives} candidates of each query are "
+                f"in truth relevant ({estimate.num_hidden:,d} known positives were hidden for the estimate). "
+                f"{estimate.threshold} brings the rate to {estimate.rate:.1%}."
+            )
+        except UserError:  # too few queries
+            is_estimated = False
+        lead = scores_QK[passed, 0] - best_Q[passed]
+        worst = passed[np.argsort(-lead, kind="stable")][: self.config.num_examples]
+        examples = []
+        for query in worst.tolist():
+            examples.append(
+                {
+                    "query": preview(known.item(query)),
+                    "known positive scores": f"{best_Q[query]:.3f}",
+                    "candidate scores": f"{scores_QK[query, 0]:.3f}",
+                    "candidate": preview(inputs.documents.item(int(first_Q[query]))),
+                }
+            )
+        path: Any = mining.data_path
+        if isinstance(path, list):
+            path = path[0] if isinstance(path[0], str) else path[0].path
+        fix = f"vembed mine model_name={mining.model_name} data_path={path} output_path=mined.jsonl threshold=auto"
+        if is_estimated or count:
+            title = "Documents above the known positive: candidates for false negatives"
+            kind = "false_negatives"
+            self.findings.append(
+                Finding(kind, "warning", title, text, count, share, fix, examples)
+            )
+
+        by_source: dict[str, Any] = {}
+        for number, name in enumerate(data.names):
+            of_source = above[data.sources == number]
+            by_source[name] = {
+                "rows": len(of_source),
+                "found_first": float((of_source == 0).mean()),
+                "found_in_10": float((of_source < 10).mean()),
+                "median_above": float(np.median(of_source)),
+            }
+        return by_source
+
+
+def preview(item: Item) -> str:
+    """An item for the page: its text, cut, and the names of its images."""
+    parts = [f"[{image.path or 'image'}]" for image in item.images]
+    text = item.text or ""
+    if len(text) > PREVIEW_CHARACTERS:
+        text = f"{text[:PREVIEW_CHARACTERS]} ..."
+    return " ".join(part for part in [*parts, text] if part)
+
+
+def lengths(items: Sequence[Item]) -> dict[str, float]:
+    """Count, mean and quantiles of the words of texts."""
+    counts = [len(item.text.split()) for item in items if item.text]
+    result = {"count": float(len(items))}
+    if counts:
+        quantiles = {"p5": 0.05, "median": 0.5, "p95": 0.95, "longest": 1.0}
+        result["mean"] = float(np.mean(counts))
+        for name, share in quantiles.items():
+            result[name] = float(np.quantile(counts, share))
+    return result
+
+
+def scripts(items: Sequence[Item]) -> dict[str, float]:
+    """The share of each script among the letters of a sample: LATIN, CYRILLIC, CJK, ..."""
+    letters: Counter[str] = Counter()
+    for item in items[:: max(1, len(items) // SCRIPT_SAMPLE_ITEMS)]:
+        text = (item.text or "")[:SCRIPT_SAMPLE_CHARACTERS]
+        letters.update(filter(str.isalpha, text))
+    by_script: Counter[str] = Counter()
+    for letter, count in letters.items():
+        by_script[unicodedata.name(letter, "OTHER").partition(" ")[0]] += count
+    return {name: count / by_script.total() for name, count in by_script.most_common(8)}
+
+
+def data_sections(
+    config: AuditConfig,
+    inputs: Inputs,
+    data: AuditedRows,
+    validation: AuditedRows | None,
+) -> list[PageSection]:
+    """Return the beginning of the page: the sections that `vembed data` shows, of the rows that the audit has read.
+
+    Of the model only its tokenizer is read, if it is on this machine.
+    """
+    lines = inputs.summary()
+    for table in inputs.rows.tables:
+        if isinstance(table, Records):
+            lines += [f"left out: {line}" for line in joined(table.index.problems)]
+            if table.index.unused:
+                lines.append(f"{table.name}: not used: {listed(table.index.unused)}")
+    if validation is not None:
+        names = ", ".join(validation.names)
+        lines.append(f"validation: {len(validation):,d} rows of {names}")
+        pairs = []
+        for example in validation.examples:
+            pairs += [(example.query, positive) for positive in example.positives]
+        warnings = overlap_warnings(data, pairs)
+        lines += [f"warning: {warning}" for warning in warnings]
+    model = None
+    if config.model_name is not None:
+        shared = {"query_prompt", "document_prompt", "max_length", "trust_remote_code"}
+        options = config.model_dump(include=shared, exclude_none=True)
+        model = ModelSection(model_name=config.model_name, **options)
+    return sections(data, lines, model)
+
+
+def render(report: dict[str, Any]) -> str:
+    """Return the page: first what `vembed data` prints, then the findings."""
+    ordered = sorted(
+        report["findings"],
+        key=lambda row: (SEVERITY_ORDER.index(row["severity"]), -row["share"]),
+    )
+    findings = []
+    for finding in ordered:
+        columns: dict[str, None] = {}
+        for example in finding["examples"]:
+            columns |= dict.fromkeys(example)
+        examples = []
+        for example in finding["examples"]:
+            examples.append([example.get(name, "") for name in columns])
+        count = f"{finding['count']:,d} ({finding['share']:.1%})"
+        table = {"count": count, "columns": list(columns), "examples": examples}
+        findings.append(finding | table)
+
+    words = []
+    for part, values in report["lengths"].items():
+        numbers = [values.get(key) for key in LENGTH_COLUMNS]
+        cells = ["" if number is None else f"{number:,.0f}" for number in numbers]
+        words.append([part, *cells])
+    letters = []
+    for part, shares in report["scripts"].items():
+        names = [f"{name} {share:.1%}" for name, share in shares.items()]
+        letters.append([part, ", ".join(names)])
+    # Title, header, rows, and whether the texts wrap.
+    tables = [
+        ("Words", ["words", *LENGTH_COLUMNS], words, False),
+        ("Scripts", ["letters of", "scripts"], letters, True),
+    ]
+    sources = []
+    for source, values in report["sources"].items():
+        row = [source]
+        for key, value in values.items():
+            row.append(f"{value:.1%}" if key.startswith("found") else f"{value:,.0f}")
+        sources.append(row)
+    if len(sources[0]) > 2:
+        tables.append(("Sources and the model", SOURCE_COLUMNS, sources, False))
+    return render_page(
+        "audit.html.j2",
+        title=f"Audit of {report['name']}",
+        name=report["name"],
+        summary=report["summary"],
+        data_sections=report["data"],
+        num_errors=sum(finding["severity"] == "error" for finding in findings),
+        findings=findings,
+        tables=tables,
+    )

@@ -1,1 +1,0 @@
-"""Audit of training data."""

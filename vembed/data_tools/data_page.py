@@ -1,0 +1,328 @@
+"""The data of a config on one page: samples as the model reads them, lengths, duplicates, overlap, columns not used.
+
+`vembed data` prints it. The page of `vembed audit` begins with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vembed.config.schema import ModelSection, TrainConfig
+from vembed.data.example_store import ExampleStore
+from vembed.data.examples import Example, Item, Kind
+from vembed.data.held_out import short_item
+from vembed.data.near_duplicates import normal_key
+from vembed.data_tools.datasets import open_sets
+from vembed.data_tools.init.values import local_model
+
+if TYPE_CHECKING:
+    from vembed.data_tools.audit import AuditedRows
+
+MAX_READ = 20_000
+"""Examples that are counted; of more, a sample spread over all."""
+MAX_MEASURED = 2_000
+NUM_SAMPLES = 2
+SAMPLE_CHARACTERS = 300
+SHORT_LINE = 100
+"""Columns up to which a part with one line stands on one line of the console."""
+SOURCE_HEADS = (
+    "source",
+    "examples",
+    "repeated queries",
+    "repeated positives",
+    "negatives each",
+    "query characters",
+    "document characters",
+)
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """One part of the page."""
+
+    title: str
+    lines: Sequence[str] = ()
+    table: Sequence[tuple[str, ...]] = ()
+    """Rows; the first has the heads."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """The same for programs, by name."""
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """The data of a config: the page, and the same figures for programs."""
+
+    page: str
+    figures: dict[str, Any]
+
+
+def data_facts(config: TrainConfig) -> DataFacts:
+    """Return the page and the figures on it.
+
+    Reads the data, and of the model only its tokenizer, if it is on this machine.
+    """
+    with unlogged():
+        sets = open_sets(
+            config.data,
+            config.objective,
+            model_name=config.model.model_name,
+            seed=config.run.seed,
+            compares=True,
+        )
+    validation = None if sets.evaluation is None else sets.evaluation.summary()
+    lines = [*sets.examples.summary()]
+    if validation is not None:
+        lines.append(f"validation: {validation}")
+    lines += [f"warning: {warning}" for warning in sets.warnings]
+    page = sections(sets.examples, lines, config.model)
+    sizes = zip(sets.examples.names, sets.examples.sizes, strict=True)
+    figures: dict[str, Any] = {
+        "num_examples": len(sets.examples),
+        "sources": [{"name": name, "num_examples": size} for name, size in sizes],
+        "validation": validation,
+        "warnings": list(sets.warnings),
+    }
+    blocks = []
+    for section in page:
+        figures |= section.figures
+        lines = list(section.lines)
+        widths = [max(map(len, column)) for column in zip(*section.table, strict=True)]
+        for name, *cells in section.table:
+            padded = [name.ljust(widths[0])]
+            for cell, width in zip(cells, widths[1:], strict=True):
+                padded.append(cell.rjust(width))
+            lines.append("  ".join(padded))
+        if len(lines) == 1 and len(lines[0]) + len(section.title) < SHORT_LINE:
+            blocks.append(f"{section.title}: {lines[0]}")
+        else:
+            blocks.append("\n  ".join([f"{section.title}:", *lines]))
+    return DataFacts("\n\n".join(blocks) + "\n", figures)
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Keep the log's lines from the console: the page has the same ones. Without a handler Python prints warnings."""
+    log = logging.getLogger("vembed")
+    silent = logging.NullHandler()
+    log.addHandler(silent)
+    try:
+        yield
+    finally:
+        log.removeHandler(silent)
+
+
+def sections(
+    examples: ExampleStore | AuditedRows,
+    lines: Sequence[str],
+    model: ModelSection | None,
+) -> list[PageSection]:
+    """Return the parts of the page. `lines`: on what was read, left out and found in the validation data too.
+    `model`: None where no model is named."""
+    numbers = _spread(len(examples), MAX_READ)
+    sample = [examples[number] for number in numbers]
+    page = [
+        PageSection("what was read", list(lines)),
+        _repetitions(sample, len(examples)),
+        _negatives(sample),
+    ]
+    if len(examples.names) > 1:
+        groups: list[list[Example]] = [[] for _ in examples.names]
+        for number, example in zip(numbers, sample, strict=True):
+            groups[examples.source_of(number)].append(example)
+        columns: list[tuple[str, ...]] = [SOURCE_HEADS]
+        for name, size, group in zip(
+            examples.names, examples.sizes, groups, strict=True
+        ):
+            columns.append(_source_column(name, size, group))
+        table = list(zip(*columns, strict=True))
+        page.append(PageSection("sources side by side", table=table))
+    reason = ""
+    if model is None:
+        reason = "no model is named"
+    elif local_model(model.model_name) is None:
+        reason = f"{model.model_name} is not on this machine yet"
+    return [*page, *_inputs(sample, model, reason)]
+
+
+def _repetitions(examples: Sequence[Example], total: int) -> PageSection:
+    contents: dict[str, list[Any]] = {"queries": [], "positives": [], "pairs": []}
+    num_equal = 0
+    for example in examples:
+        query = normal_key(example.query)
+        positives = [normal_key(item) for item in example.positives]
+        contents["queries"].append(query)
+        contents["positives"] += positives
+        contents["pairs"] += [(query, positive) for positive in positives]
+        num_equal += query in positives
+    figures: dict[str, dict[str, int]] = {}
+    lines = []
+    for name, keys in contents.items():
+        different = len(set(keys))
+        repeated = len(keys) - different
+        figures[name] = {"different": different, "repeated": repeated}
+        plural = "" if repeated == 1 else "s"
+        lines.append(
+            f"{name}: {different:,d} different, {repeated:,d} repetition{plural}"
+        )
+    if num_equal:
+        lines.append(f"{num_equal:,d} examples have their own query as a positive")
+    figures["queries_that_are_their_positive"] = {"examples": num_equal}
+    of = ""
+    if len(examples) < total:
+        of = f" (of {len(examples):,d} examples spread over all {total:,d})"
+    return PageSection(
+        f"repetitions{of}, where case, spaces and punctuation do not count",
+        lines,
+        figures={"num_counted": len(examples), "repetitions": figures},
+    )
+
+
+def _source_column(
+    name: str, size: int, examples: Sequence[Example]
+) -> tuple[str, ...]:
+    """Return the column of one source in the table of all."""
+    if not examples:
+        return (name, f"{size:,d}", "", "", "", "", "")
+    queries = [example.query for example in examples]
+    documents = [item for example in examples for item in example.positives]
+    num_negatives = sum(len(example.negatives) for example in examples)
+    repeated = []
+    characters = []
+    for items in (queries, documents):
+        num_different = len({normal_key(item) for item in items})
+        repeated.append(f"{1 - num_different / len(items):.0%}")
+        median = np.median([len(item.text or "") for item in items])
+        characters.append(f"{median:,.0f}")
+    each = f"{num_negatives / len(examples):.1f}"
+    return (name, f"{size:,d}", *repeated, each, *characters)
+
+
+def _negatives(examples: Sequence[Example]) -> PageSection:
+    counts: Counter[int] = Counter()
+    num_wrong = 0
+    for example in examples:
+        counts[len(example.negatives)] += 1
+        positives = {normal_key(item) for item in example.positives}
+        num_wrong += any(normal_key(item) in positives for item in example.negatives)
+    lines = [
+        "none given; the other documents of the batch serve (vembed mine finds hard ones)"
+    ]
+    if set(counts) != {0}:
+        most_frequent = sorted(counts.items())[:8]
+        lines = [", ".join(f"{n} in {count:,d} examples" for n, count in most_frequent)]
+    if num_wrong:
+        lines.append(
+            f"warning: {num_wrong:,d} examples have one of their positives among their negatives"
+        )
+    figures = {"negatives_per_example": dict(sorted(counts.items()))}
+    return PageSection("negatives", lines, figures=figures)
+
+
+def _spread(count: int, limit: int) -> range:
+    """Return at most `limit` numbers, spread over all."""
+    return range(0, count, max(-(-count // limit), 1))
+
+
+def _inputs(
+    examples: Sequence[Example], model: ModelSection | None, reason: str
+) -> list[PageSection]:
+    """Return lengths and samples as the model's tokenizer makes them, or in words where `reason` says why."""
+    inputs: dict[str, list[tuple[Item, Kind]]] = {"queries": [], "documents": []}
+    for number in _spread(len(examples), MAX_MEASURED):
+        example = examples[number]
+        inputs["queries"].append((example.query, "query"))
+        for item in (*example.positives, *example.negatives):
+            inputs["documents"].append((item, "document"))
+    tokenized = None if reason or model is None else TokenizedInputs(model)
+    lines = []
+    figures: dict[str, Any] = {}
+    for name, pairs in inputs.items():
+        if tokenized is None:
+            lengths = [len(item.text.split()) for item, _ in pairs if item.text]
+        else:
+            lengths = tokenized.lengths(pairs)
+        if not lengths:
+            continue
+        median, most = np.quantile(lengths, [0.5, 0.99])
+        line = f"{name}: median {median:,.0f}, 99 % at most {most:,.0f}, longest {max(lengths):,d}"
+        if tokenized is not None:
+            num_full = 0
+            if not tokenized.description.traits.has_fixed_length:
+                num_full = sum(length >= tokenized.limit for length in lengths)
+            figures[name] = {
+                "median": round(median),
+                "at_most_99_percent": round(most),
+                "longest": max(lengths),
+                "fill_max_length": num_full,
+                "measured": len(lengths),
+            }
+            line += (
+                f"; {num_full:,d} of {len(lengths):,d} fill max_length, "
+                "and what is longer is cut there"
+            )
+        lines.append(line)
+    samples = []
+    for example in examples[:NUM_SAMPLES]:
+        samples.append(example.where)
+        parts: list[tuple[str, Item, Kind]] = [("query", example.query, "query")]
+        parts += [("positive", item, "document") for item in example.positives[:1]]
+        parts += [("negative", item, "document") for item in example.negatives[:1]]
+        for name, item, kind in parts:
+            if tokenized is None:
+                text = " ".join((item.text or short_item(item)).split())
+            else:
+                text, length = tokenized.text(item, kind)
+                name += f" ({length:,d} tokens)"  # noqa: PLW2901
+            if len(text) > SAMPLE_CHARACTERS:
+                text = text[: SAMPLE_CHARACTERS - 3] + "..."
+            samples.append(f"{name}: {text}")
+    if tokenized is None:
+        title = f"lengths in words, not in tokens, since {reason}"
+        sample_title = f"samples, without prompts and special tokens, since {reason}"
+        return [
+            PageSection(title, lines, figures={"lengths": None}),
+            PageSection(sample_title, samples),
+        ]
+    title = f"lengths in tokens, with prompts and special tokens (at most {tokenized.limit:,d})"
+    facts = {"lengths": figures, "max_length": tokenized.limit}
+    return [
+        PageSection(title, lines, figures=facts),
+        PageSection("samples, as the model reads them", samples),
+    ]
+
+
+class TokenizedInputs:
+    """Inputs as the tokenizer of a model makes them."""
+
+    def __init__(self, model: ModelSection) -> None:
+        # These import torch, which takes seconds.
+        from vembed.data.features import Featuriser
+        from vembed.models.families.decisions import describe
+        from vembed.models.processors import load_tokenizer
+
+        self.description = describe(model)
+        self.limit = self.description.max_length
+        self.featuriser = Featuriser(self.description)
+        self.tokenizer: Any = None
+        if self.description.modalities[0] != "image":
+            self.tokenizer = load_tokenizer(self.description)
+
+    def lengths(self, inputs: Sequence[tuple[Item, Kind]]) -> list[int]:
+        """Return the tokens of each text."""
+        features = self.featuriser.features(inputs)
+        return [each.length for each in features if each.modality == "text"]
+
+    def text(self, item: Item, kind: Kind) -> tuple[str, int]:
+        """Return an input as the model reads it, with prompt and special tokens, and its length."""
+        feature = self.featuriser.features([(item, kind)])[0]
+        text = short_item(item)
+        if feature.token_ids is not None and self.tokenizer is not None:
+            text = self.tokenizer.decode(feature.token_ids, skip_special_tokens=False)
+        return text, feature.length

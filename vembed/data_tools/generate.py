@@ -1,0 +1,537 @@
+"""generate(): from documents alone to pairs of a query and the document that it should find."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from vembed.data.cache import short_hash
+from vembed.data.documents import document_id, document_text
+from vembed.data.examples import Item
+from vembed.data.near_duplicates import casefolded
+from vembed.data_tools.config import GenerateConfig, Writer
+from vembed.errors import UserError
+from vembed.inference.reranker import add_padding_token, read_weights
+from vembed.mining.candidates import open_candidates
+from vembed.mining.config import Endpoint, MineConfig, RowOptions, paths_of
+from vembed.mining.documents import (
+    EXACT,
+    FILE,
+    START,
+    CorpusFile,
+    content_key,
+    distinct_by,
+    read_corpus,
+)
+from vembed.mining.endpoint import ChatClient
+from vembed.mining.known_positives import read_inputs
+from vembed.mining.mine import Log, open_session
+from vembed.mining.options import Source, load_options
+from vembed.mining.output import check_output, write_rows
+from vembed.mining.record_tables import open_rows
+from vembed.mining.retrievers import files_identity
+from vembed.mining.vectors import DTYPES
+from vembed.models.families.model_files import whole_model_folder
+from vembed.models.processors import open_tokenizer
+from vembed.parallel.session import Session
+from vembed.progress import ProgressReport, duration
+
+BLOCK = 64
+"""Documents whose queries are written together."""
+MAX_EXAMPLES = 1000
+"""Rows of the user from which examples are drawn."""
+NOUNS = {
+    "question": "question",
+    "keywords": "query",
+    "claim": "claim",
+    "instruction": "instruction",
+}
+PROMPTS = {
+    "question": "Write one question that the document below answers.",
+    "keywords": "Write a search query of two to six keywords for which the document below should be found.",
+    "claim": "Write one claim in a single sentence that the document below supports.",
+    "instruction": "Write one instruction to a search engine, a single sentence that describes what is wanted, for "
+    "which the document below is what it should find.",
+}
+RULES = "Do not copy whole sentences, do not mention the document, and answer with the {noun} alone."
+MAX_QUERY_CHARACTERS = 400
+MIN_QUERY_WORDS = 2
+MIN_DOCUMENT_WORDS = 5
+CROP_WORDS = (8, 64)
+_SENTENCE = re.compile(r"(?<=[.!?\u3002\uff01\uff1f])\s+")
+# `## Title ##`: spaces and closing marks are no part of the title.
+_HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t#]*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class GenerateResult:
+    """Result: files and counts."""
+
+    output_path: Path
+    num_rows: int
+    kept: dict[str, int]
+    """Rows by kind."""
+    left_out: dict[str, int]
+    """Pairs and documents that were left out, by reason."""
+    seconds: float
+
+
+def generate(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    session: Session | None = None,
+    log: Log | None = None,
+) -> GenerateResult:
+    """Make pairs from documents with the options of a YAML file, a dict or a `GenerateConfig`. Collective, as `mine`."""
+    config = load_options(GenerateConfig, source, overrides)
+    target = check_output(config.output_path)
+    began = time.monotonic()
+    folder = Path(config.work_dir or f"{config.output_path}.work").expanduser()
+    left_out: Counter[str] = Counter()
+
+    def reasons() -> str:
+        """What was left out, for the log."""
+        lines = [
+            f"; {count:,d} left out: {reason}"
+            for reason, count in left_out.most_common()
+        ]
+        return "".join(lines)
+
+    with open_session(session, log) as (running, log_line):
+        files = []
+        for path in paths_of(config.corpus_path):
+            allows = config.allow_image_urls
+            files.append(CorpusFile(path, config.image_root, allow_image_urls=allows))
+        table, _ = read_corpus(files, config.on_bad_record)
+        documents = distinct_by(table, EXACT)
+        if config.max_documents is not None and config.max_documents < len(documents):
+            random = np.random.default_rng([config.seed, 3])
+            chosen = random.choice(len(documents), config.max_documents, replace=False)
+            documents = documents[np.sort(chosen)]
+        log_line(f"documents: {len(documents):,d}")
+        texts: dict[str, str] = {}
+        if config.written_kinds():
+            texts = _written_texts(config, files, documents, folder, running)
+        rows = []
+        seen: set[tuple[str, str]] = set()
+        for row in _rows(config, files, documents, texts, left_out):
+            query = casefolded(row["query"])
+            positive = json.dumps(row["positive"])
+            if query == casefolded(str(row["positive"])):
+                left_out["the query is the document"] += 1
+            elif (query, positive) in seen:
+                left_out["a pair that is there already"] += 1
+            else:
+                seen.add((query, positive))
+                rows.append(row)
+        log_line(f"pairs: {len(rows):,d} made" + reasons())
+        if config.model_name is not None and rows:
+            num_made = len(rows)
+            rows = _round_trip(config, rows, folder, running)
+            if len(rows) < num_made:
+                reason = f"round trip: not among the first {config.round_trip_top_k}"
+                left_out[reason] = num_made - len(rows)
+            log_line(f"round trip: {len(rows):,d} pairs kept" + reasons())
+        if running.is_main:
+            write_rows(target, rows)
+        running.barrier()
+        if running.is_main and not config.keep_work:
+            shutil.rmtree(folder, ignore_errors=True)
+        running.barrier()
+        kept = dict(Counter(str(row["kind"]) for row in rows))
+        seconds = time.monotonic() - began
+        by_kind = ", ".join(
+            f"{kind} {count:,d}" for kind, count in sorted(kept.items())
+        )
+        log_line(f"{target}: {len(rows):,d} rows ({by_kind}), in {duration(seconds)}")
+    return GenerateResult(target, len(rows), kept, dict(left_out), seconds)
+
+
+def _rows(
+    config: GenerateConfig,
+    files: Sequence[CorpusFile],
+    documents: np.ndarray,
+    texts: Mapping[str, str],
+    left_out: Counter[str],
+) -> Iterator[dict[str, Any]]:
+    """Yield all pairs, in the order of the documents."""
+    written = config.written_kinds()
+    free = [kind for kind in config.kinds if kind not in written]
+    for document in documents:
+        record, item = files[document[FILE]].read(int(document[START]))
+        identity = document_id(record)
+        columns = {} if identity is None else {"document_id": identity}
+        if free or not written:
+            # By content: a document gets the same pairs wherever it stands in the files.
+            random = np.random.default_rng([config.seed, int(document[EXACT])])
+            pairs = pairs_of(record, item, free, random)
+            for kind, (query, positive) in pairs:
+                yield {"query": query, "positive": positive, "kind": kind} | columns
+            if not pairs:
+                left_out["no kind fits"] += 1
+        for kind in written if item.text else ():
+            key = f"{document[EXACT]} {kind}"
+            if key not in texts:
+                raise UserError(
+                    "another rank has written queries that are not here: set work_dir to a folder that all machines see"
+                )
+            text = cleaned(texts[key])
+            if text:
+                yield {"query": text, "positive": item.text, "kind": kind} | columns
+            else:
+                left_out[f"{kind}: nothing usable was written"] += 1
+
+
+def _written_texts(
+    config: GenerateConfig,
+    files: Sequence[CorpusFile],
+    documents: np.ndarray,
+    folder: Path,
+    session: Session,
+) -> dict[str, str]:
+    """Return what the language model writes, by content of the document and kind of query.
+
+    Collective: the ranks share the blocks of documents. Answers are written down as they come in, so that one that dies
+    loses none.
+    """
+    writer = config.writer
+    assert writer is not None, "the config asks for it"
+    # (query, positive) of the user's own rows, for the prompts.
+    examples = []
+    if config.examples_path is not None:
+        rows = open_rows(RowOptions(data_path=config.examples_path))
+        for row in range(min(len(rows), MAX_EXAMPLES)):
+            example = rows.example(row)
+            positive = example.positives[0].text
+            if example.query.text and positive:
+                examples.append((example.query.text, positive))
+    # Everything that a written text depends on besides the document.
+    connection = set(Endpoint.model_fields) - {"base_url"}
+    options = {"language", "personas", "num_examples", "prompts"}
+    writer_identity = short_hash(
+        writer.model if writer.base_url else files_identity(writer.model),
+        writer.model_dump(exclude=connection),
+        config.model_dump(include=options),
+        PROMPTS,
+        RULES,
+    )
+    identity = short_hash(writer_identity, config.seed, examples)
+    answers = folder / "written" / identity
+    answers.mkdir(parents=True, exist_ok=True)
+    texts = _read_answers(answers)
+    write: WriteTexts | None = None
+    num_documents = len(documents)
+    blocks = range(session.rank * BLOCK, num_documents, session.world_size * BLOCK)
+    with ProgressReport("generating", active=session.is_main) as progress:
+        for first in blocks:
+            stop = min(first + BLOCK, num_documents)
+            keys: list[str] = []
+            prompts: list[str] = []
+            for number in range(first, stop):
+                document = documents[number]
+                item = files[document[FILE]].read(int(document[START]))[1]
+                for kind in config.written_kinds() if item.text else ():
+                    key = f"{document[EXACT]} {kind}"
+                    if key not in texts:
+                        prompt = prompt_for(kind, item.text, config, examples, number)
+                        keys.append(key)
+                        prompts.append(prompt)
+            if prompts:
+                write = write or load_writer(config, writer, session.device)
+                # The seed of a block, so that its text does not depend on the rank that writes it.
+                seed = config.seed + first // BLOCK
+                path = answers / f"{os.uname().nodename}-{os.getpid()}.answers"
+                with path.open("a", encoding="utf-8") as file:
+                    for index, text in write(prompts, seed):
+                        # Behind a line end: the last line of a process that was killed may be half of one.
+                        file.write("\n" + json.dumps([keys[index], text]))
+                        file.flush()
+            progress(stop, num_documents)
+    session.barrier()
+    return _read_answers(answers)
+
+
+def _read_answers(folder: Path) -> dict[str, str]:
+    texts: dict[str, str] = {}
+    for path in sorted(folder.glob("*.answers")):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # half of a line
+                key, text = json.loads(line)
+                texts[key] = text
+    return texts
+
+
+def _round_trip(
+    config: GenerateConfig, rows: list[dict[str, Any]], folder: Path, session: Session
+) -> list[dict[str, Any]]:
+    """Return the pairs whose document is among the first for its query. Collective."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "pairs.jsonl"
+    if session.is_main:
+        write_rows(path, rows)
+    session.barrier()
+    has_ids = any("document_id" in row for row in rows)
+    mining = MineConfig.shared(
+        config,
+        data_path=str(path),
+        top_k=config.round_trip_top_k,
+        num_negatives=1,
+        relative_margin=None,
+        positive_id_field="document_id" if has_ids else None,
+    )
+    inputs = read_inputs(mining)
+    store = open_candidates(mining, inputs, folder, session)
+    store.find_all()
+    known = inputs.known
+    positives = store.scores_of(known.positives)
+    codes = known.positives.codes
+    scores = np.concatenate([chunk.scores for chunk in store.chunks()])
+    kept = []
+    for number, row in enumerate(rows):
+        query = int(known.query_of_row[number])
+        positive = inputs.rows.example(number).positives[0]
+        document = inputs.documents.find_contents([content_key(positive)])
+        # `codes` is ascending, as pairs are, and holds every positive of the rows.
+        index = np.searchsorted(codes, query << 32 | document)
+        # The candidates leave out the known positives, so that those above it are counted by score.
+        num_above = int((scores[query] > positives[index]).sum())
+        if num_above < config.round_trip_top_k:
+            kept.append(row)
+    session.barrier()
+    return kept
+
+
+# ---- queries of a language model --------------------------------------------------------------------------------
+
+WriteTexts = Callable[[Sequence[str], int], Iterator[tuple[int, str]]]
+"""Takes prompts and a seed, and gives the index of each prompt and what was written, in any order."""
+
+
+def load_writer(
+    config: GenerateConfig, writer: Writer, device: torch.device
+) -> WriteTexts:
+    """The model of `writer`: behind an endpoint, or a decoder of Transformers here."""
+    if writer.base_url:
+        client = ChatClient(writer, writer.model)
+        return lambda prompts, _: client.complete(
+            prompts, writer.max_new_tokens, writer.temperature
+        )
+    trust = config.trust_remote_code
+    folder = whole_model_folder(writer.model, option="writer")
+    tokenizer = open_tokenizer(folder, padding_side="left", trust_remote_code=trust)
+    add_padding_token(tokenizer)
+    dtype = DTYPES.get(config.torch_dtype)
+    model = read_weights(AutoModelForCausalLM, folder, dtype, trust).eval().to(device)
+    # None: generate() warns of sampling settings that a model brings along.
+    sampling: dict[str, Any] = dict.fromkeys(("temperature", "top_p", "top_k"))
+    sampling["do_sample"] = False
+    if writer.temperature > 0:
+        sampling = {"do_sample": True, "temperature": writer.temperature}
+
+    def write(prompts: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:
+        texts = []
+        for prompt in prompts:
+            if tokenizer.chat_template is None:
+                texts.append(f"{prompt}\n")
+                continue
+            messages = [{"role": "user", "content": prompt}]
+            texts.append(
+                tokenizer.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
+            )
+        # generate() draws from the global generator.
+        torch.manual_seed(seed)
+        for start in range(0, len(texts), writer.batch_size):
+            inputs = tokenizer(
+                texts[start : start + writer.batch_size],
+                return_tensors="pt",
+                padding=True,
+                truncation=True,
+                max_length=writer.max_length,
+            ).to(device)
+            with torch.inference_mode():
+                answers = model.generate(
+                    input_ids=inputs["input_ids"],
+                    attention_mask=inputs["attention_mask"],
+                    max_new_tokens=writer.max_new_tokens,
+                    pad_token_id=tokenizer.pad_token_id,
+                    **sampling,
+                )
+            new = answers[:, inputs["input_ids"].shape[1] :]
+            written = tokenizer.batch_decode(new, skip_special_tokens=True)
+            yield from enumerate(written, start)
+
+    return write
+
+
+def prompt_for(
+    kind: str,
+    document: str,
+    config: GenerateConfig,
+    examples: Sequence[tuple[str, str]],
+    number: int,
+) -> str:
+    """The prompt for one document. Documents take turns with the personas, and draw their examples by the seed."""
+    assert config.writer is not None, "the config asks for it"
+    persona = config.personas[number % len(config.personas)] if config.personas else ""
+    language = config.language or "the language of the document"
+    drawn = []
+    if examples and config.num_examples:
+        random = np.random.default_rng([config.seed, 2, number])
+        count = min(config.num_examples, len(examples))
+        for index in random.choice(len(examples), count, replace=False):
+            query, positive = examples[index]
+            drawn.append(f"Document: {positive}\n{NOUNS[kind]}: {query}")
+    example_text = "\n\n".join(drawn)
+    # About four characters to a token; a local writer is cut exactly, by its tokenizer.
+    cut = document[: 4 * config.writer.max_length]
+    if kind in config.prompts:
+        return config.prompts[kind].format(
+            document=cut, language=language, persona=persona, examples=example_text
+        )
+    parts = [PROMPTS[kind]]
+    if persona:
+        parts.append(f"Write it as {persona} would.")
+    parts += [f"Write in {language}.", RULES.format(noun=NOUNS[kind])]
+    if example_text:
+        parts.append(f"Examples:\n\n{example_text}\n")
+    parts.append(f"Document: {cut}\n{NOUNS[kind]}:")
+    return "\n".join(parts)
+
+
+def cleaned(text: str) -> str:
+    """Return the first line without quotes and labels. Empty where nothing usable was written."""
+    line = text.strip().partition("\n")[0].strip()
+    for noun in dict.fromkeys(NOUNS.values()):
+        if line.lower().startswith(f"{noun}:"):
+            line = line[len(noun) + 1 :]
+    line = line.strip().strip("\"'").strip()
+    return line if len(line) <= MAX_QUERY_CHARACTERS else ""
+
+
+# ---- pairs without a language model: what a document's own form says about itself ----------------------------------
+
+Pair = tuple[str, Any]
+"""A query, and the positive as a row holds it: a text, or {"image": ...}."""
+
+
+def title_body(record: dict[str, Any]) -> list[Pair]:
+    """The title, and the text below it."""
+    title = record.get("title")
+    text = record.get("text")
+    if not isinstance(title, str) or not isinstance(text, str) or not title.strip():
+        return []
+    return [(title.strip(), text.strip())] if _is_long(text, MIN_DOCUMENT_WORDS) else []
+
+
+def heading_section(text: str) -> list[Pair]:
+    """Each heading of a Markdown text, and its section."""
+    headings = list(_HEADING.finditer(text))
+    ends = [match.start() for match in headings[1:]] + [len(text)]
+    pairs: list[Pair] = []
+    for match, end in zip(headings, ends, strict=False):
+        section = text[match.end() : end].strip()
+        if _is_long(section, MIN_DOCUMENT_WORDS):
+            pairs.append((match[1].strip(), section))
+    return pairs
+
+
+def first_sentence(text: str) -> list[Pair]:
+    """The first sentence, and the rest."""
+    first, *rest = _SENTENCE.split(text.strip(), maxsplit=1)
+    if not rest or not _is_long(first, MIN_QUERY_WORDS):
+        return []
+    return [(first, rest[0])] if _is_long(rest[0], MIN_DOCUMENT_WORDS) else []
+
+
+def docstring_function(text: str) -> list[Pair]:
+    """The first paragraph of each Python function's docstring, and the function without it."""
+    if "def " not in text:
+        return []
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    # As Python counts them: a form feed ends no line.
+    lines = re.split(r"\r\n?|\n", text)
+    pairs: list[Pair] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        docstring = ast.get_docstring(node)
+        if len(node.body) < 2 or not docstring:
+            continue
+        if _is_long(docstring, MIN_QUERY_WORDS):
+            first = node.body[0]
+            # From `def` on, without decorators, to the line before the docstring; then all behind it.
+            head = lines[node.lineno - 1 : first.lineno - 1]
+            body = lines[first.end_lineno or first.lineno : node.end_lineno]
+            summary = " ".join(docstring.partition("\n\n")[0].split())
+            pairs.append((summary, "\n".join(head + body)))
+    return pairs
+
+
+def caption_image(record: dict[str, Any], item: Item) -> list[Pair]:
+    """The text beside an image, and the image."""
+    caption = record.get("caption") or item.text
+    if not item.images or not isinstance(caption, str) or not caption.strip():
+        return []
+    images = record.get("image") or record.get("images") or record.get("image_path")
+    return [(caption.strip(), {"image": images})]
+
+
+def crop(text: str, random: np.random.Generator) -> list[Pair]:
+    """Two spans of the text, drawn independently."""
+    words = text.split()
+    if len(words) < 2 * CROP_WORDS[0]:
+        return []
+    spans = []
+    longest = min(CROP_WORDS[1], len(words) // 2)
+    for _ in range(2):
+        size = int(random.integers(CROP_WORDS[0], longest + 1))
+        start = int(random.integers(0, len(words) - size + 1))
+        spans.append(" ".join(words[start : start + size]))
+    return [(spans[0], spans[1])] if spans[0] != spans[1] else []
+
+
+def pairs_of(
+    record: Any, item: Item, kinds: Sequence[str], random: np.random.Generator
+) -> list[tuple[str, Pair]]:
+    """(kind, pair) of a document: by all of `kinds`, or without any by the first one that fits."""
+    fields = record if isinstance(record, dict) else {"text": document_text(record)}
+    text = item.text or ""
+    # In the order in which they are tried where nobody chooses. Cropping says least, and comes last.
+    makers: dict[str, Callable[[], list[Pair]]] = {
+        "docstring_function": lambda: docstring_function(text),
+        "caption_image": lambda: caption_image(fields, item),
+        "title_body": lambda: title_body(fields),
+        "heading_section": lambda: heading_section(text),
+        "first_sentence": lambda: first_sentence(text),
+        "crop": lambda: crop(text, random),
+    }
+    pairs: list[tuple[str, Pair]] = []
+    for kind in kinds or makers:
+        pairs += [(kind, pair) for pair in makers[kind]()]
+        if pairs and not kinds:
+            break
+    return pairs
+
+
+def _is_long(text: str, num_words: int) -> bool:
+    return len(text.split()) >= num_words

@@ -1,1 +1,0 @@
-"""Training pairs from documents."""
