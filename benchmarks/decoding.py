@@ -38,8 +38,7 @@ from vembed.data.features import Featuriser
 from vembed.data.images.files import load_image
 from vembed.data.images.pixels import Pixels, num_cores
 from vembed.losses.build import build_loss
-from vembed.models.families.decisions import describe
-from vembed.models.families.description import ModelDescription
+from vembed.models.families.description import ModelDescription, describe
 from vembed.models.processors import load_image_processor
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard

@@ -25,7 +25,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
 from vembed.evaluation.dataset import open_eval_data
 from vembed.evaluation.scores import evaluate_model
-from vembed.models.families.decisions import describe
+from vembed.models.families.description import describe
 
 WORDS = (
     "red",

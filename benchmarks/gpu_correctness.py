@@ -36,7 +36,7 @@ from benchmarks.gpu_record import (
 )
 from vembed.config.resolved import Decision, ResolvedRun, Strategy
 from vembed.config.schema import TrainConfig
-from vembed.models import packing
+from vembed.models import attention
 from vembed.parallel import placement
 from vembed.parallel.step_memory import ModelSize
 from vembed.training.step import ContrastiveStep
@@ -101,12 +101,12 @@ def attention_rows(record: Record) -> None:
                     record.row(
                         "correctness",
                         name,
-                        partial(attention, record, size, groups, causal, window),
+                        partial(attention_errors, record, size, groups, causal, window),
                         limit=30,
                     )
 
 
-def attention(
+def attention_errors(
     record: Record, size: int, groups: int, causal: bool, window: int | None
 ) -> Values:
     """Return the relative differences of the output and the gradients."""
@@ -124,8 +124,8 @@ def attention(
     )
     starts = torch.tensor([0, *lengths]).cumsum(0).to(record.device, torch.int32)
     module = Attention(causal, groups).to(record.device).train()
-    packed = packing.Packed(starts, max(lengths))
-    output, _ = packing.attention(
+    packed = attention.Packed(starts, max(lengths))
+    output, _ = attention.attention(
         module,
         query,
         key,

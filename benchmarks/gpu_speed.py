@@ -35,7 +35,7 @@ from benchmarks.gpu_sides import train_elsewhere
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item, Kind
 from vembed.data.features import Featuriser
-from vembed.models.families.decisions import describe
+from vembed.models.families.description import describe
 
 STEPS, WARM_UP = 6, 2
 SAME_LOSS = 0.03

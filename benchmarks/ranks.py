@@ -34,7 +34,7 @@ from vembed.data.features import Featuriser
 from vembed.losses import candidates
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import build_model
-from vembed.models.families.decisions import describe
+from vembed.models.families.description import describe
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard

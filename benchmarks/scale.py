@@ -23,7 +23,7 @@ from vembed.data.batching.rank_batch import RankBatchStream
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import open_examples
 from vembed.data.features import Featuriser
-from vembed.models.families.decisions import describe
+from vembed.models.families.description import describe
 
 LOSS_ROWS = (64, 1024, 8192, 65536)
 LOSS_DIM = 1024

@@ -13,7 +13,7 @@ from vembed.config.schema import ModelSection
 from vembed.data.batching import microbatches
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
-from vembed.models.families.decisions import describe
+from vembed.models.families.description import describe
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.placement import Precision, precision_of_use
 from vembed.parallel.step_memory import CPU_MICRO_BATCH_TOKENS

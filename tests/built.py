@@ -6,18 +6,17 @@ from typing import Any
 
 from vembed.config.schema import TrainConfig
 from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.decisions import describe
-from vembed.models.families.description import ModelDescription
+from vembed.models.families.description import ModelDescription, describe
 
 
-def described(config: TrainConfig, *, for_use: bool = False) -> ModelDescription:
+def described(config: TrainConfig, *, for_inference: bool = False) -> ModelDescription:
     """Return the description of a config's model."""
     return describe(
         config.model,
         config.matryoshka,
         similarity=config.objective.similarity,
         use_qlora=config.adapters.use_qlora,
-        for_use=for_use,
+        for_inference=for_inference,
     )
 
 

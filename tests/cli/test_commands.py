@@ -87,7 +87,7 @@ def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
         "data: data/train.jsonl (not here: a name on the Hub, or a path that is missing)",
     ):
         assert line in done.out.splitlines(), line
-    assert "note: fsdp_backward_prefetch: BACKWARD_PRE has no effect" in done.out
+    assert "fsdp_backward_prefetch: BACKWARD_PRE" in done.out
     assert (
         "would run: python -m vembed.entrypoints.train --config=cfg.yaml --set=num_processes=4 (ranks 0 to 3 of 4"
         in done.out

@@ -209,9 +209,7 @@ def test_a_csv_as_excel_saves_it_is_copied_to_utf8(
     content = Path(faq).read_text(encoding="utf-8-sig")
     Path("export.csv").write_text(content, encoding=encoding)
     done = vembed("init --data export.csv --model", BERT)
-    assert done.code == 0 and f"export.utf8.csv is a copy that is, read as {name}" in (
-        done.err
-    )
+    assert done.code == 0 and "export.utf8.csv" in done.err and name in done.err
     assert Path("export.utf8.csv").read_text(encoding="utf-8") == content
     config = load_config("vembed.yaml")
     assert config.data.data_path == "export.utf8.csv"

@@ -26,15 +26,15 @@ from tests.models.families import (
 )
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.models import bf16, cpu_kernels
-from vembed.models.bf16 import (
+from vembed.models import attention, precision
+from vembed.models.families.backbones import layers_of
+from vembed.models.precision import (
     Bf16LayerNorm,
     Bf16Linear,
     WeightCopies,
     holding_copies,
     use_bf16,
 )
-from vembed.models.families.backbones import layers_of
 from vembed.parallel import placement
 from vembed.parallel.environment import RankInfo
 
@@ -81,7 +81,7 @@ def test_linear_layers():
 def test_layer_norms_went_through_float32_on_gpus(
     monkeypatch,
 ):
-    monkeypatch.setattr(bf16, "_is_on_gpu", lambda values: True)
+    monkeypatch.setattr(precision, "_is_on_gpu", lambda values: True)
     torch.manual_seed(0)
     norm = nn.LayerNorm(64)
     nn.init.normal_(norm.weight, 1.0, 0.1)
@@ -117,7 +117,7 @@ def test_layer_norms_went_through_float32_on_gpus(
 def test_attention_with_dropout(autocast, monkeypatch):
     torch.manual_seed(0)
     rows, heads, length, size, p = 5, 3, 33, 16, 0.3
-    monkeypatch.setattr(cpu_kernels, "SCORE_BYTES", 2 * 2 * heads * length * length)
+    monkeypatch.setattr(attention, "SCORE_BYTES", 2 * 2 * heads * length * length)
     inputs = [
         torch.randn(rows, heads, length, size).bfloat16().requires_grad_()
         for _ in "qkv"
@@ -129,14 +129,14 @@ def test_attention_with_dropout(autocast, monkeypatch):
     given = [inputs[0].float(), inputs[1].float(), inputs[2]] if autocast else inputs
     torch.manual_seed(1)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        output, _ = cpu_kernels.attention(nn.Module(), *given, mask, dropout=p)
+        output, _ = attention.attention(nn.Module(), *given, mask, dropout=p)
     output.backward(gradient)
     assert output.dtype == torch.bfloat16
 
     torch.manual_seed(1)
     kept = torch.cat(
         [
-            cpu_kernels.kept_ones(
+            attention.kept_ones(
                 torch.Size([len(part) * heads, length, length]), p, torch.bfloat16
             ).ne(0)
             for part in torch.arange(rows).split(2)
@@ -144,7 +144,7 @@ def test_attention_with_dropout(autocast, monkeypatch):
     ).view(rows, heads, length, length)
     query, key, value = (one.detach().double().requires_grad_() for one in inputs)
     scores = (query @ key.transpose(2, 3) * size**-0.5).masked_fill(~mask, -torch.inf)
-    dropped = scores.softmax(-1) * kept * cpu_kernels.scale_of(p)
+    dropped = scores.softmax(-1) * kept * attention.scale_of(p)
     wanted = (dropped @ value).transpose(1, 2)
     wanted.backward(gradient.double())
     # A score is rounded to bfloat16, and its error is a relative one of the probability.

@@ -20,7 +20,7 @@ from tests.models.families import Make, config_for, gradients_of, loss_of, parts
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
-from vembed.models import cpu_kernels, packing, precision
+from vembed.models import attention, precision
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.environment import RankInfo
@@ -39,7 +39,7 @@ H100 = next(one for one in GPUS if one.name == "H100-80GB")
 def _fresh() -> Any:
     torch._dynamo.reset()
     yield
-    cpu_kernels.register(packing.IMPLEMENTATION, packing.attention)
+    attention.register(attention.PACKED_ATTENTION)
 
 
 def run_once(
@@ -49,7 +49,7 @@ def run_once(
     config = config_for(make, mixed_precision="no", **options)
     model = model_of(config).train()
     if backend is not None:
-        packing.exclude_attention_from_compilation()
+        attention.register(attention.PACKED_ATTENTION, compiled_layers=True)
         precision.compile_layers(layers_of(model.backbone), backend)
     loss = loss_of(model(parts_for(model.description)))
     loss.backward()

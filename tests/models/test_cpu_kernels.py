@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from vembed.models import cpu_kernels
-from vembed.models.cpu_kernels import CpuDropout, attention, kept_ones, scale_of
+from vembed.models import attention as module
+from vembed.models.attention import CpuDropout, attention, kept_ones, scale_of
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_dropout_is_seeded_and_only_in_training():
 def test_attention_is_that_of_the_formula(pieces, mask_kind, monkeypatch):
     rows, heads, length, size = 8, 3, 7, 5
     monkeypatch.setattr(
-        cpu_kernels, "SCORE_BYTES", 8 * heads * length * length * (rows // pieces)
+        module, "SCORE_BYTES", 8 * heads * length * length * (rows // pieces)
     )
     torch.manual_seed(2)
     query, key, value = (
@@ -79,7 +79,7 @@ def test_attention_is_that_of_the_formula(pieces, mask_kind, monkeypatch):
             if mask.dtype == torch.bool
             else scores + mask
         )
-    step = max(1, cpu_kernels.SCORE_BYTES // (8 * heads * length * length))
+    step = max(1, module.SCORE_BYTES // (8 * heads * length * length))
     kept = [kept_ones(part.shape, 0.2, part.dtype) != 0 for part in scores.split(step)]
     dropped = scores.softmax(-1) * torch.cat(kept) * scale_of(0.2)
     plain = (dropped @ value).transpose(1, 2)

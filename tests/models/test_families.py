@@ -25,8 +25,11 @@ from tests.tiny_tokenizers import wordpiece_tokenizer
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.models.families import backbones
-from vembed.models.families.decisions import published_prompts
-from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
+from vembed.models.families.description import (
+    DESCRIPTION_FILE,
+    ModelDescription,
+    published_prompts,
+)
 
 FAMILY = {
     **dict.fromkeys(TEXT_ENCODERS, ("text_encoder", "mean")),

@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
-from vembed.models import packing
+from vembed.models import attention
 
 CUDA = torch.device("cuda")
 
@@ -36,7 +36,9 @@ def test_where_it_is_used(
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(
-        packing, "find_spec", lambda name: ModuleSpec(name, None) if installed else None
+        attention,
+        "find_spec",
+        lambda name: ModuleSpec(name, None) if installed else None,
     )
     activated: list[str] = []
     monkeypatch.setattr(
@@ -48,11 +50,11 @@ def test_where_it_is_used(
         lambda: activated[-1] if activated else None,
     )
     for _ in range(2):
-        reason = packing.use_flash3(config, CUDA)
+        reason = attention.use_flash3(config, CUDA)
         assert reason is None if said is None else (reason or "").startswith(said)
     assert activated == (["FA3"] if said is None else [])
 
 
 def test_cpus_have_other_kernels():
-    assert packing.use_flash3({}, torch.device("cpu")) == "it is for Hopper GPUs"
-    assert not packing.uses_flash3()
+    assert attention.use_flash3({}, torch.device("cpu")) == "it is for Hopper GPUs"
+    assert not attention.uses_flash3()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vembed.models import packing
+from vembed.models import attention
 
 DROPOUT = 0.25
 
@@ -32,13 +32,13 @@ class Operator:
             "the operator is given equally many heads"
         )
         assert self.given["cum_seq_q"].dtype == torch.int32
-        pieces = packing.cut(
+        pieces = attention.cut(
             tuple(self.given["cum_seq_q"].tolist()),
             2**20,
             self.given["is_causal"],
             named["window_size_left"] + 1 if "window_size_left" in named else None,
         )
-        output = packing._by_sdpa(query, key, value, pieces, 0.0, named["scale"])
+        output = attention.sdpa_by_piece(query, key, value, pieces, 0.0, named["scale"])
         return output, output, output, output, output
 
 
@@ -48,21 +48,21 @@ class Operator:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_dropout_goes_to_the_operator(monkeypatch, causal, window, groups):
     operator = Operator()
-    monkeypatch.setattr(packing, "_flash_forward", lambda: operator)
-    monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr(attention, "_flash_forward", lambda: operator)
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: False)
     draw = torch.Generator().manual_seed(0)
     lengths = [5, 1, 7]
     query, key, value = (
         torch.randn(13, heads, 8, generator=draw)
         for heads in (4, 4 // groups, 4 // groups)
     )
-    packed = packing.Packed(
+    packed = attention.Packed(
         torch.tensor([0, 5, 6, 13], dtype=torch.int32), max(lengths)
     )
-    found = packing._by_kernel(query, key, value, packed, DROPOUT, 0.5, causal, window)
-    pieces = packing.cut((0, 5, 6, 13), 2**20, causal, window)
+    found = attention.by_kernel(query, key, value, packed, DROPOUT, 0.5, causal, window)
+    pieces = attention.cut((0, 5, 6, 13), 2**20, causal, window)
     torch.testing.assert_close(
-        found, packing._by_sdpa(query, key, value, pieces, 0.0, 0.5)
+        found, attention.sdpa_by_piece(query, key, value, pieces, 0.0, 0.5)
     )
     assert operator.given["dropout_p"] == DROPOUT
     assert operator.given["max_q"] == operator.given["max_k"] == 7
@@ -71,7 +71,7 @@ def test_dropout_goes_to_the_operator(monkeypatch, causal, window, groups):
 
 @pytest.mark.parametrize(("size", "said"), [(64, "None"), (12, "head size of 12")])
 def test_sizes_of_heads_without_flash_attn(size, said, monkeypatch):
-    monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: False)
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    assert said in str(packing.why_no_kernel(size, torch.device("cuda")))
+    assert said in str(attention.why_no_kernel(size, torch.device("cuda"), half=True))

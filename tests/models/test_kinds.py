@@ -22,7 +22,7 @@ from vembed.data.features import Featuriser
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
 from vembed.inference.reranker import Reranker
-from vembed.models.families.decisions import describe
+from vembed.models.families.description import describe
 from vembed.models.processors import load_tokenizer
 from vembed.parallel import session as sessions
 from vembed.parallel.session import start_command_session

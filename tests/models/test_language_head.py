@@ -116,8 +116,10 @@ def wanted(folder: Path) -> dict[str, Tensor]:
         for one, kind in occurrences(example)
     ]
     inputs = featuriser.collate(featuriser.features(items))  # type: ignore[arg-type]
-    assert model.language is not None
-    if not model.language.is_causal:  # its loss is compared with Transformers' below
+    assert model.language_head is not None
+    if (
+        not model.language_head.is_causal
+    ):  # its loss is compared with Transformers' below
         with mock.patch.object(LanguageHead, "hide", hidden_by_content):
             _, (losses,) = model([("text", inputs)], with_auxiliary=True)
         sums, counts = losses["masked_token"]
@@ -131,12 +133,12 @@ def wanted(folder: Path) -> dict[str, Tensor]:
         inputs["attention_mask"][:, :-1] == 0, IGNORED_TARGET
     )  # no token tells the first of a text
     states = model.backbone(**inputs).last_hidden_state
-    assert not model.language.is_new
+    assert not model.language_head.is_new
     own = dict(model.named_parameters())
     logits = (
         states
         @ own.get(
-            "language.whole.lm_head.weight", own["backbone.embed_tokens.weight"]
+            "language_head.whole.lm_head.weight", own["backbone.embed_tokens.weight"]
         ).T
     )
     loss = torch.nn.functional.cross_entropy(
@@ -179,7 +181,7 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers():
     config = config_of(folder)
     description = described(config)
     model = model_of(config, description).double().eval()
-    assert model.language is not None and model.language.is_new
+    assert model.language_head is not None and model.language_head.is_new
     featuriser = Featuriser(description)
     inputs = featuriser.collate(
         featuriser.features(
@@ -189,9 +191,9 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers():
     torch.manual_seed(4)
     (_,), (losses,) = model([("text", inputs)], with_auxiliary=True)
     torch.manual_seed(4)
-    hidden, targets = model.language.hide(inputs)
+    hidden, targets = model.language_head.hide(inputs)
     shown, asked = hidden["input_ids"], targets != IGNORED_TARGET
-    special = torch.isin(inputs["input_ids"], model.language.special_tokens)
+    special = torch.isin(inputs["input_ids"], model.language_head.special_tokens)
     assert (
         0.1
         < float(asked.sum() / (inputs["attention_mask"].bool() & ~special).sum())
@@ -202,7 +204,7 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers():
     )
     whole = AutoModelForMaskedLM.from_pretrained(folder).double().eval()
     own = {
-        name.removeprefix("language.whole."): one
+        name.removeprefix("language_head.whole."): one
         for name, one in model.state_dict().items()
     }
     own |= {

@@ -16,7 +16,7 @@ from tests.features.test_image_features import image, of_images
 from tests.models.families import Make, config_for
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
-from vembed.models import vision
+from vembed.models import attention
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.vision import LONGEST, POSITIONS, VISION, token_positions
 
@@ -69,7 +69,7 @@ def results(
 def test_embeddings_and_gradients_are_those_of_the_published_model(make):
     model, batch = made(make)
     tower = model.backbone.visual
-    assert tower.config._attn_implementation == vision.IMPLEMENTATION
+    assert tower.config._attn_implementation == attention.IMAGE_ATTENTION
     plain, own = made(make, attn_implementation="sdpa")
     assert plain.backbone.visual.config._attn_implementation == "sdpa"
     wanted, gradients = results(plain, published(own))
@@ -135,7 +135,7 @@ def test_each_image_was_waited_for_in_every_layer(
         )  # a GPU's kernel reads nothing; that of CPUs cuts the row by the lengths
 
     monkeypatch.setitem(
-        AttentionInterface._global_mapping, vision.IMPLEMENTATION, by_kernel
+        AttentionInterface._global_mapping, attention.IMAGE_ATTENTION, by_kernel
     )
     own = reads_of(model, batch)
     assert own < reads_of(model, published(batch)) / 3

@@ -15,7 +15,7 @@ from torch.nn import functional
 from tests import tiny
 from tests.models.families import Make, built, config_for, text_inputs
 from vembed.errors import UserError
-from vembed.models import cpu_kernels, packing
+from vembed.models import attention
 from vembed.models.families.backbones import read_config
 
 PACKED = [
@@ -66,7 +66,7 @@ def test_every_model_that_is_named_is_tried_here():
         read_config(tiny.shared(make), trust_remote_code=False).model_type
         for make in PACKED
     }
-    assert tried == set(packing.MODEL_TYPES)
+    assert tried == set(attention.MODEL_TYPES)
 
 
 @pytest.mark.parametrize("make", PACKED)
@@ -127,7 +127,9 @@ def test_padding_on_either_side_and_none(side):
                     "text",
                     {
                         **inputs,
-                        packing.TOKENS: packing.token_index(inputs["attention_mask"]),
+                        attention.TOKENS: attention.token_index(
+                            inputs["attention_mask"]
+                        ),
                     },
                 )
             ]
@@ -159,19 +161,19 @@ def test_attention_is_that_of_the_formula(
     query, key, value = (
         torch.randn(sum(lengths), heads, size).double().requires_grad_() for _ in "qkv"
     )
-    pieces = packing.cut(tuple(starts.tolist()), scores_at_once, causal, window)
+    pieces = attention.cut(tuple(starts.tolist()), scores_at_once, causal, window)
     assert len(pieces) == {1: len(lengths), 10_000: 1}.get(scores_at_once, len(pieces))
     draws: list[Tensor] = []
 
     def drawn(shape, p, dtype):
-        ones = (torch.rand(shape) > p).to(cpu_kernels.BITS[dtype.itemsize])
+        ones = (torch.rand(shape) > p).to(attention.BITS[dtype.itemsize])
         draws.append(ones.view(-1, heads, *shape[1:]) != 0)
         return ones
 
-    monkeypatch.setattr(cpu_kernels, "kept_ones", drawn)
-    monkeypatch.setattr(cpu_kernels, "scale_of", lambda p: 1 / (1 - p))
-    dropped = cpu_kernels.dropped_attention(query, key, value, pieces, p, size**-0.5)
-    plain = packing._by_sdpa(query, key, value, pieces, 0.0, size**-0.5)
+    monkeypatch.setattr(attention, "kept_ones", drawn)
+    monkeypatch.setattr(attention, "scale_of", lambda p: 1 / (1 - p))
+    dropped = attention.dropped_attention(query, key, value, pieces, p, size**-0.5)
+    plain = attention.sdpa_by_piece(query, key, value, pieces, 0.0, size**-0.5)
     weights = torch.randn_like(dropped)
     ours = [
         torch.autograd.grad((one * weights).sum(), (query, key, value))
@@ -265,7 +267,7 @@ def test_kernels_of_gpus_are_asked_for_the_same(make, kernel, monkeypatch):
         monkeypatch.setitem(
             sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=flash)
         )
-        monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: True)
+        monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: True)
     else:
 
         def varlen(
@@ -304,7 +306,7 @@ def test_kernels_of_gpus_are_asked_for_the_same(make, kernel, monkeypatch):
 
         # Without its memory: each of the two kernels is asked.
         monkeypatch.setattr(
-            packing, "_varlen_arguments", packing._varlen_arguments.__wrapped__
+            attention, "_varlen_arguments", attention._varlen_arguments.__wrapped__
         )
         monkeypatch.setattr(
             "torch.nn.attention.varlen.varlen_attn",
@@ -325,11 +327,11 @@ def test_kernels_of_gpus_are_asked_for_the_same(make, kernel, monkeypatch):
         window = options.get("sliding_window")
         window = window if window and window < packed.longest else None
         scaling = options["scaling"]
-        return packing._by_kernel(*parts, packed, 0.0, scaling, causal, window)[
+        return attention.by_kernel(*parts, packed, 0.0, scaling, causal, window)[
             None
         ], None
 
-    monkeypatch.setattr(packing, "attention", on_gpu)
+    monkeypatch.setattr(attention, "attention", on_gpu)
     assert_same(embedded(make, padding_free=True), expected)
     assert micro_batches
 
@@ -350,7 +352,7 @@ def test_kernels_of_gpus_are_asked_for_the_same(make, kernel, monkeypatch):
 def test_when_texts_are_padded(make, options, said):
     config = config_for(make, **options)
     model = read_config(tiny.shared(make), trust_remote_code=False)
-    reason = packing.why_padded(config.model, model, torch.device("cpu"), half=False)
+    reason = attention.why_padded(config.model, model, torch.device("cpu"), half=False)
     assert reason is None if said is None else said in (reason or "")
 
 
@@ -376,13 +378,13 @@ def test_when_texts_are_padded_on_gpus(
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(packing, "is_flash_attn_2_available", lambda: flash)
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: flash)
     arguments = frozenset({"window_size"} if varlen else ())
-    monkeypatch.setattr(packing, "_varlen_arguments", lambda: arguments)
+    monkeypatch.setattr(attention, "_varlen_arguments", lambda: arguments)
     config = config_for(tiny.tiny_bert)
     model = read_config(tiny.shared(tiny.tiny_bert), trust_remote_code=False)
     model.attention_probs_dropout_prob = dropout
-    reason = packing.why_padded(
+    reason = attention.why_padded(
         config.model,
         model,
         torch.device("cuda"),
@@ -392,7 +394,7 @@ def test_when_texts_are_padded_on_gpus(
 
 
 def test_torchs_kernel_is_the_one_that_is_meant():
-    assert "window_size" in packing._varlen_arguments()
+    assert "window_size" in attention._varlen_arguments()
 
 
 def test_what_cannot_be_had_is_said():

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import vembed
 from tests.training.test_run import metrics, settings
-from vembed.models import cpu_kernels
-from vembed.models.cpu_kernels import use_row_gradients
+from vembed.models import precision
+from vembed.models.precision import use_row_gradients
 from vembed.training.optimizer import Update
 
 
@@ -30,7 +30,7 @@ def gradient(table: nn.Embedding, micro_batches: list[Tensor], *, tied: bool) ->
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("padding", [None, 3])
 def test_gradients_match_a_float64_reference(padding, tied, monkeypatch):
-    monkeypatch.setattr(cpu_kernels, "MIN_TABLE_ROWS", 40)
+    monkeypatch.setattr(precision, "MIN_TABLE_ROWS", 40)
     torch.manual_seed(0)
     table = nn.Embedding(40, 6, padding_idx=padding)
     exact = nn.Embedding(40, 6, padding_idx=padding).double()
@@ -47,7 +47,7 @@ def test_gradients_match_a_float64_reference(padding, tied, monkeypatch):
 
 def test_small_and_frozen_tables_stay_as_they_are():
     large, small, frozen = (
-        nn.Embedding(rows, 2) for rows in (cpu_kernels.MIN_TABLE_ROWS, 512, 30_000)
+        nn.Embedding(rows, 2) for rows in (precision.MIN_TABLE_ROWS, 512, 30_000)
     )
     frozen.requires_grad_(False)
     assert use_row_gradients(nn.Sequential(large, small, frozen)) == 1
@@ -71,7 +71,7 @@ def test_a_run_is_the_run_without_them(tmp_path, monkeypatch):
     monkeypatch.setattr(Update, "apply", noticed)
     runs = {}
     for fewest in (50, 2**40):
-        monkeypatch.setattr(cpu_kernels, "MIN_TABLE_ROWS", fewest)
+        monkeypatch.setattr(precision, "MIN_TABLE_ROWS", fewest)
         (tmp_path / str(fewest)).mkdir()
         runs[fewest] = vembed.train(
             settings(tmp_path / str(fewest), micro_batch_tokens=120, val_data_path=None)

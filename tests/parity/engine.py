@@ -29,7 +29,7 @@ from vembed.data.pair_features import build_featuriser
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.names import plain_name
+from vembed.models.families.backbones import plain_name
 from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.teachers.supply import Teachers

@@ -18,7 +18,7 @@ from vembed.cli.commands.export import copy_model, export
 from vembed.cli.commands.plan import plan
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
-from vembed.models.bf16 import Bf16Linear
+from vembed.models.precision import Bf16Linear
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import Placement, place
 from vembed.parallel.step_memory import MemoryEstimate, measure

@@ -15,7 +15,7 @@ from tests.training.tiny_run import config_for
 from vembed.config.loading import resolve_run
 from vembed.errors import RunError
 from vembed.evaluation.top_k import top_k
-from vembed.models.packing import half_dtype
+from vembed.models.attention import half_dtype
 from vembed.models.poolings.table import POOLINGS
 from vembed.parallel.devices import matmul_precision
 from vembed.parallel.session import start_session

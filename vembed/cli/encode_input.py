@@ -7,12 +7,11 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vembed.config.options import nearest
 from vembed.config.user_folders import cache_folder
 from vembed.data.documents import (
     ID_FIELDS,
@@ -100,10 +99,8 @@ class EncodeInput:
                 f"{self.name} is read as plain text, which has no column {column}: leave out --column, or give "
                 "--input-format jsonl"
             )
-        folder = image_root
-        if folder is None:
-            path = self.path.absolute()
-            folder = str(path if path.is_dir() else path.parent)
+        path = self.path.absolute()
+        folder = image_root or str(path if path.is_dir() else path.parent)
         self.images = ImageRoot(folder, allow_urls=False)
         # An error of rank 0 goes to all, so that none waits for rows that never come.
         self.reader: Format | None = None
@@ -132,12 +129,10 @@ class EncodeInput:
             with self.path.open("rb") as file:
                 return sum(1 for _ in file)
         if self.path.is_dir():
-            names = sorted(
-                path.name for path in self.path.iterdir() if is_saved_dataset(path)
-            )
-            if len(names) > 1:
+            saved = sorted(filter(is_saved_dataset, self.path.iterdir()))
+            if len(saved) > 1:
                 raise UserError(
-                    f"{self.path} holds the data sets {', '.join(names)}: give one of them, as {self.path / names[0]}"
+                    f"{self.path} holds several data sets: give one of them, as {saved[0]}"
                 )
         self.reader = open_reader(str(self.path), None, "train", cache_folder())
         texts = [self.column] if self.column else [*TEXT_COLUMNS, *IMAGE_FIELDS]
@@ -186,10 +181,8 @@ class EncodeInput:
                     # Dates of tables become text.
                     yield line, json.loads(json.dumps(record, default=str)), None
         else:
-            with ExitStack() as stack:
-                file: Any = sys.stdin.buffer
-                if not self.is_stdin:
-                    file = stack.enter_context(self.path.open("rb"))
+            lines = nullcontext(sys.stdin.buffer)
+            with lines if self.is_stdin else self.path.open("rb") as file:
                 for number, line in enumerate(file, 1):
                     try:
                         yield number, self._line(line), None
@@ -224,10 +217,20 @@ class EncodeInput:
         problems: list[tuple[int, str]] = []
         for number, (line, record, problem) in enumerate(chunk, first):
             where = f"{self.name}:{line}"
+            value = record
             try:
                 if problem is not None:
                     raise BadRecord(problem)
-                item = self._item(record).read_from("" if self.has_images else where)
+                if self.column is not None and isinstance(record, dict):
+                    value = record.get(self.column)
+                    if self.column not in record:
+                        raise BadRecord(
+                            f"no field {self.column} (it has {listed(record)})"
+                        )
+                    if value is None:
+                        raise BadRecord(f"{self.column} is empty")
+                item = document_item(value, self.images, TEXT_COLUMNS)
+                item = item.read_from("" if self.has_images else where)
             except BadRecord as error:
                 problems.append((number, f"{where}: {error}"))
                 continue
@@ -236,22 +239,12 @@ class EncodeInput:
         # With the first rows wrong folders are found before the model is loaded.
         if (first == 1 or self.skips) and any(row.item.images for row in rows):
             part = rows[self.session.rank :: self.session.world_size]
-            for ranks_problems in collectives.gather_objects_as_json(
-                broken_images(part)
-            ):
-                problems += map(tuple, ranks_problems)
+            by_rank = collectives.gather_objects_as_json(broken_images(part))
+            for rank_problems in by_rank:
+                problems += [(number, reason) for number, reason in rank_problems]
         self.leave_out(sorted(problems))
         bad = {number for number, _ in problems}
         return [row for row in rows if row.number not in bad]
-
-    def _item(self, record: Any) -> Item:
-        if self.column is not None and isinstance(record, dict):
-            if self.column not in record:
-                raise BadRecord(f"no field {self.column} (it has {listed(record)})")
-            record = record[self.column]
-            if record is None:
-                raise BadRecord(f"{self.column} is empty")
-        return document_item(record, self.images, TEXT_COLUMNS)
 
     def leave_out(self, problems: Sequence[tuple[int, str]]) -> None:
         """Leave inputs out, or raise UserError with the first of them."""
@@ -267,14 +260,12 @@ class EncodeInput:
 
     def check_kept(self, rows: Sequence[Row]) -> None:
         """Raise UserError if a column to be kept is in none of the first records."""
-        names = list(dict.fromkeys(name for row in rows for name in row.fields))
+        names = {name: None for row in rows for name in row.fields}
         for name in self.keep:
             if rows and name not in names:
-                near = nearest(name, names)
-                hint = f", did you mean {near!r}?" if near else ""
                 has = f"it has {listed(names)}" if names else "text has no columns"
                 raise UserError(
-                    f"--keep {name}: {self.name} has no such column{hint} ({has})"
+                    f"--keep {name}: {self.name} has no such column ({has})"
                 )
 
     def save_left_out(self, path: Path) -> Path | None:
@@ -292,10 +283,10 @@ class EncodeInput:
 def broken_images(rows: Sequence[Row]) -> list[tuple[int, str]]:
     """Return the rows whose images cannot be read, with the reason. The images are decoded."""
     images = [(row.number, image) for row in rows for image in row.item.images]
+    problems = []
     with ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="vembed-check") as pool:
-        problems = pool.map(image_problem, [image for _, image in images])
-        return [
-            (number, problem)
-            for (number, _), problem in zip(images, problems, strict=True)
-            if problem
-        ]
+        reasons = pool.map(image_problem, [image for _, image in images])
+        for (number, _), reason in zip(images, reasons, strict=True):
+            if reason:
+                problems.append((number, reason))
+    return problems

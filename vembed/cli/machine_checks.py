@@ -20,8 +20,8 @@ from vembed.cli.support import LINE, print_lines
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
 from vembed.errors import UserError
-from vembed.models.families.decisions import describe
-from vembed.models.families.weight_files import check_whole_weights, read_tensors
+from vembed.models.families.description import describe
+from vembed.models.families.model_files import check_whole_weights, read_tensors
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.launch import num_visible_devices, rank_environments, run_ranks
 from vembed.parallel.memory import GIB

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
 from vembed.config.schema import ModelSection
-from vembed.models import packing
+from vembed.models import attention
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import ModelDescription
 from vembed.parallel import collectives, memory, parameters
@@ -59,30 +59,25 @@ def main() -> int:
 def _run(session: Session, path: Path) -> None:
     rank = session.rank
     world_size = session.world_size
+    inputs = _inputs(rank, session.device)
     _say(rank, "Loading model with FSDP...")
     with check("shard", rank) as lines:
         whole = small_model().to(session.device)
         model = session.prepare(small_model(), (LAYER,))
-        held = (
-            parameters.local_bytes(model)["parameters"]
-            / parameters.local_bytes(whole)["parameters"]
-        )
+        num_bytes = parameters.local_bytes(model)["parameters"]
+        share = num_bytes / parameters.local_bytes(whole)["parameters"]
         # A tenth more: shards are padded to equal sizes.
-        if held > 1.1 / world_size:
+        if share > 1.1 / world_size:
             raise RuntimeError(
-                f"this process holds {held:.0%} of the model, which should be 1/{world_size}"
+                f"this process holds {share:.0%} of the model, which should be 1/{world_size}"
             )
         lines.append(
-            f"* Model loaded successfully with FSDP ({held:.0%} of it on each process)"
+            f"* Model loaded successfully with FSDP ({share:.0%} of it on each process)"
         )
     _say(rank, "Testing basic operations...")
     with check("forward", rank) as lines:
-        output = model(_inputs(rank, session.device))[0]
-        _compare(
-            output.detach(),
-            whole(_inputs(rank, session.device))[0].detach(),
-            "embeddings",
-        )
+        output = model(inputs)[0]
+        _compare(output.detach(), whole(inputs)[0].detach(), "embeddings")
         lines.append("* forward: embeddings equal those of the whole model")
     with check("backward", rank) as lines:
         # Times world_size: FSDP and all_reduce_gradients average over ranks, and the whole model sums over all inputs.
@@ -100,17 +95,14 @@ def _run(session: Session, path: Path) -> None:
     with check("gradient cache", rank) as lines:
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
-            cached = model(_inputs(rank, session.device))[0]
+            cached = model(inputs)[0]
         # The gradient of the sum of squares at the cached embeddings, as Gradient Cache gives it to the second forward
         # pass.
-        model(_inputs(rank, session.device))[0].backward(2 * world_size * cached)
+        model(inputs)[0].backward(2 * world_size * cached)
         if session.strategy != "fsdp":
             collectives.all_reduce_gradients(model.parameters())
-        _compare(
-            parameters.global_grad_norm(model),
-            theirs,
-            "gradient norms with Gradient Cache",
-        )
+        ours = parameters.global_grad_norm(model)
+        _compare(ours, theirs, "gradient norms with Gradient Cache")
         lines.append("* gradient cache: two forward passes give the same gradient")
     with check("bf16", rank) as lines:
         lines.append(_try_bf16(whole, session.device))
@@ -125,13 +117,11 @@ def _run(session: Session, path: Path) -> None:
         if rank == 0:
             for name, value in whole.state_dict().items():
                 _compare(state[name], value.cpu(), name)
-        rows = collectives.all_gather_rows(
-            torch.full((rank, 2), float(rank), device=session.device)
-        )
-        if rows.shape[0] != sum(range(world_size)):
-            raise RuntimeError(
-                f"{rows.shape[0]} rows were gathered instead of {sum(range(world_size))}"
-            )
+        rows = torch.full((rank, 2), float(rank), device=session.device)
+        num_rows = len(collectives.all_gather_rows(rows))
+        expected = sum(range(world_size))
+        if num_rows != expected:
+            raise RuntimeError(f"{num_rows} rows were gathered instead of {expected}")
         lines.append(
             "* gather: the full weights equal those of one process; uneven rows arrive in order"
         )
@@ -144,8 +134,8 @@ def _run(session: Session, path: Path) -> None:
         if rank == 0:
             fresh = small_model()
             fresh.load_state_dict(load_file(path))
-            expected = whole(_inputs(0, session.device))[0].detach().cpu()
-            _compare(fresh(_inputs(0))[0].detach(), expected, "embeddings")
+            embeddings = whole(_inputs(0, session.device))[0].detach().cpu()
+            _compare(fresh(_inputs(0))[0].detach(), embeddings, "embeddings")
         collectives.barrier()
         lines.append(
             "* load: the saved weights give the same embeddings in one process"
@@ -182,7 +172,7 @@ def _try_bf16(model: nn.Module, device: torch.device) -> str:
 
 def _try_packed_attention(device: torch.device) -> str:
     """Compare attention over texts end to end with attention over each of them."""
-    reason = packing.why_padded(
+    reason = attention.why_padded(
         ModelSection(model_name="-"), small_config(), device, half=True
     )
     if reason is not None:
@@ -192,24 +182,20 @@ def _try_packed_attention(device: torch.device) -> str:
     query, key, value = (
         torch.randn(1, 4, 8, 16, generator=draw).to(device, dtype) for _ in range(3)
     )
-    boundaries = packing.Packed(
+    boundaries = attention.Packed(
         torch.tensor([0, 5, 8], dtype=torch.int32, device=device), 5
     )
-    packed, _ = packing.attention(
+    packed, _ = attention.attention(
         nn.Identity(), query, key, value, None, packed=boundaries
     )
-    single = []
+    alone = []
     for part in (slice(0, 5), slice(5, 8)):
-        parts = [module[:, :, part].float() for module in (query, key, value)]
-        single.append(
+        parts = [states[:, :, part].float() for states in (query, key, value)]
+        alone.append(
             nn.functional.scaled_dot_product_attention(parts[0], parts[1], parts[2])
         )
-    _compare(
-        packed.float(),
-        torch.cat(single, dim=2).transpose(1, 2),
-        "packed attention",
-        TOLERANCE_BF16,
-    )
+    expected = torch.cat(alone, dim=2).transpose(1, 2)
+    _compare(packed.float(), expected, "packed attention", TOLERANCE_BF16)
     return "* packed attention: the same for texts end to end as for each alone"
 
 
@@ -275,10 +261,10 @@ def _project_out(weight: Tensor) -> Tensor:
 def _compare(
     ours: Tensor, theirs: Tensor, what: str, tolerance: float | None = None
 ) -> None:
+    tolerance = TOLERANCE if tolerance is None else tolerance
     difference = float((ours - theirs).abs().max())
-    if not difference <= (TOLERANCE if tolerance is None else tolerance) * max(
-        1.0, float(theirs.abs().max())
-    ):
+    # Written so that NaN fails.
+    if not difference <= tolerance * max(1.0, float(theirs.abs().max())):
         raise RuntimeError(
             f"{what} differ from those of one process by {difference:.3g}"
         )

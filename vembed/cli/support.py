@@ -63,6 +63,14 @@ Kind = Annotated[
     Option(help="query or document: which of the model's prompts to use."),
 ]
 OnBadRecord = Literal["stop", "skip"]
+TruncateDim = Annotated[
+    int | None, Option(min=1, help="Keep only the first so many numbers.")
+]
+NewFolder = Annotated[str, Option("--output", "-o", help="A new folder.")]
+CheckData = Annotated[
+    str | None,
+    Option(help="Evaluation data for texts and nDCG. Default: those of the run."),
+]
 
 MODE: ContextVar[Literal["command", "check", "process"]] = ContextVar(
     "mode", default="command"

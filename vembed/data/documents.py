@@ -101,10 +101,10 @@ def document_item(
         if not text:
             raise BadRecord("an empty text")
         return Item(text=text)
-    name = next((name for name in IMAGE_FIELDS if record.get(name) is not None), "")
-    values = record.get(name)
+    filled = [record[name] for name in IMAGE_FIELDS if record.get(name) is not None]
+    values = filled[0] if filled else []
     if not isinstance(values, list):
-        values = [] if values is None else [values]
+        values = [values]
     if not values and not text:
         names = f"{', '.join(fields)} and image are read"
         raise BadRecord(

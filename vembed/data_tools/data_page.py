@@ -304,7 +304,7 @@ class TokenizedInputs:
     def __init__(self, model: ModelSection) -> None:
         # These import torch, which takes seconds.
         from vembed.data.features import Featuriser
-        from vembed.models.families.decisions import describe
+        from vembed.models.families.description import describe
         from vembed.models.processors import load_tokenizer
 
         self.description = describe(model)

@@ -50,7 +50,7 @@ from vembed.export.static_format import StaticFormat
 from vembed.inference.embedder import Embedder
 from vembed.models.families.backbones import file_dtype, read_config
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.weight_files import EXPORT_FILE
+from vembed.models.families.model_files import EXPORT_FILE
 from vembed.saving.card import Card, render_card
 from vembed.saving.files import replaced_folder
 from vembed.saving.layout import write_json

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from vembed.data.examples import Kind
 from vembed.data.processing import CHARACTERS_PER_TOKEN, cut_words
 from vembed.inference.embedder import Embedder
-from vembed.models.families.weight_files import read_object
+from vembed.models.families.model_files import read_object
 from vembed.saving.layout import write_json
 
 FormatName = Literal["safetensors", "onnx", "static", "openvino", "gguf"]

@@ -34,7 +34,7 @@ from vembed.inference.embedder import Embedder, to_item
 from vembed.models.families.backbones import is_decoder_only
 from vembed.models.families.description import IMAGE_TOWER_FOLDER
 from vembed.models.families.family import Modality
-from vembed.models.families.weight_files import read_object
+from vembed.models.families.model_files import read_object
 from vembed.models.modalities import pool, project, tower_features
 from vembed.models.processors import save_processors
 from vembed.models.towers import tower_module

@@ -12,8 +12,8 @@ import torch
 from vembed.data.examples import Kind
 from vembed.export.formats import ExportFormat, ExportJob, ExportReader, FolderTexts
 from vembed.inference.embedder import Embedder
-from vembed.models.backbone_loading import quiet_transformers
 from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.families.backbones import quiet_transformers
 from vembed.saving.files import save_model
 
 

@@ -23,8 +23,7 @@ from vembed.inference.embedder import Embedder
 from vembed.losses.batch import EmbeddingLoss, LossBatch, TeacherVectors
 from vembed.losses.build import TermLoss
 from vembed.losses.vectors import Relational
-from vembed.models.backbone_loading import quiet_transformers
-from vembed.models.families.backbones import StaticConfig
+from vembed.models.families.backbones import StaticConfig, quiet_transformers
 from vembed.models.families.model_files import STATIC
 from vembed.models.processors import load_tokenizer
 from vembed.saving.layout import MODULE, write_json

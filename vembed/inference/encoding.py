@@ -16,8 +16,8 @@ from vembed.data.batching.microbatches import LockstepSplit
 from vembed.data.distinct import distinct
 from vembed.data.examples import Item, Kind
 from vembed.data.features import BaseFeaturiser, Features
-from vembed.models.bf16 import holding_copies
 from vembed.models.families.family import Modality
+from vembed.models.precision import holding_copies
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 

@@ -16,11 +16,10 @@ from vembed.data.examples import Item
 from vembed.data.pair_features import Pair, PairFeaturiser
 from vembed.errors import UserError
 from vembed.inference.encoding import encode_features
-from vembed.models.backbone_loading import quiet_transformers
 from vembed.models.embedding_model import build_model
-from vembed.models.families.decisions import describe
-from vembed.models.families.model_settings import check_attention
-from vembed.models.families.weight_files import check_whole_weights
+from vembed.models.families.backbones import quiet_transformers
+from vembed.models.families.description import describe
+from vembed.models.families.model_files import check_attention, check_whole_weights
 
 
 class Reranker:
@@ -61,7 +60,7 @@ class Reranker:
             torch_dtype=torch_dtype,
             trust_remote_code=trust_remote_code,
         )
-        description = describe(options, for_use=True)
+        description = describe(options, for_inference=True)
         longest = min(max_length or description.max_length, description.max_length)
         description = replace(description, max_length=longest)
         if description.scores == "answer" and instruction is not None:
@@ -73,7 +72,7 @@ class Reranker:
             options,
             device=holds or self.device,
             computes_on=self.device,
-            for_use=True,
+            for_inference=True,
         )
         if getattr(built.head, "is_new", False):
             raise UserError(

@@ -32,8 +32,7 @@ from vembed.mining.config import ModelOptions, Retriever
 from vembed.mining.documents import Documents, array_identity
 from vembed.mining.known_positives import Inputs, KnownPositives
 from vembed.mining.vectors import DTYPES, VectorStore
-from vembed.models.families.model_files import model_folder
-from vembed.models.families.weight_files import check_no_pickles
+from vembed.models.families.model_files import check_no_pickles, model_folder
 from vembed.parallel import collectives
 from vembed.parallel.placement import precision_of_use
 from vembed.parallel.session import Session

@@ -20,8 +20,12 @@ from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
 from vembed.models.families.backbones import linear_names, linear_names_inside_layers
 from vembed.models.families.family import Family
-from vembed.models.families.model_settings import LIBRARY_ERRORS, first_sentence
-from vembed.models.families.weight_files import ADAPTER_WEIGHTS, read_header
+from vembed.models.families.model_files import (
+    ADAPTER_WEIGHTS,
+    LIBRARY_ERRORS,
+    first_sentence,
+    read_header,
+)
 from vembed.models.quantized import dequantized, is_quantized, quieten_bitsandbytes
 from vembed.models.towers import TwoTowers, names_frozen_by
 

@@ -1,37 +1,42 @@
-"""Construction of the parts of an EmbeddingModel, each in the right dtype: backbone, head, scale and bias."""
+"""Backbones with their weights: config, dtype, attention and files, in this order."""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
-from vembed.models import cpu_kernels, packing, precision, vision
+from vembed.models import attention, precision, vision
 from vembed.models.adapters import merge_saved_adapter
-from vembed.models.backbone_loading import load_backbone
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.families.backbones import (
     ENCODER_ONLY,
     file_dtype,
+    is_never_used,
     linear_names_inside_layers,
     model_class,
+    quiet_transformers,
     read_config,
 )
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
-from vembed.models.heads import Dense, Head, load_dense
-from vembed.models.poolings.table import POOLINGS
+from vembed.models.families.model_files import (
+    LIBRARY_ERRORS,
+    check_whole_weights,
+    first_sentence,
+)
 from vembed.models.quantized import four_bit, rounded_to_four_bits
 from vembed.models.towers import TwoTowers, frozen_towers, tower_module
 
@@ -39,32 +44,6 @@ log = logging.getLogger(__name__)
 
 WholeClass = Callable[[PretrainedConfig], type[PreTrainedModel]]
 """The class of a model with its head, by the model's config."""
-
-
-def build_head(description: ModelDescription) -> Head | None:
-    """Return the model's Dense modules followed by this run's MRL projection; None if there are neither."""
-    modules = [load_dense(folder) for folder in description.dense]
-    if description.adds_projection:
-        size = description.hidden_dim
-        if modules:
-            size = modules[-1].linear.out_features
-        projection = Dense(size, description.embedding_dim)
-        # The first rows of the identity: plain truncation.
-        nn.init.eye_(projection.linear.weight)
-        modules.append(projection)
-    return Head(*modules) if modules else None
-
-
-def build_pooling(description: ModelDescription) -> nn.Module | None:
-    """Return the module of a trained pooling with its weights; None for any other pooling."""
-    pooling = POOLINGS.get(description.pooling)
-    if pooling is None or not pooling.is_trained:
-        return None
-    module = pooling.build(description.token_dim)
-    folder = description.pooling_folder
-    if folder is not None:
-        module.load_state_dict(load_file(folder / "model.safetensors"))
-    return module
 
 
 def build_backbone(
@@ -113,13 +92,9 @@ def build_backbone(
 
 def empty_backbone(description: ModelDescription) -> nn.Module:
     """Return the backbone without values, adapters or 4-bit layers: class and settings, for writing files."""
-    return build_backbone(
-        description,
-        ModelSection(model_name=description.name),
-        AdapterSection(),
-        torch.device("cpu"),
-        meta=True,
-    )
+    options = ModelSection(model_name=description.name)
+    cpu = torch.device("cpu")
+    return build_backbone(description, options, AdapterSection(), cpu, meta=True)
 
 
 def _load(
@@ -147,8 +122,9 @@ def _load(
         config.pos_embed_rescale = None
     if description.bidirectional_attention:
         config.get_text_config().is_causal = False
-    chosen = model_class(config, trust_remote_code=trust)
-    reads_text = chosen.main_input_name != "pixel_values"
+    base_class = model_class(config, trust_remote_code=trust)
+    reads_text = base_class.main_input_name != "pixel_values"
+    is_own = isinstance(config, OwnConfig)
     # Trained weights are float32 masters. With adapters the backbone is frozen: no optimizer step needs masters of it.
     dtype: torch.dtype | None = torch.float32
     if adapters.use_lora or not keeps_masters:
@@ -159,43 +135,63 @@ def _load(
 
     # ---- attention
     asked = options.attn_implementation
-    kernel, reason = precision.attention_kernel(asked, chosen, device, half=half)
-    padded = packing.why_padded(options, config, device, half=half)
-    if reads_text and padded is not None and options.padding_free is True:
-        raise UserError(
-            f"padding_free: true is not possible: {padded}; leave it out, and texts are padded"
-        )
+    kernel, reason = attention.attention_kernel(asked, base_class, device, half=half)
+    padded = attention.why_padded(options, config, device, half=half)
     own_kernel = "the model's own"
     notes = [f"attention: {kernel or own_kernel} ({reason})"]
     if reads_text:
+        if padded is not None and options.padding_free is True:
+            raise UserError(
+                f"padding_free: true is not possible: {padded}; leave it out, and texts are padded"
+            )
         texts = "without padding" if padded is None else f"padded ({padded})"
         notes.append(f"texts: {texts}")
     if half and device.type == "cuda" and asked in ("auto", "sdpa"):
-        problem = packing.use_flash3(config.to_dict(), device)
-        notes.append(
-            f"FlashAttention 3: {'used' if problem is None else f'not used ({problem})'}"
-        )
+        problem = attention.use_flash3(config.to_dict(), device)
+        used = "used" if problem is None else f"not used ({problem})"
+        notes.append(f"FlashAttention 3: {used}")
     if padded is None:
-        kernel = cpu_kernels.register(packing.IMPLEMENTATION, packing.attention)
+        kernel = attention.register(attention.PACKED_ATTENTION)
     elif kernel == "sdpa" and asked == "auto" and device.type == "cpu":
-        kernel = cpu_kernels.register(cpu_kernels.IMPLEMENTATION, cpu_kernels.attention)
+        kernel = attention.register(attention.CPU_ATTENTION)
 
     # ---- weights
-    built = chosen if whole_class is None else whole_class(config)
-    is_own = isinstance(config, OwnConfig)
-    backbone = load_backbone(
-        folder,
-        config,
-        built,
-        dtype=dtype,
-        attn_implementation=None if is_own else kernel,
-        quantization=(
-            _four_bit(chosen, config, compute_dtype) if adapters.use_qlora else None
-        ),
-        device=device,
-        meta=meta,
-        from_scratch=options.from_scratch,
-    )
+    built_class = base_class if whole_class is None else whole_class(config)
+    has_weights = any(folder.glob("*.safetensors"))
+    kernel_of_class = None if is_own else kernel
+    if meta or options.from_scratch or (is_own and not has_weights):
+        stored = dtype or (file_dtype(config) if meta else torch.float32)
+        empty: Any = nullcontext()
+        if meta:
+            empty = init_empty_weights(include_buffers=False)
+        else:
+            log.info(
+                "weights: random, drawn by the constructor of %s under the run's seed",
+                built_class.__name__,
+            )
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(stored)
+        try:
+            with empty:
+                backbone = built_class._from_config(
+                    config, dtype=stored, attn_implementation=kernel_of_class
+                )
+        finally:
+            torch.set_default_dtype(default)
+    else:
+        quantization = None
+        if adapters.use_qlora:
+            quantization = _four_bit(base_class, config, compute_dtype)
+        backbone = _load_weights(
+            folder,
+            config,
+            built_class,
+            dtype=dtype or "auto",
+            attn_implementation=kernel_of_class,
+            quantization_config=quantization,
+            # Weights are quantised on the device where they will be used, while they are read.
+            device_map=None if quantization is None else {"": device},
+        )
     if is_own and reads_text and padded is None:
         backbone.config._attn_implementation = kernel  # by which `packs` knows it
     if description.bidirectional_attention:
@@ -219,8 +215,53 @@ def _load(
     return backbone
 
 
+def _load_weights(
+    folder: Path,
+    config: PretrainedConfig,
+    built_class: type[PreTrainedModel],
+    **options: Any,
+) -> PreTrainedModel:
+    """Return a model with the weights of a folder. Raise UserError unless all that an embedding depends on are there."""
+    check_whole_weights(folder)
+    try:
+        with quiet_transformers():
+            model, info = built_class.from_pretrained(
+                folder,
+                config=config,
+                use_safetensors=True,
+                output_loading_info=True,
+                **options,
+            )
+    except torch.OutOfMemoryError:
+        raise
+    except (*LIBRARY_ERRORS, SafetensorError) as error:
+        raise UserError(
+            f"the weights of {folder} cannot be loaded: {first_sentence(error)}"
+        ) from error
+    # A base model's folder may lack a language-model head, which is then new.
+    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
+    missing = []
+    for name in sorted(info["missing_keys"]):
+        if name.startswith(prefix) and not is_never_used(name):
+            missing.append(name)
+    if missing:
+        raise UserError(
+            f"{folder} lacks {len(missing):,d} of the weights of {built_class.__name__}, {missing[0]} among them; "
+            "it is incomplete, or its config.json is that of another model"
+        )
+    unused = sorted(info["unexpected_keys"])
+    if unused:
+        log.info(
+            "ignored %d unused weights of %s (first: %s)",
+            len(unused),
+            folder,
+            unused[0],
+        )
+    return cast(PreTrainedModel, model)
+
+
 def _four_bit(
-    chosen: type[PreTrainedModel],
+    base_class: type[PreTrainedModel],
     config: PretrainedConfig,
     compute_dtype: torch.dtype,
 ) -> BitsAndBytesConfig:
@@ -229,13 +270,13 @@ def _four_bit(
     FSDP gathers parameters in the compute dtype. Packed weights stored in another one would be converted and corrupted.
     """
     with torch.device("meta"):
-        empty: nn.Module = chosen(config)
+        empty: nn.Module = base_class(config)
     inside = set(linear_names_inside_layers(empty))
     skip = []
     for name, module in empty.named_modules():
         if name in inside and isinstance(module, Conv1D):
             raise UserError(
-                f"use_qlora: {chosen.__name__} stores its layers transposed, which 4 bits cannot; use use_lora"
+                f"use_qlora: {base_class.__name__} stores its layers transposed, which 4 bits cannot; use use_lora"
             )
         if isinstance(module, nn.Linear) and name not in inside:
             skip.append(name)
@@ -261,16 +302,14 @@ def cast_frozen_towers(
         tower_module(backbone, description.traits, tower).to(dtype)
     if not freeze or options.torch_dtype not in ("bfloat16", "float16"):
         return
-    partly = [
-        parameter
-        for parameter in backbone.parameters()
-        if not parameter.requires_grad and parameter.dtype == torch.float32
-    ]
-    if partly:
+    num_wide = 0
+    for parameter in backbone.parameters():
+        num_wide += not parameter.requires_grad and parameter.dtype == torch.float32
+    if num_wide:
         log.info(
             "torch_dtype: %s is for whole frozen towers: %d frozen tensors of partly trained towers stay float32",
             options.torch_dtype,
-            len(partly),
+            num_wide,
         )
 
 
@@ -286,8 +325,6 @@ def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
         with safe_open(path, framework="pt") as file:
             for name in {"logit_scale", "logit_bias"} & set(file.keys()):
                 values[name] = float(file.get_tensor(name))
-    return (
-        (math.exp(values["logit_scale"]), values["logit_bias"])
-        if "logit_scale" in values
-        else None
-    )
+    if "logit_scale" not in values:
+        return None
+    return math.exp(values["logit_scale"]), values["logit_bias"]

@@ -10,27 +10,25 @@ from pathlib import Path
 from typing import Any, Literal, Self, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn import functional
 
 from vembed.config.schema import AdapterSection, ModelSection, ObjectiveSection
 from vembed.errors import UserError
-from vembed.models import packing, precision
+from vembed.models import precision
 from vembed.models.adapters import add_adapters
-from vembed.models.bf16 import use_bf16
+from vembed.models.attention import PACKED_ATTENTION, CpuDropout, packs, register
 from vembed.models.building import (
     build_backbone,
-    build_head,
-    build_pooling,
     cast_frozen_towers,
     scale_and_bias,
 )
-from vembed.models.cpu_kernels import CpuDropout
 from vembed.models.custom.modeling import OwnModel
 from vembed.models.families.backbones import layers_of
-from vembed.models.families.decisions import describe
-from vembed.models.families.description import ModelDescription
+from vembed.models.families.description import ModelDescription, describe
 from vembed.models.families.family import Modality
-from vembed.models.heads import Dense, Head, principal_components
+from vembed.models.families.model_files import read_dense
 from vembed.models.language_head import (
     LanguageHead,
     class_with_head,
@@ -44,6 +42,7 @@ from vembed.models.modalities import (
     sums_and_counts,
     tower_features,
 )
+from vembed.models.poolings.table import POOLINGS
 from vembed.models.quantized import keep_trainable_layout, round_weights
 from vembed.models.score_head import build_score_head, class_with_scores
 from vembed.models.towers import (
@@ -57,6 +56,106 @@ from vembed.models.towers import (
 ModalitySlice = tuple[Modality, dict[str, Tensor]]
 FEATURES = "features"
 """Key of inputs that are a tower's features already: the tower is left out."""
+
+
+# ---- heads ----------------------------------------------------------------------------------------------------------
+
+
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+class Dense(nn.Module):
+    """A linear layer and an activation, equivalent to the Dense module of Sentence Transformers."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        activation: str = IDENTITY,
+    ) -> None:
+        """`activation`: dotted path of a class in torch.nn, as Sentence Transformers writes it."""
+        super().__init__()
+        self.linear = nn.Linear(in_features, out_features, bias=bias)
+        self.activation_path = activation
+        kind = vars(nn).get(activation.rsplit(".", 1)[-1])
+        if not activation.startswith("torch.nn") or not isinstance(kind, type):
+            raise UserError(
+                f"the activation {activation} of a Dense module is not a module of torch.nn"
+            )
+        try:
+            self.activation = kind()
+        except TypeError as error:  # a layer with sizes of its own
+            raise UserError(
+                f"the activation {activation} of a Dense module is not an activation: {error}"
+            ) from error
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Map [n, in_features] to [n, out_features], in the dtype of the weights."""
+        # Autocast is off here: without the cast a bfloat16 input would meet float32 weights.
+        activated: Tensor = self.activation(
+            self.linear(vectors.to(self.linear.weight.dtype))
+        )
+        return activated
+
+    def settings(self) -> dict[str, Any]:
+        """Return the module's config.json in the Sentence Transformers layout."""
+        return {
+            "in_features": self.linear.in_features,
+            "out_features": self.linear.out_features,
+            "bias": self.linear.bias is not None,
+            "activation_function": self.activation_path,
+        }
+
+
+class Head(nn.Sequential):
+    """Dense modules in sequence. They run outside autocast: they are small, and their output is the embedding."""
+
+    def forward(self, vectors: Tensor, *, skips_last: bool = False) -> Tensor:
+        """Map [n, hidden_dim] to [n, embedding_dim], or to the input of the last module."""
+        with torch.autocast(vectors.device.type, enabled=False):
+            for module in list(self)[: len(self) - skips_last]:
+                vectors = module(vectors)
+        return vectors
+
+
+def load_dense(folder: Path) -> Dense:
+    """Load a Dense module saved by Sentence Transformers."""
+    settings = read_dense(folder)
+    try:
+        dense = Dense(
+            settings.in_features,
+            settings.out_features,
+            bias=settings.bias,
+            activation=settings.activation_function or IDENTITY,
+        )
+    except UserError as error:
+        raise UserError(f"{folder / 'config.json'}: {error}") from error
+    weights = load_file(folder / "model.safetensors")
+    dense.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    return dense
+
+
+def principal_components(sample: Tensor, out_features: int) -> Tensor:
+    """Return [out_features, dim], the principal components of the unit vectors of `sample` [n, dim], strongest first.
+
+    Signs are fixed, so that all machines get the same result. If `sample` has fewer rows than components, the remaining
+    ones are arbitrary orthogonal directions.
+    """
+    # float64: a covariance of float32 rounds away the weak directions.
+    unit = functional.normalize(sample.double(), dim=1)
+    centred = unit - unit.mean(dim=0)
+    covariance = centred.T @ centred
+    # eigh returns ascending eigenvalues with eigenvectors as columns: flip, then transpose to rows.
+    directions: Tensor = (
+        torch.linalg.eigh(covariance).eigenvectors.flip(1).T[:out_features]
+    )
+    largest = directions.gather(1, directions.abs().argmax(dim=1, keepdim=True))
+    return (directions * largest.sign()).to(sample.dtype)
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
 
 
 class EmbeddingModel(nn.Module):
@@ -79,22 +178,23 @@ class EmbeddingModel(nn.Module):
         *,
         pooling: nn.Module | None = None,
         scale_and_bias: tuple[float, float] | None = None,
-        language: LanguageHead | None = None,
+        language_head: LanguageHead | None = None,
     ) -> None:
-        """`head`: Dense modules. `scale_and_bias`: those that CLIP or SigLIP was trained with (CLIP's bias is 0)."""
+        """`head`: Dense modules, or a reranker's ScoreHead. `scale_and_bias`: those that CLIP or SigLIP was trained
+        with (CLIP's bias is 0)."""
         super().__init__()
         self.description = description
         self.backbone = backbone
         self.pooling = pooling
         self.head = head
-        self.language = language
+        self.language_head = language_head
         self.initial_scale_and_bias = scale_and_bias
-        self._projects = True
+        self._skips_mrl_projection = False
         self._autocasts = False
 
     def compute_in_bf16(self) -> None:
         """Let the backbone compute in bfloat16. Its weights stay float32."""
-        use_bf16(self.backbone)
+        precision.use_bf16(self.backbone)
         self._autocasts = True
 
     def forward(
@@ -129,7 +229,11 @@ class EmbeddingModel(nn.Module):
                 else:
                     output, of_part = self._features(modality, inputs, with_auxiliary)
                 if not features_only and not images_only:
-                    output = self._embeddings(modality, output)
+                    output = project(self.description, self.backbone, modality, output)
+                    if self.head is not None:
+                        # Through the head as a whole: where the model is sharded, that gathers its weights.
+                        skips_last = self._skips_mrl_projection
+                        output = self.head(output, skips_last=skips_last)
                 wide = at_least_float32(output)
                 # FSDP takes no view of a tensor that the model holds.
                 outputs.append(wide.clone() if wide is output else wide)
@@ -140,12 +244,11 @@ class EmbeddingModel(nn.Module):
         self, modality: Modality, inputs: dict[str, Tensor], with_auxiliary: bool
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the pooled output of the tower, [n, width], and the losses that the model itself gives."""
-        language = self.language if with_auxiliary and modality == "text" else None
-        targets = None
-        if language is not None:
-            # Before the tower runs: an encoder must not see the tokens that it has to tell.
-            inputs, targets = language.hide(inputs)
         collected = Collected()
+        head = self.language_head if with_auxiliary and modality == "text" else None
+        if head is not None:
+            # Before the tower runs: an encoder must not see the tokens that it has to tell.
+            inputs, targets = head.hide(inputs)
         features = tower_features(
             self.description,
             self.backbone,
@@ -157,18 +260,10 @@ class EmbeddingModel(nn.Module):
         losses = {}
         if with_auxiliary:
             losses = sums_and_counts(collected.auxiliary, len(features))
-        if language is not None and targets is not None:
+        if head is not None:
             assert collected.states is not None
-            losses[language.name] = language(collected.states, targets, self.backbone)
+            losses[head.name] = head(collected.states, targets, self.backbone)
         return features, losses
-
-    def _embeddings(self, modality: Modality, features: Tensor) -> Tensor:
-        """Map features [n, width] to [n, embedding_dim], by the modality's projection and the head."""
-        vectors = project(self.description, self.backbone, modality, features)
-        if self.head is not None:
-            # Through the head as a whole: where the model is sharded, that gathers its weights.
-            vectors = self.head(vectors, skips_last=not self._projects)
-        return vectors
 
     def train(self, mode: bool = True) -> Self:
         """Training mode, except for towers of which nothing is trained: their features stay the same all the time."""
@@ -227,14 +322,14 @@ class EmbeddingModel(nn.Module):
 
     def has_auxiliary(self) -> bool:
         """True if the model may return losses of its own."""
-        return isinstance(self.backbone, OwnModel) or self.language is not None
+        return isinstance(self.backbone, OwnModel) or self.language_head is not None
 
     def packs_texts(self) -> bool:
         """True if texts go through the model without their padding."""
         text = self.backbone
         if self.description.traits.has_two_models:
             text = tower_module(self.backbone, self.description.traits, "text")
-        return packing.packs(text)
+        return packs(text)
 
     # ---- the loss's learned scale and bias -------------------------------------------------------------------------
 
@@ -263,11 +358,11 @@ class EmbeddingModel(nn.Module):
     @contextmanager
     def without_mrl_projection(self) -> Iterator[None]:
         """The forward gives what the MRL projection would be given: the sample for its start."""
-        self._projects = self.mrl_projection is None
+        self._skips_mrl_projection = self.mrl_projection is not None
         try:
             yield
         finally:
-            self._projects = True
+            self._skips_mrl_projection = False
 
     def start_mrl_projection(self, sample: Tensor) -> None:
         """Start the MRL projection from the principal components of `sample` [n, size before the projection]."""
@@ -293,7 +388,7 @@ def build_model(
     recompute: bool = False,
     compiles: bool | None = None,
     meta: bool = False,
-    for_use: bool = False,
+    for_inference: bool = False,
 ) -> EmbeddingModel:
     """Return the described model, with its weights, on `device`.
 
@@ -302,21 +397,16 @@ def build_model(
     `computes_on`: the device that the model will be moved to, if not `device`. `compute_dtype`: dtype of the
     arithmetic. `recompute`: recompute activations in the backward pass (gradient checkpointing). `compiles`: compile
     the layers; None: only if the config asks for it. `meta`: leave backbone parameters empty, for a process that
-    receives its weights from another rank. `for_use`: it is not trained, and needs no float32 master weights.
+    receives its weights from another rank. `for_inference`: it is not trained, and needs no float32 master weights.
     """
     device = torch.device(device)
     computes_on = computes_on or device
     adapters = adapters or AdapterSection()
-    has_adapters = adapters.use_lora
-    keeps_masters = not for_use and options.torch_dtype != "pure_bfloat16"
+    keeps_masters = not for_inference and options.torch_dtype != "pure_bfloat16"
+    has_language = objective is not None and has_language_head(objective, description)
     with torch.random.fork_rng(devices=[]):
         # New weights depend on the seed only, not on earlier draws.
         torch.manual_seed(seed)
-        # Quantisation to 4 bits needs the values, so its layers cannot be built empty.
-        empty = meta and not adapters.use_qlora
-        has_language = objective is not None and has_language_head(
-            objective, description
-        )
         whole_class = None
         if has_language:
             whole_class = class_with_head
@@ -327,45 +417,58 @@ def build_model(
             options,
             adapters,
             computes_on,
-            meta=empty,
+            # Quantisation to 4 bits needs the values, so its layers cannot be built empty.
+            meta=meta and not adapters.use_qlora,
             compute_dtype=compute_dtype,
             whole_class=whole_class,
             keeps_masters=keeps_masters,
         )
         backbone: nn.Module = whole if whole_class is None else whole.base_model
-        head: nn.Module | None = None
+        score_head = None
         if description.scores is not None:
-            head = build_score_head(description, whole)
-        language = None
-        if objective is not None and has_language:
-            language = LanguageHead(
-                whole,
-                description,
-                from_scratch=options.from_scratch,
+            score_head = build_score_head(description, whole)
+        language_head = None
+        if has_language:
+            language_head = LanguageHead(
+                whole, description, from_scratch=options.from_scratch
             )
-        if has_adapters:
+        if adapters.use_lora:
             add_adapters(backbone, description.traits, adapters, options)
             keep_trainable_layout(backbone)
         if adapters.quantize_weights == "int8":
             round_weights(backbone)
-        pooling = build_pooling(description)
-        if description.scores is None:
-            head = build_head(description)
-        if language is not None and has_adapters and not language.is_new:
-            # As all weights but the adapters.
-            language.requires_grad_(False)
+        pooling = None
+        declared = POOLINGS.get(description.pooling)
+        if declared is not None and declared.is_trained:
+            pooling = declared.build(description.token_dim)
+            folder = description.pooling_folder
+            if folder is not None:
+                pooling.load_state_dict(load_file(folder / "model.safetensors"))
+        # The model's own Dense modules, then this run's MRL projection.
+        modules = [load_dense(folder) for folder in description.dense]
+        if description.adds_projection:
+            size = description.hidden_dim
+            if modules:
+                size = modules[-1].linear.out_features
+            projection = Dense(size, description.embedding_dim)
+            # The first rows of the identity: plain truncation.
+            nn.init.eye_(projection.linear.weight)
+            modules.append(projection)
+    if language_head is not None and adapters.use_lora and not language_head.is_new:
+        # As all weights but the adapters.
+        language_head.requires_grad_(False)
     model = EmbeddingModel(
         description,
         backbone,
-        head,
+        score_head or (Head(*modules) if modules else None),
         pooling=pooling,
         scale_and_bias=scale_and_bias(description),
-        language=language,
+        language_head=language_head,
     )
     freeze_unused(
         backbone, description.traits, description.image_pooling or description.pooling
     )
-    if not has_adapters:
+    if not adapters.use_lora:
         # Adapters keep out of frozen parts, and freeze all others themselves.
         for name in names_frozen_by(backbone, description.traits, adapters.freeze):
             backbone.get_parameter(name).requires_grad = False
@@ -389,7 +492,7 @@ def build_model(
     wants_compiled = options.torch_compile is True if compiles is None else compiles
     # The compiler gives up on a checkpointed layer that calls attention as it is, which packed texts do.
     if wants_compiled and not (recompute and model.packs_texts()):
-        packing.exclude_attention_from_compilation()
+        register(PACKED_ATTENTION, compiled_layers=True)
         precision.compile_layers(layers)
     return model if meta else model.to(device)
 
@@ -411,11 +514,11 @@ def load_embedder(
         trust_remote_code=trust_remote_code,
     )
     model = build_model(
-        describe(options, for_use=True),
+        describe(options, for_inference=True),
         options,
         device=device,
         computes_on=computes_on,
         meta=meta,
-        for_use=True,
+        for_inference=True,
     )
     return model.eval().requires_grad_(False)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.models import packing
+from vembed.models.attention import TOKENS, packs, token_index
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import ModelDescription
 from vembed.models.modalities import padding_mask, pool
@@ -40,7 +40,7 @@ class HiddenStates(nn.Module):
         self.model = model
         tower = tower_module(backbone, description.traits, "text")
         self._stack = layers_of(tower)
-        self._packs = packing.packs(tower)
+        self._packs = packs(tower)
         deepest = len(self._stack)
         wanted = range(deepest + 1) if layers == "all" else layers
         wrong = [
@@ -106,8 +106,8 @@ class HiddenStates(nn.Module):
             count, longest = inputs["input_ids"].shape
             flat = hidden[0]
             if mask is not None:
-                index = inputs.get(packing.TOKENS)
-                index = packing.token_index(mask) if index is None else index
+                index = inputs.get(TOKENS)
+                index = token_index(mask) if index is None else index
                 flat = flat.new_zeros(count * longest, flat.shape[1]).index_copy(
                     0, index, flat
                 )

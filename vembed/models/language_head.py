@@ -21,14 +21,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from vembed.config.schema import ObjectiveSection
 from vembed.errors import UserError
-from vembed.models.custom.folder import is_own
 from vembed.models.families.backbones import (
     is_decoder_only,
     language_class,
     read_config,
 )
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.weight_files import read_tensors
+from vembed.models.families.model_files import is_own, read_tensors
 from vembed.models.processors import load_tokenizer
 
 log = logging.getLogger(__name__)

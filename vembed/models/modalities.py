@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from vembed.models import packing
-from vembed.models.families.backbones import is_decoder_only
+from vembed.models.attention import TOKENS, Packed, packs, token_index
+from vembed.models.custom.modeling import OwnConfig
+from vembed.models.families.backbones import POSITIONS_AFTER_PADDING, is_decoder_only
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
@@ -145,16 +147,8 @@ def _text_states(
     collected: Collected,
 ) -> Tensor:
     """Return the hidden states [n, tokens, dim] of texts."""
-    if packing.packs(backbone):
-        hidden, auxiliary = packing.hidden_states(
-            backbone,
-            inputs["input_ids"],
-            mask,
-            inputs.get(packing.TOKENS),
-            inputs.get(SEGMENTS),
-        )
-        collected.auxiliary.update(auxiliary)
-        return hidden
+    if packs(backbone):
+        return _packed_states(backbone, inputs, mask, collected)
     arguments: dict[str, object] = {"input_ids": inputs["input_ids"]}
     if SEGMENTS in inputs:
         arguments[SEGMENTS] = inputs[SEGMENTS]
@@ -170,6 +164,54 @@ def _text_states(
     collected.auxiliary.update(output.get("auxiliary") or {})
     states: Tensor = output.last_hidden_state
     return states
+
+
+def _packed_states(
+    backbone: Backbone, inputs: Inputs, mask: Tensor | None, collected: Collected
+) -> Tensor:
+    """Return the hidden states [n, tokens, dim] of texts, computed in one row without their padding, which is zero."""
+    input_ids = inputs["input_ids"]
+    num_texts, longest = input_ids.shape
+    device = input_ids.device
+    index = None
+    if mask is None:
+        tokens = input_ids.flatten()
+        positions = torch.arange(longest, device=device).repeat(num_texts)
+        starts = torch.arange(num_texts + 1, device=device) * longest
+    else:
+        # Each token's position in its own text, wherever the padding stands.
+        index = inputs[TOKENS] if TOKENS in inputs else token_index(mask)
+        tokens = input_ids.flatten()[index]
+        positions = (mask.cumsum(dim=1) - 1).flatten()[index]
+        # Cumulative text lengths with a leading 0: [n + 1].
+        starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
+    # RoBERTa and its kin count positions from the padding token's id + 1.
+    if backbone.config.model_type in POSITIONS_AFTER_PADDING:
+        positions = positions + backbone.config.pad_token_id + 1
+    starts = starts.to(torch.int32)
+    if backbone.config.model_type == OwnConfig.model_type:
+        output = backbone(input_ids=tokens[None], cu_seqlens=starts)
+    else:
+        arguments: dict[str, Any] = {
+            "input_ids": tokens[None],
+            "position_ids": positions[None],
+            # A 4D mask is passed through unchanged, and not used.
+            "attention_mask": tokens.new_zeros(1, 1, 1, 1),
+            "packed": Packed(starts, longest),
+        }
+        if SEGMENTS in inputs:
+            segments = inputs[SEGMENTS].flatten()
+            arguments[SEGMENTS] = (segments if index is None else segments[index])[None]
+        if is_decoder_only(backbone.config):
+            arguments["use_cache"] = False
+        output = backbone(**arguments)
+    collected.auxiliary.update(output.get("auxiliary") or {})
+    states: Tensor = output.last_hidden_state.squeeze(0)
+    if index is not None:
+        # Scatter back to the padded layout, out of place for autograd.
+        padded = states.new_zeros(num_texts * longest, states.shape[1])
+        states = padded.index_copy(0, index, states)
+    return states.view(num_texts, longest, -1)
 
 
 def _chat_states(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Tensor:

@@ -1,26 +1,22 @@
-"""Precision and kernels: dtypes of weights, attention implementation, recomputation, compilation, batch norms."""
+"""Precision and memory: dtypes of weights, recomputation, compilation, and training in bfloat16 with float32 weights."""
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import is_flash_attn_2_available
 
-from vembed.errors import UserError
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.weight_files import read_header
-
-log = logging.getLogger(__name__)
+from vembed.models.families.model_files import read_header
 
 DTYPES = {
     "float32": torch.float32,
@@ -55,53 +51,6 @@ def dtype_in_files(folder: Path) -> torch.dtype:
     return _NAMES_IN_FILES[sizes.most_common(1)[0][0]] if sizes else torch.float32
 
 
-def attention_kernel(
-    asked: str,
-    backbone: type[PreTrainedModel],
-    device: torch.device,
-    *,
-    half: bool,
-) -> tuple[str | None, str]:
-    """Return the attention implementation to load and the reason; None: the model's default.
-
-    `asked`: the option attn_implementation. `half`: attention runs in 16 bits.
-    """
-    has_sdpa = bool(backbone._supports_sdpa)
-    has_flash = bool(backbone._supports_flash_attn)
-    if asked == "flash_attention_2":
-        if not has_flash:
-            raise UserError(
-                f"attn_implementation: {backbone.__name__} has no flash_attention_2; use sdpa (or auto)"
-            )
-        if not is_flash_attn_2_available():
-            raise UserError(
-                "attn_implementation: flash_attention_2 needs the package flash-attn and a CUDA GPU, and at least one "
-                "is missing here; use sdpa (or auto)"
-            )
-    if asked == "sdpa" and not has_sdpa:
-        raise UserError(
-            f"attn_implementation: {backbone.__name__} has no sdpa; use auto or eager"
-        )
-    if asked != "auto":
-        return asked, "attn_implementation in the config"
-    if device.type != "cuda":
-        problem = "no CUDA GPU"
-    elif not has_flash:
-        problem = "this model does not support flash-attn"
-    elif not is_flash_attn_2_available():
-        problem = "flash-attn is not installed"
-    elif torch.cuda.get_device_capability(device) < (8, 0):
-        problem = "the GPU is older than flash-attn allows"
-    elif not half:
-        problem = "flash-attn does not support float32"
-    else:
-        return (
-            "flash_attention_2",
-            "auto: flash-attn is installed and the GPU allows it",
-        )
-    return "sdpa" if has_sdpa else None, f"auto: {problem}"
-
-
 def enable_checkpointing(layers: list[nn.Module]) -> None:
     """Recompute each layer in the backward pass of training mode, also layers without trainable parameters."""
     # Reentrant checkpointing gives no gradient if no input requires grad, as below frozen embeddings with adapters.
@@ -126,3 +75,245 @@ def compile_layers(layers: list[nn.Module], backend: str = "inductor") -> None:
     """Compile each layer once, with dynamic numbers of rows and tokens."""
     for layer in layers:
         layer.compile(dynamic=True, backend=backend)
+
+
+# ---- arithmetic in bfloat16 with float32 weights -------------------------------------
+#
+# Linear layers use copies of their weights, and norms and embeddings give bfloat16. For training without shards, and
+# for use with and without; in training FSDP2 does the same by its policy.
+#
+# Autocast converts every weight in every forward pass and leaves the hidden states between the layers in float32. Here
+# weights are converted once while they stay the same (`holding_copies`), and hidden states are bfloat16 throughout.
+# Weights, their gradients, the statistics of norms, softmax, pooling and loss stay float32. Autocast stays on for the
+# parts of a model that are not listed here.
+
+
+_RMS_NORMS = frozenset(
+    {
+        "LlamaRMSNorm",
+        "MistralRMSNorm",
+        "Qwen2RMSNorm",
+        "Qwen3RMSNorm",
+        "Qwen2VLRMSNorm",
+        "Qwen2_5_VLRMSNorm",
+    }
+    | {"Qwen3VLTextRMSNorm", "EuroBertRMSNorm"}
+)
+"""Classes with the formula weight * x / sqrt(mean(x ** 2) + variance_epsilon)."""
+
+
+class WeightCopies:
+    """bfloat16 copies of a model's weights, each made on first use."""
+
+    def __init__(self) -> None:
+        self.by_weight: dict[tuple[int, int, int], Tensor] = {}
+        """By the weight, its memory and its version, which torch counts up with every change of it."""
+        self.num_holders = 0
+        self.may_keep = True
+        """False where weights are gathered for a layer alone: kept copies would be the whole model."""
+
+    def of(self, weight: Tensor) -> Tensor:
+        """Return the copy of a weight."""
+        # An id may be reused, `.data =` changes the memory alone, and an optimizer step the version alone.
+        name = id(weight), weight.data_ptr(), weight._version
+        copy = self.by_weight.get(name)
+        if copy is None:
+            copy = weight.detach().to(torch.bfloat16)
+            # Outside `holding_copies` weights may change at any time, and old copies would pile up.
+            if self.num_holders and self.may_keep:
+                self.by_weight[name] = copy
+        return copy
+
+
+class Bf16Linear(nn.Linear):
+    """nn.Linear with float32 weights that computes in bfloat16, whatever its input is."""
+
+    copies: WeightCopies
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the layer to `input`, converted to bfloat16."""
+        bias = None if self.bias is None else self.copies.of(self.bias)
+        output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+            input.to(torch.bfloat16),
+            self.weight,
+            self.bias,
+            self.copies.of(self.weight),
+            bias,
+        )
+        return output
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer in bfloat16 whose weight and bias get float32 gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, *parameters: Tensor | None) -> Tensor:
+        _, _, weight_copy, bias_copy = (
+            parameters  # weight and bias are given for their gradients
+        )
+        assert weight_copy is not None
+        ctx.save_for_backward(values, weight_copy)
+        return functional.linear(values, weight_copy, bias_copy)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        values, weight = ctx.saved_tensors
+        gradient = gradients[0].flatten(0, -2)  # [all tokens, out_features]
+        # Each product is rounded to bfloat16 once. What adds up over micro-batches and ranks is float32.
+        of_values, of_weight, of_bias, *_ = ctx.needs_input_grad
+        grads: list[Tensor | None] = [None] * 5
+        if of_values:
+            grads[0] = torch.mm(gradient, weight).view_as(values)
+        if of_weight:
+            grads[1] = torch.mm(gradient.t(), values.flatten(0, -2)).float()
+        if of_bias and _is_on_gpu(gradient):
+            grads[2] = gradient.sum(0).float()
+        elif of_bias:
+            # torch sums each few columns over all rows, from memory page to memory page. A product reads the rows in
+            # order. Both accumulate in float32.
+            ones = gradient.new_ones(1, len(gradient))
+            grads[2] = torch.mm(ones, gradient)[0].float()
+        return tuple(grads)
+
+
+def _is_on_gpu(values: Tensor) -> bool:
+    return values.device.type == "cuda"
+
+
+class Bf16LayerNorm(nn.LayerNorm):
+    """nn.LayerNorm with float32 weights and statistics, and output in bfloat16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply the norm to float32 or bfloat16."""
+        if not _is_on_gpu(input):
+            return super().forward(input).to(torch.bfloat16)
+        # Kernels of GPUs take one dtype, and autocast makes that float32: the input would be widened, kept so for the
+        # backward pass, and the output narrowed again. The statistics are float32 in any case.
+        weight, bias = (
+            None if parameter is None else parameter.to(torch.bfloat16)
+            for parameter in (self.weight, self.bias)
+        )
+        with torch.autocast(input.device.type, enabled=False):
+            return functional.layer_norm(
+                input.to(torch.bfloat16), self.normalized_shape, weight, bias, self.eps
+            )
+
+
+class Bf16RMSNorm(nn.Module):
+    """The RMSNorm of Llama, Qwen and Mistral with float32 weights and statistics, and output in bfloat16.
+
+    Transformers multiplies the 16-bit result by the float32 weight, so that every norm widens what follows it.
+    """
+
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Apply the norm to float32 or bfloat16."""
+        values = hidden_states.to(torch.bfloat16)
+        with torch.autocast(values.device.type, enabled=False):
+            return functional.rms_norm(
+                values,
+                self.weight.shape,
+                self.weight.to(torch.bfloat16),
+                float(self.variance_epsilon),
+            )
+
+
+class Bf16Embedding(nn.Embedding):
+    """nn.Embedding with float32 weights and output in bfloat16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up rows."""
+        return super().forward(input).to(torch.bfloat16)
+
+
+def use_bf16(backbone: nn.Module) -> int:
+    """Let linear layers and norms with float32 weights compute in bfloat16, and return their number."""
+    copies = WeightCopies()
+    count = 0
+    for name, module in backbone.named_modules():
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dtype != torch.float32:
+            continue
+        # The class is changed in place, so that parameters, names and hooks stay. Of exactly these classes: a subclass
+        # may compute something else.
+        if type(module) is nn.Linear:
+            module.__class__ = Bf16Linear
+            assert isinstance(module, Bf16Linear)
+            module.copies = copies
+        elif type(module) is nn.LayerNorm:
+            module.__class__ = Bf16LayerNorm
+        elif type(module) is nn.Embedding and name.endswith("embed_tokens"):
+            # Of a decoder, which hands it on from layer to layer.
+            module.__class__ = Bf16Embedding
+        elif type(module).__name__ in _RMS_NORMS:
+            module.__class__ = Bf16RMSNorm
+        else:
+            continue
+        count += 1
+    return count
+
+
+def _copies_of(model: nn.Module) -> WeightCopies:
+    """Return the copies of a model's weights, which all layers of its backbone share; new ones for other models."""
+    for module in model.modules():
+        if isinstance(module, Bf16Linear):
+            return module.copies
+    return WeightCopies()
+
+
+def never_keep_copies(model: nn.Module) -> None:
+    """Convert weights anew in each forward pass, for a model that will be sharded."""
+    _copies_of(model).may_keep = False
+
+
+def keep_copies(model: nn.Module) -> None:
+    """Keep the copies of a model's weights as long as the model. Weights that change get new ones."""
+    _copies_of(model).num_holders += 1
+
+
+@contextmanager
+def holding_copies(model: nn.Module) -> Iterator[None]:
+    """Convert each weight of a model once inside the with-block, in which weights must not change."""
+    copies = _copies_of(model)
+    copies.num_holders += 1
+    try:
+        yield
+    finally:
+        copies.num_holders -= 1
+        if not copies.num_holders:
+            copies.by_weight.clear()
+
+
+# ---- gradients of token embeddings ---------------------------------------------------
+
+
+MIN_TABLE_ROWS = 8192
+"""Smaller tables are about as large as the rows of a micro-batch."""
+
+
+def use_row_gradients(backbone: nn.Module) -> int:
+    """Let large trained nn.Embedding modules give gradients by rows, and return their number. `.grad` stays dense.
+
+    For models that are not sharded, on CPUs.
+    """
+    tables = [
+        module
+        for module in backbone.modules()
+        # Exactly this class: a subclass may compute something else.
+        if type(module) is nn.Embedding
+        and module.weight.requires_grad
+        and module.num_embeddings >= MIN_TABLE_ROWS
+        and not module.scale_grad_by_freq
+    ]
+    for module in tables:
+        module.sparse = True
+        module.weight.register_post_accumulate_grad_hook(_make_dense)  # type: ignore[no-untyped-call]
+    return len(tables)
+
+
+def _make_dense(weight: torch.Tensor) -> None:
+    """Convert the first gradient of a step. torch adds later ones to it in place, row by row."""
+    if weight.grad is not None and weight.grad.is_sparse:
+        weight.grad = weight.grad.to_dense()

@@ -15,13 +15,16 @@ from tokenizers.normalizers import Sequence as NormalizerSequence
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from vembed.errors import UserError
-from vembed.models.backbone_loading import quiet_transformers
-from vembed.models.custom.folder import is_own
-from vembed.models.families.backbones import POSITIONS_AFTER_PADDING
+from vembed.models.families.backbones import POSITIONS_AFTER_PADDING, quiet_transformers
 from vembed.models.families.description import IMAGE_TOWER_FOLDER, ModelDescription
-from vembed.models.families.model_files import has_tokenizer_files, tokenizer_folder
-from vembed.models.families.model_settings import LIBRARY_ERRORS, first_sentence
-from vembed.models.families.weight_files import read_object
+from vembed.models.families.model_files import (
+    LIBRARY_ERRORS,
+    first_sentence,
+    has_tokenizer_files,
+    is_own,
+    read_object,
+    tokenizer_folder,
+)
 
 PROCESSOR_FILES = (
     "processor_config.json",

@@ -12,8 +12,7 @@ from torch.nn import functional
 from transformers import BitsAndBytesConfig
 
 from vembed.errors import UserError
-from vembed.models.families.backbones import linear_names_inside_layers
-from vembed.models.names import plain_name
+from vembed.models.families.backbones import linear_names_inside_layers, plain_name
 
 
 def quieten_bitsandbytes() -> None:

@@ -18,10 +18,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from vembed.errors import UserError
-from vembed.models.backbone_loading import quiet_transformers
-from vembed.models.families.backbones import language_class, score_class
+from vembed.models.families.backbones import (
+    language_class,
+    quiet_transformers,
+    score_class,
+)
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.weight_files import read_tensors
+from vembed.models.families.model_files import read_tensors
 from vembed.models.processors import load_tokenizer
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from vembed.errors import UserError
-from vembed.models.backbone_loading import is_never_used
-from vembed.models.families.backbones import layers_of
+from vembed.models.families.backbones import is_never_used, layers_of
 from vembed.models.families.description import IMAGE_TOWER_FOLDER, ModelDescription
 from vembed.models.families.family import Family, Modality, Tower
 from vembed.models.poolings.table import MODEL_POOLING

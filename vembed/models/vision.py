@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.models import cpu_kernels, packing
+from vembed.models.attention import IMAGE_ATTENTION, register, why_no_kernel
 
 POSITIONS = "position_ids"
 """Input key: [3, n, tokens], the time, height and width of each token."""
@@ -100,23 +100,16 @@ def tower_inputs(config: Mapping[str, Any], grid: Tensor) -> dict[str, Tensor]:
 # ---- attention over all images at once -----------------------------------------------
 
 
-IMPLEMENTATION = "vembed_packed_flash_images"
-"""Name of `packing.attention` in Transformers' registry. With "flash" in it, image towers hand over cumulative
-lengths."""
-
-
 def pack_images(tower: Any, device: torch.device, *, half: bool) -> str | None:
     """Let an image tower compute attention over all images at once, or return the reason for doing it image by image."""
     if device.type != "cpu":
-        if not half:
-            return "flash attention does not support float32"
         values = tower.config.to_dict()
         width = int(values.get("embed_dim") or values["hidden_size"])
-        problem = packing.why_no_kernel(width // int(values["num_heads"]), device)
+        head_size = width // int(values["num_heads"])
+        problem = why_no_kernel(head_size, device, half=half)
         if problem is not None:
             return problem
-    cpu_kernels.register(IMPLEMENTATION, packing.attention)
-    tower.config._attn_implementation = IMPLEMENTATION
+    tower.config._attn_implementation = register(IMAGE_ATTENTION)
     return None
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vembed.models.names import plain_name
+from vembed.models.families.backbones import plain_name
 from vembed.parallel import collectives
 
 NAMES_SHOWN = 3

@@ -154,7 +154,7 @@ class Placement(Layout):
 
     @property
     def copies_weights(self) -> bool:
-        """True if layers compute with bfloat16 copies of float32 weights (vembed.models.bf16), unless FSDP converts the
+        """True if layers compute with bfloat16 copies of float32 weights (vembed.models.precision), unless FSDP converts the
         weights, the compiler the layers, or the weights have 4 bits."""
         can_copy = (
             self.precision.value == "bf16"

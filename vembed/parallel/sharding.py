@@ -498,10 +498,10 @@ def choose_units(
             if embedding not in inside:
                 units.append(embedding)
     chosen = set(units)
-    if isinstance(model, EmbeddingModel) and model.language is not None:
+    if isinstance(model, EmbeddingModel) and model.language_head is not None:
         # A weight that the language-model head uses too stays in the root unit, which is gathered while the head runs.
         for unit in units:
-            if model.language.lends(unit, model.backbone):
+            if model.language_head.lends(unit, model.backbone):
                 chosen.discard(unit)
     # modules() lists outer modules first.
     return [module for module in reversed(list(model.modules())) if module in chosen]

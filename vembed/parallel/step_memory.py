@@ -23,7 +23,7 @@ from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError
 from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import layers_of, linear_names_inside_layers
-from vembed.models.families.decisions import describe
+from vembed.models.families.description import describe
 from vembed.parallel import collectives
 from vembed.parallel.devices import seed_draws
 from vembed.parallel.memory import GIB, is_shortage, memory_snapshot

@@ -21,7 +21,7 @@ from vembed.config.schema import DataSection, ModelSection
 from vembed.data.columns import Columns
 from vembed.data_tools.init.sample import read_sample, texts_of
 from vembed.errors import UserError
-from vembed.models.families.decisions import describe
+from vembed.models.families.description import describe
 from vembed.models.processors import load_tokenizer
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.environment import RankInfo

@@ -17,15 +17,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
-from vembed.models.backbone_loading import quiet_transformers
 from vembed.models.building import empty_backbone
-from vembed.models.custom.folder import is_own, save_code
-from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.families.backbones import read_config
+from vembed.models.custom.folder import save_code
+from vembed.models.embedding_model import EmbeddingModel, Head
+from vembed.models.families.backbones import plain_name, quiet_transformers, read_config
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
-from vembed.models.heads import Head
+from vembed.models.families.model_files import is_own
 from vembed.models.language_head import save_with_head
-from vembed.models.names import plain_name
 from vembed.models.processors import save_processors
 from vembed.models.score_head import save_reranker
 from vembed.saving.card import Card, render_card
@@ -72,7 +70,7 @@ def save_model(
     description = model.description
     backbone: Any = model.backbone
     weights = _taken(state, "backbone.")
-    language_state = _taken(state, "language.")
+    language_state = _taken(state, "language_head.")
     pooling_state = _taken(state, "pooling.")
     head_state = _taken(state, "head.")
     refuse_unclaimed("the model", state)
@@ -85,7 +83,7 @@ def save_model(
         )
     elif description.scores is not None:
         more_than_adapters = "adapters alone would lose its head"
-    elif model.language is not None and model.language.is_new:
+    elif model.language_head is not None and model.language_head.is_new:
         more_than_adapters = "adapters alone would lose its language-model head"
     if not merge_adapters and more_than_adapters is not None:
         log.info("save_merged: the whole model is saved (%s)", more_than_adapters)

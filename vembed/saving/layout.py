@@ -10,11 +10,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vembed.models.embedding_model import Head
 from vembed.models.families.backbones import STATIC_TYPE
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.model_files import POOLING_MODULE, STATIC
-from vembed.models.families.weight_files import read_object
-from vembed.models.heads import Head
+from vembed.models.families.model_files import POOLING_MODULE, STATIC, read_object
 from vembed.models.poolings.table import MODE_FLAGS, MODEL_POOLING, POOLINGS
 from vembed.models.processors import load_chat_template, load_tokenizer
 from vembed.models.score_head import answer_tokens

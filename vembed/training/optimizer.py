@@ -21,7 +21,7 @@ from vembed.config.schema import OptimizerSection
 from vembed.errors import UserError
 from vembed.losses.batch import EmbeddingLoss
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.names import plain_name
+from vembed.models.families.backbones import plain_name
 from vembed.parallel import collectives
 from vembed.parallel.parameters import clip_gradients, global_grad_norm
 from vembed.parallel.session import Session

@@ -40,10 +40,13 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
-from vembed.models.cpu_kernels import use_row_gradients
 from vembed.models.embedding_model import EmbeddingModel, build_model
-from vembed.models.families.decisions import describe, without_effect
-from vembed.models.families.description import ModelDescription
+from vembed.models.families.description import (
+    ModelDescription,
+    describe,
+    without_effect,
+)
+from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.parameters import num_parameters
 from vembed.parallel.session import Session

@@ -50,8 +50,8 @@ from vembed.losses.batch import (
     LossBatch,
     copied_together,
 )
-from vembed.models.bf16 import holding_copies
 from vembed.models.families.family import Modality
+from vembed.models.precision import holding_copies
 from vembed.parallel import collectives
 from vembed.parallel.devices import matmul_precision, seed_draws
 from vembed.parallel.memory import is_shortage

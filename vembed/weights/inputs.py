@@ -12,10 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from vembed.errors import UserError
-from vembed.models.backbone_loading import is_never_used
+from vembed.models.families.backbones import is_never_used
 from vembed.models.families.description import DESCRIPTION_FILE
-from vembed.models.families.model_files import read_model, read_sentence_transformers
-from vembed.models.families.weight_files import read_object
+from vembed.models.families.model_files import (
+    read_model,
+    read_object,
+    read_sentence_transformers,
+)
 from vembed.models.processors import open_tokenizer
 from vembed.saving.files import ADAPTER_FOLDER
 from vembed.weights.methods import Read

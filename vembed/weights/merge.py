@@ -20,7 +20,7 @@ from vembed.evaluation.report.plots import sweep_svg
 from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
 from vembed.models.families.backbones import file_dtype, read_config
-from vembed.models.families.weight_files import read_object
+from vembed.models.families.model_files import read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder

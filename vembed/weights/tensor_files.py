@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vembed.errors import UserError
-from vembed.models.families.weight_files import METADATA, read_header
+from vembed.models.families.model_files import METADATA, read_header
 
 _DTYPES = {
     "F64": torch.float64,

@@ -266,11 +266,10 @@ def split_by_module(
     packages: dict[str, list[Pair]] = {}
     for pair in pairs:
         packages.setdefault(pair.module.split(".")[0], []).append(pair)
-    # A few packages (tkinter, asyncio) hold a tenth of all pairs. Cap them, so that validation covers many modules.
-    order = sorted(packages, key=_hash)
     validation: list[Pair] = []
     rest: list[Pair] = []
-    for package in order:
+    # A few packages (tkinter, asyncio) hold a tenth of all pairs. Cap them, so that validation covers many modules.
+    for package in sorted(packages, key=_hash):
         # Whole packages, so that no training function comes from a module that is measured with.
         if len(validation) < num_val and len(packages[package]) <= num_val // 5:
             for pair in packages[package]:
@@ -299,14 +298,10 @@ def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-def _thin(pairs: list[Pair], number: int) -> list[Pair]:
+def _thin(pairs: list[Pair], size: int) -> list[Pair]:
     """Return the pairs with the smallest hashes, in their original order."""
-    chosen = set(
-        sorted(range(len(pairs)), key=lambda index: _hash(pairs[index].positive))[
-            :number
-        ]
-    )
-    return [pair for index, pair in enumerate(pairs) if index in chosen]
+    order = sorted(range(len(pairs)), key=lambda index: _hash(pairs[index].positive))
+    return [pairs[index] for index in sorted(order[:size])]
 
 
 def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
@@ -335,12 +330,9 @@ def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunction
         node = pending.pop()
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
-        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-            inner = node.__dict__.get(name)
-            if isinstance(
-                inner, list
-            ):  # of a statement; a conditional expression has one node
-                pending += inner
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+                pending.append(child)
 
 
 def _without_docstring(

@@ -8,6 +8,7 @@ from typer import Argument, Option
 
 from vembed.cli.support import (
     Kind,
+    NewFolder,
     Nproc,
     Strategy,
     TrustRemoteCode,
@@ -39,7 +40,7 @@ def edit(
             help="Texts of the other kind: what tells them apart is removed.",
         ),
     ],
-    output: Annotated[str, Option("--output", "-o", help="A new folder.")],
+    output: NewFolder,
     direction: Annotated[
         Literal["mean_difference", "principal", "erase"],
         Option(

@@ -19,6 +19,7 @@ from vembed.cli.support import (
     Nproc,
     OnBadRecord,
     Strategy,
+    TruncateDim,
     TrustRemoteCode,
     WeightsDtype,
     numbers,
@@ -82,9 +83,7 @@ def encode(
     input_format: Annotated[
         Literal["auto", "jsonl", "text"], Option(help="auto, jsonl or text.")
     ] = "auto",
-    truncate_dim: Annotated[
-        int | None, Option(min=1, help="Keep only the first so many numbers.")
-    ] = None,
+    truncate_dim: TruncateDim = None,
     normalize: Annotated[
         bool | None,
         Option(help="Vectors of length 1. Default: as the model says."),
@@ -256,12 +255,12 @@ def encode(
             if not chunk:
                 continue
 
-            # `before` as default: the value of this round, whenever it is called.
-            def report(count: int, _: int, before: int = num_done) -> None:
-                progress(before + count, rows.total)
-
+            before = num_done
             try:
-                vectors = vectors_of([row.item for row in chunk], report)
+                vectors = vectors_of(
+                    [row.item for row in chunk],
+                    lambda count, _: progress(before + count, rows.total),  # noqa: B023 - called in this round alone
+                )
             except (
                 UserError
             ):  # an image: all of the chunk that cannot be read are named

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from vembed.cli.support import TrustRemoteCode, log_line, usable_model
+from vembed.cli.support import CheckData, TrustRemoteCode, log_line, usable_model
 from vembed.errors import UserError
 
 
@@ -50,10 +50,7 @@ def export(
             "Default: yes, but a plain copy is not loaded. --check without --format takes safetensors.",
         ),
     ] = None,
-    data: Annotated[
-        str | None,
-        Option(help="Evaluation data for texts and nDCG. Default: those of the run."),
-    ] = None,
+    data: CheckData = None,
     tolerance: Annotated[
         float | None,
         Option(

@@ -34,6 +34,8 @@ from vembed.data_tools.init.columns import (
 )
 from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
 from vembed.errors import UserError
+from vembed.losses.declaration import Loss, Records
+from vembed.losses.table import LOSSES
 from vembed.models.families.family import Family
 from vembed.models.families.table import FAMILIES
 
@@ -62,8 +64,8 @@ class DataSummary:
 
     sample: FileSample
     mapping: dict[str, str]
-    loss: str = "infonce"
-    about: str = "not looked at (no file of that name here)"
+    loss: type[Loss]
+    about: str
     """One line on the records."""
     guesses: Mapping[str, str] = field(default_factory=dict)
     """Columns that were guessed -> why."""
@@ -162,17 +164,14 @@ def init(
 
 def _in_utf8(data: str, force: bool) -> tuple[str, str]:
     """Return the file to train on, of one that is not UTF-8 a copy that is, and a comment on it for the config."""
-    made = utf8_copy(Path(data), force=force)
-    if made is None:
+    written = utf8_copy(Path(data), force=force)
+    if written is None:
         return data, ""
-    copy, encoding = made
-    sys.stderr.write(
-        f"note: {data} is not UTF-8; {copy} is a copy that is, read as {encoding}: check its letters\n"
+    copy, encoding = written
+    about = (
+        f"{copy} is a copy of {data} in UTF-8, read as {encoding}: check its letters"
     )
-    return (
-        str(copy),
-        f"\n# GUESSED, please check its letters: {copy} is a copy of {data} in UTF-8, read as {encoding}\n",
-    )
+    return str(copy), f"\n{GUESSED}{about}\n"
 
 
 def starter(
@@ -224,7 +223,7 @@ def starter(
         ]
     num_records = summary.sample.num_records
     # A correlation needs more pairs, and different scores among them.
-    is_enough = summary.loss == "infonce" or num_records >= SMALLEST_SCORED
+    is_enough = summary.loss.records != "scores" or num_records >= SMALLEST_SCORED
     held_out = None
     if is_enough and not val_data:
         held_out = values.held_out_share(num_records)
@@ -301,7 +300,7 @@ def _data_lines(
 
 def _training_lines(
     family: Family,
-    loss: str,
+    loss: type[Loss],
     num_train: int,
     is_scored: bool,
     facts: values.ModelFacts | None,
@@ -310,9 +309,8 @@ def _training_lines(
     batch = values.fitting_batch(num_train, kind.batch_size)
     epochs = values.fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
     total = max(num_train // batch, 1) * epochs if num_train else 0
-    losses = "infonce: pairs; cosent: pairs with scores; triplet: given negatives"
-    lines = ["", "# Training", _line("loss", loss, losses)]
-    if loss in ("infonce", "cosent"):
+    lines = ["", "# Training", _line("loss", loss.name, loss.summary)]
+    if "temperature" in loss.model_fields:
         temperature = None if facts is None else facts.temperature
         reason = "smaller: harder"
         if temperature is not None:
@@ -320,51 +318,31 @@ def _training_lines(
         lines.append(_line("temperature", temperature or kind.temperature, reason))
     passes = "passes over the data by their number"
     if total:
-        passes = (
-            f"{epochs:,d} passes over {num_train:,d} examples, {total:,d} steps in all"
-        )
+        passes = f"{epochs} passes over {num_train:,d} examples, {total:,d} steps"
     if is_scored:
         passes += "; auto ends early where the score stops rising"
+    memory = "per process; memory is bounded by micro-batches, so larger is fine"
     lines += [
-        _line(
-            "batch_size",
-            batch,
-            "examples per process; memory is bounded by micro-batches, so larger is fine",
-        ),
+        _line("batch_size", batch, memory),
         _line("epochs", "auto", passes),
-        _line(
-            "learning_rate",
-            kind.learning_rate or "auto",
-            "auto: by what is trained; the log says which and why",
-        ),
+        _line("learning_rate", kind.learning_rate or "auto", "auto: the log says why"),
     ]
     if kind.use_lora:
-        lines.append(
-            _line("use_lora", True, "train small adapters instead of all weights")
-        )
-    lines += [
+        lines.append(_line("use_lora", True, "adapters instead of all weights"))
+    between = values.steps_between(total)
+    evaluation = _line("eval_steps", between or 100, "needs validation data")
+    checkpoints = _line("save_steps", between or 100, "checkpoints, for --resume")
+    files = "settings, logs, checkpoints, the model in final/, report.html"
+    return [
+        *lines,
         "# mrl_dims: auto                  # Matryoshka: embeddings that can be cut to fewer numbers",
         "# use_fsdp: true                  # shard a large model over several GPUs",
         "",
         "# Output",
-        _line(
-            "output_dir",
-            "output",
-            "settings, logs, checkpoints, the model in final/, report.html",
-        ),
+        _line("output_dir", "output", files),
+        evaluation if is_scored and between else f"# {evaluation}",
+        checkpoints if between else f"# {checkpoints}",
     ]
-    between = values.steps_between(total)
-    evaluation = _line("eval_steps", between or 100, "evaluate during training")
-    if not is_scored or between is None:
-        evaluation = "# " + _line(
-            "eval_steps",
-            between or 100,
-            "evaluate during training (needs validation data)",
-        )
-    checkpoints = _line(
-        "save_steps", between or 100, "write checkpoints to go on from with --resume"
-    )
-    return [*lines, evaluation, checkpoints if between else "# " + checkpoints]
 
 
 def _bad_record_lines(summary: DataSummary, text: str) -> list[str]:
@@ -409,31 +387,26 @@ def _memory_lines(text: str) -> list[str]:
     from vembed.pipelines.prediction import FITS, place_here
 
     configured = yaml.safe_load(text)
-    lines = ["# Memory (`vembed plan` says more)"]
-    first = ""
+    title = "# Memory (`vembed plan` says more)"
+    plain = ""
     for change in ({}, *SMALLER_SETTINGS):
-        if any(name in configured for name in change):
-            continue
         run = resolve_run({**configured, **change})
         ranks = resolve_launch(run).first_rank
         # On one process there is nothing to shard.
-        if "use_fsdp" in change and ranks.world_size == 1:
+        is_alone = "use_fsdp" in change and ranks.world_size == 1
+        if is_alone or change.keys() & configured.keys():
             continue
         placement = place_here(run, ranks)
         need = MemoryEstimate(placement).in_step().total
-        fits = need <= FITS * placement.memory
         gigabytes = f"{need / GIB:.1f} GB"
         available = f"the {placement.memory / GIB:.1f} GB of a process on this machine"
-        if not change and fits:
-            return [*lines, f"# {gigabytes} of {available}: fits"]
-        if not change:
-            first = gigabytes
-        elif fits:
-            lines.append(f"# {first} of {available} without these settings")
-            for name, value in change.items():
-                lines.append(_line(name, value, gigabytes))
-            return lines
-    return [*lines, f"# {first}, more than {available}: take a smaller model"]
+        plain = plain or f"# {gigabytes} of {available}"
+        if need <= FITS * placement.memory:
+            if not change:
+                return [title, f"{plain}: fits"]
+            lines = [_line(name, value, gigabytes) for name, value in change.items()]
+            return [title, f"{plain} without these settings", *lines]
+    return [title, f"{plain}: take a smaller model"]
 
 
 def look_at(
@@ -443,7 +416,8 @@ def look_at(
     records = [_fields(record) for record in sample.records]
     sample = replace(sample, records=records)
     if not records:
-        return DataSummary(sample, dict(named))
+        about = "not looked at (no file of that name here)"
+        return DataSummary(sample, dict(named), starter_loss("matches"), about)
     names = sample.columns
     for name in named:
         if name not in names:
@@ -467,8 +441,8 @@ def look_at(
     layout = Columns(mapping).layout(names)
     if layout.problem:
         raise UserError(f"{data}: {layout.problem}, or with --query and --positive")
-    is_scored = layout.score is not None and not layout.negatives
-    loss = "cosent" if is_scored else "infonce"
+    has_scores = layout.score is not None and not layout.negatives
+    loss = starter_loss("scores" if has_scores else "matches")
     about = "about " if sample.is_estimate else ""
     about += f"{sample.num_records:,d} records; the first {len(records):,d} records have {', '.join(layout.read)}"
     return DataSummary(
@@ -480,8 +454,13 @@ def look_at(
         _texts(records, (layout.query,)),
         _texts(records, (layout.positive, *layout.negatives)),
         doubts_about(sample, mapping),
-        bad_records(sample, data, mapping, loss, mode),
+        bad_records(sample, data, mapping, loss.name, mode),
     )
+
+
+def starter_loss(records: Records) -> type[Loss]:
+    """Return the first loss of the table that learns from such records."""
+    return next(loss for loss in LOSSES.values() if loss.records == records)
 
 
 def _fields(record: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from vembed.cli.support import Nproc, numbers, share
+from vembed.cli.support import NewFolder, Nproc, numbers, share
 
 
 def merge(
@@ -16,7 +16,7 @@ def merge(
             metavar="MODEL", help="Folders, Hub names, adapters, checkpoints or runs."
         ),
     ],
-    output: Annotated[str, Option("--output", "-o", help="A new folder.")],
+    output: NewFolder,
     method: Annotated[
         Literal["mean", "weighted", "slerp", "task_arithmetic", "ties", "dare", "soup"],
         Option(help="mean, weighted, slerp, task_arithmetic, ties, dare or soup."),

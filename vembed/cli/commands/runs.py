@@ -86,7 +86,7 @@ def card(
     """Write the model card (README.md) of a trained model again, from the run's scores, data and settings."""
     from vembed.config.loading import resolve_run
     from vembed.evaluation.report.record import read_run
-    from vembed.models.families.decisions import describe
+    from vembed.models.families.description import describe
     from vembed.saving.card import Card, render_card
     from vembed.saving.publication import CARD, MODEL_FOLDER
 

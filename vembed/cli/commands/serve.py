@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from vembed.cli.support import AnyModel, TrustRemoteCode, usable_model
+from vembed.cli.support import (
+    AnyModel,
+    CheckData,
+    TruncateDim,
+    TrustRemoteCode,
+    usable_model,
+)
 from vembed.errors import UserError
 
 if TYPE_CHECKING:
@@ -43,9 +49,7 @@ def serve(
         str | None,
         Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one."),
     ] = None,
-    truncate_dim: Annotated[
-        int | None, Option(min=1, help="Keep only the first so many numbers.")
-    ] = None,
+    truncate_dim: TruncateDim = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Serve embeddings over HTTP: OpenAI's /v1/embeddings and TEI's /embed.
@@ -98,10 +102,7 @@ def check_server(
         ),
     ],
     model: AnyModel,
-    data: Annotated[
-        str | None,
-        Option(help="Evaluation data for texts and nDCG. Default: those of the run."),
-    ] = None,
+    data: CheckData = None,
     served_name: Annotated[
         str | None,
         Option(help="Name of the model at the server. Default: MODEL as it is given."),

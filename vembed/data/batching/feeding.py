@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vembed.data.features import BaseFeaturiser, Features
+from vembed.models.attention import TOKENS, token_index
 from vembed.models.families.family import Modality
-from vembed.models.packing import TOKENS, token_index
 
 ModalitySlice = tuple[Modality, list[int]]
 """A modality and the indices of its inputs in a micro-batch. Without indices, a dummy input runs."""

@@ -49,15 +49,10 @@ class Decoders:
 
     def __init__(self, first: FirstHalf, count: int) -> None:
         """`first`: what is applied to a decoded image."""
-        self._first = first
         self._count = count
-        self._num_decoded = 0
-        # The code of a processor may be in a module that another process does not find.
-        self._may_start = count > 1 and not isinstance(first, ProcessorCode)
-        self._of_thread = threading.local()
-        self._children: list[subprocess.Popen[bytes]] = []
+        self._threads = _Threads(first, count)
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="vembed-images")
-        self.close = weakref.finalize(self, _close, self._pool, self._children)
+        self.close = weakref.finalize(self, _close, self._pool, self._threads)
         """End threads and processes. What is not decoded yet never will be."""
 
     def start(self, images: Sequence[ImageRef]) -> list[Decoding]:
@@ -66,16 +61,28 @@ class Decoders:
         decodings = []
         for start in range(0, len(images), size):
             chunk = images[start : start + size]
-            job = self._pool.submit(self._decode, chunk)
+            job = self._pool.submit(self._threads.decode, chunk)
             decodings += [Decoding(job, place) for place in range(len(chunk))]
         return decodings
 
     @property
     def pids(self) -> list[int]:
         """Numbers of the processes."""
-        return sorted(child.pid for child in self._children)
+        return sorted(child.pid for child in self._threads.children)
 
-    def _decode(self, images: Sequence[ImageRef]) -> list[Arrays | Exception]:
+
+class _Threads:
+    """What the threads do. Holds no reference to those who want the images."""
+
+    def __init__(self, first: FirstHalf, count: int) -> None:
+        self.children: list[subprocess.Popen[bytes]] = []
+        self._first = first
+        self._num_decoded = 0
+        # The code of a processor may be in a module that another process does not find.
+        self._may_start = count > 1 and not isinstance(first, ProcessorCode)
+        self._of_thread = threading.local()
+
+    def decode(self, images: Sequence[ImageRef]) -> list[Arrays | Exception]:
         """Decode images: here at first, later in this thread's process."""
         self._num_decoded += len(images)
         if not self._may_start or self._num_decoded <= DECODED_BY_THREADS:
@@ -90,7 +97,7 @@ class Decoders:
                 pipesize=PIPE_BYTES,
             )
             self._of_thread.child = child
-            self._children.append(child)
+            self.children.append(child)
             assert child.stdin is not None
             send(child.stdin, self._first)
         assert child.stdin is not None and child.stdout is not None
@@ -130,11 +137,9 @@ def decode_for_parent() -> None:
         os._exit(0)
 
 
-def _close(
-    pool: ThreadPoolExecutor, children: Sequence[subprocess.Popen[bytes]]
-) -> None:
+def _close(pool: ThreadPoolExecutor, threads: _Threads) -> None:
     pool.shutdown(wait=False, cancel_futures=True)
-    for child in children:
+    for child in threads.children:
         child.kill()
         with child:  # closes the pipes, and waits
             pass

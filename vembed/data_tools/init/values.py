@@ -70,7 +70,7 @@ def model_facts(name: str) -> ModelFacts | None:
     """Return the facts of a model that is on this machine, else None."""
     if local_model(name) is None:
         return None
-    from vembed.models.families.decisions import (
+    from vembed.models.families.description import (
         describe,  # imported late: transformers takes seconds
     )
 

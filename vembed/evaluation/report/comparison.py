@@ -42,7 +42,7 @@ NEVER_COMPARED = ("output_dir", "run_name", "resume")
 """Settings that differ between any two runs, and those that change no result."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ComparedRun:
     """One of the compared runs. All others are compared with the first."""
 
@@ -178,11 +178,15 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
     metric = next(
         (record.headline for record in records if record.after and record.headline), ""
     )
-    names = _names(records)
-    first = ComparedRun(names[0], records[0], _queries(records[0]))
-    runs = [first]
-    for name, record in zip(names[1:], records[1:], strict=True):
-        runs.append(_compared(first, name, record, metric))
+    runs: list[ComparedRun] = []
+    for name, record in zip(_names(records), records, strict=True):
+        queries = None
+        if record.final is not None:
+            queries = read_queries(path_of(record.folder, record.final.step))
+        run = ComparedRun(name, record, queries)
+        if runs:
+            _compare(runs[0], run, metric)
+        runs.append(run)
     return SeveralRuns(runs, metric)
 
 
@@ -201,29 +205,20 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
     return names
 
 
-def _queries(record: RunRecord) -> Mapping[str, Any] | None:
-    if record.final is None:
-        return None
-    return read_queries(path_of(record.folder, record.final.step))
-
-
-def _compared(
-    first: ComparedRun, name: str, record: RunRecord, metric: str
-) -> ComparedRun:
+def _compare(first: ComparedRun, run: ComparedRun, metric: str) -> None:
     """Compare the queries of a run with those of the first, if these are the same ones."""
-    queries = _queries(record)
-    recorded = {first.name: first.queries, name: queries}
-    lacking = [run for run, results in recorded.items() if results is None]
-    if first.queries is None or queries is None:
-        reason = f"no results per query were recorded by {' and '.join(lacking)}"
-        return ComparedRun(name, record, queries, not_paired=reason)
-    has_same_values = len(first.queries["values"]) == len(queries["values"])
-    if not has_same_values or _texts(first.queries) != _texts(queries):
-        reason = f"{first.name} and {name} were evaluated on other queries"
-        return ComparedRun(name, record, queries, None, reason, has_other_data=True)
-    return ComparedRun(
-        name, record, queries, compare_results(first.queries, queries, metric)
-    )
+    lacking = [entry.name for entry in (first, run) if entry.queries is None]
+    if first.queries is None or run.queries is None:
+        run.not_paired = (
+            f"no results per query were recorded by {' and '.join(lacking)}"
+        )
+        return
+    has_same_number = len(first.queries["values"]) == len(run.queries["values"])
+    if has_same_number and _texts(first.queries) == _texts(run.queries):
+        run.changes = compare_results(first.queries, run.queries, metric)
+        return
+    run.not_paired = f"{first.name} and {run.name} were evaluated on other queries"
+    run.has_other_data = True
 
 
 def _texts(results: Mapping[str, Any]) -> list[tuple[Any, Any]]:
@@ -300,12 +295,13 @@ def _changes_json(run: ComparedRun) -> dict[str, Any]:
         "num_better": changes.num_better,
         "num_worse": changes.num_worse,
         "metrics": metrics,
-        "wins": [_query_json(query) for query in changes.better],
-        "losses": [_query_json(query) for query in changes.worse],
+        "wins": [changed_json(query) for query in changes.better],
+        "losses": [changed_json(query) for query in changes.worse],
     }
 
 
-def _query_json(query: Changed) -> dict[str, Any]:
+def changed_json(query: Changed) -> dict[str, Any]:
+    """Return a query whose score changed as JSON values."""
     before = [item["text"] for item, _ in query.found_before]
     after = [item["text"] for item, _ in query.found_after]
     return {
@@ -474,8 +470,10 @@ def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
             "Scored weights": f"after step {record.final.step:,d}"
             if record.final
             else "",
-            "Examples": _count(summary.num_examples),
-            "Trained parameters": _count(summary.num_trainable),
+            "Examples": f"{summary.num_examples:,d}" if summary.num_examples else "",
+            "Trained parameters": f"{summary.num_trainable:,d}"
+            if summary.num_trainable
+            else "",
             "Time": "" if seconds is None else duration(seconds),
             "Processes": str(summary.num_processes) if summary.finished else "",
             "Device": summary.device,
@@ -491,7 +489,3 @@ def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
         if len(set(of_runs) - {""}) > 1:
             rows[f"{package} version"] = of_runs
     return [(name, values) for name, values in rows.items() if any(values)]
-
-
-def _count(value: int | None) -> str:
-    return "" if value is None else f"{value:,d}"

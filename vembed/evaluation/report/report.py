@@ -110,39 +110,26 @@ def dims_table(record: RunRecord) -> ReportTable | None:
     )
 
 
-def stored_table(record: RunRecord) -> ReportTable | None:
-    """Return a table of documents in int8 and as bits; None if they were not scored."""
-    rows = rows_of(record.after)
-    if not rows:
-        return None
-    return ReportTable(
-        ("vectors", "size", "bytes", "nDCG@10", "of float32"), tuple(rows)
-    )
-
-
 def changed_table(queries: Sequence[Changed]) -> ReportTable | None:
     """Return a table of queries with what should be found and what was found first, before and after, with thumbnails
     of images; None without queries."""
     rows = []
     pictures = {}
     for row, query in enumerate(queries):
-        first_before = query.found_before[:1]
-        first_after = query.found_after[:1]
-        texts = [
-            _item_text([query.query]),
-            _item_text(query.relevant),
-            _first_text(first_before),
-            _first_text(first_after),
-        ]
+        cells: list[tuple[Sequence[Mapping[str, Any]], str]]
+        cells = [([query.query], ""), (query.relevant, "")]
+        for documents in (query.found_before, query.found_after):
+            mark = "[relevant] " if documents and documents[0][1] else ""
+            first = [item for item, _ in documents[:1]]
+            cells.append((first, mark if documents else "nothing"))
+        texts = [mark + _item_text(items) for items, mark in cells]
         rows.append((*texts, f"{query.before:.3f} -> {query.after:.3f}"))
-        items = (
-            [query.query],
-            query.relevant[:1],
-            [item for item, _ in first_before],
-            [item for item, _ in first_after],
-        )
-        for column, column_items in enumerate(items):
-            pictures[row, column] = _thumbnails(query, column_items)
+        for column, (items, _) in enumerate(cells):
+            addresses = []
+            for item in items[:1]:
+                for path in item["images"]:
+                    addresses.append(query.pictures.get(path) or thumbnail(path))
+            pictures[row, column] = tuple(filter(None, addresses))
     header = ("query", "relevant", "found before", "found after", "score")
     return ReportTable(header, tuple(rows), pictures) if rows else None
 
@@ -158,24 +145,6 @@ def _before_after(record: RunRecord, key: str) -> tuple[str, str, str]:
     )
 
 
-def _thumbnails(query: Changed, items: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    addresses = []
-    for item in items:
-        for path in item["images"]:
-            address = query.pictures.get(path) or thumbnail(path)
-            if address is not None:
-                addresses.append(address)
-    return tuple(addresses)
-
-
-def _first_text(documents: Sequence[tuple[Mapping[str, Any], bool]]) -> str:
-    """Return the first document, marked if it is relevant."""
-    if not documents:
-        return "nothing"
-    item, is_relevant = documents[0]
-    return ("[relevant] " if is_relevant else "") + _item_text([item])
-
-
 def _item_text(items: Sequence[Mapping[str, Any]]) -> str:
     texts = []
     for item in items:
@@ -186,17 +155,6 @@ def _item_text(items: Sequence[Mapping[str, Any]]) -> str:
 
 
 # ---- sentences -----------------------------------------------------------------------------------------------------
-
-
-def explanations(record: RunRecord) -> list[str]:
-    """Return one sentence for each metric of the first table."""
-    measured = record.after or record.before
-    sentences = []
-    for key in TABLE:
-        base, _, cut = key.partition("@")
-        if key in measured and base in MEANINGS:
-            sentences.append(f"{metric_name(key)}: {MEANINGS[base].format(k=cut)}")
-    return sentences
 
 
 def verdict(record: RunRecord, changes: Comparison | None) -> str:
@@ -266,30 +224,6 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
     return [(name, masked(value)) for name, value in named.items() if value]
 
 
-def calls(record: RunRecord) -> list[str]:
-    """Return the calls that use the model, as its card has them; none before the run has a model."""
-    card = record.folder / "final" / "README.md"
-    if not card.is_file():
-        return []
-    text = card.read_text(encoding="utf-8", errors="replace")
-    return calls_of(text, f"{record.folder.resolve().name}/final")
-
-
-def settings(record: RunRecord) -> list[tuple[str, str]]:
-    """Return all options as text. Secrets are masked."""
-    rows = []
-    for name, value in record.config.items():
-        rows.append((name, short_paths(format_option(masked_option(name, value)))))
-    return rows
-
-
-def changed_yaml(record: RunRecord) -> str:
-    """Return what differs from the defaults as YAML, without folders of the machine and without secrets."""
-    changed = record.changed_settings() | {"model_name": _model_name(record)}
-    values = {name: masked_option(name, value) for name, value in changed.items()}
-    return short_paths(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
-
-
 def short_paths(text: str) -> str:
     """Shorten absolute paths to their last parts."""
     # From a slash at the beginning of a word (behind a blank, quotation mark, bracket, comma or colon) to the last
@@ -332,11 +266,22 @@ def curves(record: RunRecord) -> list[Curve]:
         ("memory", "Memory", "peak of the fullest process, GiB", "{:.3g}".format),
     ]
     drawn = []
+    has_steps = all(line.get("steps") for line in record.steps)
     for key, title, note, write in quantities:
+        # Of each step where it was recorded, else of each logged line.
+        recorded: list[tuple[Any, Any]] = []
+        for line in record.steps:
+            if key in STEP_COLUMNS and has_steps:
+                column = STEP_COLUMNS.index(key)
+                recorded += [(row[0], row[column]) for row in line["steps"]]
+            elif key == "memory":
+                peaks = [entry.get("peak_gb") for entry in line.get("memory") or []]
+                peak = max(filter(_is_number, peaks), default=None)
+                recorded.append((line["step"], peak))
+            else:
+                recorded.append((line["step"], line.get(key)))
         points = [
-            (float(step), float(value))
-            for step, value in _recorded(record, key)
-            if _is_number(value)
+            (float(step), float(value)) for step, value in recorded if _is_number(value)
         ]
         # A curve of zeros (no padding, no memory on a CPU) says nothing.
         if len(points) < 2 or not any(value for _, value in points):
@@ -373,21 +318,6 @@ def _task_curves(record: RunRecord) -> list[Curve]:
     return drawn
 
 
-def _recorded(record: RunRecord, key: str) -> list[tuple[Any, Any]]:
-    """Return (step, value) of each step where it was recorded, else of each logged line."""
-    pairs = []
-    has_steps = all(line.get("steps") for line in record.steps)
-    for line in record.steps:
-        if key in STEP_COLUMNS and has_steps:
-            column = STEP_COLUMNS.index(key)
-            pairs += [(row[0], row[column]) for row in line["steps"]]
-        elif key == "memory":
-            pairs.append((line["step"], _peak_memory(line)))
-        else:
-            pairs.append((line["step"], line.get(key)))
-    return pairs
-
-
 def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Average neighbouring points to fit the screen's width. The last point is kept as it is."""
     size = -(-len(points) // MAX_CURVE_POINTS)
@@ -400,14 +330,6 @@ def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float
     steps.append(points[-1][0])
     values.append(points[-1][1])
     return steps, values
-
-
-def _peak_memory(line: dict[str, Any]) -> float | None:
-    peaks = []
-    for entry in line.get("memory") or []:
-        if _is_number(entry.get("peak_gb")):
-            peaks.append(entry["peak_gb"])
-    return max(peaks, default=None)
 
 
 def _dims_svg(record: RunRecord) -> str:
@@ -467,7 +389,30 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     before = record.before.get(key)
     after = record.after.get(key)
     difference = None if before is None or after is None else after - before
-    stored = stored_table(record)
+    stored = None
+    if rows := rows_of(record.after):
+        header = ("vectors", "size", "bytes", "nDCG@10", "of float32")
+        stored = ReportTable(header, tuple(rows))
+    measured = record.after or record.before
+    explanations = []
+    for metric in TABLE:
+        base, _, cut = metric.partition("@")
+        if metric in measured and base in MEANINGS:
+            meaning = MEANINGS[base].format(k=cut)
+            explanations.append(f"{metric_name(metric)}: {meaning}")
+    # As the model's card has them; none before the run has a model.
+    calls = []
+    card = record.folder / "final" / "README.md"
+    if card.is_file():
+        text = card.read_text(encoding="utf-8", errors="replace")
+        calls = calls_of(text, f"{record.folder.resolve().name}/final")
+    settings = []
+    for name, value in record.config.items():
+        settings.append((name, short_paths(format_option(masked_option(name, value)))))
+    # Without folders of the machine and without secrets.
+    changed = record.changed_settings() | {"model_name": _model_name(record)}
+    changed = {name: masked_option(name, value) for name, value in changed.items()}
+    changed_yaml = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     figures = []
     for curve in curves(record):
         figures.append(
@@ -491,7 +436,7 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "sentence": sentence(record),
         "warnings": [masked(warning) for warning in record.summary.warnings],
         "verdict": verdict(record, changes),
-        "explanations": explanations(record),
+        "explanations": explanations,
         "scores": score_table(record, TABLE, intervals),
         "all_scores": score_table(record, intervals=intervals),
         "scores_svg": Markup(_evaluations_svg(record)),
@@ -505,8 +450,8 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "worse": changed_table(changes.worse) if changes else None,
         "figures": figures,
         "facts": facts(record),
-        "calls": calls(record),
-        "changed_settings": changed_yaml(record),
-        "settings": settings(record),
+        "calls": calls,
+        "changed_settings": short_paths(changed_yaml),
+        "settings": settings,
         "versions": list(record.summary.versions.items()),
     }

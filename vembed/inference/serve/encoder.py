@@ -16,7 +16,7 @@ from vembed.export.exporting import EXPORT_FORMATS
 from vembed.export.onnx_format import GraphReader
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
-from vembed.models.families.weight_files import EXPORT_FILE, read_object
+from vembed.models.families.model_files import EXPORT_FILE, read_object
 
 SERVED_RUNTIMES = ("onnx", "openvino")
 """Formats of exports that the server runs in their own runtime."""

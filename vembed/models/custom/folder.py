@@ -44,6 +44,7 @@ from vembed.models.custom.modeling import (
     construct,
     read_output,
 )
+from vembed.models.families.model_files import is_own
 
 CODE = "modeling_vembed_own.py"
 TOKENIZER = (
@@ -73,14 +74,6 @@ IMAGE_PROCESSOR = {
 }
 """Image processor of a module with `image_size`, unless the user has given one."""
 _OF_THE_PACKAGE = re.compile(r"^\s*from\s+\.\s+import\b", re.MULTILINE)
-
-
-def is_own(folder: Path) -> bool:
-    """Return True if a folder holds an own model."""
-    path = folder / "config.json"
-    return path.is_file() and f'"{OwnConfig.model_type}"' in path.read_text(
-        encoding="utf-8"
-    )
 
 
 def own_class(folder: Path) -> str | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
@@ -27,19 +28,20 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 from transformers.pytorch_utils import Conv1D
+from transformers.utils import logging as transformers_logging
 
 from vembed.errors import UserError
 from vembed.models.custom.classes import trusted_class
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.families.family import Family
-from vembed.models.families.model_settings import (
+from vembed.models.families.model_files import (
     LIBRARY_ERRORS,
     check_attention,
     check_config,
     check_fit,
     first_sentence,
+    read_object,
 )
-from vembed.models.families.weight_files import read_object
 
 ENCODER_ONLY = {
     "t5": "T5EncoderModel",
@@ -293,6 +295,48 @@ def linear_names_inside_layers(backbone: nn.Module) -> list[str]:
         for name in linear_names(backbone)
         if id(backbone.get_submodule(name)) in inner
     ]
+
+
+# ---- names of parameters ---------------------------------------------------------------
+
+
+WRAPPERS = frozenset(
+    {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+)
+"""Components that FSDP1, checkpointing and compilation add to names."""
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or module without the components that wrappers add."""
+    return ".".join(
+        part
+        for part in name.removeprefix("module.").split(".")
+        if part and part not in WRAPPERS
+    )
+
+
+def is_never_used(name: str) -> bool:
+    """Return True for parameters that no embedding depends on: poolers over the first token, mask tokens."""
+    return (
+        name.startswith("pooler.")
+        or ".pooler." in name
+        or name.rsplit(".", 1)[-1] == "mask_token"
+    )
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Suppress progress bars and load reports of Transformers; vembed checks the result itself."""
+    verbosity = transformers_logging.get_verbosity()
+    bar = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bar:
+            transformers_logging.enable_progress_bar()
 
 
 # ---- one vector per token, without layers --------------------------------------------

@@ -1,17 +1,48 @@
-"""ModelDescription: the facts about one model, decided once, logged with reasons and saved with the model."""
+"""ModelDescription: the facts about one model, decided once, logged with reasons and saved with the model.
+
+`describe` decides them in one reading of the model's folder.
+"""
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from transformers import PretrainedConfig, PreTrainedModel
 
+from vembed.config.schema import MatryoshkaSection, ModelSection
 from vembed.errors import UserError
-from vembed.models.families.family import Family, Modality
-from vembed.models.families.model_settings import check_inside, first_problem
+from vembed.models.custom.modeling import OwnConfig
+from vembed.models.families.backbones import (
+    POSITIONS_AFTER_PADDING,
+    Shape,
+    is_decoder_only,
+    model_class,
+    read_config,
+    shape_of,
+)
+from vembed.models.families.family import Evidence, Family, Modality
+from vembed.models.families.model_files import (
+    SentenceTransformersFiles,
+    TokenizerSettings,
+    check_inside,
+    files_of,
+    first_problem,
+    model_folder,
+    read_dense,
+    read_object,
+    read_settings,
+    tokenizer_folder,
+)
 from vembed.models.families.table import FAMILIES
+from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
+
+log = logging.getLogger(__name__)
 
 DESCRIPTION_FILE = "vembed.json"
 """File with a saved model's description, in the model's folder."""
@@ -151,3 +182,650 @@ class ModelDescription:
     def with_(self, **changes: Any) -> ModelDescription:
         """Return a copy with some fields changed."""
         return replace(self, **changes)
+
+
+# ---- decisions ---------------------------------------------------------------------------------------------------
+
+
+Similarity = Literal["cosine", "dot"]
+SMALLEST_MRL_DIM = 64
+
+_BGE_ZH = "\u4e3a\u8fd9\u4e2a\u53e5\u5b50\u751f\u6210\u8868\u793a\u4ee5\u7528\u4e8e\u68c0\u7d22\u76f8\u5173\u6587\u7ae0\uff1a"
+_WEB_SEARCH = "Instruct: Given a web search query, retrieve relevant passages that answer the query\n"
+
+PUBLISHED: tuple[tuple[str, str, str, str], ...] = (
+    (
+        "multilingual-e5-large-instruct",
+        _WEB_SEARCH + "Query: ",
+        "",
+        "instruction-tuned E5",
+    ),
+    ("e5-mistral-7b-instruct", _WEB_SEARCH + "Query: ", "", "instruction-tuned E5"),
+    (
+        r"(multilingual-)?e5-(small|base|large)(-v2|-unsupervised)?",
+        "query: ",
+        "passage: ",
+        "E5",
+    ),
+    (
+        r"bge-(small|base|large)-en(-v1\.5)?",
+        "Represent this sentence for searching relevant passages: ",
+        "",
+        "BGE",
+    ),
+    (r"bge-(small|base|large)-zh(-v1\.5)?", _BGE_ZH, "", "BGE"),
+    (r"nomic-embed-text-v1(\.5)?", "search_query: ", "search_document: ", "Nomic"),
+    (r"qwen3-embedding-(0\.6b|4b|8b)", _WEB_SEARCH + "Query:", "", "Qwen3-Embedding"),
+    (
+        r"qwen3-vl-embedding-(2b|8b)",
+        "Represent the user's input.",
+        "Represent the user's input.",
+        "Qwen3-VL-Embedding",
+    ),
+)
+"""Pattern of the name's last part (lower case), query prompt, document prompt, model series."""
+RERANK_INSTRUCTION = (
+    "Given a web search query, retrieve relevant passages that answer the query"
+)
+"""What a decoder is asked about each pair, unless `query_prompt` says it: that of Qwen3-Reranker."""
+PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
+"""Kind of input -> names of its prompt in a model's files."""
+_FROM_SAVED = f"from {DESCRIPTION_FILE}"
+_POOLED_BY_MEAN = ("convnext", "convnextv2", "dinov3_convnext")
+
+
+@dataclass
+class _Reading:
+    """What the user and the files say about one model, and the reasons for what was decided so far."""
+
+    options: ModelSection
+    files: SentenceTransformersFiles
+    saved: dict[str, Any]
+    """Fields of the description that vembed saved with the model. Empty without one."""
+    config: PretrainedConfig
+    model_class: type[PreTrainedModel]
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def describe(
+    model: ModelSection,
+    matryoshka: MatryoshkaSection | None = None,
+    *,
+    similarity: Similarity = "cosine",
+    use_qlora: bool = False,
+    for_inference: bool = False,
+) -> ModelDescription:
+    """Return the description of a model for this run, with the reason for each decision.
+
+    `similarity`: that of the loss. `use_qlora`: the weights are held in 4 bits.
+    `for_inference`: of a finished model that is used, not trained: its files say the similarity and the maximum length.
+    """
+    located = files_of(model)
+    if located.adapter is not None and use_qlora:
+        raise UserError(
+            f"use_qlora: {model.model_name} is an adapter without the weights below it; "
+            "merge it first with `vembed export --merge`, and train the result"
+        )
+    saved_values = read_object(located.folder / DESCRIPTION_FILE)
+    saved: dict[str, Any] = {}
+    if saved_values is not None:
+        saved = vars(ModelDescription.from_dict(saved_values, located.folder))
+    trust = model.trust_remote_code
+    config = read_config(located.backbone, trust_remote_code=trust)
+    chosen = model_class(config, trust_remote_code=trust)
+    files = located.sentence_transformers
+    reading = _Reading(model, files, saved, config, chosen)
+    reasons = reading.reasons
+    family = _family(reading)
+    shape = shape_of(located.backbone, config, chosen, family)
+
+    # ---- attention and pooling
+    is_decoder = (
+        is_decoder_only(config) if family.is_causal is None else family.is_causal
+    )
+    values = config.to_dict()
+    # EmbeddingGemma's config says the first, other decoders the second.
+    sees_all = is_decoder and (
+        values.get("use_bidirectional_attention") is True
+        or values.get("is_causal") is False
+        or saved.get("bidirectional_attention", False)
+    )
+    if model.bidirectional_attention and not is_decoder:
+        raise UserError(
+            f"bidirectional_attention: true is for decoder-only models, and {model.model_name} is of the family "
+            f"{family.name}, whose attention is already bidirectional; leave it out"
+        )
+    if model.bidirectional_attention:
+        reasons["bidirectional_attention"] = "bidirectional_attention: true"
+        sees_all = True
+    elif is_decoder:
+        reasons["bidirectional_attention"] = (
+            "the model's own files" if sees_all else "a causal decoder"
+        )
+    pooling = _pooling(reading, family, shape, is_causal=is_decoder and not sees_all)
+    stored_pooling = files.pooling
+    pooling_folder = None
+    if (
+        stored_pooling is not None
+        and stored_pooling.name == pooling
+        and stored_pooling.is_trained
+    ):
+        pooling_folder = files.pooling_folder
+
+    # ---- sizes: pooled vectors -> Dense modules of the model -> MRL projection of this run
+    hidden_dim = shape.hidden_dim
+    if pooling != MODEL_POOLING:
+        hidden_dim = POOLINGS[pooling].width(hidden_dim)
+    image: dict[str, Any] = {"hidden_dim": hidden_dim}
+    layer_classes = shape.layer_classes
+    if family.has_two_models:
+        image, image_shape = _image_tower(reading, hidden_dim)
+        layer_classes += image_shape.layer_classes
+        hidden_dim = image["hidden_dim"]
+    size = hidden_dim
+    for folder in files.dense:
+        settings = read_dense(folder)
+        if settings.in_features != size:
+            raise UserError(
+                f"{folder}: a Dense module for {settings.in_features} inputs follows {size} outputs"
+            )
+        size = settings.out_features
+    if size != hidden_dim:
+        reasons["embedding_dim"] = "the model's own Dense modules"
+    mrl_dims: tuple[int, ...] = tuple(saved.get("mrl_dims", ()))
+    adds_projection = False
+    if matryoshka is not None and matryoshka.mrl_dims is not None:
+        mrl_dims = _matryoshka_sizes(reading, matryoshka, size)
+        wanted = matryoshka.mrl_projection
+        adds_projection = max(mrl_dims) < size if wanted == "auto" else bool(wanted)
+        if adds_projection:
+            reasons["embedding_dim"] = (
+                f"an MRL projection from {size} to max(mrl_dims), by mrl_projection: {wanted}"
+            )
+            size = max(mrl_dims)
+    truncate_dim = files.truncate_dim
+    if truncate_dim is not None and truncate_dim >= size:
+        truncate_dim = None  # it cuts nothing
+    if truncate_dim is not None:
+        reasons["truncate_dim"] = "from config_sentence_transformers.json"
+
+    # ---- similarity
+    of_files = files.similarity or saved.get("similarity")
+    if for_inference and of_files in get_args(Similarity):
+        reasons["similarity"] = "from the model's files"
+        similarity = cast(Similarity, of_files)
+    elif for_inference and of_files is not None:
+        log.warning(
+            "%s: its files name the similarity %s, which vembed does not have: cosine is used",
+            model.model_name,
+            of_files,
+        )
+    elif of_files not in (None, similarity):
+        reasons["similarity"] = (
+            f"similarity in the config, although the model's files say {of_files}"
+        )
+    normalize = similarity == "cosine"
+    if saved:
+        normalize = saved["normalize"]
+    elif files.normalize is not None:
+        normalize = files.normalize
+        reasons["normalize"] = (
+            f"modules.json has {'a' if normalize else 'no'} Normalize module"
+        )
+
+    # ---- texts
+    tokenizer_path = (
+        tokenizer_folder(located.backbone, located.adapter) / "tokenizer_config.json"
+    )
+    tokenizer = read_settings(tokenizer_path, TokenizerSettings) or TokenizerSettings()
+    padding_side: Literal["left", "right"] = "right"
+    if tokenizer.padding_side == "left":
+        # Absolute positions count from the first token, so left padding would shift them.
+        if is_decoder and "rope_parameters" in config.get_text_config().to_dict():
+            padding_side = "left"
+        else:
+            reasons["padding_side"] = (
+                "its positions count from the first token, although the tokenizer pads on the left"
+            )
+    default_prompt_name = files.default_prompt_name
+    if default_prompt_name in PROMPT_NAMES["document"]:
+        default_prompt_name = "document"  # other names for it are not saved
+    named = (*PROMPT_NAMES["query"], *PROMPT_NAMES["document"])
+    other_prompts = {
+        name: text for name, text in files.prompts.items() if name not in named
+    }
+    description = ModelDescription(
+        family=family.name,
+        source=str(located.backbone),
+        embedding_dim=size,
+        pooling=pooling,
+        modalities=family.modalities,
+        layer_classes=layer_classes,
+        max_length=_max_length(reading, family, tokenizer, for_inference=for_inference),
+        padding_side=padding_side,
+        query_prompt=_prompt(reading, "query", model.query_prompt),
+        document_prompt=_prompt(reading, "document", model.document_prompt),
+        other_prompts=saved.get("other_prompts", other_prompts),
+        default_prompt_name=saved.get("default_prompt_name", default_prompt_name),
+        similarity=similarity,
+        normalize=normalize,
+        truncate_dim=truncate_dim,
+        mrl_dims=mrl_dims,
+        dense=files.dense,
+        token_dim=shape.hidden_dim,
+        pooling_folder=pooling_folder,
+        adds_projection=adds_projection,
+        bidirectional_attention=sees_all,
+        min_pixels=model.min_pixels or saved.get("min_pixels"),
+        max_pixels=model.max_pixels or saved.get("max_pixels"),
+        adapter=None if located.adapter is None else str(located.adapter),
+        quantized=use_qlora
+        or (located.adapter is not None and saved.get("quantized", False)),
+        name=model.model_name,
+        revision=model.model_revision,
+        trust_remote_code=trust,
+        reasons=reasons,
+        **image,
+    )
+    if model.task == "rerank":
+        return _as_reranker(description, reading)
+    return description
+
+
+def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescription:
+    """Return the description of a reranker from that of its tower."""
+    options = reading.options
+    family = description.traits
+    config = reading.config
+    if not family.reads_only_text or family.has_two_models or options.model_class:
+        raise UserError(
+            f"task: rerank: {description.name} is of the family {family.name}, and rerankers are models of texts here: "
+            "give a text model"
+        )
+    is_decoder = is_decoder_only(config)
+    classes = " ".join(config.architectures or ())
+    scores = options.reranker_head
+    reason = "reranker_head in the config"
+    if scores == "auto":
+        scores = "label"
+        reason = "a sequence classifier" if "Classif" in classes else "a new head"
+        if reading.saved.get("scores") is not None:
+            scores = reading.saved["scores"]
+            reason = _FROM_SAVED
+        elif is_decoder and "ForCausalLM" in classes:
+            scores = "answer"
+            reason = "a causal language model"
+    if scores == "answer" and not is_decoder:
+        raise UserError(
+            f"reranker_head: answer is for decoders, and {description.name} is an encoder: leave it out"
+        )
+    pooling = "last" if is_decoder else config.to_dict().get("classifier_pooling")
+    query_prompt = options.query_prompt
+    if query_prompt is None:
+        query_prompt = reading.saved.get("query_prompt")
+    if query_prompt is None:
+        query_prompt = RERANK_INSTRUCTION if scores == "answer" else ""
+    document_prompt = options.document_prompt
+    if document_prompt is None:
+        document_prompt = reading.saved.get("document_prompt", "")
+    return description.with_(
+        scores=scores,
+        embedding_dim=1,
+        pooling=pooling or "cls",
+        similarity="dot",
+        normalize=False,
+        padding_side="left" if scores == "answer" else description.padding_side,
+        query_prompt=query_prompt,
+        document_prompt=document_prompt,
+        other_prompts={},
+        default_prompt_name=None,
+        reasons={"scores": reason},
+    )
+
+
+def without_effect(
+    description: ModelDescription, user_options: Mapping[str, Any]
+) -> list[str]:
+    """Return a line for each option that a model of this kind does not look at.
+
+    `user_options`: the options that the user has set, with their values.
+    """
+    unused: list[str] = []
+    if "multimodal" not in description.modalities:
+        unused += ["min_pixels", "max_pixels"]
+    if description.modalities == ("image",):
+        unused += ["max_length", "query_prompt", "document_prompt", "padding_free"]
+    return [
+        f"{name}: {user_options[name]} has no effect on a model of the family {description.family}"
+        for name in unused
+        if user_options.get(name) is not None
+    ]
+
+
+def _recognised(evidence: Evidence, model_type: str = "") -> Family | None:
+    """Return the family that is recognised by this evidence; None: no family has this `model_type`."""
+    for family in FAMILIES.values():
+        if family.evidence == evidence and (
+            evidence != "model_type" or model_type in family.model_types
+        ):
+            return family
+    return None
+
+
+def _family(reading: _Reading) -> Family:
+    """Return the model's family: what its files say, and the option model_family where it fits."""
+    options = reading.options
+    kind = str(reading.config.model_type)
+    reason = f"model_type {kind} in config.json"
+    if options.model_class is not None:
+        reason = f"the forward of {options.model_class}"
+    detected = _recognised("model_type", kind)
+    if reading.saved:
+        detected = FAMILIES[reading.saved["family"]]
+        reason = _FROM_SAVED
+    elif detected is not None:
+        pass
+    elif reading.model_class.main_input_name == "pixel_values":
+        detected = _recognised("pixel_input")
+        reason += ": its input is pixels"
+    elif (
+        isinstance(reading.config, OwnConfig)
+        and "pixel_values" in reading.config.inputs
+    ):
+        detected = _recognised("both_inputs")
+        reason += ": its forward takes input_ids and pixel_values"
+    elif "vision_config" in reading.config.to_dict():
+        known = sorted(
+            kind for family in FAMILIES.values() for kind in family.model_types
+        )
+        raise UserError(
+            f"{options.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
+            f"supported: {', '.join(known)}"
+        )
+    elif is_decoder_only(reading.config):
+        detected = _recognised("decoder_only")
+        reason += ": a decoder-only language model"
+    else:
+        detected = _recognised("text_input")
+    assert detected is not None
+    wanted = FAMILIES.get(options.model_family, detected)
+    is_asked = options.model_family != "auto"
+    if options.image_model_name is not None:
+        takes_tower = detected.reads_only_text or detected.has_two_models
+        if not takes_tower or (is_asked and not wanted.has_two_models):
+            raise UserError(
+                f"image_model_name adds an image tower to a text model, but {options.model_name} is of the family "
+                f"{wanted.name}; leave image_model_name out"
+            )
+        reason = f"image_model_name: {options.image_model_name} is its second tower"
+        wanted = _recognised("image_model_name") or wanted
+    elif wanted.has_two_models and not detected.has_two_models:
+        raise UserError(
+            f"model_family: {wanted.name} needs image_model_name, the tower for images"
+        )
+    # Between encoder and decoder of texts the user may decide: a decoder may have been trained to see both sides.
+    elif wanted != detected and not (
+        wanted.reads_only_text and detected.reads_only_text
+    ):
+        raise UserError(
+            f"model_family: {wanted.name} does not fit {options.model_name}, whose config.json makes it "
+            f"{detected.name} ({reason}); leave model_family out"
+        )
+    elif is_asked:
+        reason = f"model_family in the config (detected: {detected.name}, {reason})"
+    reading.reasons["family"] = reason
+    return wanted
+
+
+def _pooling(
+    reading: _Reading, family: Family, shape: Shape, *, is_causal: bool
+) -> str:
+    """Return the name of the pooling: the option's where it goes with the model, otherwise the model's own."""
+    name = reading.options.model_name
+    gives_vectors = (
+        isinstance(reading.config, OwnConfig) and reading.config.gives_vectors
+    )
+    files = reading.files
+    facts = {
+        "is_causal": is_causal,
+        "is_image": not family.reads_text,
+        "has_class_token": shape.has_class_token,
+    }
+    path = "1_Pooling/config.json"
+    pooling: str | None = family.pooling
+    reason = family.pooling_reason
+    problem = None
+    if family.pools_itself:
+        pooling = MODEL_POOLING
+        reason = f"{family.name} projects its features itself"
+    elif reading.saved:
+        pooling = reading.saved["pooling"]
+        reason = _FROM_SAVED
+    elif gives_vectors:
+        pooling = "cls"
+        reason = "the module gives one vector for each input"
+    elif files.pooling_modes:
+        stored = files.pooling
+        pooling = None if stored is None else stored.name
+        reason = f"from {path}"
+        if not files.include_prompt:
+            problem = "leaves the prompt out of the pooling, which is not supported"
+        elif stored is None:
+            problem = (
+                f"pools by {' and '.join(files.pooling_modes)}, which vembed cannot"
+            )
+        else:
+            refusal = stored.refusal(**facts)
+            if refusal is not None:
+                problem = f"pools by {stored.name}: {refusal}"
+    elif not family.reads_text:
+        pooling, reason = _image_pooling(reading.config, shape)
+    elif is_causal and family.pooling != "last":
+        pooling = "last"
+        reason = (
+            "a causal decoder's last token is the only one that has seen the whole text"
+        )
+    asked = reading.options.pooling
+    if asked == "auto":
+        if problem is not None or pooling is None:
+            raise UserError(
+                f"{path} of {name} {problem}; set pooling to {' or '.join(POOLINGS)}"
+            )
+        reading.reasons["pooling"] = reason
+        return pooling
+    if gives_vectors or family.pools_itself:
+        raise UserError(
+            f"pooling: {asked} is not available for {name}, which gives one vector for each input itself; leave pooling "
+            "out"
+        )
+    refusal = POOLINGS[asked].refusal(**facts)
+    if refusal is not None:
+        raise UserError(f"pooling: {asked} on {name}: {refusal}")
+    reading.reasons["pooling"] = f"pooling: {asked}"
+    if problem is None and pooling != asked:
+        reading.reasons["pooling"] += (
+            f", although {pooling} is the model's own: {reason}"
+        )
+    return asked
+
+
+def _image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
+    """Return an image encoder's default pooling and the reason.
+
+    Without a class token the first position is a corner of the image (ResNet, Swin), so all positions are averaged.
+    """
+    if isinstance(config, OwnConfig) and config.gives_vectors:
+        return "cls", "the module gives one vector for each input"
+    if config.model_type in _POOLED_BY_MEAN:
+        return (
+            MODEL_POOLING,
+            "a convolutional network's mean over positions, behind its layer norm",
+        )
+    if not shape.has_class_token:
+        return "mean", "the mean over positions: the network has no class token"
+    return "cls", "the image's class token, by family"
+
+
+def _image_tower(reading: _Reading, text_dim: int) -> tuple[dict[str, Any], Shape]:
+    """Return the description's fields for the image tower of a composed model, and the tower's shape.
+
+    `text_dim`: size of the text tower's output. Both towers are projected into one space, of size `hidden_dim`.
+    """
+    options = reading.options
+    saved = reading.saved
+    if options.image_model_name is not None:
+        folder = model_folder(options.image_model_name, option="image_model_name")
+    else:
+        folder = Path(saved["image_source"])
+    trust = options.trust_remote_code
+    config = read_config(folder, trust_remote_code=trust)
+    chosen = model_class(config, trust_remote_code=trust)
+    family = _recognised("pixel_input")
+    if chosen.main_input_name != "pixel_values" or family is None:
+        raise UserError(
+            f"image_model_name: {folder} is of the type {config.model_type}, which is not an image encoder; "
+            "give one such as a ViT, DINOv2 or ConvNeXt"
+        )
+    shape = shape_of(folder, config, chosen, family)
+    pooling, reading.reasons["image_pooling"] = _image_pooling(config, shape)
+    if saved and FAMILIES[saved["family"]].has_two_models:
+        shared_dim = saved["hidden_dim"]
+    elif options.composed_dim is not None:
+        shared_dim = options.composed_dim
+        reading.reasons["hidden_dim"] = "composed_dim in the config"
+    else:
+        shared_dim = min(text_dim, shape.hidden_dim)
+        reading.reasons["hidden_dim"] = (
+            f"the smaller of the towers' sizes, {text_dim} for text and {shape.hidden_dim} for images"
+        )
+    fields = {
+        "hidden_dim": shared_dim,
+        "text_hidden_dim": text_dim,
+        "image_source": str(folder),
+        "image_hidden_dim": shape.hidden_dim,
+        "image_pooling": pooling,
+    }
+    return fields, shape
+
+
+def _matryoshka_sizes(
+    reading: _Reading, matryoshka: MatryoshkaSection, size: int
+) -> tuple[int, ...]:
+    """Return the Matryoshka sizes of an embedding of `size` dimensions."""
+    if matryoshka.mrl_dims is not None and matryoshka.mrl_dims != "auto":
+        dims = tuple(matryoshka.mrl_dims)
+        reading.reasons["mrl_dims"] = "mrl_dims in the config"
+    else:
+        reading.reasons["mrl_dims"] = (
+            f"the embedding's size and its halves down to {SMALLEST_MRL_DIM}"
+        )
+        dims = (size,)
+        while dims[-1] % 2 == 0 and dims[-1] // 2 >= SMALLEST_MRL_DIM:
+            dims += (dims[-1] // 2,)
+    if max(dims) > size:
+        raise UserError(
+            f"mrl_dims: {max(dims)} is larger than the {size}-dimensional embedding of {reading.options.model_name}; "
+            f"set it to {size} or less"
+        )
+    weights = matryoshka.mrl_weights
+    if weights is not None and len(weights) != len(dims):
+        raise UserError(
+            f"mrl_weights has {len(weights)} entries and mrl_dims has {len(dims)} ({list(dims)}); "
+            "give one weight per size"
+        )
+    return dims
+
+
+def _prompt(
+    reading: _Reading, kind: Literal["query", "document"], asked: str | None
+) -> str:
+    """Return the prompt of queries or documents: the option's, the files' or the one published for the model's name."""
+    key = f"{kind}_prompt"
+    files = reading.files
+    if asked is not None:
+        reading.reasons[key] = f"{key} in the config"
+        return asked
+    if reading.saved:
+        reading.reasons[key] = _FROM_SAVED
+        return str(reading.saved[key])
+    for name in (*PROMPT_NAMES[kind], files.default_prompt_name):
+        if name in files.prompts:
+            reading.reasons[key] = (
+                f"prompt {name!r} in config_sentence_transformers.json"
+            )
+            return files.prompts[name]
+    published = published_prompts(reading.options.model_name)
+    # A model whose files name any prompts is taken at its word; the table is for those published without.
+    if files.prompts or published is None:
+        return ""
+    query_prompt, document_prompt, reading.reasons[key] = published
+    return query_prompt if kind == "query" else document_prompt
+
+
+def published_prompts(name: str) -> tuple[str, str, str] | None:
+    """Return query prompt, document prompt and reason for a model known by name; otherwise None."""
+    last = name.rstrip("/").rsplit("/", 1)[-1].lower()
+    for pattern, query, document, series in PUBLISHED:
+        if re.fullmatch(pattern, last):
+            reason = (
+                f"{series} models were trained with it; recognised by the name {last}"
+            )
+            return query, document, reason
+    return None
+
+
+def _max_length(
+    reading: _Reading,
+    family: Family,
+    tokenizer: TokenizerSettings,
+    *,
+    for_inference: bool,
+) -> int:
+    """Return the maximum text length in tokens. `for_inference`: a length that the model's own files name is not limited by
+    the family's default, which bounds the time and memory of training."""
+    asked = reading.options.max_length
+    name = reading.options.model_name
+    text = reading.config.get_text_config()
+    positions = text.to_dict().get("max_position_embeddings")
+    if positions and reading.config.model_type in POSITIONS_AFTER_PADDING:
+        positions -= int(text.pad_token_id) + 1
+    longest = family.longest_by_default
+    if not family.reads_text:
+        reading.reasons["max_length"] = "an image encoder reads no text"
+        return asked or longest
+    if family.has_fixed_length:
+        if asked not in (None, positions):
+            raise UserError(
+                f"max_length: {asked} does not fit {name}: SigLIP pads every text to the {positions} tokens it was "
+                "trained with; leave max_length out"
+            )
+        reading.reasons["max_length"] = (
+            "SigLIP pads every text to its number of positions"
+        )
+        return int(positions)
+    if asked is not None:
+        if positions is not None and asked > positions:
+            raise UserError(
+                f"max_length: {asked} is more than the {positions} positions of {name}; set it to {positions} or less"
+            )
+        reading.reasons["max_length"] = "max_length in the config"
+        return asked
+    limits = {"positions in config.json": positions}
+    of_files = reading.files.max_length
+    if reading.saved:
+        limits = {_FROM_SAVED: reading.saved["max_length"]}
+    elif of_files is None or not for_inference:
+        limits[f"default limit of {longest}; set max_length to change it"] = longest
+    if not reading.saved and of_files is not None:
+        limits["sentence_bert_config.json"] = of_files
+    elif not reading.saved:
+        limits["model_max_length in tokenizer_config.json"] = tokenizer.model_max_length
+    # The smallest limit holds, and its reason is logged. Tokenizers without a limit say 1e30.
+    known = {
+        why: int(limit)
+        for why, limit in limits.items()
+        if limit is not None and limit > 0
+    }
+    reason = min(known, key=lambda why: known[why])
+    reading.reasons["max_length"] = reason
+    return known[reason]

@@ -1,4 +1,7 @@
-"""Pooling: the base class of all poolings. Imports no torch, because the config reads it."""
+"""Pooling: the base class of all poolings, and those without parameters: cls, mean, last, weighted_mean, max.
+
+Imports no torch, because the config reads it.
+"""
 
 from __future__ import annotations
 
@@ -58,3 +61,120 @@ class Pooling:
         """Map [tokens, hidden_dim] of one text without padding to [width], in the
         plainest way. Tests compare `pool` with it."""
         raise NotImplementedError(f"{self.name} has no reference")
+
+
+class Cls(Pooling):
+    """The first token, which BERT-like models train for this."""
+
+    name = "cls"
+    spellings = "first"
+    modes = ("cls",)
+    servers = {"tei": "cls", "vllm": "CLS", "llama.cpp": "cls", "gguf": "cls"}
+
+    def refusal(
+        self, *, is_causal: bool, is_image: bool, has_class_token: bool
+    ) -> str | None:
+        if is_causal:
+            return (
+                "the first token of a causal decoder sees no other, so that every text "
+                "would get the same embedding; use pooling: last, or "
+                "bidirectional_attention: true"
+            )
+        if is_image and not has_class_token:
+            return "this image encoder has no class token; use mean or max"
+        return None
+
+    def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return hidden[:, 0]
+        # argmax returns the first maximum, that is the first real token.
+        return _take(hidden, mask.int().argmax(dim=1))
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        return tokens[0]
+
+
+class Mean(Pooling):
+    """The mean of all tokens."""
+
+    name = "mean"
+    spellings = "average avg"
+    modes = ("mean",)
+    servers = {"tei": "mean", "vllm": "MEAN", "llama.cpp": "mean", "gguf": "mean"}
+
+    def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return hidden.mean(dim=1)
+        return _weighted(hidden, mask.to(hidden.dtype))
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        return tokens.mean(dim=0)
+
+
+class Last(Pooling):
+    """The last token, the only one of a causal decoder that sees the whole text."""
+
+    name = "last"
+    spellings = "last_token lasttoken eos"
+    modes = ("lasttoken",)
+    servers = {
+        "tei": "last-token",
+        "vllm": "LAST",
+        "llama.cpp": "last",
+        "gguf": "last",
+    }
+    needs_order = True
+
+    def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            return hidden[:, -1]
+        # The first real token of the flipped mask is the last one.
+        return _take(hidden, mask.shape[1] - 1 - mask.int().flip(1).argmax(dim=1))
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        return tokens[-1]
+
+
+class WeightedMean(Pooling):
+    """The mean with weight k for the k-th token, for causal decoders (SGPT)."""
+
+    name = "weighted_mean"
+    spellings = "weightedmean"
+    modes = ("weightedmean",)
+    needs_order = True
+
+    def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is None:
+            mask = hidden.new_ones(hidden.shape[:2]).long()
+        return _weighted(hidden, (mask.cumsum(dim=1) * mask).to(hidden.dtype))
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        total = sum((place + 1) * token for place, token in enumerate(tokens))
+        mean: Tensor = total / sum(range(1, len(tokens) + 1))
+        return mean
+
+
+class Max(Pooling):
+    """The largest value of each coordinate."""
+
+    name = "max"
+    modes = ("max",)
+
+    def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            hidden = hidden.masked_fill(mask.unsqueeze(-1) == 0, float("-inf"))
+        return hidden.amax(dim=1)
+
+    def reference(self, tokens: Tensor) -> Tensor:
+        return tokens.max(dim=0).values
+
+
+def _take(hidden: Tensor, position: Tensor) -> Tensor:
+    index = position[:, None, None].expand(-1, 1, hidden.shape[-1])
+    return hidden.gather(1, index).squeeze(1)
+
+
+def _weighted(hidden: Tensor, weight: Tensor) -> Tensor:
+    # Not a matrix product: on GPUs that is computed in TF32, forward and backward, with
+    # the mantissa of float16.
+    return (hidden * weight.unsqueeze(-1)).sum(dim=1) / weight.sum(dim=1, keepdim=True)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from vembed.models.poolings.base import Pooling
-from vembed.models.poolings.simple import Cls, Last, Max, Mean, WeightedMean
+from vembed.models.poolings.base import Cls, Last, Max, Mean, Pooling, WeightedMean
 
 MODEL_POOLING = "own"
 """Pooling of models that give one vector per input themselves (CLIP, SigLIP)."""

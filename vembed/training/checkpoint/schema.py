@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.files import read_state_bytes
-from vembed.models.families.weight_files import WEIGHTS, Stored, read_header
+from vembed.models.families.model_files import WEIGHTS, Stored, read_header
 from vembed.training.checkpoint import folder as integrity
 from vembed.training.checkpoint.folder import INDEX, STATE, irregular, step_of
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from vembed.errors import UserError
-from vembed.models.names import plain_name
+from vembed.models.families.backbones import plain_name
 from vembed.parallel import collectives
 from vembed.training.checkpoint.storage import CheckpointReader
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from vembed.errors import UserError
-from vembed.models.names import plain_name
+from vembed.models.families.backbones import plain_name
 from vembed.parallel.parameters import reshard
 from vembed.training.hooks.base import Hook, StepReport
 

@@ -1,0 +1,657 @@
+"""Attention: which kernel a model gets, texts packed into one row without padding, and dropout on CPUs.
+
+`attention` is the function that Transformers calls. Without packed texts it is sdpa. Packed texts go to a
+variable-length kernel on GPUs. On CPUs the batch is cut into pieces whose score matrices fit the caches, with dropout
+of our own: torch draws one random number per element, serially, which takes a third of a small encoder's step, and its
+attention with dropout writes every intermediate matrix to memory. Here one 64-bit number gives four 16-bit draws, and
+masks are applied to the bits of the numbers (`x & mask`, which vectorises in every dtype). The distribution is the
+same. The draws differ from torch's and depend on torch's seed only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+from transformers.utils import is_flash_attn_2_available
+
+from vembed.config.schema import ModelSection
+from vembed.errors import UserError
+from vembed.models.custom.modeling import PACKED, OwnConfig
+
+PACKED_ATTENTION = "vembed_packed"
+"""Name of `attention` in Transformers' registry. A backbone loaded with it packs its texts."""
+CPU_ATTENTION = "vembed_cpu"
+"""Name of `attention` for padded inputs on CPUs."""
+IMAGE_ATTENTION = "vembed_packed_flash_images"
+"""Name of `attention` for image towers. With "flash" in it, they hand over cumulative lengths."""
+TOKENS = "token_index"
+"""Input key: positions of real tokens in the flattened input_ids, computed on the host to avoid a GPU sync."""
+MODEL_TYPES = (
+    "bert",
+    "distilbert",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "roberta",
+    "xlm-roberta",
+)
+"""Model types whose layers pass extra arguments on to attention and use the given positions; each is tested."""
+_MAX_HEAD_SIZE = 256
+SCORE_BYTES = 2**21
+"""Bytes of one piece's score matrices."""
+DRAW_LEVELS = 2**16
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integer dtype by the number of bytes of a number."""
+
+
+# ---- which kernel ------------------------------------------------------------------------------------------------
+
+
+def attention_kernel(
+    asked: str, backbone: type[PreTrainedModel], device: torch.device, *, half: bool
+) -> tuple[str | None, str]:
+    """Return the attention implementation to load and the reason; None: the model's default.
+
+    `asked`: the option attn_implementation. `half`: attention runs in 16 bits.
+    """
+    has_sdpa = bool(backbone._supports_sdpa)
+    has_flash = bool(backbone._supports_flash_attn)
+    is_supported = {"sdpa": has_sdpa, "flash_attention_2": has_flash}
+    if not is_supported.get(asked, True):
+        raise UserError(
+            f"attn_implementation: {backbone.__name__} has no {asked}; use auto"
+        )
+    if asked == "flash_attention_2" and not is_flash_attn_2_available():
+        raise UserError(
+            "attn_implementation: flash_attention_2 needs the package flash-attn and a CUDA GPU, and at least one "
+            "is missing here; use sdpa (or auto)"
+        )
+    if asked != "auto":
+        return asked, "attn_implementation in the config"
+    if device.type != "cuda":
+        problem = "no CUDA GPU"
+    elif not has_flash:
+        problem = "this model does not support flash-attn"
+    elif not is_flash_attn_2_available():
+        problem = "flash-attn is not installed"
+    elif torch.cuda.get_device_capability(device) < (8, 0):
+        problem = "the GPU is older than flash-attn allows"
+    elif not half:
+        problem = "flash-attn does not support float32"
+    else:
+        reason = "auto: flash-attn is installed and the GPU allows it"
+        return "flash_attention_2", reason
+    return "sdpa" if has_sdpa else None, f"auto: {problem}"
+
+
+def why_padded(
+    options: ModelSection, model: PretrainedConfig, device: torch.device, *, half: bool
+) -> str | None:
+    """Return the reason for padding texts with this model and device; None: they are packed."""
+    if options.padding_free is False:
+        return "padding_free: false"
+    if isinstance(model, OwnConfig):
+        if PACKED in model.inputs:
+            return None
+        return f"the forward of {model.class_name} takes no {PACKED}"
+    if model.model_type not in MODEL_TYPES:
+        return f"{model.model_type} is not among the models that are tested without padding"
+    if options.attn_implementation in ("eager", "sdpa"):
+        return f"attn_implementation: {options.attn_implementation}"
+    if device.type == "cpu":
+        return None
+    values = model.to_dict()
+    num_heads = int(values.get("num_attention_heads") or values["n_heads"])
+    width = int(values.get("hidden_size") or values["dim"])
+    head_size = int(values.get("head_dim") or width // num_heads)
+    return why_no_kernel(head_size, device, half=half)
+
+
+def why_no_kernel(head_size: int, device: torch.device, *, half: bool) -> str | None:
+    """Return the reason why no variable-length kernel takes heads of this size on a GPU; None: one does."""
+    if not half:
+        return "flash attention does not support float32"
+    if not torch.cuda.is_available():
+        return "no CUDA GPU"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the GPU is older than flash attention allows"
+    if head_size > _MAX_HEAD_SIZE:
+        return f"flash attention does not support a head size of {head_size}"
+    if is_flash_attn_2_available():
+        return None
+    if "window_size" not in _varlen_arguments():
+        return "flash-attn is not installed, and this torch has no attention for texts of different lengths"
+    if head_size % 8:
+        # flash-attn's package pads the heads; the derivative of torch's operator refuses them.
+        return f"a head size of {head_size}, no multiple of 8, needs flash-attn, which is not installed"
+    return None
+
+
+@cache
+def _varlen_arguments() -> frozenset[str]:
+    """Return the names of the arguments of torch's variable-length attention; none where torch has none."""
+    if find_spec("torch.nn.attention.varlen") is None:
+        return frozenset()
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+FLASH3_PACKAGE = "flash_attn_interface"
+"""The module that FlashAttention 3 installs. torch calls it on Hopper GPUs."""
+HOPPER_CAPABILITY = (9, 0)
+_DROPOUTS = (
+    "attention_dropout",
+    "attention_probs_dropout_prob",
+    "attn_pdrop",
+    "attention_dropout_prob",
+)
+
+
+def use_flash3(config: Mapping[str, Any], device: torch.device) -> str | None:
+    """Let torch compute flash attention by FlashAttention 3 in this process from now on, or return the reason why not.
+
+    `config`: of the model.
+    """
+    if (
+        device.type != "cuda"
+        or torch.cuda.get_device_capability(device) != HOPPER_CAPABILITY
+    ):
+        return "it is for Hopper GPUs"
+    if find_spec(FLASH3_PACKAGE) is None:
+        return "it is not installed"
+    if "activate_flash_attention_impl" not in vars(torch.nn.attention):
+        return "this torch cannot use it"
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    if any(part.get(name) for part in parts for name in _DROPOUTS):
+        # It takes the place of torch's kernel for all calls, and refuses those with dropout.
+        return "it has no attention dropout, and the model has"
+    if not uses_flash3():
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    return None
+
+
+def uses_flash3() -> bool:
+    """Return True if torch computes flash attention by FlashAttention 3."""
+    known = "current_flash_attention_impl" in vars(torch.nn.attention)
+    return known and torch.nn.attention.current_flash_attention_impl() == "FA3"
+
+
+def register(name: str, *, compiled_layers: bool = False) -> str:
+    """Register `attention` with Transformers under a name, with the masks of sdpa, and return the name.
+
+    `compiled_layers`: compiled layers call it as it is. Its kernels are whole already, and the lengths of the texts
+    would make the compiler start again.
+    """
+    function: Any = attention
+    if compiled_layers:
+        function = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    return name
+
+
+def packs(backbone: Any) -> bool:
+    """Return True if the backbone takes packed texts."""
+    return bool(backbone.config._attn_implementation == PACKED_ATTENTION)
+
+
+def token_index(mask: Tensor) -> Tensor:
+    """Return the positions of real tokens in a flattened micro-batch."""
+    return mask.flatten().nonzero().squeeze(1)
+
+
+# ---- the function that layers call -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Boundaries of the texts in a packed row: with lengths 3 and 2, starts is [0, 3, 5] and longest 3."""
+
+    starts: Tensor
+    """int32 [n + 1]: start of each text, and the end of the last one."""
+    longest: int
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    packed: Packed | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention function for Transformers: for padded inputs, packed texts, and all images of a batch in one row.
+
+    `packed` is passed through the layers of texts. Image towers hand over `cu_seq_lens_q` and `max_length_q`, which say
+    the same (older ones call this for each image, without either).
+
+    query, key, value: [n, heads, length, size], of packed inputs with n = 1. Returns [n, length, heads, size].
+    """
+    num_rows, num_heads, length, size = query.shape
+    causal = bool(module.__dict__.get("is_causal") if is_causal is None else is_causal)
+    if cu_seq_lens_q is not None and max_length_q is not None:
+        packed = Packed(cu_seq_lens_q.to(torch.int32), int(max_length_q))
+    # sdpa is slow with dropout on a CPU alone. It handles what the pieces of a padded batch do not: grouped queries,
+    # keys of another length, and causal attention without a mask.
+    if packed is None and (
+        dropout in (0.0, 1.0)
+        or query.device.type != "cpu"
+        or key.shape != query.shape
+        or (causal and attention_mask is None)
+    ):
+        output, _ = sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **options,
+        )
+        return output, None
+    scaling = scaling or size**-0.5
+    # [n * length, heads, size]: one text behind the other, of packed texts without padding. Not `query[0]`, whose
+    # derivative is a tensor of zeros and a copy into it.
+    query, key, value = (
+        tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)
+    )
+    narrow = half_dtype(query, key, value)
+    if narrow is not None:
+        query, key, value = (tensor.to(narrow) for tensor in (query, key, value))
+    score_bytes = num_heads * query.dtype.itemsize
+    if packed is None:
+        # Consecutive rows whose scores [rows, heads, length, length] have at most SCORE_BYTES, at least one row.
+        step = max(1, SCORE_BYTES // max(1, score_bytes * length**2))
+        pieces = []
+        for start in range(0, num_rows, step):
+            stop = min(start + step, num_rows)
+            visible = attention_mask
+            if visible is not None and len(visible) > 1:
+                visible = visible[start:stop]
+            tokens = slice(start * length, stop * length)
+            pieces.append(Piece(tokens, stop - start, length, None, visible))
+        output = dropped_attention(query, key, value, pieces, dropout, scaling)
+        return output.view(num_rows, length, num_heads, -1), None
+    window = sliding_window
+    if window is not None and window >= packed.longest:
+        window = None  # it hides nothing
+    if query.device.type == "cuda" and narrow is not None:
+        output = by_kernel(query, key, value, packed, dropout, scaling, causal, window)
+        return output[None], None
+    # A limit on the scores of all heads together, so that a piece stays in the caches.
+    starts = tuple(packed.starts.tolist())
+    texts = cut(starts, SCORE_BYTES // score_bytes, causal, window)
+    # Dropout of grouped queries, where heads of keys are fewer, is left to sdpa.
+    drops_here = dropout > 0.0 and key.shape[1] == num_heads
+    by_piece = dropped_attention if drops_here else sdpa_by_piece
+    return by_piece(query, key, value, texts, dropout, scaling)[None], None
+
+
+def half_dtype(*tensors: Tensor) -> torch.dtype | None:
+    """Return the 16-bit dtype in which attention of these tensors runs; None: in float32, which no kernel computes.
+
+    Autocast leaves rotary positions and norms in float32 beside values in 16 bits. Without autocast its dtype on GPUs
+    is float16, so it is asked for only where it is on.
+    """
+    for tensor in reversed(tensors):
+        if tensor.dtype in (torch.bfloat16, torch.float16):
+            return tensor.dtype
+    device = tensors[0].device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
+def by_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Packed,
+    dropout: float,
+    scaling: float,
+    causal: bool,
+    window: int | None,
+) -> Tensor:
+    """Run flash-attn's variable-length kernel if it is installed, otherwise torch's. Shapes: [tokens, heads, size]."""
+    # A window of w tokens includes the token itself; -1 means unlimited.
+    left = -1 if window is None else window - 1
+    sides = (left, 0 if causal else left)
+    boundaries = (packed.starts, packed.starts, packed.longest, packed.longest)
+    if is_flash_attn_2_available() and not uses_flash3():
+        from flash_attn import flash_attn_varlen_func
+
+        attended: Tensor = flash_attn_varlen_func(
+            query,
+            key,
+            value,
+            *boundaries,
+            dropout_p=dropout,
+            softmax_scale=scaling,
+            causal=causal,
+            window_size=sides,
+        )
+        return attended
+    # Fewer heads of keys than of queries: torch's newer kernel takes them as they are, otherwise keys are repeated.
+    grouped: dict[str, Any] = {}
+    times = query.shape[1] // key.shape[1]
+    if times > 1 and dropout == 0.0 and "enable_gqa" in _varlen_arguments():
+        grouped["enable_gqa"] = True
+    elif times > 1:
+        key = key.repeat_interleave(times, dim=1)
+        value = value.repeat_interleave(times, dim=1)
+    row = (query, key, value, *boundaries)
+    if dropout > 0.0:
+        # varlen_attn has no dropout, but the operator behind it has. Its derivative draws the same mask again, from
+        # the random state that it returns. Here -1 is not "unlimited": a window that is not set is left out.
+        limits: dict[str, int] = {}
+        if window is not None:
+            limits = {"window_size_left": sides[0], "window_size_right": sides[1]}
+        dropped: Tensor = _flash_forward()(
+            *row, dropout, causal, False, scale=scaling, **limits
+        )[0]
+        return dropped
+    from torch.nn.attention.varlen import varlen_attn
+
+    output = varlen_attn(*row, scale=scaling, window_size=sides, **grouped)
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _flash_forward() -> Any:
+    return torch.ops.aten._flash_attention_forward
+
+
+# ---- pieces on CPUs ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive texts whose scores are computed together, padded to the longest among them."""
+
+    tokens: slice
+    num_texts: int
+    longest: int
+    slots: Tensor | None
+    """Indices of the num_texts * longest slots that hold tokens; None: all."""
+    visible: Tensor | None
+    """Mask that broadcasts to the scores [num_texts, heads, longest, longest]: bool, true where a query may attend to a
+    key, or added to them; None: everywhere."""
+
+    def pad(self, tokens: Tensor) -> Tensor:
+        """Map the piece's [tokens, heads, size] to [texts, heads, longest, size], with zeros in empty slots."""
+        if self.slots is not None:
+            padded = tokens.new_zeros(self.num_texts * self.longest, *tokens.shape[1:])
+            tokens = padded.index_copy_(0, self.slots, tokens)
+        by_text = tokens.view(self.num_texts, self.longest, *tokens.shape[1:])
+        return by_text.transpose(1, 2)
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """Undo `pad`: map [texts, heads, longest, size] to [tokens, heads, size]."""
+        tokens = padded.transpose(1, 2).reshape(-1, padded.shape[1], padded.shape[3])
+        return tokens if self.slots is None else tokens.index_select(0, self.slots)
+
+    def put(self, result: Tensor, padded: Tensor) -> None:
+        """Write the real tokens of [texts, heads, longest, size] into [all tokens, heads, size]."""
+        if self.slots is None:
+            # One copy, not two: `unpad` would make the transposed values contiguous first.
+            self.pad(result[self.tokens]).copy_(padded)
+        else:
+            result[self.tokens] = self.unpad(padded)
+
+
+@lru_cache(maxsize=8)
+def cut(
+    starts: tuple[int, ...], scores_at_once: int, causal: bool, window: int | None
+) -> tuple[Piece, ...]:
+    """Return the pieces of a packed row. Each has at most `scores_at_once` scores per head, or a single text.
+
+    Cached, since all layers of a forward pass use the same pieces.
+    """
+    lengths = [stop - start for start, stop in pairwise(starts)]
+    pieces = []
+    first = 0
+    # Greedy, in the order of the texts: their tokens stand one behind the other, so that a piece is one slice.
+    while first < len(lengths):
+        stop = first + 1
+        longest = lengths[first]
+        while stop < len(lengths):
+            # Adding a text pads all texts of the piece to the new longest.
+            wider = max(longest, lengths[stop])
+            if (stop + 1 - first) * wider**2 > scores_at_once:
+                break
+            stop += 1
+            longest = wider
+        of_piece = lengths[first:stop]
+        slot = torch.arange(longest)
+        slots = None
+        visible = None
+        if min(of_piece) < longest:
+            # [texts, longest]: True where a slot holds a token. Texts start at slot 0, so the padding is on the right.
+            real = slot < torch.tensor(of_piece)[:, None]
+            slots = real.flatten().nonzero().squeeze(1)
+            visible = real[:, None, None, :].expand(-1, 1, longest, -1)
+        if causal or window is not None:
+            # [longest, longest]: key position less query position; positive lies in the future.
+            ahead = slot[None, :] - slot[:, None]
+            allowed = ahead <= (0 if causal else longest)
+            if window is not None:
+                allowed = allowed & (ahead > -window) & (ahead < window)
+            visible = allowed[None, None] if visible is None else visible & allowed
+        tokens = slice(starts[first], starts[stop])
+        pieces.append(Piece(tokens, len(of_piece), longest, slots, visible))
+        first = stop
+    return tuple(pieces)
+
+
+def sdpa_by_piece(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pieces: Sequence[Piece],
+    dropout: float,
+    scaling: float,
+) -> Tensor:
+    """Return torch's attention [tokens, heads, size], piece by piece."""
+    sizes = [piece.tokens.stop - piece.tokens.start for piece in pieces]
+    # Grouped queries: each head of keys serves `times` heads of queries.
+    times = query.shape[1] // key.shape[1]
+    # Split at once and joined at the end: slices and writes into one buffer would each add a copy to the graph.
+    splits = [torch.split(tensor, sizes) for tensor in (query, key, value)]
+    attended = []
+    for piece, *parts in zip(pieces, *splits, strict=True):
+        queries, keys, values = (piece.pad(part) for part in parts)
+        if times > 1:
+            keys = keys.repeat_interleave(times, dim=1)
+            values = values.repeat_interleave(times, dim=1)
+        padded = functional.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attn_mask=piece.visible,
+            dropout_p=dropout,
+            scale=scaling,
+        )
+        attended.append(piece.unpad(padded))
+    return torch.cat(attended)
+
+
+def dropped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pieces: Sequence[Piece],
+    p: float,
+    scaling: float,
+) -> Tensor:
+    """Return dropout(softmax(q k^T * scaling + mask)) v [tokens, heads, size], computed piece by piece."""
+    attended: Tensor = _DroppedAttention.apply(query, key, value, pieces, p, scaling)  # type: ignore[no-untyped-call]
+    return attended
+
+
+class _DroppedAttention(torch.autograd.Function):
+    """Saves the probabilities with their draws for the backward pass, so nothing is drawn or computed twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        pieces: Sequence[Piece],
+        p: float,
+        scaling: float,
+    ) -> Tensor:
+        num_heads = query.shape[1]
+        output = value.new_empty(*query.shape[:-1], value.shape[-1])
+        saved: list[Tensor] = []
+        for piece in pieces:
+            # Saved as the backward pass needs them: [texts * heads, longest, size], copied once, queries scaled.
+            queries, keys, values = (
+                piece.pad(tensor[piece.tokens]).flatten(0, 1).contiguous()
+                for tensor in (query, key, value)
+            )
+            queries = queries * scaling
+            scores = torch.bmm(queries, keys.transpose(1, 2))
+            if piece.visible is not None:
+                # A view, so that the mask [n or 1, 1, longest, longest] is applied to all heads of a text in place.
+                by_head = scores.view(-1, num_heads, *scores.shape[1:])
+                if piece.visible.dtype == torch.bool:
+                    # The lowest finite value, not -inf: a row of padding that sees nothing must not become NaN.
+                    lowest = torch.finfo(scores.dtype).min
+                    by_head.masked_fill_(~piece.visible, lowest)
+                else:
+                    by_head += piece.visible
+            probabilities = torch.softmax(scores, dim=-1)
+            kept = kept_ones(probabilities.shape, p, probabilities.dtype)
+            integers = probabilities.view(kept.dtype)
+            # Negative where dropout keeps a probability. The lowest integer is the sign bit, which no probability has:
+            # to add it sets it, in one pass.
+            signed = torch.add(integers, kept, alpha=torch.iinfo(integers.dtype).min)
+            integers.mul_(kept)  # of the probabilities, in place
+            # The factor for kept elements is applied to the small output instead of the probabilities.
+            attended = torch.bmm(probabilities, values).mul_(scale_of(p))
+            padded = attended.view(piece.num_texts, num_heads, piece.longest, -1)
+            piece.put(output, padded)
+            saved += queries, keys, values, signed.view(probabilities.dtype)
+        ctx.save_for_backward(*saved)
+        ctx.pieces = pieces
+        ctx.p = p
+        ctx.scaling = scaling
+        ctx.shapes = query.shape, key.shape, value.shape
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        saved: tuple[Tensor, ...] = ctx.saved_tensors
+        # One buffer for each of query, key and value. The pieces cover all their tokens, so nothing stays unset.
+        results = [gradients[0].new_empty(shape) for shape in ctx.shapes]
+        for index, piece in enumerate(ctx.pieces):
+            queries, keys, values, signed = saved[4 * index : 4 * index + 4]
+            padded = piece.pad(gradients[0][piece.tokens])
+            gradient = padded.flatten(0, 1).contiguous() * scale_of(ctx.p)
+            integers = signed.view(BITS[signed.dtype.itemsize])
+            # An arithmetic shift fills a number with its sign: all bits where it is kept.
+            kept = integers >> (8 * signed.dtype.itemsize - 1)
+            all_but_sign = torch.iinfo(integers.dtype).max
+            probabilities = (integers & all_but_sign).view(signed.dtype)
+            # Chain rule in reverse order: d(dropped probabilities), d(probabilities), d(scores), then query and key.
+            through = masked_(torch.bmm(gradient, values.transpose(1, 2)), kept)
+            scores = torch.ops.aten._softmax_backward_data(
+                through, probabilities, -1, probabilities.dtype
+            )
+            dropped = masked_(probabilities, kept)
+            grads = (
+                # Of the queries before they were scaled.
+                torch.bmm(scores, keys).mul_(ctx.scaling),
+                torch.bmm(scores.transpose(1, 2), queries),
+                torch.bmm(dropped.transpose(1, 2), gradient),
+            )
+            for result, grad in zip(results, grads, strict=True):
+                piece.put(result, grad.view(*padded.shape[:2], *grad.shape[1:]))
+        return *results, None, None, None
+
+
+# ---- bulk draws of dropout ---------------------------------------------------------------------------------------
+
+
+def kept_ones(shape: torch.Size, p: float, dtype: torch.dtype) -> Tensor:
+    """Return dropout's draws for numbers of `dtype`: integers of their size, 1 with probability 1 - p, else 0.
+
+    `p` is rounded to a multiple of 2^-16.
+    """
+    # As an array: no value is read from a device.
+    seed = torch.empty(1, dtype=torch.int64).random_().numpy()
+    count = shape.numel()
+    numbers = np.random.SFC64(seed).random_raw((count + 3) // 4)
+    draws = torch.from_numpy(numbers.view(np.int16))[:count]
+    # Signed 16-bit draws are uniform on [-32768, 32767], so the threshold for "keep" is shifted by DRAW_LEVELS / 2.
+    draws.lt_(round((1.0 - p) * DRAW_LEVELS) - DRAW_LEVELS // 2)
+    return draws.to(BITS[dtype.itemsize]).view(shape)
+
+
+def scale_of(p: float) -> float:
+    """Return the factor for kept elements: 1 / (1 - p), with p rounded as in `kept_ones`."""
+    return DRAW_LEVELS / round((1.0 - p) * DRAW_LEVELS)
+
+
+def masked_(values: Tensor, mask: Tensor) -> Tensor:
+    """Set `values` to 0 where `mask` is 0. Elsewhere all bits of the mask are set."""
+    values.view(mask.dtype).bitwise_and_(mask)
+    return values
+
+
+class CpuDropout(nn.Dropout):
+    """nn.Dropout with bulk draws on CPUs; unchanged on other devices."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Apply dropout as nn.Dropout does, with other draws."""
+        if not self.training or self.p in (0.0, 1.0) or values.device.type != "cpu":
+            return super().forward(values)
+        dropped: Tensor = _Dropped.apply(values, self.p)  # type: ignore[no-untyped-call]
+        return dropped
+
+
+class _Dropped(torch.autograd.Function):
+    """values * mask * scale, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, p: float) -> Tensor:
+        # The negative of 1 has all bits set.
+        mask = kept_ones(values.shape, p, values.dtype).neg_()
+        ctx.save_for_backward(mask)
+        ctx.scale = scale_of(p)
+        return masked_(values * ctx.scale, mask)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (mask,) = ctx.saved_tensors
+        return masked_(gradients[0] * ctx.scale, mask), None
