@@ -1,4 +1,4 @@
-"""State files: small files that vembed writes and reads again. All are read here.
+"""The cache folder, and state files: small files that vembed writes and reads again. All are read here.
 
 A state file is a regular file of bounded size. A pipe would be waited for, a device has
 no end, and a file of many gigabytes does not fit into memory: each is a UserError, as
@@ -20,6 +20,13 @@ from vembed.errors import UserError
 
 MAX_STATE_BYTES = 2**30
 """Larger state files are refused."""
+
+
+def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
+    """Return vembed's cache folder: $XDG_CACHE_HOME/vembed, by default ~/.cache/vembed."""
+    # Empty counts as unset, as the XDG specification says.
+    base = env.get("XDG_CACHE_HOME")
+    return Path(base) / "vembed" if base else Path("~/.cache/vembed").expanduser()
 
 
 def read_state_bytes(path: str | Path, *, max_bytes: int = MAX_STATE_BYTES) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.cli.conftest import Command, losses, on_ranks, write_config
 from vembed.config.entries import DataSource
-from vembed.config.output_folder import expand_output_dir
+from vembed.config.loading import expand_output_dir
 from vembed.training.run import train
 
 

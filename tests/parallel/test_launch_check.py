@@ -24,15 +24,14 @@ import vembed
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
 from vembed.config.loading import resolve_run
-from vembed.config.ranks import FILE_OPTIONS, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
-from vembed.config.schema import option_fields
+from vembed.config.schema import FILE_OPTIONS, option_fields
 from vembed.errors import UserError
 from vembed.parallel import launch_check
 from vembed.parallel.environment import RankInfo, read_rank_info
 from vembed.parallel.launch import free_port
 from vembed.parallel.launch_check import LaunchCheck
-from vembed.training.identity import facts_of
+from vembed.training.identity import MAY_DIFFER, facts_of
 
 
 def another(annotation: Any, value: Any) -> Any:
@@ -176,6 +175,7 @@ def test_every_option_is_compared_or_may_differ_for_a_reason(
 
 PLAIN_TEXTS = frozenset(
     [
+        "guide_margin",
         "model_revision",
         "query_prompt",
         "document_prompt",

@@ -30,9 +30,7 @@ from tests.tiny import shared, tiny_bert_st, tiny_vit
 from vembed.cli.commands.serve import serve as run_serve
 from vembed.cli.main import app
 from vembed.errors import UserError
-from vembed.inference.serve.batching import Batcher
-from vembed.inference.serve.encoder import ServedInput, open_encoder
-from vembed.inference.serve.metrics import Metrics
+from vembed.inference.serve.encoder import Batcher, ServedInput, open_encoder
 from vembed.inference.serve.server import bound_socket
 from vembed.models.processors import load_tokenizer
 
@@ -422,7 +420,7 @@ class CountingEncoder:
 
 def test_requests_that_wait_are_encoded_together() -> None:
     encoder = CountingEncoder()
-    batcher = Batcher(encoder, Metrics())
+    batcher = Batcher(encoder)
     first = batcher.submit([ServedInput("first")])
     while not encoder.batches:
         time.sleep(0.01)

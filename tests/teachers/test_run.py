@@ -11,7 +11,7 @@ import pytest
 import vembed
 from tests.data.pictures import write
 from tests.tiny import shared, texts, tiny_bert, tiny_clip, tiny_reranker
-from vembed.config.user_folders import cache_folder
+from vembed.files import cache_folder
 
 
 @pytest.fixture(autouse=True)

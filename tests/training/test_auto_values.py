@@ -9,10 +9,11 @@ import yaml
 
 import vembed
 from tests import tiny
-from vembed.config.rate import Trained, peak_rate
-from vembed.config.run_intervals import (
+from vembed.config.auto import (
     RunSize,
+    Trained,
     decide_epochs,
+    peak_rate,
     run_intervals,
 )
 from vembed.config.schema import TrainConfig

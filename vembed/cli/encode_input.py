@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vembed.config.user_folders import cache_folder
 from vembed.data.documents import (
     ID_FIELDS,
     IMAGE_FIELDS,
@@ -30,6 +29,7 @@ from vembed.data.formats.table import ENDINGS, ending_of
 from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
 from vembed.data.messages import listed
 from vembed.errors import UserError
+from vembed.files import cache_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 

@@ -1,24 +1,92 @@
-"""Types of option values, and the entries of options that are lists: teachers, losses, guards and data sources."""
+"""Entries of options that hold several values: sampling, guards, teachers, losses, data sources, mined negatives."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, create_model
+from pydantic import AfterValidator, Field, create_model, model_validator
 
-from vembed.config.sampling import ACCEPTED, checked_sampling
 from vembed.config.values import (
+    FiniteFloat,
     Form,
-    Frozen,
+    Fraction,
+    Immutable,
     NonNegativeFloat,
     NonNegativeInt,
+    Number,
     PositiveFloat,
     PositiveInt,
 )
 from vembed.losses.table import LOSSES, loss_options, with_constraints
 
-SamplingName = Annotated[str, AfterValidator(checked_sampling), Form(ACCEPTED)]
+SamplingKind = Literal["proportional", "temperature", "round_robin", "weights"]
+# The numbers of the pattern are 0, 1, .5, 0.5 and 1.0; what it lets through above 1 is refused by value.
+_SAMPLING = re.compile(
+    r"(proportional|round_robin|weights)|temperature\(\s*(0|1|0?\.\d+|[01]\.\d*)\s*\)"
+)
+SAMPLING_FORMS = (
+    "proportional, temperature(alpha) with alpha from 0 to 1, round_robin or weights"
+)
+
+
+def checked_sampling(text: str) -> str:
+    """Return a value of `sampling` as it is. Raise ValueError if it has another form."""
+    parse_sampling(text)
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """A value of `sampling`."""
+
+    kind: SamplingKind = "proportional"
+    alpha: float = 1.0
+    """Power of a source's size."""
+
+    def num_drawn(
+        self, sizes: Sequence[int], weights: Sequence[float], batch_sizes: Sequence[int]
+    ) -> list[int]:
+        """Return how many examples of each source an epoch draws: about as many in all as with `proportional`."""
+        wanted = [size * weight for size, weight in zip(sizes, weights, strict=True)]
+        if self.kind == "round_robin":
+            num_batches = max(1, round(sum(wanted) / sum(batch_sizes)))
+            return [num_batches * size for size in batch_sizes]
+        if self.alpha != 1.0:
+            shares = [
+                weight * size**self.alpha
+                for size, weight in zip(sizes, weights, strict=True)
+            ]
+            factor = sum(wanted) / sum(shares)
+            wanted = [share * factor for share in shares]
+        return [max(1, round(count)) for count in wanted]
+
+
+PROPORTIONAL = Sampling()
+
+
+def parse_sampling(text: str) -> Sampling:
+    """Return the sampling that a value of the option stands for."""
+    match = _SAMPLING.fullmatch(text)
+    alpha = 1.0 if match is None or match[2] is None else float(match[2])
+    if match is None or alpha > 1.0:
+        raise ValueError(f"must be {SAMPLING_FORMS}")
+    match match[1]:
+        case "round_robin":
+            return Sampling("round_robin")
+        case "weights":
+            # size ** 0: the weights alone.
+            return Sampling("weights", 0.0)
+        case "proportional":
+            return PROPORTIONAL
+        case _:
+            return Sampling("temperature", alpha)
+
+
+SamplingName = Annotated[str, AfterValidator(checked_sampling), Form(SAMPLING_FORMS)]
 RELEVANCE = (
     "Given a search query, retrieve the passages that answer it or are relevant to it"
 )
@@ -29,7 +97,7 @@ else:
     LossName = Literal[tuple(LOSSES)]
 
 
-class Guard(Frozen):
+class Guard(Immutable):
     """One entry of `guards`."""
 
     path: str
@@ -45,7 +113,7 @@ class Guard(Frozen):
         return self.name or PurePath(self.path).stem
 
 
-class Teacher(Frozen):
+class Teacher(Immutable):
     """One entry of `teachers`."""
 
     model: str
@@ -77,7 +145,7 @@ class Teacher(Frozen):
         return self.name or self.model
 
 
-class _LossTerm(Frozen):
+class _LossTerm(Immutable):
     """One entry of `losses`: a loss, its weight, and options of the same names for this term alone."""
 
     loss: LossName
@@ -100,7 +168,7 @@ else:
     LossTerm = _with_loss_options()
 
 
-class DataSource(Frozen):
+class DataSource(Immutable):
     """One entry of `data_path` when it is a list."""
 
     path: str
@@ -123,10 +191,96 @@ class DataSource(Frozen):
     temperature: PositiveFloat | None = None
     """Like the option of the same name, for this source only; needs `homogeneous_batches`."""
     batch_size: PositiveInt | None = None
-    """Examples per process and step of this source; needs `homogeneous_batches`."""
+    """Examples per process in a batch of this source; needs `homogeneous_batches`."""
     global_batch_size: PositiveInt | None = None
     """The same over all processes, where the run has a `global_batch_size`."""
     val_data_path: str | None = None
     """Validation data of this source's task, as those of the run: scored with each evaluation."""
     max_negatives: NonNegativeInt | None = None
     """Like the option of the same name, for this source only."""
+
+
+LIMITS = frozenset({"relative_margin", "margin", "max_score", "threshold"})
+"""Options that limit how high a negative may score."""
+
+
+class ChoiceOptions(Immutable):
+    """Options that choose negatives among the candidates, and their number."""
+
+    num_negatives: PositiveInt = 5
+    """Negatives that each row gets, where there are so many."""
+    top_k: PositiveInt = 100
+    """Candidates per query: the best ones after known positives are left out."""
+    skip_first: NonNegativeInt = 0
+    """Leave out so many of the best candidates."""
+    relative_margin: Fraction | None = 0.05
+    """Keep a candidate d only if s(q, d) <= s(q, p) - relative_margin * |s(q, p)|, p being the query's known positive
+    with the lowest score. `null` turns it off."""
+    margin: FiniteFloat | None = None
+    """Keep a candidate d only if s(q, d) <= s(q, p) - margin."""
+    max_score: FiniteFloat | None = None
+    """Keep only candidates with at most this score."""
+    min_score: FiniteFloat | None = None
+    """Keep only candidates with at least this score."""
+    threshold: Literal["auto"] | None = None
+    """`auto`: hide a part of the known positives, see at which threshold too many of them would become negatives, and
+    use that threshold instead of `relative_margin`. The log says the threshold and the estimated rate."""
+    max_false_negative_rate: Annotated[float, Field(gt=0.0, lt=1.0), Number] = 0.05
+    """With `threshold: auto`: the estimated share of negatives that are in truth relevant stays at or below this."""
+    prefer_claimed: Literal["auto"] | bool = "auto"
+    """Take first those candidates that another query claims: with its known positive it is nearer to them than this
+    query with its own, so few of them are relevant here. `auto`: where `relative_margin`, `margin`, `max_score` and
+    `threshold` are left out; claimed candidates may then score up to 5 % above the positive, and the default margin
+    holds for the others."""
+    near_duplicate: Fraction | None = 0.9
+    """Leave out candidates of whose word n-grams at least this share is in a known positive, or the other way round.
+    `null`: only equal texts, apart from case, punctuation and spaces."""
+    sampling: Literal["top", "random", "softmax"] = "top"
+    """Choice among those that are left: the best, any, or any with probability softmax(score / temperature)."""
+    sampling_temperature: PositiveFloat = 0.05
+    """Temperature of `sampling: softmax`."""
+    per_query_budget: PositiveInt | None = None
+    """Different negatives for all rows of one query together; the rows take turns. Default: `num_negatives`, so that
+    all rows of a query get the same."""
+
+    @model_validator(mode="after")
+    def _is_enough(self) -> Self:
+        if self.skip_first + self.num_negatives > self.top_k:
+            raise ValueError(
+                f"top_k: {self.top_k} must be at least skip_first + num_negatives: "
+                f"{self.skip_first} + {self.num_negatives}"
+            )
+        if (
+            self.per_query_budget is not None
+            and self.per_query_budget < self.num_negatives
+        ):
+            raise ValueError(
+                f"per_query_budget: {self.per_query_budget} must be at least num_negatives: {self.num_negatives}"
+            )
+        return self
+
+    @property
+    def takes_claimed(self) -> bool:
+        """True if claimed candidates come first."""
+        return (
+            not (LIMITS & self.model_fields_set)
+            if self.prefer_claimed == "auto"
+            else self.prefer_claimed
+        )
+
+    @property
+    def budget(self) -> int:
+        """Negatives that are chosen per query."""
+        return self.per_query_budget or self.num_negatives
+
+
+class EpochMining(ChoiceOptions):
+    """The option `mine`: negatives that the run's own model mines between epochs."""
+
+    every_epochs: PositiveInt = 1
+    """Epochs from one mining to the next."""
+    at_start: bool = True
+    """Mine before the first epoch too. false: the first epoch has only the negatives of the data."""
+    corpus_path: str | list[str] | None = None
+    """Documents to search: a file with one document per record, a BEIR-style folder, or a list of these. Default: the
+    documents of the training data."""

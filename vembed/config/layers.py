@@ -32,12 +32,13 @@ USER_PRESETS = "distributed_examples"
 RESULT_OF = ", result of "
 """Between a file and a stage, in the origin of a model_name that is the result of that stage."""
 
-SLOTS = {
+REPLACES = {
     "global_batch_size": "batch_size",
     "max_steps": "epochs",
     "gradient_cache_chunk_size": "micro_batch_tokens",
 }
-"""Options that say one thing in another unit: a source that gives one of the two overrides both of a weaker source."""
+"""Option -> the option that it replaces, which says the same in another unit. A source that gives one of the two overrides
+both of a weaker source."""
 
 
 class Level(IntEnum):

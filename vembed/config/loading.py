@@ -1,11 +1,14 @@
-"""Loading of a TrainConfig from files, dicts, the launcher's environment and the command line, with value origins."""
+"""Loading of a TrainConfig: layers of options from files, the launcher and the command line, merged and checked."""
 
 from __future__ import annotations
 
 import os
+import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from datetime import datetime
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -20,8 +23,8 @@ from vembed.config.accelerate_file import (
 from vembed.config.entries import DataSource
 from vembed.config.layers import (
     COMMAND_LINE,
+    REPLACES,
     RESULT_OF,
-    SLOTS,
     USER_PRESETS,
     Layer,
     Level,
@@ -30,7 +33,6 @@ from vembed.config.layers import (
     source_layers,
 )
 from vembed.config.options import all_options
-from vembed.config.output_folder import expand_output_dir
 from vembed.config.parsing import CoreDumper, Node
 from vembed.config.resolved import DEFAULT, ResolvedRun, decide
 from vembed.config.schema import TrainConfig
@@ -41,6 +43,11 @@ DEFAULT_PRESET = "accelerate_fsdp"
 CODE_OPTIONS = ("model_class", "fsdp_auto_wrap_policy")
 """Options that name a class or function in a file."""
 PATH_OPTIONS = ("data_path", "val_data_path", "image_root", *CODE_OPTIONS)
+OUTPUT_DIR_FIELDS = ("model", "data", "seed", "time")
+"""What a template of output_dir may contain, in braces."""
+_FIELD = re.compile(r"\{([^{}]*)\}")
+_GENERAL_FOLDERS = frozenset({"model", "final", "merged", ""})
+"""Folder names that do not tell one model from another."""
 
 Source = str | Path | Mapping[str, Any] | TrainConfig
 
@@ -65,8 +72,8 @@ def resolve_run(
 ) -> ResolvedRun:
     """Resolve a run from all its sources.
 
-    The strongest first: the command line, the training config (a stage's block before the
-    rest), what `accelerate launch` has set, the Accelerate file that is named, the defaults.
+    From the weakest to the strongest: the defaults, the Accelerate file that is named, what
+    `accelerate launch` has set, the training config (a stage's block after the rest), the command line.
     """
     if isinstance(source, ResolvedRun):
         if not overrides:
@@ -78,23 +85,22 @@ def resolve_run(
     configs, presets = source_layers(source, stage or chosen_stage)
     for layer in configs:
         # Before the layers are merged, since the Accelerate file is read for that.
-        find_beside_file(layer.values, ("accelerate_config",), config_file, notes)
+        resolve_paths(layer.values, ("accelerate_config",), config_file, notes)
     if presets:
-        configs += _user_preset(
-            presets, [command_line, *reversed(configs)], config_file
-        )
+        configs += _user_preset([*configs, command_line], presets, config_file)
 
     # Where nobody names a file, FSDP starts from the default preset, unless `accelerate
     # launch` has brought FSDP options.
     launcher, launcher_notes = launcher_layer(env)
-    naming = _naming_layer([command_line, *reversed(configs)])
+    naming = _naming_layer([*configs, command_line])
     file = None
     files = []
+    base = ""
     if naming is not None:
         file = read_accelerate_file(naming.values["accelerate_config"].value)
         notes += file.notes
         files.append(file_layer(file, Level.FILE))
-    base = files[0].name if files else ""
+        base = file.source
     if "strategy" in launcher.values:
         base = launcher.name
     elif file is None or file.distribution != "fsdp":
@@ -114,21 +120,15 @@ def resolve_run(
         translated += layer.translated
         refused |= layer.refused
     values = _merge(layers, notes)
-    _divide_effective_batch(values, problems)
-    notes += _moved_stage_notes(values)
-    find_beside_file(values, PATH_OPTIONS, config_file, notes)
-    # After its path is resolved: without weights, the class is the model's name too.
-    model_class = values.get("model_class")
-    if model_class is not None and model_class.value and "model_name" not in values:
-        values["model_name"] = replace(model_class, option="model_name")
-    _expand_output_dir(values, env, notes, problems)
+    _resolve_values(values, config_file, env, notes, problems)
     for name, option in all_options().items():
         if option.is_required and name not in values and name not in refused:
             place = f"{config_file or 'the config'}: " if source != {} else ""
             problems.append(
                 f"{place}{name} is missing: add `{name}: ...` to a config file, or give {name}=... ({option.accepts})"
             )
-    _raise(problems)
+    if problems:
+        raise UserError("\nalso: ".join(problems))
 
     # Nobody has named the default preset. `decide` uses it only where FSDP is on.
     named = {}
@@ -137,7 +137,9 @@ def resolve_run(
             named[name] = value
     config = TrainConfig(**{name: value.value for name, value in named.items()})
     places = {name: value.place for name, value in named.items()}
-    _raise(rules.violations(config, places))
+    problems = rules.violations(config, places)
+    if problems:
+        raise UserError("\nalso: ".join(problems))
     origins = dict.fromkeys(all_options(), DEFAULT)
     for name, value in named.items():
         origins[name] = value.source
@@ -153,14 +155,9 @@ def resolve_run(
     )
 
 
-def _raise(problems: Sequence[str]) -> None:
-    if problems:
-        raise UserError("\nalso: ".join(problems))
-
-
-def _naming_layer(strongest_first: Sequence[Layer]) -> Layer | None:
-    """Return the layer that names the Accelerate file."""
-    for layer in strongest_first:
+def _naming_layer(layers: Sequence[Layer]) -> Layer | None:
+    """Return the layer that names the Accelerate file: the last that has the option."""
+    for layer in reversed(layers):
         if "accelerate_config" in layer.values:
             value = layer.values["accelerate_config"].value
             return None if value is None else layer
@@ -168,42 +165,230 @@ def _naming_layer(strongest_first: Sequence[Layer]) -> Layer | None:
 
 
 def _user_preset(
-    presets: Mapping[str, Node], strongest_first: Sequence[Layer], file: Path | None
+    layers: Sequence[Layer], presets: Mapping[str, Node], file: Path | None
 ) -> list[Layer]:
-    """Return the layer of the block of `distributed_examples` that `accelerate_config` names, which is taken out of
-    its layer; none if it names a file."""
-    layer = _naming_layer(strongest_first)
+    """Return the block of `distributed_examples` that `accelerate_config` names, as a layer in place of the option.
+
+    No layer if it names a file or a preset of vembed.
+    """
+    layer = _naming_layer(layers)
     if layer is None:
         return []
-    named = layer.values["accelerate_config"]
-    if named.value in presets:
+    name = layer.values["accelerate_config"].value
+    if name in presets:
         del layer.values["accelerate_config"]
-        block = {"distributed": presets[named.value]}
-        prefix = f"{USER_PRESETS}.{named.value}."
+        block = {"distributed": presets[name]}
+        prefix = f"{USER_PRESETS}.{name}."
         return [Layer(str(file or "the config")).take_all(block, prefix)]
-    if named.value in preset_names() or Path(str(named.value)).exists():
+    if name in preset_names() or Path(str(name)).exists():
         return []
     known = ", ".join([*presets, *preset_names()])
     raise UserError(
-        f"accelerate_config: {named.value!r} ({named.place}) is neither a file nor "
+        f"accelerate_config: {name!r} ({layer.values['accelerate_config'].place}) is neither a file nor "
         f"a preset ({known})"
     )
 
 
 def _override_stage(file: Layer, configs: Sequence[Layer], notes: list[str]) -> None:
-    """Take out of the config what the stage's block and the file give: the command line named the file for this
-    launch, and the block is for any."""
-    slots = {SLOTS.get(name, name) for name in configs[-1].values}
-    for name in file.values:
-        if SLOTS.get(name, name) not in slots:
+    """Remove from the config what both the stage's block and the file give.
+
+    The command line names the file for this launch. The block is for any launch.
+    """
+    in_block = {REPLACES.get(name, name) for name in configs[-1].values}
+    for name, value in file.values.items():
+        meaning = REPLACES.get(name, name)
+        if meaning not in in_block:
             continue
-        new = replace(
-            file.values[name], place=f"{file.name}, named on the command line"
-        )
+        new = replace(value, place=f"{file.name}, named on the command line")
         for layer in configs:
             for other in list(layer.values):
-                if SLOTS.get(other, other) == SLOTS.get(name, name):
+                if REPLACES.get(other, other) == meaning:
                     notes.append(f"{new} overrides {layer.values.pop(other)}")
+
+
+def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, OptionValue]:
+    """Merge the layers, from the weakest to the strongest. Each value that is overridden gets a note."""
+    merged: dict[str, OptionValue] = {}
+    for layer in layers:
+        for new in layer.values.values():
+            old = merged.get(new.option)
+            # `auto` leaves an option to what the file or the launcher says.
+            if old is not None and new.value == "auto" and old.level < Level.CONFIG:
+                continue
+            meaning = REPLACES.get(new.option, new.option)
+            for name in list(merged):
+                if REPLACES.get(name, name) != meaning:
+                    continue
+                old = merged[name]
+                is_other = name != new.option
+                is_auto = "auto" in (new.value, old.value)
+                if is_other and (name in layer.values or is_auto):
+                    continue
+                is_seen = old.level > Level.PRESET
+                is_stronger = is_other or old.level != new.level
+                if is_seen and is_stronger and old.value != new.value:
+                    notes.append(f"{new} overrides {old}")
+                del merged[name]
+            merged[new.option] = new
+    return merged
+
+
+def _resolve_values(
+    values: dict[str, OptionValue],
+    file: Path | None,
+    env: Mapping[str, str],
+    notes: list[str],
+    problems: list[str],
+) -> None:
+    """Replace values that depend on other options or on files by those that they stand for."""
+    # Elsewhere an effective batch counts the accumulated batches. Here it is one of them.
+    batch = values.get("global_batch_size")
+    parts = values.get("gradient_accumulation_steps")
+    is_effective = batch is not None and batch.key.endswith("effective_batch_size")
+    if batch is not None and parts is not None and is_effective:
+        if batch.value % parts.value:
+            problems.append(
+                f"{batch.place}: {batch.key}: {batch.value} must be a multiple of "
+                f"gradient_accumulation_steps: {parts.value} ({parts.place})"
+            )
+        else:
+            place = (
+                f"{batch.place}, {batch.value} over {parts.value} accumulated batches"
+            )
+            size = batch.value // parts.value
+            values["global_batch_size"] = replace(batch, value=size, place=place)
+
+    model = values.get("model_name")
+    folder = values.get("output_dir")
+    is_moved = folder is not None and folder.place == COMMAND_LINE
+    if (
+        model is not None
+        and RESULT_OF in model.place
+        and folder is not None
+        and is_moved
+    ):
+        notes.append(
+            f"output_dir: {folder.value} ({COMMAND_LINE}) is this stage's folder alone: it "
+            f"starts from {model.value} ({model.place}); model_name=FOLDER/final starts from "
+            "another run of that stage"
+        )
+    resolve_paths(values, PATH_OPTIONS, file, notes)
+    # After its path is resolved: without weights, the class is the model's name too.
+    model_class = values.get("model_class")
+    if model_class is not None and model_class.value and model is None:
+        values["model_name"] = replace(model_class, option="model_name")
+    if folder is not None:
+        plain = {name: value.value for name, value in values.items()}
+        try:
+            path = expand_output_dir(folder.value, plain, env)
+        except ValueError as error:
+            problems.append(f"output_dir: {folder.value}: {error} ({folder.place})")
+            return
+        if path != folder.value:
+            notes.append(f"output_dir: {folder.value} -> {path}")
+            values["output_dir"] = replace(folder, value=path)
+
+
+def resolve_paths(
+    values: dict[str, OptionValue],
+    names: Sequence[str],
+    file: Path | None,
+    notes: list[str],
+) -> None:
+    """Resolve relative paths in the current directory, else in the config file's folder."""
+    if file is None:
+        return
+
+    def find(name: str, path: str) -> str:
+        beside = file.parent / path
+        try:
+            is_clear = Path(path).is_absolute() or Path(path).exists()
+            if is_clear or not beside.exists():
+                return path
+        except (OSError, ValueError):
+            return path  # not a valid file name: the reader of the data reports it
+        notes.append(
+            f"{name}: {path} is not in the current directory; using the one beside "
+            f"{file.name}"
+        )
+        return str(beside)
+
+    def find_all(name: str, value: Any) -> Any:
+        if name in CODE_OPTIONS:
+            path, _, attribute = str(value).rpartition(":")
+            return f"{find(name, path)}:{attribute}" if path.endswith(".py") else value
+        if isinstance(value, list):
+            return [find_all(name, entry) for entry in value]
+        if isinstance(value, DataSource):
+            paths = {"path": find(name, value.path)}
+            if value.val_data_path is not None:
+                paths["val_data_path"] = find(name, value.val_data_path)
+            return value.model_copy(update=paths)
+        return find(name, value)
+
+    for name in names:
+        value = values.get(name)
+        if value is None or value.value is None or value.value in preset_names():
+            continue
+        # Arguments of the command line are typed in the current directory.
+        if value.level is not Level.COMMAND_LINE:
+            values[name] = replace(value, value=find_all(name, value.value))
+
+
+def expand_output_dir(
+    template: str, values: Mapping[str, Any], env: Mapping[str, str] = os.environ
+) -> str:
+    """Return the folder that a template such as runs/{model}-{time} names: the same on every rank.
+
+    `values`: the options by name. Raise ValueError for a bad template.
+    """
+    # Not str.format: other braces, format specs and attributes in a folder's name stay as they are.
+    names = _FIELD.findall(template)
+    if not names:
+        return template
+    unknown = [name for name in names if name not in OUTPUT_DIR_FIELDS]
+    if unknown:
+        raise ValueError(
+            f"{{{unknown[0]}}} is not known; a folder's name may contain {{{'}, {'.join(OUTPUT_DIR_FIELDS)}}}"
+        )
+    start = ""
+    if "time" in names:
+        resume = values.get("resume", False)
+        if resume in (True, "auto", "force"):
+            raise ValueError(
+                f"{{time}} names a new folder at each start, so resume: {str(resume).lower()} finds no checkpoint "
+                "there; give resume the folder of the earlier run, or leave out {time}"
+            )
+        if values.get("num_machines", 1) != 1:
+            raise ValueError(
+                "{time} differs between machines; give all of them one fixed folder"
+            )
+        seconds = time.time()
+        if env.get("LOCAL_RANK") is not None:
+            # Ranks take the start of the process that started them, which they share.
+            import psutil
+
+            seconds = float(psutil.Process(os.getppid()).create_time())
+        start = datetime.fromtimestamp(seconds).strftime("%Y%m%d-%H%M%S")
+    data = values.get("data_path")
+    first = data[0] if isinstance(data, list) and data else data
+    path = first.path if isinstance(first, DataSource) else str(first)
+
+    def short_name(name: str) -> str:
+        """Return the last part of a path or Hub name that says which model or file it is."""
+        last = name
+        for part in PurePath(name.replace("\\", "/")).parts:
+            if part not in _GENERAL_FOLDERS:
+                last = part
+        return re.sub(r"[^\w.-]+", "-", last).strip("-.") or "run"
+
+    known = {
+        "model": short_name(str(values.get("model_name", ""))),
+        "data": short_name(path).partition(".")[0],
+        "seed": str(values.get("seed", 42)),
+        "time": start,
+    }
+    return _FIELD.sub(lambda match: known[match[1]], template)
 
 
 def require_earlier_stage(resolved: ResolvedRun) -> None:
@@ -231,7 +416,7 @@ def render(
     """
     values = config.to_dict()
     # Of two options for one thing, only the one that counts.
-    for name, replaced in SLOTS.items():
+    for name, replaced in REPLACES.items():
         if values[name] is not None:
             del values[replaced]
     if "temperature" not in config.given:
@@ -277,132 +462,3 @@ def one_line_yaml(value: Any) -> str:
         width=10**6,
     )
     return text.removesuffix("...\n").strip()
-
-
-def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, OptionValue]:
-    """Let the stronger layers, which come later, override the weaker ones.
-
-    Each value that loses gets a note.
-    """
-    merged: dict[str, OptionValue] = {}
-    for layer in layers:
-        for new in layer.values.values():
-            old = merged.get(new.option)
-            # `auto` leaves an option to what the file or the launcher says.
-            if old is not None and new.value == "auto" and old.level < Level.CONFIG:
-                continue
-            slot = SLOTS.get(new.option, new.option)
-            for name in [name for name in merged if SLOTS.get(name, name) == slot]:
-                old = merged[name]
-                is_other = name != new.option
-                is_auto = "auto" in (new.value, old.value)
-                if is_other and (name in layer.values or is_auto):
-                    continue
-                is_seen = old.level > Level.PRESET
-                is_stronger = is_other or old.level != new.level
-                if is_seen and is_stronger and old.value != new.value:
-                    notes.append(f"{new} overrides {old}")
-                del merged[name]
-            merged[new.option] = new
-    return merged
-
-
-def _divide_effective_batch(
-    values: dict[str, OptionValue], problems: list[str]
-) -> None:
-    """Elsewhere an effective batch counts the accumulated batches. Here it is one of them."""
-    batch = values.get("global_batch_size")
-    parts = values.get("gradient_accumulation_steps")
-    if batch is None or parts is None or not batch.key.endswith("effective_batch_size"):
-        return
-    if batch.value % parts.value:
-        problems.append(
-            f"{batch.place}: {batch.key}: {batch.value} must be a multiple of "
-            f"gradient_accumulation_steps: {parts.value} ({parts.place})"
-        )
-        return
-    place = f"{batch.place}, {batch.value} over {parts.value} accumulated batches"
-    values["global_batch_size"] = replace(
-        batch, value=batch.value // parts.value, place=place
-    )
-
-
-def _moved_stage_notes(values: Mapping[str, OptionValue]) -> list[str]:
-    """Return a note where the command line moves a stage's folder, but not the one before."""
-    model = values.get("model_name")
-    folder = values.get("output_dir")
-    if model is None or RESULT_OF not in model.place:
-        return []
-    if folder is None or folder.place != COMMAND_LINE:
-        return []
-    return [
-        f"output_dir: {folder.value} ({COMMAND_LINE}) is this stage's folder alone: it "
-        f"starts from {model.value} ({model.place}); model_name=FOLDER/final starts from "
-        "another run of that stage"
-    ]
-
-
-def _expand_output_dir(
-    values: dict[str, OptionValue],
-    env: Mapping[str, str],
-    notes: list[str],
-    problems: list[str],
-) -> None:
-    template = values.get("output_dir")
-    if template is None:
-        return
-    plain = {name: value.value for name, value in values.items()}
-    try:
-        folder = expand_output_dir(template.value, plain, env)
-    except ValueError as error:
-        problems.append(f"output_dir: {template.value}: {error} ({template.place})")
-        return
-    if folder != template.value:
-        notes.append(f"output_dir: {template.value} -> {folder}")
-        values["output_dir"] = replace(template, value=folder)
-
-
-def find_beside_file(
-    values: dict[str, OptionValue],
-    names: Sequence[str],
-    file: Path | None,
-    notes: list[str],
-) -> None:
-    """Resolve relative paths in the current directory, else in the config file's folder."""
-    if file is None:
-        return
-
-    def find(name: str, path: str) -> str:
-        beside = file.parent / path
-        try:
-            is_clear = Path(path).is_absolute() or Path(path).exists()
-            if is_clear or not beside.exists():
-                return path
-        except (OSError, ValueError):
-            return path  # not a valid file name: the reader of the data reports it
-        notes.append(
-            f"{name}: {path} is not in the current directory; using the one beside "
-            f"{file.name}"
-        )
-        return str(beside)
-
-    def find_all(name: str, value: Any) -> Any:
-        if name in CODE_OPTIONS:
-            path, _, attribute = str(value).rpartition(":")
-            return f"{find(name, path)}:{attribute}" if path.endswith(".py") else value
-        if isinstance(value, list):
-            return [find_all(name, entry) for entry in value]
-        if isinstance(value, DataSource):
-            paths = {"path": find(name, value.path)}
-            if value.val_data_path is not None:
-                paths["val_data_path"] = find(name, value.val_data_path)
-            return value.model_copy(update=paths)
-        return find(name, value)
-
-    for name in names:
-        value = values.get(name)
-        if value is None or value.value is None or value.value in preset_names():
-            continue
-        # Arguments of the command line are typed in the current directory.
-        if value.level is not Level.COMMAND_LINE:
-            values[name] = replace(value, value=find_all(name, value.value))

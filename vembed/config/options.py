@@ -15,10 +15,9 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from vembed.config.entries import DataSource, LossTerm, Teacher
-from vembed.config.negatives import EpochMining
+from vembed.config.entries import DataSource, EpochMining, LossTerm, Teacher
 from vembed.config.schema import option_fields, section_title
-from vembed.config.values import Form, Frozen
+from vembed.config.values import Form, Immutable
 from vembed.losses.table import with_constraints
 
 LARGEST = 2**63
@@ -100,9 +99,13 @@ def quoted(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_BLOCKS: dict[str, type[Frozen]] = {"mine": EpochMining}
+_BLOCKS: dict[str, type[Immutable]] = {"mine": EpochMining}
 """Models of options that hold options of their own."""
-_ENTRIES: dict[str, type[Frozen]] = {"losses": LossTerm, "teachers": Teacher, **_BLOCKS}
+_ENTRIES: dict[str, type[Immutable]] = {
+    "losses": LossTerm,
+    "teachers": Teacher,
+    **_BLOCKS,
+}
 """The same, and models of the entries of options that are lists; `data_path` has DataSource."""
 
 

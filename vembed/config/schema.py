@@ -10,18 +10,18 @@ from pydantic.fields import FieldInfo
 
 from vembed.config.entries import (
     DataSource,
+    EpochMining,
     Guard,
     LossName,
     LossTerm,
     SamplingName,
     Teacher,
 )
-from vembed.config.negatives import EpochMining
 from vembed.config.values import (
     CodeName,
     Dtype,
     Fraction,
-    Frozen,
+    Immutable,
     Momentum,
     NamesFiles,
     NonNegativeFloat,
@@ -45,7 +45,7 @@ from vembed.models.families.table import FamilyName
 from vembed.models.poolings.table import PoolingName, pooling_text
 
 
-class Section(Frozen):
+class Section(Immutable):
     """Base class of the sections of a TrainConfig."""
 
 
@@ -70,7 +70,7 @@ class ModelSection(Section, title="model"):
     """A torch module of your own as backbone: path/to/file.py:Class or package.module:Class. New weights, unless
     `model_name` names a folder of them."""
     model_arguments: dict[str, Any] | None = None
-    """Keyword arguments of `model_class` (also `model_config`)."""
+    """Keyword arguments of `model_class` (alias: `model_config`)."""
     tokenizer_name: Annotated[str | None, NamesFiles("model")] = None
     """Tokenizer, or image processor, of `model_class`: a folder or a Hub name. Default: that of `model_name`."""
     from_scratch: bool = False
@@ -145,8 +145,8 @@ class AdapterSection(Section, title="adapters and frozen parts"):
     lora_target_modules: Literal["auto", "all-linear"] | list[str] = "auto"
     """Layers that get an adapter. `auto`: attention and feed-forward projections of the chosen towers."""
     lora_variant: Literal["lora", "rslora", "dora"] = "lora"
-    """rslora: scale by alpha / sqrt(r) instead, which suits large ranks (also `use_rslora`). dora: weight-decomposed
-    adapters, slower, often better at small ranks (also `use_dora`)."""
+    """rslora: scale by alpha / sqrt(r) instead, which suits large ranks (alias: `use_rslora`). dora: weight-decomposed
+    adapters, slower, often better at small ranks (alias: `use_dora`)."""
     quantize_weights: Literal["int8", "nf4"] | None = None
     """nf4: keep the frozen base weights in 4 bits below the adapters (also `use_qlora: true`, which implies `use_lora`).
     Needs bitsandbytes. int8: round the weights of the layers' linear maps to int8 in each forward pass, a scale per row,
@@ -261,9 +261,9 @@ class BatchSection(Section, title="batch"):
     """Batch and micro-batches."""
 
     batch_size: PositiveInt = 32
-    """Examples per process and step."""
+    """Examples per process in a batch."""
     global_batch_size: PositiveInt | None = None
-    """Examples per step over all processes. Replaces `batch_size`."""
+    """Examples in a batch over all processes. Replaces `batch_size`."""
     gradient_accumulation_steps: PositiveInt = 1
     """Batches per optimizer step. Each has its own negatives: for a larger contrastive batch raise `batch_size`,
     whose memory is bounded by `micro_batch_tokens`."""
@@ -324,7 +324,7 @@ class OptimizerSection(Section, title="optimizer"):
     a composed model with `learning_rate: auto`."""
     warmup_steps: NonNegativeInt | Fraction = 0.1
     """Steps in which the learning rate rises to its peak. A number with a decimal point, such as 0.1, is a share of all
-    steps (also `warmup_ratio`)."""
+    steps (alias: `warmup_ratio`)."""
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = "linear"
     """Decay of the learning rate after the warm-up. constant: no decay."""
     max_grad_norm: NonNegativeFloat = 1.0
@@ -345,22 +345,22 @@ class ParallelSection(Section, title="parallel"):
 
     strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     """Distribution of the model over processes: ddp, a copy on each, or fsdp, sharded, with the options of
-    `configs/accelerate_fsdp.yaml`. `auto`: by size (see the log). Also `use_fsdp: true` for fsdp. `use_fsdp: false` rules
+    `configs/accelerate_fsdp.yaml`. `auto`: by size (see the log). Alias: `use_fsdp: true` for fsdp. `use_fsdp: false` rules
     sharding out."""
     accelerate_config: str | None = None
     """Accelerate YAML or the name of a preset (accelerate_fsdp, accelerate_ddp, ...). Options of the training
     config override it, and values that `accelerate launch` sets do too."""
     num_processes: Literal["auto"] | PositiveInt = "auto"
-    """Processes per machine that `vembed train` starts (also `devices`). `auto`: one per GPU, 1 without."""
+    """Processes per machine that `vembed train` starts (alias: `devices`). `auto`: one per GPU, 1 without."""
     num_machines: PositiveInt = 1
-    """Number of machines (also `num_nodes`)."""
+    """Number of machines (alias: `num_nodes`)."""
     fsdp_version: Literal[1, 2] | None = None
     """FSDP implementation. Default: the preset's, 2."""
     fsdp_sharding_strategy: (
         Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"] | None
     ) = None
     """Sharding strategy. FULL_SHARD: parameters, gradients and optimizer state are sharded. SHARD_GRAD_OP: parameters
-    stay gathered between forward and backward (also `reshard_after_forward: false`). NO_SHARD: plain DDP. HYBRID_SHARD:
+    stay gathered between forward and backward (alias: `reshard_after_forward: false`). NO_SHARD: plain DDP. HYBRID_SHARD:
     sharded inside a machine, replicated between machines."""
     fsdp_offload_params: bool | None = None
     """Keep parameters, gradients and optimizer state in host memory between uses."""
@@ -441,8 +441,8 @@ class LoggingSection(Section, title="logging"):
     """Repository on the Hub (user/name, private) that gets each best checkpoint, as a commit with the tag step-N, and in the end
     `final/` with card, report and a description of the data. The token is that of the login or of HF_TOKEN."""
     console: Literal["normal", "verbose", "quiet"] = "normal"
-    """Lines on the console: five on the set-up, then steps and scores. Or all lines of the log file (also `--verbose`), or
-    only warnings (also `--quiet`)."""
+    """Lines on the console: five on the set-up, then steps and scores. Or all lines of the log file (alias: `--verbose`), or
+    only warnings (alias: `--quiet`)."""
     log_file: str = "training_log.txt"
     """Log file, inside output_dir."""
     debug: bool = False
@@ -482,7 +482,7 @@ class RunSection(Section, title="run"):
     """Time limit in minutes. The run saves a checkpoint and ends before it."""
 
 
-class TrainConfig(Frozen):
+class TrainConfig(Immutable):
     """Options of a training run, by section. Users write them flat, in one file.
 
     `docs/options.md` is generated from the sections: the title of a section's class is
@@ -577,5 +577,22 @@ def json_schema() -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, field in option_fields().items():
         fields[name] = (field.annotation, field)
-    model = create_model("TrainConfig", __base__=Frozen, **fields)
+    model = create_model("TrainConfig", __base__=Immutable, **fields)
     return model.model_json_schema()
+
+
+def _file_options() -> dict[str, str]:
+    kinds = {}
+    for name, field in option_fields().items():
+        for entry in field.metadata:
+            if isinstance(entry, NamesFiles):
+                kinds[name] = str(entry)
+    return kinds
+
+
+FILE_OPTIONS = _file_options()
+"""Option that names files or folders -> their kind: model, data or code.
+
+The schema marks them. They are compared by their content, under whatever name, between the ranks of a run and between a
+run and its checkpoint.
+"""

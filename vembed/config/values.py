@@ -49,7 +49,7 @@ CodeName = Annotated[
 """A function or class in a file of the user's."""
 
 
-class Frozen(BaseModel):
+class Immutable(BaseModel):
     """Base class of config models: immutable; unknown keys are errors."""
 
     model_config = ConfigDict(

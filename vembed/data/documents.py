@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vembed.config.user_folders import cache_folder
 from vembed.data.examples import (
     LONE_SURROGATE,
     BadRecord,
@@ -18,6 +17,7 @@ from vembed.data.formats.base import Format, Row, TextFormat
 from vembed.data.formats.opening import open_reader
 from vembed.data.images.files import ImageRoot
 from vembed.data.messages import listed
+from vembed.files import cache_folder
 
 ID_FIELDS = ("_id", "id", "doc_id", "document_id", "docid", "pid")
 """Names of the id of a document; the first one that is there."""

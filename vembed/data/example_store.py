@@ -23,9 +23,7 @@ from vembed.config.terms import (
     reads_scores,
     run_terms,
 )
-from vembed.config.user_folders import cache_folder
-from vembed.data.batching.class_batches import next_of_class
-from vembed.data.batching.schedule import ContentKeys
+from vembed.data.batching.schedule import ContentKeys, next_of_class
 from vembed.data.cache import change_since, short_hash
 from vembed.data.columns import LABEL, Columns, is_conversation
 from vembed.data.examples import BadRecord, Example, ReadAs
@@ -44,6 +42,7 @@ from vembed.data.misreadings import (
 )
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
+from vembed.files import cache_folder
 from vembed.losses.table import LOSSES
 
 NUM_INSPECTED = 20

@@ -28,8 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from vembed.cores import num_cores
-from vembed.data.batching.class_batches import label_key
-from vembed.data.batching.schedule import ContentKeys
+from vembed.data.batching.schedule import ContentKeys, label_key
 from vembed.data.cache import short_hash, stamp, written_aside
 from vembed.data.child_process import answers, send, start_child
 from vembed.data.examples import BadRecord, Example, ImageRef, Item, MissingNegative

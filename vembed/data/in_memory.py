@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vembed.config.user_folders import cache_folder
 from vembed.data.cache import written_aside
 from vembed.data.messages import listed
 from vembed.errors import UserError
+from vembed.files import cache_folder
 
 FOLDER = "python"
 """Folder inside the cache; a file's name is the hash of its content."""

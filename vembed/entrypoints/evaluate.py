@@ -1,19 +1,12 @@
-"""Entry point of one process of an evaluation, with the arguments of `vembed eval`."""
+"""Entry point of one process of `vembed eval`, for accelerate launch, torchrun and `python -m`."""
 
 import sys
 from pathlib import Path
 
-
-def main() -> None:
-    """Evaluate with the arguments of the command line, and exit as `vembed eval` does."""
+if __name__ == "__main__":
+    if not __package__:
+        # Started as a file: its folder is on the path, whose modules would hide others, and the checkout is not.
+        sys.path[0] = str(Path(__file__).resolve().parents[2])
     from vembed.cli.main import run_process
 
     sys.exit(run_process("eval", sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    if not __package__:
-        # Run as a file: replace this folder on sys.path, whose modules train and evaluate would hide others, by the
-        # checkout.
-        sys.path[0] = str(Path(__file__).resolve().parents[2])
-    main()

@@ -1,18 +1,12 @@
-"""Entry point of one process of generating pairs, with the arguments of `vembed generate`."""
+"""Entry point of one process of `vembed generate`, for accelerate launch, torchrun and `python -m`."""
 
 import sys
 from pathlib import Path
 
-
-def main() -> None:
-    """Generate with the arguments of the command line, and exit as `vembed generate` does."""
+if __name__ == "__main__":
+    if not __package__:
+        # Started as a file: its folder is on the path, whose modules would hide others, and the checkout is not.
+        sys.path[0] = str(Path(__file__).resolve().parents[2])
     from vembed.cli.main import run_process
 
     sys.exit(run_process("generate", sys.argv[1:]))
-
-
-if __name__ == "__main__":
-    if not __package__:
-        # Started as a file: its folder is on the path, and the checkout is not.
-        sys.path[0] = str(Path(__file__).resolve().parents[2])
-    main()

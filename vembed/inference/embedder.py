@@ -76,27 +76,31 @@ class Embedder:
             "truncate_dim": truncate_dim,
             "trust_remote_code": trust_remote_code,
         }
-        chosen = _device(device)
-        if session is not None:
-            chosen = session.device
+        self.device = session.device if session is not None else _device(device)
         model = load_embedder(
             path_or_name,
-            device=chosen if session is None else session.model_device,
-            computes_on=chosen,
+            device=self.device if session is None else session.model_device,
+            computes_on=self.device,
             meta=session is not None and session.builds_empty,
             torch_dtype=torch_dtype,
             trust_remote_code=trust_remote_code,
         )
-        self.precision = _precision(
-            str(path_or_name),
-            chosen,
-            session,
-            mixed_precision if torch_dtype == "auto" else "no",
-            trust_remote_code,
-        )
+        asked = mixed_precision if torch_dtype == "auto" else "no"
+        # bf16 on a GPU is as auto, which there is the dtype of the weights.
+        self.precision: Decision[Precision]
+        if asked == "no" or (asked == "bf16" and self.device.type == "cpu"):
+            self.precision = Decision(asked, f"mixed_precision: {asked}")
+        else:
+            self.precision = precision_of_use(
+                str(path_or_name),
+                self.device,
+                bf16_instructions() if session is None else session.instructions,
+                trust_remote_code=trust_remote_code,
+            )
+        is_sharded = session is not None and session.fsdp is not None
         if self.precision.value == "bf16":
             model.compute_in_bf16()
-            if session is not None and session.fsdp is not None:
+            if is_sharded:
                 never_keep_copies(model)
             else:
                 # The weights do not change any more, so bfloat16 copies are made once and not in each forward pass.
@@ -109,10 +113,9 @@ class Embedder:
         self.session = session
         self.model: nn.Module = model
         """Maps inputs to embeddings; with shards, what the session made of it."""
-        if session is not None and session.fsdp is not None:
+        if session is not None and is_sharded:
             self.model = session.prepare(model, model.description.layer_classes).eval()
         self.featuriser = Featuriser(self.description)
-        self.device = chosen
         self.truncate_dim = self._checked(truncate_dim) or self.description.truncate_dim
 
     @property
@@ -222,21 +225,14 @@ class Embedder:
     ) -> np.ndarray:
         """Return [n] float32 similarities of given (query, document) pairs, in their order, as the model was trained:
         cosine or dot product. Equal inputs are encoded once."""
-        first = self.encode(
-            [query for query, _ in pairs],
-            "query",
-            batch_size=batch_size,
-            normalize=False,
-        )
-        second = self.encode(
-            [other for _, other in pairs],
-            "document",
-            batch_size=batch_size,
-            normalize=False,
-        )
-        return pair_similarities(
-            first, second, normalize=self.description.similarity == "cosine"
-        )
+        normalize = self.description.similarity == "cosine"
+        queries = [query for query, _ in pairs]
+        documents = [document for _, document in pairs]
+        options: dict[str, Any] = {"batch_size": batch_size, "normalize": normalize}
+        first = self.encode(queries, "query", **options)
+        second = self.encode(documents, "document", **options)
+        similarities: np.ndarray = np.einsum("nd,nd->n", first, second)
+        return similarities
 
     def hidden_states(
         self,
@@ -319,18 +315,6 @@ class Embedder:
         return truncate_dim
 
 
-def pair_similarities(
-    first_ND: np.ndarray, second_ND: np.ndarray, *, normalize: bool
-) -> np.ndarray:
-    """[n] scalar products of rows that belong together; of unit vectors where `normalize`."""
-    first, second = (
-        first_dims(embeddings, embeddings.shape[1], normalize)
-        for embeddings in (first_ND, second_ND)
-    )
-    similarities: np.ndarray = np.einsum("nd,nd->n", first, second)
-    return similarities
-
-
 def _device(asked: str | torch.device | None) -> torch.device:
     """Return the device: the one asked for, by default the GPU if there is one."""
     if asked is None:
@@ -347,23 +331,6 @@ def _device(asked: str | torch.device | None) -> torch.device:
             f"device is {str(asked)!r}, and this machine shows {num_gpus} GPU(s); give cpu, or leave it out"
         )
     return device
-
-
-def _precision(
-    model: str,
-    device: torch.device,
-    session: Session | None,
-    asked: Literal["auto", "no", "bf16"],
-    trust_remote_code: bool,
-) -> Decision[Precision]:
-    """Return the precision of an embedder's arithmetic: the dtype of its weights or bfloat16."""
-    # bf16 on a GPU is as auto, which there is the dtype of the weights.
-    if asked != "auto" and (asked == "no" or device.type == "cpu"):
-        return Decision(asked, f"mixed_precision: {asked}")
-    instructions = bf16_instructions() if session is None else session.instructions
-    return precision_of_use(
-        model, device, instructions, trust_remote_code=trust_remote_code
-    )
 
 
 def _embeddings(name: str, values: Any) -> np.ndarray:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vembed.data.batching.feeding import Feeder, MicroBatch, ModalitySlice, row_index
+from vembed.data.batching.feeding import Feeder, ModalitySlice, row_index
 from vembed.data.batching.microbatches import LockstepSplit
 from vembed.data.distinct import distinct
 from vembed.data.examples import Item, Kind
@@ -66,53 +67,30 @@ def encode_items(
     items: Sequence[Item],
     kind: Kind,
     *,
-    budget_tokens: int | None = None,
-    max_rows: int | None = None,
-    session: Session | None = None,
     normalize: bool = True,
     truncate_dim: int | None = None,
-    progress: Progress | None = None,
-    between: Between | None = None,
-    kept: KeptFeatures | None = None,
+    **options: Any,
 ) -> np.ndarray:
-    """Return [n, d] float32 embeddings in the order of the items, on every rank.
+    """Return [n, d] float32 embeddings in the order of the items, on every rank. `options`: those of `encode_chunks`.
 
-    With a session of several ranks it is collective: all ranks pass the same items, and each encodes a part. All ranks
-    run equally many micro-batches per modality, as sharded models need (a rank without inputs runs a dummy). Equal
-    items are encoded once. `truncate_dim` keeps the first coordinates; `normalize` is applied after it. `kept` provides
-    cached tower features.
+    Equal items are encoded once. `truncate_dim` keeps the first coordinates; `normalize` is applied after it.
     """
-    contents, where = distinct(
+    contents, content_of = distinct(
         items, key=lambda item: (item.key(), item.prompt, item.max_length)
     )
-    matrices: list[np.ndarray] = []
+    embeddings = np.empty((0, featuriser.description.embedding_dim), np.float32)
 
     def take(numbers: np.ndarray, rows: np.ndarray) -> None:
-        if not matrices:
-            matrices.append(np.empty((len(contents), rows.shape[1]), np.float32))
-        matrices[0][numbers] = rows
+        nonlocal embeddings
+        if not len(embeddings):
+            embeddings = np.empty((len(contents), rows.shape[1]), np.float32)
+        embeddings[numbers] = rows
 
     encode_chunks(
-        model,
-        featuriser,
-        contents,
-        kind,
-        take,
-        num_items=len(items),
-        budget_tokens=budget_tokens,
-        max_rows=max_rows,
-        session=session,
-        progress=progress,
-        between=between,
-        kept=kept,
-    )
-    embeddings = (
-        matrices.pop()
-        if matrices
-        else np.empty((0, featuriser.description.embedding_dim), np.float32)
+        model, featuriser, contents, kind, take, num_items=len(items), **options
     )
     if len(contents) < len(items):
-        embeddings = embeddings[where]
+        embeddings = embeddings[content_of]
     return first_dims(embeddings, truncate_dim or embeddings.shape[1], normalize)
 
 
@@ -132,15 +110,16 @@ def encode_chunks(
     between: Between | None = None,
     kept: KeptFeatures | None = None,
 ) -> None:
-    """Encode distinct inputs as `encode_items` does, and give the embeddings of each chunk to `take`, on every rank.
+    """Encode distinct inputs, and give the embeddings of each chunk to `take`, on every rank.
 
-    At most CHUNK inputs per rank, twice, are in memory. The inputs come sorted by length, in the same order on any
-    number of ranks. `lengths`: of their texts in characters, if they are known. `num_items`: what progress counts to.
+    With a session of several ranks it is collective: all ranks pass the same inputs, and each encodes a part. All ranks
+    run equally many micro-batches per modality, as sharded models need (a rank without inputs runs a dummy). At most
+    CHUNK inputs per rank, twice, are in memory. The inputs come sorted by length, in the same order on any number of
+    ranks. `lengths`: of their texts in characters, if they are known. `num_items`: what progress counts to. `kept`
+    provides cached tower features.
     """
     rank, world_size = (session.rank, session.world_size) if session else (0, 1)
-    device = session.device if session else _device_of(model)
-    budget = budget_tokens or default_budget(device)
-    feeder = Feeder(featuriser, device)
+    device = session.device if session else next(model.parameters()).device
     total = num_items or len(contents)
     # Duplicates are encoded once but count as done together, and the other ranks are
     # assumed equally fast.
@@ -167,43 +146,39 @@ def encode_chunks(
     order = np.argsort(-lengths, kind="stable")
     size = CHUNK * world_size
     chunks = [order[start : start + size] for start in range(0, len(order), size)]
-
+    encoder = _RankEncoder(
+        model,
+        Feeder(featuriser, device),
+        budget_tokens or default_budget(device),
+        max_rows,
+        world_size,
+        between,
+        kept,
+    )
     with (
         _evaluating(model),
         holding_copies(model),
         ThreadPoolExecutor(1, thread_name_prefix="vembed-encode") as ahead,
     ):
-        # Tokenize the next chunk in a thread while this one is encoded.
-        waiting = [ahead.submit(featurise, chunk) for chunk in chunks[:1]]
+        # The next chunk is tokenized in a thread while this one is encoded.
+        waiting = ahead.submit(featurise, chunks[0]) if chunks else None
         for number, chunk in enumerate(chunks):
-            features = waiting.pop().result()
-            # Submitted before this chunk is encoded, popped in the next round.
-            waiting = [
-                ahead.submit(featurise, later)
-                for later in chunks[number + 1 : number + 2]
-            ]
-            vectors = _encode_rank_batch(
-                model,
-                feeder,
-                features,
-                budget=budget,
-                max_rows=max_rows,
-                world_size=world_size,
-                after=after,
-                between=between,
-                kept=kept,
-            )
+            assert waiting is not None
+            features = waiting.result()
+            if number + 1 < len(chunks):
+                waiting = ahead.submit(featurise, chunks[number + 1])
+            embeddings = encoder.encode(features, after)
             if world_size > 1:
                 # The rows arrive in rank order, and go on in the order of the chunk.
                 by_rank = [
                     np.arange(start, len(chunk), world_size)
                     for start in range(world_size)
                 ]
-                counts = [len(places) for places in by_rank]
-                vectors = collectives.all_gather_rows(vectors, counts)
-                places = torch.from_numpy(np.argsort(np.concatenate(by_rank)))
-                vectors = vectors[places.to(vectors.device)]
-            take(chunk, vectors.float().cpu().numpy())
+                counts = [len(positions) for positions in by_rank]
+                embeddings = collectives.all_gather_rows(embeddings, counts)
+                positions = torch.from_numpy(np.argsort(np.concatenate(by_rank)))
+                embeddings = embeddings[positions.to(embeddings.device)]
+            take(chunk, embeddings.float().cpu().numpy())
 
 
 def encode_features(
@@ -221,18 +196,11 @@ def encode_features(
     With `world_size` > 1 it is collective: each rank passes inputs of its own, at least one rank has some, and all run
     equally many micro-batches.
     """
+    feeder = Feeder(featuriser, device)
+    budget = default_budget(device)
+    encoder = _RankEncoder(model, feeder, budget, None, world_size, between, kept)
     with _evaluating(model), holding_copies(model):
-        embeddings = _encode_rank_batch(
-            model,
-            Feeder(featuriser, device),
-            features,
-            budget=default_budget(device),
-            max_rows=None,
-            world_size=world_size,
-            after=lambda _: None if between is None else between(),
-            between=between,
-            kept=kept,
-        )
+        embeddings = encoder.encode(features, lambda _: between and between())
     result: np.ndarray = embeddings.float().cpu().numpy()
     return result
 
@@ -265,66 +233,52 @@ def split_in_step(
     )
 
 
-def _encode_rank_batch(
-    model: nn.Module,
-    feeder: Feeder,
-    features: Sequence[Features],
-    *,
-    budget: int,
-    max_rows: int | None,
-    world_size: int,
-    after: Callable[[int], None],
-    between: Between | None,
-    kept: KeptFeatures | None,
-) -> Tensor:
-    """Return [n, D] embeddings of this rank's inputs, in as many micro-batches per modality as every other rank.
+@dataclass(frozen=True)
+class _RankEncoder:
+    """Encoder of one rank's inputs, in as many micro-batches per modality as every other rank."""
 
-    `after` is called after each micro-batch with the number of its inputs.
-    """
-    tables = (
-        kept.encode(features, budget, max_rows, between) if kept is not None else {}
-    )
-    modalities = feeder.featuriser.modalities
-    rows_of = {
-        modality: [
-            row for row, feature in enumerate(features) if feature.modality == modality
-        ]
-        for modality in modalities
-    }
-    splits = split_in_step(features, rows_of, budget, max_rows, world_size)
-    micro_batches: list[MicroBatch] = [
-        [(modality, rows)] for modality, split in splits.items() for rows in split
-    ]
-    # Modalities with kept features need no pixels or token ids: their micro-batches are empty here.
-    fed = feeder.feed(
-        [
-            [
-                modality_slice
-                for modality_slice in micro_batch
-                if modality_slice[0] not in tables
-            ]
-            for micro_batch in micro_batches
-        ],
-        features,
-    )
-    result: Tensor | None = None
-    for micro_batch, inputs in zip(micro_batches, fed, strict=True):
-        ((modality, rows),) = micro_batch
-        inputs_of_batch = (
-            inputs
-            if kept is None or modality not in tables
-            else [kept.inputs((modality, rows), tables)]
+    model: nn.Module
+    feeder: Feeder
+    budget: int
+    max_rows: int | None
+    world_size: int
+    between: Between | None
+    kept: KeptFeatures | None
+
+    def encode(
+        self, features: Sequence[Features], after: Callable[[int], object]
+    ) -> Tensor:
+        """Return [n, D] embeddings. `after` is called after each micro-batch with the number of its inputs."""
+        kept = self.kept
+        tables: Mapping[Modality, Tensor] = {}
+        if kept is not None:
+            tables = kept.encode(features, self.budget, self.max_rows, self.between)
+        rows_of: dict[Modality, list[int]] = {
+            modality: [] for modality in self.feeder.featuriser.modalities
+        }
+        for row, feature in enumerate(features):
+            rows_of[feature.modality].append(row)
+        splits = split_in_step(
+            features, rows_of, self.budget, self.max_rows, self.world_size
         )
-        (embeddings,) = model(inputs_of_batch)
-        if result is None:
-            result = embeddings.new_empty(len(features), embeddings.shape[1])
-        if rows:  # otherwise a dummy: it was run only for its collectives
-            result[row_index(rows, embeddings.device)] = embeddings
-        after(len(rows))
-    assert result is not None, (
-        "a chunk holds at least one input, so every rank runs at least one micro-batch"
-    )
-    return result
+        slices: list[ModalitySlice] = []
+        for modality, split in splits.items():
+            slices += [(modality, rows) for rows in split]
+        # Modalities with kept features need no pixels or token ids: their micro-batches are empty here.
+        micro_batches = [[each] if each[0] not in tables else [] for each in slices]
+        fed = self.feeder.feed(micro_batches, features)
+        result: Tensor | None = None
+        for (modality, rows), inputs in zip(slices, fed, strict=True):
+            if kept is not None and modality in tables:
+                inputs = [kept.inputs((modality, rows), tables)]  # noqa: PLW2901
+            (embeddings,) = self.model(inputs)
+            if result is None:
+                result = embeddings.new_empty(len(features), embeddings.shape[1])
+            if rows:  # otherwise a dummy: it was run only for its collectives
+                result[row_index(rows, embeddings.device)] = embeddings
+            after(len(rows))
+        assert result is not None, "at least one input of one rank, so one micro-batch"
+        return result
 
 
 @contextmanager
@@ -338,7 +292,3 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, was_training in before:
             module.training = was_training
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from vembed.config.values import Frozen, NamesFiles, PositiveFloat
+from vembed.config.values import Immutable, NamesFiles, PositiveFloat
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,7 +56,7 @@ class StartValues:
     seed: int = 0
 
 
-class Loss(Frozen):
+class Loss(Immutable):
     """Base class of all losses. An instance holds the options of one term of a run."""
 
     name: ClassVar[str]

@@ -6,11 +6,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vembed.config.entries import RELEVANCE, DataSource
-from vembed.config.negatives import ChoiceOptions
+from vembed.config.entries import RELEVANCE, ChoiceOptions, DataSource
 from vembed.config.values import (
     Fraction,
-    Frozen,
+    Immutable,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -27,7 +26,7 @@ def paths_of(paths: str | list[str] | None) -> list[str]:
     return [paths] if isinstance(paths, str) else paths
 
 
-class Retriever(Frozen):
+class Retriever(Immutable):
     """One entry of `retrievers`."""
 
     model: str
@@ -44,7 +43,7 @@ class Retriever(Frozen):
     """Library that loads the model. `auto`: vembed, and Sentence Transformers for modules that vembed does not know."""
 
 
-class Endpoint(Frozen):
+class Endpoint(Immutable):
     """An OpenAI-compatible endpoint."""
 
     base_url: str | None = None
@@ -93,7 +92,7 @@ class Judge(Endpoint):
         return self
 
 
-class CommandConfig(Frozen):
+class CommandConfig(Immutable):
     """Base class of the configs of commands, which may be read from a training config."""
 
     training_options: ClassVar[tuple[str, ...]] = ()
@@ -121,7 +120,7 @@ SEARCH_OPTIONS = (
 """Options that commands share with training."""
 
 
-class RowOptions(Frozen):
+class RowOptions(Immutable):
     """Options of every command that reads training data; the names mean what they mean in training."""
 
     # ---- data --------------------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ class DataOptions(RowOptions):
     pos_id, document_id, doc_id or corpus_id, the first that is there."""
 
 
-class WeightOptions(Frozen):
+class WeightOptions(Immutable):
     """Options of every command that loads a model."""
 
     # ---- model -------------------------------------------------------------------------------------------------

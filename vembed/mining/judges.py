@@ -11,12 +11,12 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
-from vembed.config.user_folders import cache_folder
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item
 from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
 from vembed.data.row_store import KEY_BYTES, RowStore, StoreKind
 from vembed.errors import UserError
+from vembed.files import cache_folder
 from vembed.inference.reranker import Reranker
 from vembed.mining.candidates import CandidateChunk
 from vembed.mining.choice import UNDECIDED, Chosen

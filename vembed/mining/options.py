@@ -18,16 +18,16 @@ from vembed.config.layers import (
     Level,
     OptionValue,
 )
-from vembed.config.loading import find_beside_file, one_line_yaml
+from vembed.config.loading import one_line_yaml, resolve_paths
 from vembed.config.options import Option, all_options, field_option, nearest, quoted
 from vembed.config.parsing import read_tree, tree_of_mapping
 from vembed.config.stages import STAGES as STAGE_LIST
-from vembed.config.values import Frozen
+from vembed.config.values import Immutable
 from vembed.errors import UserError
 from vembed.mining.config import CommandConfig
 
 Config = TypeVar("Config", bound=CommandConfig)
-Source = str | Path | Mapping[str, Any] | Frozen | None
+Source = str | Path | Mapping[str, Any] | Immutable | None
 PATH_OPTIONS = ("data_path", "corpus_path", "qrels_path", "image_root", "val_data_path")
 """Options whose relative paths are also looked for beside the config file."""
 TRAINING_ONLY_KEYS = (STAGES, STAGE_LIST, USER_PRESETS, "stage")
@@ -43,7 +43,7 @@ def load_options(
 
     A training config serves too: the options that it shares with the command are taken, and its others are left.
     """
-    if isinstance(source, Frozen):
+    if isinstance(source, Immutable):
         if not isinstance(source, kind):
             raise UserError(
                 f"the config is a {type(source).__name__}, and a {kind.__name__} is needed"
@@ -132,7 +132,7 @@ def load_options(
         for name in PATH_OPTIONS
         if name in values
     }
-    find_beside_file(paths, list(paths), file, [])
+    resolve_paths(paths, list(paths), file, [])
     changes = {name: each.value for name, each in paths.items()}
     return config.model_copy(update=changes)
 

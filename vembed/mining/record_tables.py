@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from vembed.config.entries import DataSource
-from vembed.config.user_folders import cache_folder
 from vembed.data.columns import Columns
 from vembed.data.documents import document_id, document_text
 from vembed.data.example_store import Records, refuse_bad_records
@@ -27,6 +26,7 @@ from vembed.evaluation.beir_folder import (
     qrels_files,
     read_judgements,
 )
+from vembed.files import cache_folder
 from vembed.mining.config import RowOptions
 
 SPLITS = ("train", "dev", "validation", "val", "test")

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vembed.config.auto import rate_of
 from vembed.config.loading import load_config, render, resolve_run
-from vembed.config.rate import rate_of
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import loss_terms
 from vembed.cores import num_cores

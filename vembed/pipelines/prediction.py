@@ -14,9 +14,9 @@ import torch
 
 from vembed.cli.run_train import resolve_launch
 from vembed.config.arguments import TrainArguments
+from vembed.config.auto import decide_epochs
 from vembed.config.loading import resolve_run
 from vembed.config.resolved import ResolvedRun
-from vembed.config.run_intervals import decide_epochs
 from vembed.config.schema import DataSection, ModelSection
 from vembed.data.columns import Columns
 from vembed.data_tools.init.sample import read_sample, texts_of

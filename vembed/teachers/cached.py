@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from vembed.config.user_folders import cache_folder
 from vembed.data.row_store import RowStore, StoreKind
+from vembed.files import cache_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport, duration

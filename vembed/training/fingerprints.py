@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
-from vembed.config.ranks import FILE_OPTIONS
+from vembed.config.schema import FILE_OPTIONS
 from vembed.data.cache import add_content
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vembed.config.user_folders import cache_folder
 from vembed.data.batching.feeding import (
     Feeder,
     MicroBatch,
@@ -25,6 +24,7 @@ from vembed.data.batching.feeding import (
 from vembed.data.features import Features
 from vembed.data.row_store import FeatureStore, size_of_all
 from vembed.errors import UserError
+from vembed.files import cache_folder
 from vembed.inference.encoding import Between, split_in_step
 from vembed.models.embedding_model import FEATURES, EmbeddingModel
 from vembed.models.families.family import Modality

@@ -6,13 +6,28 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from vembed.config.ranks import FILE_OPTIONS, MAY_DIFFER
 from vembed.config.resolved import ResolvedRun
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import FILE_OPTIONS, TrainConfig
 from vembed.config.terms import compares_own_rank, run_terms
 from vembed.parallel.launch_check import COMPARED, DERIVED, require_equal
 from vembed.training.fingerprints import of_evaluation, of_examples, of_option
 from vembed.training.setup import RunData
+
+MAY_DIFFER = {
+    "output_dir": "machines may mount the shared folder under other names; all must see there what rank 0 writes",
+    "image_root": "machines may keep the images in other folders",
+    "accelerate_config": "the settings in the file are compared, not its place",
+    "num_processes": "each launcher counts for its own machine; the number of processes of the whole run is compared",
+    "num_workers": "threads of each process, by the cores of its machine",
+    "console": "the console of rank 0 alone shows the run",
+    "log_file": "rank 0 alone writes it",
+    "report_to": "rank 0 alone starts trackers",
+    "run_name": "rank 0 alone starts trackers",
+    "wandb_project": "rank 0 alone starts trackers",
+    "wandb_tags": "rank 0 alone starts trackers",
+}
+"""Option -> the reason why ranks may have different values of it."""
+
 
 TASK_OPTIONS = {"losses", "temperature", "batch_size", "global_batch_size"}
 """Options of a source that are no part of the data's fingerprint."""

@@ -14,15 +14,18 @@ import psutil
 import torch
 from torch import nn
 
-from vembed.config.rate import HEAD, Trained, What, peak_rate
-from vembed.config.run_intervals import (
+from vembed.config.auto import (
+    HEAD,
     RunIntervals,
     RunSize,
+    Trained,
+    What,
     decide_epochs,
     has_initial_weights,
+    peak_rate,
     run_intervals,
 )
-from vembed.config.sampling import parse_sampling
+from vembed.config.entries import parse_sampling
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import run_temperature, source_batch_sizes, task_numbers
 from vembed.cores import num_cores

@@ -1,26 +1,55 @@
-"""Batch schedule: the examples of each global batch, as a pure function of seed, epoch and step."""
+"""Batch schedule: the examples of each global batch, as a pure function of seed, epoch and step.
+
+With `no_duplicates` the examples of an epoch are arranged into batches in which no content occurs twice. Batches of
+labelled examples hold no class twice, and come with a positive of the same class for each example.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vembed.config.sampling import PROPORTIONAL, Sampling
-from vembed.data.batching.arrangement import arrange, find_conflicts
-from vembed.data.batching.class_batches import ClassBatches, random_bits
+from vembed.config.entries import PROPORTIONAL, Sampling
 from vembed.errors import UserError
 
 EPOCHS_KEPT = 2
 """Number of epoch orders in memory. Batches are prepared ahead, so two epochs are in use at an epoch's end."""
+ATTEMPTS = 8
+"""Numbers of batches that are tried before batches that are not full are given up."""
+SWAPS = 256
+"""Batches looked at for an exchange, per example that found no place."""
 
 # Purpose of a random stream, part of its seed, so that no two streams are equal.
 _PASS = 1
 _MIX = 2
 _BATCHES = 3
+_MEMBERS = 4
+_CLASSES = 5
+_OFFSET = 6
+_POSITIVES = 7
 _ORDER_OF_FIRST = 8
+_UNIT = 2**20
+"""Shares of a class are integers in this unit: rounding must not put a class twice into a batch."""
+
+
+def random_bits(seed: int, size: int, *stream: int) -> np.ndarray:
+    """Return uint64 values [size] of a stream. numpy guarantees raw bits across its versions."""
+    return np.random.Philox(np.random.SeedSequence([seed, *stream])).random_raw(size)
+
+
+def shuffled(seed: int, size: int, *stream: int) -> np.ndarray:
+    """Return a permutation from raw bits and a stable sort: numpy guarantees only these across versions."""
+    return np.argsort(random_bits(seed, size, *stream), kind="stable")
+
+
+def rank_rows(num_rows: int, rank: int, world_size: int) -> slice:
+    """Return the rows of a global batch for a rank. The sizes of the parts differ by at most one row."""
+    return slice(rank * num_rows // world_size, (rank + 1) * num_rows // world_size)
 
 
 @dataclass(frozen=True)
@@ -38,11 +67,9 @@ class ContentKeys:
         """Return the keys of several examples, one after the other, and how many each has."""
         begins = self.starts[indices]
         counts = self.starts[indices + 1] - begins
-        ends = np.cumsum(counts)
         # One gather: the position in the result, shifted to where the example begins in `values`.
-        return self.values[
-            np.arange(counts.sum()) + np.repeat(begins - (ends - counts), counts)
-        ], counts
+        shifts = np.repeat(begins - (np.cumsum(counts) - counts), counts)
+        return self.values[np.arange(counts.sum()) + shifts], counts
 
 
 @dataclass(frozen=True)
@@ -72,7 +99,7 @@ class BatchSchedule:
     epochs, so that no example repeats before all others of its source were drawn. With `homogeneous`, all examples of a
     batch come from one source, or with `tasks` from sources of one task, and a source may have a batch size of its own
     (over all ranks). With `keys`, no two examples of a batch share content: examples of the same content go
-    to different batches. With `labels`, no two examples of a batch share a class (class_batches.py), and all are of one
+    to different batches. With `labels`, no two examples of a batch share a class (ClassBatches), and all are of one
     source.
 
     Examples that do not fill a batch at the end of an epoch are dropped from that epoch. Where there is no other batch,
@@ -231,7 +258,7 @@ class BatchSchedule:
             turn = np.concatenate([np.arange(len(group)) for group in groups])
             order = np.argsort(turn, kind="stable")
         else:
-            order = self._shuffled(len(batches), _BATCHES, epoch)
+            order = shuffled(self.seed, len(batches), _BATCHES, epoch)
         return Batches.of([batches[number] for number in order])
 
     def _groups(self, epoch: int) -> list[Batches]:
@@ -243,22 +270,21 @@ class BatchSchedule:
                 batches = self._classes[sources[0]].batches(epoch)
                 groups.append(Batches.of(list(batches + int(self._first[sources[0]]))))
                 continue
-            drawn = [self._draw(source, epoch) for source in sources]
-            stream = self._mix(drawn, number, epoch)
-            if self.keys is None:
-                groups.append(self._blocks(stream, size))
-            else:
-                groups.append(
-                    self._without_duplicates(number, stream, self.keys, epoch)
-                )
+            stream = self._mix(
+                [self._draw(each, epoch) for each in sources], number, epoch
+            )
+            conflicts = None
+            if self.keys is not None:
+                conflicts = find_conflicts(*self.keys.of_all(stream))
+            if conflicts is not None and conflicts.keys:
+                groups.append(self._arranged(number, stream, conflicts, epoch))
+                continue
+            # An incomplete batch is trained on where there is no other.
+            starts = np.arange(0, len(stream) + 1, size)
+            if len(stream) < size:
+                starts = np.array([0, len(stream)])
+            groups.append(Batches(stream[: starts[-1]], starts))
         return groups
-
-    def _blocks(self, stream: np.ndarray, size: int) -> Batches:
-        """Cut a stream into batches, in order."""
-        starts = np.arange(0, len(stream) + 1, size)
-        if starts[-1] < len(stream) < size:
-            starts = np.append(starts, len(stream))
-        return Batches(stream[: starts[-1]], starts)
 
     def _draw(self, source: int, epoch: int) -> np.ndarray:
         """Return the examples of a source in an epoch: the next ones of its random passes."""
@@ -269,7 +295,7 @@ class BatchSchedule:
         parts = []
         # Pass n of a source covers its draws n * size to (n + 1) * size - 1, counted over all epochs.
         for number in range(begin // size, (end - 1) // size + 1):
-            order = self._shuffled(size, _PASS, source, number)
+            order = shuffled(self.seed, size, _PASS, source, number)
             parts.append(order[max(0, begin - number * size) : end - number * size])
         return np.concatenate(parts) + int(self._first[source])
 
@@ -280,26 +306,27 @@ class BatchSchedule:
         source_of = np.repeat(np.arange(len(drawn)), [len(stream) for stream in drawn])
         # Group 0 leaves its number out: the order of a single group does not depend on grouping.
         purpose = (_MIX, epoch) if group == 0 else (_MIX, epoch, group)
-        source_of = source_of[self._shuffled(len(source_of), *purpose)]
+        source_of = source_of[shuffled(self.seed, len(source_of), *purpose)]
         mixed = np.empty(len(source_of), dtype=np.int64)
         for source, stream in enumerate(drawn):
             mixed[source_of == source] = stream
         return mixed
 
-    def _without_duplicates(
-        self, group: int, stream: np.ndarray, keys: ContentKeys, epoch: int
+    def _arranged(
+        self,
+        group: int,
+        stream: np.ndarray,
+        conflicts: Conflicts,
+        epoch: int,
     ) -> Batches:
         """Return the batches of one group, without common content inside a batch."""
-        conflicts = find_conflicts(*keys.of_all(stream))
         size = self.batch_sizes[self._members[group][0]]
-        if not conflicts.keys:
-            return self._blocks(stream, size)
         # Later epochs have at most as many batches as epoch 0.
         most = len(stream) if epoch == 0 else self._num_batches[group]
-        arranged = []
-        for rows in arrange(conflicts, size, most, drop_last=len(stream) >= size):
-            arranged.append(stream[rows])
-        if epoch == 0 and not arranged:
+        batches = []
+        for positions in arrange(conflicts, size, most):
+            batches.append(stream[positions])
+        if epoch == 0 and not batches:
             raise UserError(
                 f"no_duplicates: {len(stream):,d} examples do not fill one global batch of {size:,d} without content "
                 f"that occurs twice (one is in {conflicts.group_sizes.max():,d} of {len(stream):,d}): lower "
@@ -307,17 +334,328 @@ class BatchSchedule:
             )
         # Every epoch must have as many batches as the first one, or step numbers would not map to epochs. If fewer
         # come out, the epoch has the batches of the first one in another order: no example is in two of them.
-        if epoch and len(arranged) < most:
+        if epoch and len(batches) < most:
             first = self._groups(0)[group]
-            order = self._shuffled(len(first), _ORDER_OF_FIRST, epoch, group)
-            arranged = [first[int(number)] for number in order]
-        return Batches.of(arranged)
-
-    def _shuffled(self, size: int, *stream: int) -> np.ndarray:
-        """Return a permutation from raw bits and a stable sort: numpy guarantees only these across versions."""
-        return np.argsort(random_bits(self.seed, size, *stream), kind="stable")
+            order = shuffled(self.seed, len(first), _ORDER_OF_FIRST, epoch, group)
+            batches = [first[int(number)] for number in order]
+        return Batches.of(batches)
 
 
-def rank_rows(num_rows: int, rank: int, world_size: int) -> slice:
-    """Return the rows of a global batch for a rank. The sizes of the parts differ by at most one row."""
-    return slice(rank * num_rows // world_size, (rank + 1) * num_rows // world_size)
+# ---- batches without duplicates ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Conflicts:
+    """The contents that several examples have. Examples are numbered by their position in the epoch's order."""
+
+    keys: dict[int, list[int]]
+    """Repeated contents of each example that has any, in the order of placing: those of the most frequent content
+    first, the examples of one content one after the other."""
+    group_sizes: np.ndarray
+    """Examples by their most frequent content: the size of each such group."""
+    free: np.ndarray
+    """Examples without repeated content, in order."""
+
+
+def find_conflicts(values: np.ndarray, counts: np.ndarray) -> Conflicts:
+    """Return the conflicts of examples whose contents are `values`, of which example i has the next counts[i]."""
+    owners = np.repeat(np.arange(len(counts)), counts)
+    order = np.lexsort((owners, values))
+    values = values[order]
+    owners = owners[order]
+    # A content that an example holds twice counts once.
+    once = np.ones(len(values), dtype=bool)
+    once[1:] = (values[1:] != values[:-1]) | (owners[1:] != owners[:-1])
+    values = values[once]
+    owners = owners[once]
+    _, number, frequency = np.unique(values, return_inverse=True, return_counts=True)
+    repeated = frequency[number] > 1
+    number = number[repeated]
+    owners = owners[repeated]
+    # Each example belongs to the group of its most frequent content. Groups are placed by size, equal ones in the
+    # order in which they begin, so that the result depends on the epoch's order alone.
+    by_owner = np.lexsort((number, -frequency[number], owners))
+    number = number[by_owner]
+    owners = owners[by_owner]
+    bound, first = np.unique(owners, return_index=True)
+    group = number[first]
+    begins = np.full(len(frequency), len(counts))
+    np.minimum.at(begins, group, bound)
+    placing = np.lexsort((bound, group, begins[group], -frequency[group]))
+    ends = np.append(first[1:], len(owners))
+    keys = {
+        int(bound[place]): number[first[place] : ends[place]].tolist()
+        for place in placing
+    }
+    is_free = np.ones(len(counts), dtype=bool)
+    is_free[bound] = False
+    return Conflicts(
+        keys, np.unique(group, return_counts=True)[1], np.flatnonzero(is_free)
+    )
+
+
+def arrange(conflicts: Conflicts, size: int, max_batches: int) -> list[np.ndarray]:
+    """Return full batches of `size` examples, as many as can be filled and at most `max_batches`, each in the epoch's
+    order. Of fewer examples than `size` it is one batch of those that can be together."""
+    num_free = len(conflicts.free)
+    num_examples = len(conflicts.keys) + num_free
+    smallest = size if num_examples >= size else 1
+    # Binary search for a number that no arrangement exceeds. A group gives each batch one example at most: with more
+    # batches a group can place more, but more places are to be filled.
+    num_batches = 0
+    high = num_examples // size
+    while num_batches < high:
+        middle = (num_batches + high + 1) // 2
+        num_placeable = num_free + int(np.minimum(conflicts.group_sizes, middle).sum())
+        if num_placeable >= middle * size:
+            num_batches = middle
+        else:
+            high = middle - 1
+    if num_examples < size:
+        num_batches = 1
+    num_batches = min(max_batches, num_batches)
+    batches: list[list[int]] = []
+    for _ in range(ATTEMPTS):
+        if num_batches <= 0:
+            return []
+        arrangement = _Arrangement(num_batches, size, conflicts.keys)
+        arrangement.fill(conflicts.free)
+        batches = arrangement.batches
+        if num_examples < size or arrangement.num_open == 0:
+            break
+        # At least so many batches cannot be filled with what is left.
+        num_batches -= -(-arrangement.num_open // size)
+    full = [batch for batch in batches if len(batch) >= smallest]
+    return [np.sort(np.array(batch, dtype=np.int64)) for batch in full]
+
+
+class _Arrangement:
+    """Batches that are being filled."""
+
+    def __init__(self, num_batches: int, size: int, keys: dict[int, list[int]]) -> None:
+        self.size = size
+        self.keys = keys
+        self.num_open = num_batches * size
+        """Places that are not taken."""
+        self.batches: list[list[int]] = [[] for _ in range(num_batches)]
+        self.holders: dict[int, set[int]] = defaultdict(set)
+        """The batches that hold a content."""
+        self.next_batch = 0
+
+    def fill(self, free: np.ndarray) -> None:
+        """Place as many examples as possible. What comes last in the epoch's order is left out first."""
+        num_places = self.num_open
+        # Examples with conflicts first, while there is choice. Those late in the order wait: they are left out first.
+        waiting = []
+        for example in self.keys:
+            if example >= num_places or not self._place(example):
+                waiting.append(example)
+        early = free[free < num_places]
+        self._place_free(early)
+        # Then those that waited, before the free examples that come even later.
+        waiting = [example for example in waiting if not self._place(example)]
+        self._place_free(free[len(early) :])
+        # Fill places that suit no waiting example by an exchange.
+        for batch, members in enumerate(self.batches):
+            while waiting and len(members) < self.size:
+                swaps = (each for each in waiting if self._exchange(each, batch))
+                placed = next(swaps, None)
+                if placed is None:
+                    break
+                waiting.remove(placed)
+
+    def _place(self, example: int) -> bool:
+        """Put an example into the next batch in turn that has room and none of its contents."""
+        num_batches = len(self.batches)
+        holders = [self.holders[key] for key in self.keys[example]]
+        if not self.num_open or any(len(held) == num_batches for held in holders):
+            return False
+        for step in range(num_batches):
+            batch = (self.next_batch + step) % num_batches
+            is_full = len(self.batches[batch]) >= self.size
+            if not is_full and not any(batch in held for held in holders):
+                self._put(example, batch)
+                self.next_batch = (batch + 1) % num_batches
+                return True
+        return False
+
+    def _place_free(self, examples: np.ndarray) -> None:
+        """Fill places with examples that fit everywhere."""
+        start = 0
+        for batch, members in enumerate(self.batches):
+            stop = start + self.size - len(members)
+            for example in examples[start:stop].tolist():
+                self._put(example, batch)
+            start = stop
+
+    def _exchange(self, example: int, batch: int) -> bool:
+        """Move a member of another batch to this one, and put the example, which does not suit it, in its place."""
+        num_batches = len(self.batches)
+        holders = [self.holders[key] for key in self.keys[example]]
+        if any(len(held) == num_batches for held in holders):
+            return False
+        for other in range(batch + 1, batch + 1 + min(SWAPS, num_batches - 1)):
+            source = other % num_batches
+            if any(source in held for held in holders):
+                continue
+            for member in self.batches[source]:
+                member_keys = self.keys.get(member, [])
+                if not any(batch in self.holders[key] for key in member_keys):
+                    self.batches[source].remove(member)
+                    self.num_open += 1
+                    for key in member_keys:
+                        self.holders[key].discard(source)
+                    self._put(member, batch)
+                    self._put(example, source)
+                    return True
+        return False
+
+    def _put(self, example: int, batch: int) -> None:
+        self.batches[batch].append(example)
+        self.num_open -= 1
+        for key in self.keys.get(example, ()):
+            self.holders[key].add(batch)
+
+
+# ---- labelled examples -------------------------------------------------------------------------------------------
+
+
+def label_key(label: str) -> int:
+    """Return a 63-bit hash of a label, equal on every process and in every run."""
+    content = label.encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(content, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def next_of_class(labels: np.ndarray) -> np.ndarray:
+    """Return for each example the next one of its class, in a circle; itself if there is no other."""
+    order = np.argsort(labels, kind="stable")
+    changes = np.diff(labels[order]) != 0
+    is_first = np.concatenate([[True], changes])
+    is_last = np.concatenate([changes, [True]])
+    following = np.roll(order, -1)
+    following[is_last] = order[is_first]
+    result = np.empty(len(labels), dtype=np.int64)
+    result[order] = following
+    return result
+
+
+class ClassBatches:
+    """Batches of one labelled source, a pure function of seed and epoch.
+
+    A batch holds at most one example of each class, so that no negative is of the class of its query. It has as many
+    examples as the global batch, or as there are classes. Classes are drawn by their size, at most once per batch;
+    examples of a class in random passes. A class of one example has no positive and is not drawn; a negative label is
+    such a class, of an example that repeats another one of its class.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        labels: np.ndarray,
+        num_drawn: int,
+        batch_size: int,
+        seed: int,
+        source: int,
+    ) -> None:
+        self._seed = seed
+        self._source = source
+        _, class_of, sizes = np.unique(labels, return_inverse=True, return_counts=True)
+        self._class_of = class_of
+        """[n] class of each example."""
+        self._sizes = sizes
+        self._order = np.argsort(class_of, kind="stable")
+        """All examples, those of a class one after the other."""
+        self._starts = np.cumsum(sizes) - sizes
+        """Of each class, where it begins in `_order`."""
+        self._position = np.empty(len(labels), dtype=np.int64)
+        """[n] position of each example in `_order`."""
+        self._position[self._order] = np.arange(len(labels))
+        self._classes = np.flatnonzero(sizes > 1)
+        self.num_classes = len(self._classes)
+        """Number of classes that are drawn."""
+        self.num_repeated = int((labels < 0).sum())
+        """Number of examples that repeat another one of their class."""
+        self.num_alone = int((sizes == 1).sum()) - self.num_repeated
+        """Number of examples that are the only one of their class."""
+        if self.num_classes < 2:
+            raise UserError(
+                f"{name}: {len(sizes) - self.num_repeated:,d} classes, of which {self.num_classes} have two "
+                "different examples or more; "
+                "labelled data need at least two such classes: check its column label"
+            )
+        self.size = min(batch_size, self.num_classes)
+        drawn_sizes = sizes[self._classes]
+        # Examples that are alone in their class are not drawn, and do not count for the length of an epoch.
+        num_examples = round(num_drawn * int(drawn_sizes.sum()) / len(labels))
+        self.num_batches = max(1, num_examples // self.size)
+        self._shares = _shares(drawn_sizes, self.num_batches, self.size)
+
+    def batches(self, epoch: int) -> np.ndarray:
+        """Return the batches of an epoch, int64 [num_batches, size]."""
+        order = self._shuffled(self.num_classes, _CLASSES, epoch)
+        # Systematic sampling: with one random offset for all, each class gets its share of the slots, rounded up or
+        # down.
+        bits = random_bits(self._seed, 1, _OFFSET, self._source, epoch)
+        offset = int(bits[0] % np.uint64(_UNIT))
+        stops = (np.cumsum(self._shares[order]) + offset) // _UNIT
+        counts = np.diff(stops, prepend=0)
+        drawn = []
+        for number, count in zip(order.tolist(), counts.tolist(), strict=True):
+            if count == 0:
+                continue
+            # The next examples of the class in its random passes, counted over all epochs.
+            drawn_class = int(self._classes[number])
+            size = int(self._sizes[drawn_class])
+            begin = epoch * int(self._shares[number]) // _UNIT
+            for turn in range(begin // size, (begin + count - 1) // size + 1):
+                members = self._shuffled(size, _MEMBERS, drawn_class, turn)
+                first = max(0, begin - turn * size)
+                stop = begin + count - turn * size
+                start = self._starts[drawn_class]
+                drawn.append(self._order[start + members[first:stop]])
+        # A class takes consecutive slots, no more than there are batches, and slot s is in batch s % num_batches: so it
+        # is never twice in a batch.
+        table = np.concatenate(drawn).reshape(self.size, self.num_batches).T
+        batches: np.ndarray = table[self._shuffled(self.num_batches, _OFFSET, epoch, 1)]
+        return batches
+
+    def positives(self, examples: np.ndarray, epoch: int, step: int) -> np.ndarray:
+        """Return another example of the same class for each example of a batch."""
+        classes = self._class_of[examples]
+        start = self._starts[classes]
+        size = self._sizes[classes]
+        stream = (_POSITIVES, self._source, epoch, step)
+        bits = random_bits(self._seed, len(examples), *stream)
+        # Further by 1 to size - 1 places, in a circle: any other member, never the example itself.
+        shift = 1 + (bits % (size - 1).astype(np.uint64)).astype(np.int64)
+        position = start + (self._position[examples] - start + shift) % size
+        others: np.ndarray = self._order[position]
+        return others
+
+    def _shuffled(self, size: int, purpose: int, *stream: int) -> np.ndarray:
+        return shuffled(self._seed, size, purpose, self._source, *stream)
+
+
+def _shares(sizes: np.ndarray, num_batches: int, size: int) -> np.ndarray:
+    """Return in how many batches each class is, in units: in proportion to its size, at most all of them. The sum is
+    num_batches * size."""
+    most = num_batches * _UNIT
+    total = num_batches * size * _UNIT
+    shares = np.zeros(len(sizes), dtype=np.int64)
+    is_full = np.zeros(len(sizes), dtype=bool)
+    while True:
+        rest = total - most * int(is_full.sum())
+        free = sizes[~is_full]
+        shares[is_full] = most
+        shares[~is_full] = np.floor(free * (rest / max(int(free.sum()), 1))).astype(
+            np.int64
+        )
+        over = (shares > most) & ~is_full
+        if not over.any():
+            break
+        is_full |= over
+    room = most - shares  # what rounding down has left
+    missing = total - int(shares.sum())
+    added: np.ndarray = shares + np.clip(missing - (np.cumsum(room) - room), 0, room)
+    return added

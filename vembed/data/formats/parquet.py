@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.config.user_folders import cache_folder
 from vembed.data.cache import short_hash, stamp
 from vembed.data.formats.base import (
     MAX_RECORD_BYTES,
@@ -22,6 +21,7 @@ from vembed.data.formats.base import (
 )
 from vembed.data.formats.copies import new_copy
 from vembed.errors import UserError
+from vembed.files import cache_folder
 
 MAX_HELD_BYTES = 2**20
 """Uncompressed bytes of a file whose copy is held in memory. That of a larger one is in the cache folder."""

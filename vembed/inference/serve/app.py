@@ -1,14 +1,18 @@
-"""build_app(): the routes of the server as a Starlette application."""
+"""Service: the routes of the server as a Starlette application, for OpenAI's `/v1/embeddings` and TEI's `/embed`."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import hmac
 import json
 import logging
+import reprlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -18,15 +22,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from vembed.data.examples import LONE_SURROGATE, has_lone_surrogate
 from vembed.errors import UserError
-from vembed.inference.serve.batching import Batcher, Encoded
-from vembed.inference.serve.protocol import (
-    Refusal,
-    RequestLimits,
-    Values,
-    openai_answer,
-    read_inputs,
-)
+from vembed.inference.encoding import first_dims
+from vembed.inference.serve.encoder import Batcher, Encoded, ServedInput, TextEncoder
 
 log = logging.getLogger("vembed")
 CLOSE = {"Connection": "close"}
@@ -34,8 +33,46 @@ BUSY = {"Retry-After": "1"}
 DISCARD_SECONDS = 2.0
 """Time in which the body of a refused request is read and thrown away, so that its client gets to read the answer."""
 
-Answer = Callable[[Request, Values], Awaitable[Any]]
-"""Answer of a POST route: from the JSON object of a request to a JSON value."""
+SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
+
+Values = Mapping[str, Any]
+"""The JSON object of a request."""
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """What the server takes from its clients. Each limit has its answer of 4xx."""
+
+    connections: int = 512
+    """Open connections. For one more, the oldest that waits for its client is closed; without one it gets 429."""
+    body_bytes: int = 16_000_000
+    """Body of a request; larger: 413."""
+    held_bytes: int = 64_000_000
+    """Bodies of all requests that are read, wait or are computed; more: 429."""
+    text_characters: int = 1_000_000
+    """One text; longer: 413."""
+    inputs: int = 2048
+    """Texts of one request, as at OpenAI; more: 400."""
+    head_seconds: float = 30
+    """Time from the connection or the last answer to the end of the next request's head. Then the connection is closed,
+    also if its client has not taken its answer."""
+    body_seconds: float = 30
+    """Time for the body; slower: 408."""
+    wait_seconds: float = 120
+    """Time that a request waits for the model; longer: 429."""
+    drain_seconds: float = 30
+    """Time for the requests that are being answered when the server is stopped."""
+
+
+class Refusal(Exception):  # noqa: N818 - an answer to the client, not a fault of the server
+    """A request that is not answered. The message is for the client."""
+
+    def __init__(
+        self, status: int, message: str, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = headers
 
 
 class Service:
@@ -48,10 +85,14 @@ class Service:
         self.name = name
         self.limits = limits
         self.api_key = api_key
-        self.metrics = batcher.metrics
         self.held_bytes = 0
+        self.num_requests: Counter[tuple[str, int]] = Counter()
+        """Answered requests by route and status."""
+        self.num_within: Counter[float] = Counter()
+        """Answered requests that took at most each of SECONDS_BUCKETS."""
+        self.total_seconds = 0.0
         # A route for rerankers is one more line here.
-        self.answers: Mapping[str, Answer] = {
+        self.answers = {
             "/v1/embeddings": self.openai_embeddings,
             "/embeddings": self.openai_embeddings,
             "/embed": self.tei_embeddings,
@@ -59,11 +100,9 @@ class Service:
 
     def app(self) -> Starlette:
         """Return the application."""
-        routes = [
-            Route("/health", self.health),
-            Route("/metrics", self.get),
-            Route("/v1/models", self.get),
-            Route("/info", self.get),
+        routes = [Route("/health", self.health)]
+        routes += [
+            Route(path, self.get) for path in ("/metrics", "/v1/models", "/info")
         ]
         routes += [Route(path, self.post, methods=["POST"]) for path in self.answers]
         app = Starlette(
@@ -92,10 +131,7 @@ class Service:
         if (refusal := self._key_refusal(request)) is not None:
             return refusal_response(refusal)
         if request.url.path == "/metrics":
-            return Response(
-                self.metrics.text(self.batcher.num_waiting),
-                media_type="text/plain; version=0.0.4",
-            )
+            return Response(self.metrics(), media_type="text/plain; version=0.0.4")
         if request.url.path == "/info":
             max_length = self.batcher.encoder.max_length
             info = {"model_id": self.name, "max_input_length": max_length}
@@ -116,7 +152,13 @@ class Service:
         path = request.url.path
         start = time.monotonic()
         try:
-            response = await self._answered(request, self.answers[path])
+            refusal = self._key_refusal(request) or self._length_refusal(request)
+            if refusal is not None:
+                raise refusal
+            async with self._body(request) as body:
+                values = await asyncio.to_thread(parse_object, body)
+                answer = await self.answers[path](request, values)
+                response = await asyncio.to_thread(json_response, 200, answer)
         except Refusal as refusal:
             if refusal.headers is not None and "Connection" in refusal.headers:
                 await discard_body(request)
@@ -130,18 +172,31 @@ class Service:
             message = "the server could not compute this; its log has the reason"
             response = refusal_response(Refusal(500, message))
         seconds = time.monotonic() - start
-        self.metrics.count_request(path, response.status_code, seconds)
+        self.num_requests[path, response.status_code] += 1
+        self.total_seconds += seconds
+        for bound in SECONDS_BUCKETS:
+            self.num_within[bound] += seconds <= bound
         return response
 
-    async def _answered(self, request: Request, answer: Answer) -> Response:
-        refusal = self._key_refusal(request) or self._length_refusal(request)
-        if refusal is not None:
-            raise refusal
-        async with self._body(request) as body:
-            values = await asyncio.to_thread(parse_object, body)
-            return await asyncio.to_thread(
-                json_response, 200, await answer(request, values)
-            )
+    def metrics(self) -> str:
+        """Return what the server has done, in the text format of Prometheus."""
+        lines = ["# TYPE vembed_requests_total counter"]
+        for (route, status), count in sorted(self.num_requests.items()):
+            labels = f'route="{route}",status="{status}"'
+            lines.append(f"vembed_requests_total{{{labels}}} {count}")
+        lines.append("# TYPE vembed_request_seconds histogram")
+        total = self.num_requests.total()
+        buckets = {str(bound): self.num_within[bound] for bound in SECONDS_BUCKETS}
+        for bound, count in (buckets | {"+Inf": total}).items():
+            lines.append(f'vembed_request_seconds_bucket{{le="{bound}"}} {count}')
+        lines.append(f"vembed_request_seconds_sum {self.total_seconds}")
+        lines.append(f"vembed_request_seconds_count {total}")
+        for name in ("batches", "inputs", "tokens"):
+            lines.append(f"# TYPE vembed_{name}_total counter")
+            lines.append(f"vembed_{name}_total {self.batcher.counts[name]}")
+        lines.append("# TYPE vembed_waiting_requests gauge")
+        lines.append(f"vembed_waiting_requests {self.batcher.num_waiting}")
+        return "\n".join(lines) + "\n"
 
     def _key_refusal(self, request: Request) -> Refusal | None:
         if self.api_key is None:
@@ -280,3 +335,105 @@ def json_response(
 ) -> Response:
     """Return an answer in JSON."""
     return Response(json.dumps(value), status, headers, media_type="application/json")
+
+
+def read_inputs(
+    values: Values, key: str, kind_key: str, encoder: TextEncoder, limits: RequestLimits
+) -> list[ServedInput]:
+    """Return the inputs under `key`, with the prompt that `kind_key` asks for. Raise Refusal beyond the limits."""
+    kind = values.get(kind_key)
+    if kind not in (None, "query", "document"):
+        said = reprlib.repr(kind)
+        raise Refusal(
+            400, f"{kind_key} is {said}; give query or document, or leave it out"
+        )
+    contents = _contents(values, key)
+    if len(contents) > limits.inputs:
+        raise Refusal(
+            400,
+            f"{key} has {len(contents):,d} texts; send at most {limits.inputs:,d} in one request",
+        )
+    for number, content in enumerate(contents):
+        name = f"{key}[{number}]"
+        if not isinstance(content, str):
+            _check_token_ids(name, content, encoder)
+            if kind is not None:
+                raise Refusal(
+                    400,
+                    f"{kind_key} puts a prompt before texts, and {name} is token ids; leave it out",
+                )
+        elif len(content) > limits.text_characters:
+            raise Refusal(
+                413,
+                f"{name} has {len(content):,d} characters; send at most {limits.text_characters:,d}",
+            )
+        elif has_lone_surrogate(content):
+            raise Refusal(400, f"{name} {LONE_SURROGATE}: cut texts between characters")
+    return [ServedInput(content, kind) for content in contents]
+
+
+def _check_token_ids(name: str, ids: list[int], encoder: TextEncoder) -> None:
+    if encoder.vocab_size is None:
+        raise Refusal(400, f"{name}: this model takes texts, no token ids")
+    if not 1 <= len(ids) <= encoder.max_length:
+        raise Refusal(
+            400,
+            f"{name} has {len(ids):,d} token ids; this model takes 1 to {encoder.max_length:,d}",
+        )
+    if min(ids) < 0 or max(ids) >= encoder.vocab_size:
+        raise Refusal(
+            400,
+            f"{name} has token ids from {min(ids)} to {max(ids)}; this model's own are 0 to {encoder.vocab_size - 1}",
+        )
+
+
+def openai_answer(values: Values, encoded: Encoded, model_name: str) -> Any:
+    """Return the answer of `/v1/embeddings`."""
+    vectors, num_tokens = encoded
+    dimensions = values.get("dimensions")
+    if dimensions is not None:
+        if type(dimensions) is not int or not 1 <= dimensions <= vectors.shape[1]:
+            raise Refusal(
+                400,
+                f"dimensions is {reprlib.repr(dimensions)}; this model gives 1 to {vectors.shape[1]}",
+            )
+        vectors = first_dims(vectors, dimensions, True)  # of length 1, as OpenAI's
+    encoding = values.get("encoding_format") or "float"
+    if encoding not in ("float", "base64"):
+        raise Refusal(
+            400, f"encoding_format is {reprlib.repr(encoding)}; give float or base64"
+        )
+    rows = []
+    for index, vector in enumerate(vectors):
+        embedding: Any = vector.tolist()
+        if encoding == "base64":
+            embedding = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+        rows.append({"object": "embedding", "index": index, "embedding": embedding})
+    return {
+        "object": "list",
+        "data": rows,
+        "model": str(values.get("model") or model_name),
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def _contents(values: Values, key: str) -> list[str | list[int]]:
+    """Return texts or lists of token ids. A single one need not be in a list."""
+    content: Any = values.get(key)
+    if isinstance(content, str) or _is_token_ids(content):
+        return [content]
+    if isinstance(content, list) and content:
+        if all(isinstance(entry, str) for entry in content):
+            return content
+        if all(_is_token_ids(entry) for entry in content):
+            return content
+    raise Refusal(
+        400,
+        f"{key} must be a text, a list of texts, or lists of token ids, and is {reprlib.repr(content)}",
+    )
+
+
+def _is_token_ids(content: object) -> bool:
+    if not isinstance(content, list) or not content:
+        return False
+    return all(type(number) is int for number in content)

@@ -1,9 +1,12 @@
-"""TextEncoder: what the server encodes with: an Embedder, or an export in its own runtime."""
+"""TextEncoder: what the server encodes with, an Embedder or an export in its own runtime, and the Batcher that asks it."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -20,6 +23,11 @@ from vembed.models.families.model_files import EXPORT_FILE, read_object
 
 SERVED_RUNTIMES = ("onnx", "openvino")
 """Formats of exports that the server runs in their own runtime."""
+MAX_BATCH_INPUTS = 512
+"""Inputs of several requests that are encoded together. A longer request is encoded alone."""
+
+Encoded = tuple[np.ndarray, int]
+"""[n, d] float32 embeddings of a request, and the number of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,29 +85,23 @@ class ModelEncoder:
                 item = Item(text=served.content, prompt=self.prompts[served.kind])
                 items.append((item, "document"))
         tokenized = iter(featuriser.features(items))
-        features = [
-            next(tokenized)
-            if isinstance(served.content, str)
-            else self._features(served.content)
-            for served in inputs
-        ]
+        features = []
+        for served in inputs:
+            if isinstance(served.content, str):
+                features.append(next(tokenized))
+                continue
+            token_ids = np.array(served.content, np.int32)
+            length = self.fixed_length or len(token_ids)
+            features.append(Features("text", length, 0, 0, token_ids=token_ids))
         embeddings = encode_features(
             self.embedder.model, featuriser, features, self.embedder.device
         )
-        num_tokens = [
-            0 if row.token_ids is None else len(row.token_ids) for row in features
-        ]
+        num_tokens = []
+        for feature in features:
+            ids = feature.token_ids
+            num_tokens.append(0 if ids is None else len(ids))
         finished = self.embedder.finish(embeddings, self.embedder.truncate_dim, None)
         return finished, num_tokens
-
-    def _features(self, token_ids: list[int]) -> Features:
-        return Features(
-            modality="text",
-            length=self.fixed_length or len(token_ids),
-            key=0,
-            content=0,
-            token_ids=np.array(token_ids, np.int32),
-        )
 
 
 class ExportEncoder:
@@ -149,3 +151,91 @@ def open_encoder(
             f"{model} is an export to {format_name}: it runs on the CPU at its own size"
         )
     return ExportEncoder(folder, format_name)
+
+
+@dataclass(frozen=True)
+class _Request:
+    inputs: Sequence[ServedInput]
+    result: Future[Encoded] = field(default_factory=Future)
+
+
+class Batcher:
+    """A thread that encodes requests in the order of their arrival."""
+
+    def __init__(self, encoder: TextEncoder) -> None:
+        self.encoder = encoder
+        self.counts: Counter[str] = Counter()
+        """Batches, inputs and tokens that the model has computed."""
+        self._waiting: deque[_Request] = deque()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._thread = threading.Thread(
+            target=self._work, name="vembed-serve", daemon=True
+        )
+        self._thread.start()
+
+    def submit(self, inputs: Sequence[ServedInput]) -> Future[Encoded]:
+        """Queue a request. A future that is cancelled before its turn is not computed."""
+        request = _Request(inputs)
+        with self._changed:
+            self._waiting.append(request)
+            self._changed.notify()
+        return request.result
+
+    def close(self) -> None:
+        """Cancel what waits and end the thread."""
+        with self._changed:
+            self._closed = True
+            for request in self._waiting:
+                request.result.cancel()
+            self._changed.notify()
+        self._thread.join()
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of requests whose turn has not come."""
+        return len(self._waiting)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if self._closed:
+                    return
+                batch = self._next_batch()
+            if batch:
+                self._encode(batch)
+
+    def _next_batch(self) -> list[_Request]:
+        batch: list[_Request] = []
+        num_inputs = 0
+        while self._waiting:
+            num_inputs += len(self._waiting[0].inputs)
+            if batch and num_inputs > MAX_BATCH_INPUTS:
+                break
+            request = self._waiting.popleft()
+            if request.result.set_running_or_notify_cancel():
+                batch.append(request)
+        return batch
+
+    def _encode(self, batch: list[_Request]) -> None:
+        inputs = [served for request in batch for served in request.inputs]
+        try:
+            embeddings, num_tokens = self.encoder.encode(inputs)
+        except Exception as error:
+            if len(batch) > 1:
+                # The fault is in one of the requests: the others get their answers.
+                for request in batch:
+                    self._encode([request])
+            else:
+                batch[0].result.set_exception(error)
+            return
+        self.counts["batches"] += 1
+        self.counts["inputs"] += len(inputs)
+        self.counts["tokens"] += sum(num_tokens)
+        start = 0
+        for request in batch:
+            stop = start + len(request.inputs)
+            answer = embeddings[start:stop], sum(num_tokens[start:stop])
+            request.result.set_result(answer)
+            start = stop

@@ -6,21 +6,16 @@ import asyncio
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any, cast
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vembed.errors import UserError
-from vembed.inference.serve.app import Service
-from vembed.inference.serve.batching import Batcher
-from vembed.inference.serve.encoder import TextEncoder
-from vembed.inference.serve.metrics import Metrics
-from vembed.inference.serve.protocol import RequestLimits
+from vembed.inference.serve.app import RequestLimits, Service
+from vembed.inference.serve.encoder import Batcher, TextEncoder
 
 BACKLOG = 512
 HEAD_BYTES = 65_536
@@ -115,7 +110,7 @@ def serve(
     limits = limits or RequestLimits()
     listener = bound_socket(host, port)
     try:
-        batcher = Batcher(load(), Metrics())
+        batcher = Batcher(load())
         service = Service(batcher, name, limits, api_key)
         config = uvicorn.Config(
             service.app(),
@@ -136,8 +131,15 @@ def serve(
         )
         listener.listen(BACKLOG)
         on_ready(listener.getsockname()[1])
-        with handled_signals():
+        # uvicorn, having answered, raises the signals again that ended it. The process lives on.
+        before = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, lambda *_: None)
+        try:
             uvicorn.Server(config).run(sockets=[listener])
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
         batcher.close()
     finally:
         listener.close()
@@ -161,19 +163,3 @@ def bound_socket(host: str, port: int) -> socket.socket:
             f"--host {host} --port {port} cannot be listened on ({error}); give others"
         ) from error
     return listener
-
-
-@contextmanager
-def handled_signals() -> Iterator[None]:
-    """Let the process live on when uvicorn, having answered, raises the signals again that ended it."""
-
-    def ignore(number: int, frame: FrameType | None) -> None:
-        pass
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, ignore) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -26,8 +26,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.dynamic_module_utils import get_relative_imports
 
 from vembed.config.schema import ModelSection
-from vembed.config.user_folders import cache_folder
 from vembed.errors import UserError
+from vembed.files import cache_folder
 from vembed.models.custom import modeling
 from vembed.models.custom.classes import (
     OwnCode,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vembed.config.run_intervals import has_initial_weights
+from vembed.config.auto import has_initial_weights
 from vembed.config.terms import loss_terms
 from vembed.errors import RunError
 from vembed.parallel import collectives
