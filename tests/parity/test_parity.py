@@ -100,7 +100,7 @@ GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "fsdp1-2": (
         2,
         "fsdp",
-        {"fsdp_version": 1, "fsdp_use_orig_params": True},
+        {"fsdp_version": 1},
     ),
 }
 SOME = (
