@@ -10,7 +10,7 @@ ROUNDS ?= 50
 export HF_HUB_DISABLE_TELEMETRY = 1
 
 # Arithmetic differs between processors, so these tests also run with the instructions of older ones.
-NUMERICAL := tests/losses tests/models/test_packing.py tests/models/test_cpu_kernels.py \
+NUMERICAL := tests/losses tests/models/test_packing.py tests/models/test_attention.py \
     tests/parity/test_parity.py tests/parity/test_families_parity.py
 
 .PHONY: demo test wheel test-processors test-floors lint docs bench-quick bench-gpu chaos train-free-fsdp train-baseline-fsdp clean

@@ -243,17 +243,17 @@ BUILT: dict[str, Row] = {
     ),
     "micro_batch_tokens": (
         "many",
-        lambda one: one.trainer.step.budget.micro_batch_tokens,
+        lambda one: one.trainer.contrastive_step.budget.micro_batch_tokens,
         99,
     ),
     "gradient_cache_chunk_size": (
         "other",
-        lambda one: one.trainer.step.budget.max_rows,
+        lambda one: one.trainer.contrastive_step.budget.max_rows,
         3,
     ),
     "use_gradient_cache": (
         "many",
-        lambda one: one.trainer.step.budget.use_gradient_cache,
+        lambda one: one.trainer.contrastive_step.budget.use_gradient_cache,
         False,
     ),
     "cache_frozen_features": (

@@ -26,7 +26,7 @@ from tests.models.families import (
 )
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.models import attention, precision
+from vembed.models import precision
 from vembed.models.families.backbones import layers_of
 from vembed.models.precision import (
     Bf16LayerNorm,
@@ -111,55 +111,6 @@ def test_layer_norms_went_through_float32_on_gpus(
     )
     found.sum().backward()
     assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.float32
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_attention_with_dropout(autocast, monkeypatch):
-    torch.manual_seed(0)
-    rows, heads, length, size, p = 5, 3, 33, 16, 0.3
-    monkeypatch.setattr(attention, "SCORE_BYTES", 2 * 2 * heads * length * length)
-    inputs = [
-        torch.randn(rows, heads, length, size).bfloat16().requires_grad_()
-        for _ in "qkv"
-    ]
-    mask = torch.rand(rows, 1, length, length) > 0.2
-    mask[..., 0] = True
-    gradient = torch.randn(rows, length, heads, size).bfloat16()
-    # Under autocast, queries and keys with rotary positions arrive in float32.
-    given = [inputs[0].float(), inputs[1].float(), inputs[2]] if autocast else inputs
-    torch.manual_seed(1)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        output, _ = attention.attention(nn.Module(), *given, mask, dropout=p)
-    output.backward(gradient)
-    assert output.dtype == torch.bfloat16
-
-    torch.manual_seed(1)
-    kept = torch.cat(
-        [
-            attention.kept_ones(
-                torch.Size([len(part) * heads, length, length]), p, torch.bfloat16
-            ).ne(0)
-            for part in torch.arange(rows).split(2)
-        ]
-    ).view(rows, heads, length, length)
-    query, key, value = (one.detach().double().requires_grad_() for one in inputs)
-    scores = (query @ key.transpose(2, 3) * size**-0.5).masked_fill(~mask, -torch.inf)
-    dropped = scores.softmax(-1) * kept * attention.scale_of(p)
-    wanted = (dropped @ value).transpose(1, 2)
-    wanted.backward(gradient.double())
-    # A score is rounded to bfloat16, and its error is a relative one of the probability.
-    worst = float(scores.detach()[mask.expand_as(scores)].abs().max())
-    assert_close(
-        output,
-        wanted.detach(),
-        (dropped @ value.abs()).transpose(1, 2).detach(),
-        4 + 2 * worst,
-    )
-    for mine, exact in zip(inputs, (query, key, value), strict=True):
-        assert mine.grad is not None
-        assert exact.grad is not None
-        error = (mine.grad.double() - exact.grad).norm() / exact.grad.norm()
-        assert error < 4 * STEP
 
 
 def test_weights_are_converted_once_while_they_are_held(

@@ -23,7 +23,6 @@ from tests.models.families import (
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example, Item
 from vembed.errors import UserError
-from vembed.models import attention
 from vembed.models.embedding_model import principal_components
 from vembed.training import setup
 
@@ -237,9 +236,6 @@ def test_a_frozen_tower_is_held_in_the_dtype_that_is_asked_for():
     loss_of(outputs).backward()
 
 
-# ---- scale and bias --------------------------------------------------------------------------------------------
-
-
 # ---- precision and kernels -------------------------------------------------------------------------------------
 
 
@@ -254,28 +250,6 @@ def test_flash_attention_that_is_missing_is_said_and_sdpa_named():
         ).backbone.config._attn_implementation
         == "sdpa"
     )
-
-
-@pytest.mark.parametrize(
-    ("installed", "capability", "options", "kernel", "said"),
-    [
-        (True, (9, 0), {}, "flash_attention_2", "the GPU allows it"),
-        (False, (9, 0), {}, "sdpa", "not installed"),
-        (True, (7, 5), {}, "sdpa", "older"),
-        (True, (9, 0), {"half": False}, "sdpa", "does not support float32"),
-    ],
-)
-def test_auto_takes_flash_attention_where_it_can(
-    installed, capability, options, kernel, said, monkeypatch
-):
-    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: installed)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    backbone = type(built(tiny.tiny_bert).backbone)
-    options = {"half": True, **options}
-    chosen, reason = attention.attention_kernel(
-        "auto", backbone, torch.device("cuda"), **options
-    )
-    assert chosen == kernel and said in reason
 
 
 def test_gradient_checkpointing_replays_dropout():

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests import tiny
-from tests.models.families import Make, built, config_for, text_inputs
+from tests.models.families import Make, built, text_inputs
 from vembed.errors import UserError
 from vembed.models import attention
 from vembed.models.families.backbones import read_config
@@ -144,73 +144,6 @@ def test_padding_on_either_side_and_none(side):
     torch.testing.assert_close(whole, alone, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("scores_at_once", [1, 150, 10_000])
-def test_attention_is_that_of_the_formula(
-    causal,
-    window,
-    scores_at_once,
-    monkeypatch,
-):
-    lengths, heads, size, p = [7, 7, 4, 6, 1, 3], 2, 5, 0.3
-    starts = torch.tensor(
-        [0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32
-    )
-    torch.manual_seed(1)
-    query, key, value = (
-        torch.randn(sum(lengths), heads, size).double().requires_grad_() for _ in "qkv"
-    )
-    pieces = attention.cut(tuple(starts.tolist()), scores_at_once, causal, window)
-    assert len(pieces) == {1: len(lengths), 10_000: 1}.get(scores_at_once, len(pieces))
-    draws: list[Tensor] = []
-
-    def drawn(shape, p, dtype):
-        ones = (torch.rand(shape) > p).to(attention.BITS[dtype.itemsize])
-        draws.append(ones.view(-1, heads, *shape[1:]) != 0)
-        return ones
-
-    monkeypatch.setattr(attention, "kept_ones", drawn)
-    monkeypatch.setattr(attention, "scale_of", lambda p: 1 / (1 - p))
-    dropped = attention.dropped_attention(query, key, value, pieces, p, size**-0.5)
-    plain = attention.sdpa_by_piece(query, key, value, pieces, 0.0, size**-0.5)
-    weights = torch.randn_like(dropped)
-    ours = [
-        torch.autograd.grad((one * weights).sum(), (query, key, value))
-        for one in (dropped, plain)
-    ]
-
-    for p_used, output, gradients in ((p, dropped, ours[0]), (0.0, plain, ours[1])):
-        expected = []
-        text = 0
-        for piece, kept in zip(pieces, draws, strict=True):
-            for row in range(piece.num_texts):
-                part = slice(int(starts[text]), int(starts[text + 1]))
-                length = part.stop - part.start
-                scores = (
-                    torch.einsum("qhd,khd->hqk", query[part], key[part]) * size**-0.5
-                )
-                ahead = torch.arange(length)[None, :] - torch.arange(length)[:, None]
-                hidden = (
-                    (ahead > 0) if causal else torch.zeros_like(ahead, dtype=torch.bool)
-                )
-                if window is not None:
-                    hidden |= ahead.abs() >= window
-                weight = scores.masked_fill(hidden, -torch.inf).softmax(-1)
-                if p_used:
-                    weight = weight * kept[row, :, :length, :length] / (1 - p)
-                expected.append(torch.einsum("hqk,khd->qhd", weight, value[part]))
-                text += 1
-        wanted = torch.cat(expected)
-        torch.testing.assert_close(output, wanted, rtol=1e-12, atol=1e-12)
-        for mine, theirs in zip(
-            gradients,
-            torch.autograd.grad((wanted * weights).sum(), (query, key, value)),
-            strict=True,
-        ):
-            torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
-
-
 def text_by_text(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, sides: Any
 ) -> Tensor:
@@ -334,67 +267,6 @@ def test_kernels_of_gpus_are_asked_for_the_same(make, kernel, monkeypatch):
     monkeypatch.setattr(attention, "attention", on_gpu)
     assert_same(embedded(make, padding_free=True), expected)
     assert micro_batches
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "said"),
-    [
-        (tiny.tiny_bert, {}, None),
-        (tiny.tiny_bert, {"padding_free": False}, "padding_free: false"),
-        (
-            tiny.tiny_bert,
-            {"attn_implementation": "eager"},
-            "attn_implementation: eager",
-        ),
-        (tiny.tiny_modernbert, {}, "modernbert is not among the models"),
-    ],
-)
-def test_when_texts_are_padded(make, options, said):
-    config = config_for(make, **options)
-    model = read_config(tiny.shared(make), trust_remote_code=False)
-    reason = attention.why_padded(config.model, model, torch.device("cpu"), half=False)
-    assert reason is None if said is None else said in (reason or "")
-
-
-@pytest.mark.parametrize(
-    ("capability", "flash", "varlen", "held", "dropout", "said"),
-    [
-        ((9, 0), False, True, torch.bfloat16, 0.0, None),
-        ((9, 0), True, False, torch.bfloat16, 0.1, None),
-        ((9, 0), False, True, torch.bfloat16, 0.1, None),
-        ((9, 0), False, False, torch.bfloat16, 0.0, "this torch has no attention"),
-        ((7, 5), True, True, torch.bfloat16, 0.0, "older"),
-        ((9, 0), True, True, torch.float32, 0.0, "does not support float32"),
-    ],
-)
-def test_when_texts_are_padded_on_gpus(
-    capability,
-    flash,
-    varlen,
-    held,
-    dropout,
-    said,
-    monkeypatch,
-):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: flash)
-    arguments = frozenset({"window_size"} if varlen else ())
-    monkeypatch.setattr(attention, "_varlen_arguments", lambda: arguments)
-    config = config_for(tiny.tiny_bert)
-    model = read_config(tiny.shared(tiny.tiny_bert), trust_remote_code=False)
-    model.attention_probs_dropout_prob = dropout
-    reason = attention.why_padded(
-        config.model,
-        model,
-        torch.device("cuda"),
-        half=held == torch.bfloat16,
-    )
-    assert reason is None if said is None else said in (reason or "")
-
-
-def test_torchs_kernel_is_the_one_that_is_meant():
-    assert "window_size" in attention._varlen_arguments()
 
 
 def test_what_cannot_be_had_is_said():

@@ -16,7 +16,7 @@ from vembed.errors import UserError
 from vembed.mining.config import MineConfig, Retriever
 from vembed.mining.judges import load_judge
 from vembed.mining.retrievers import load_encoder
-from vembed.weights.inputs import open_source
+from vembed.weights.sources import open_source
 
 
 class Marker:

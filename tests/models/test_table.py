@@ -21,7 +21,7 @@ from tests.parts import from_its_test, values_in
 from vembed.config.schema import TrainConfig
 from vembed.inference.embedder import Embedder
 from vembed.models.families import table
-from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
+from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.families.family import Family
 from vembed.models.families.table import FamilyName
 from vembed.saving.files import save_model
@@ -138,15 +138,3 @@ def test_a_family_is_added_by_its_record_alone(tmp_path, monkeypatch):
         max_length=9,
     )
     assert np.array_equal(Embedder(folder).encode(texts), Embedder(same).encode(texts))
-
-
-def test_a_description_saved_by_version_01_is_read():
-    description = described(
-        TrainConfig(model_name=str(tiny.shared(tiny.tiny_qwen3_vl)), data_path="unused")
-    )
-    saved = description.to_dict()
-    saved["lanes"] = [
-        "vision" if one == "multimodal" else one for one in saved.pop("modalities")
-    ]
-    assert saved["lanes"] == ["text", "vision"]
-    assert ModelDescription.from_dict(saved).modalities == ("text", "multimodal")

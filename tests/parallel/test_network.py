@@ -10,8 +10,12 @@ from typing import Any
 import psutil
 import pytest
 
-from vembed.parallel import network, session
-from vembed.parallel.network import default_interface, interface_to, is_loopback_by_name
+from vembed.parallel import environment, session
+from vembed.parallel.environment import (
+    default_interface,
+    interface_to,
+    is_loopback_by_name,
+)
 
 INTERFACES = {
     "lo": ["127.0.0.1", "::1"],
@@ -119,7 +123,7 @@ def test_a_name_of_machine_0_that_is_loopback_there(
 ) -> None:
     """Debian maps a machine's own name to 127.0.1.1: with loopback for gloo the others find nobody there."""
     if default is not None:
-        routes[network._ELSEWHERE[":" in default]] = default
+        routes[environment._ELSEWHERE[":" in default]] = default
     monkeypatch.setenv("MASTER_ADDR", "head")
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")

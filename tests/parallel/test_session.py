@@ -35,9 +35,8 @@ from vembed.errors import UserError
 from vembed.models.families import model_files
 from vembed.parallel import collectives, launch_check, session
 from vembed.parallel.devices import enable_expandable_segments, matmul_precision
-from vembed.parallel.environment import RankInfo, read_rank_info
+from vembed.parallel.environment import RankInfo, interface_to, read_rank_info
 from vembed.parallel.launch import free_port
-from vembed.parallel.network import interface_to
 from vembed.parallel.placement import Placement, choose_precision, place
 from vembed.parallel.step_memory import GIB, ModelSize, measure
 

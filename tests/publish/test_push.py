@@ -113,7 +113,7 @@ def test_neither_the_token_nor_folders_of_the_machine_are_published(
 def test_a_push_that_was_cut_goes_on(
     trained: tuple[Path, Hub], hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vembed.saving.hub.LARGE_FILE_BYTES", 10_000)
+    monkeypatch.setattr("vembed.saving.publication.LARGE_FILE_BYTES", 10_000)
     hub.broken_commit = 2
     refused(run("push", trained[0], "me/again"), "the same command goes on", code=1)
     repository = hub.repositories["me/again"]

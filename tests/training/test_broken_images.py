@@ -1,7 +1,6 @@
 """Images that cannot be read while a run trains on them are named with the record that has them."""
 
 import gc
-import json
 import time
 
 import psutil
@@ -9,6 +8,7 @@ import pytest
 
 import vembed
 from tests import tiny
+from tests.data.files import write_jsonl
 from tests.data.pictures import encoded
 from vembed.data.images import decoders
 from vembed.errors import UserError
@@ -20,7 +20,7 @@ def train(folder, images, **more):
         {"query": f"{tiny.WORDS[number % 20]} {number}", "positive": {"image": one}}
         for number, one in enumerate(images)
     ]
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(folder / "train.jsonl", rows)
     on_step = more.pop("on_step", None)
     config = {
         "model_name": str(tiny.shared(tiny.tiny_clip)),

@@ -394,7 +394,7 @@ def killed_everywhere(output_dir):
             status = os.waitpid(child, 0)[1]
             listed = [path for _, path in integrity.list_checkpoints(folder)]
             are_whole = bool(listed) and not any(
-                integrity.verify(path) for path in listed
+                integrity.verify_files(path) for path in listed
             )
             run = Run(session, folder, resume=True).resume()
             found.append(
@@ -448,7 +448,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, async_save):
 
 
 def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("vembed.training.checkpoint.storage.FILE_BYTES", 300)
+    monkeypatch.setattr("vembed.training.checkpoint.tensors.FILE_BYTES", 300)
     with starting(tmp_path) as run:
         expected = run.resume().train().save().whole()
     files = sorted(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.training.test_checkpoint import found_in, starting
 from vembed.errors import UserError
 from vembed.training.checkpoint import folder as integrity
-from vembed.training.checkpoint.schema import CODES, LoopSchema, ScaleSchema
+from vembed.training.checkpoint.folder import CODES, LoopSchema, ScaleSchema
 from vembed.training.optimizer import GradientScale
 from vembed.training.trainer import LoopState
 
@@ -178,7 +178,7 @@ def test_names_in_the_manifest_stay_inside(run_folder):
         content["files"][name] = {"bytes": 1, "sha256": "0"}
         sealed_content = {**content, "sha256": integrity._seal(content)}
         (folder / integrity.MANIFEST).write_text(json.dumps(sealed_content))
-        assert f"{name} leads out of the folder" in integrity.verify(folder)
+        assert f"{name} leads out of the folder" in integrity.verify_files(folder)
 
 
 def test_a_run_resumes_from_the_one_before_and_refuses_a_path_to_the_altered_one(

@@ -1,11 +1,11 @@
 """The console of a run: five lines on the set-up, short step lines, the recent rate; verbose and quiet."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.cli.conftest import vembed
+from tests.data.files import write_jsonl
 from tests.tiny import shared, texts, tiny_bert
 from vembed.training.hooks.metrics import log_line
 from vembed.training.trainer import RunClock
@@ -20,7 +20,7 @@ def cfg(vembed):
         {"query": words[2 * row], "positive": f"{words[2 * row + 1]} {row}"}
         for row in range(16)
     ]
-    Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(Path("train.jsonl"), rows)
     Path("cfg.yaml").write_text(
         f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\nval_data_path: train.jsonl\nbatch_size: 8\n"
         "max_steps: 2\nlogging_steps: 1\nreport_to: none\n"

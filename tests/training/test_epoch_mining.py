@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 import vembed
+from tests.data.files import write_jsonl
 from tests.harness import result_of, run_cases
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed.errors import RunError, UserError
@@ -27,7 +28,7 @@ def write(path):
         }
         for number, text in enumerate(found)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(path, rows)
     return path
 
 

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import vembed
+from tests.data.files import write_jsonl
 from tests.harness import run_ranks
 from tests.tiny import shared, texts, tiny_bert_st
 from tests.weights.variants import pairs
@@ -94,6 +95,30 @@ def test_the_average_is_resumed(config, tmp_path):
     one, other = weights_of(resumed.model_dir), weights_of(again.model_dir)
     for name in one:
         np.testing.assert_allclose(one[name], other[name], atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"ema": 0.9}, "ema 0.5 -> 0.9"),
+        ({"ema": None}, "ema 0.5 -> None"),
+        ({"use_mrl": True, "mrl_dims": [8, 4], "mrl_weights": [1, 3]}, "mrl_weights"),
+        ({"num_examples": 20}, "data "),
+        ({"num_examples": 28}, "data "),
+    ],
+)
+def test_a_resumed_run_names_other_averaging_weights_or_data(
+    config, tmp_path, change, named
+):
+    vembed.train({**config, "ema": 0.5, "save_steps": 2})
+    change = dict(change)
+    num_examples = change.pop("num_examples", None)
+    if num_examples is not None:
+        pairs(tmp_path / "train.jsonl", num_examples)
+    with pytest.raises(UserError) as caught:
+        vembed.train({**config, "ema": 0.5, "max_steps": 6, "resume": True, **change})
+    assert "checkpoint-4" in str(caught.value)
+    assert named in str(caught.value)
 
 
 def test_a_model_made_of_a_checkpoint_has_the_average(config, tmp_path):
@@ -218,7 +243,7 @@ def test_a_guard_that_falls_at_once_leaves_nothing_to_save(config, tmp_path):
         {"sentence1": given[0], "sentence2": one, "score": float(score)}
         for one, score in zip(given, scores, strict=True)
     ]
-    guard.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(guard, rows)
     options = {
         "guards": [str(guard)],
         "eval_steps": 2,

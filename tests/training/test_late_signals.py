@@ -24,23 +24,20 @@ MANY = {"micro_batch_tokens": 32, "eval_steps": 3}
 
 def stop_in_evaluation(options, number):
     """Train; in that evaluation (from 1, without the one before the first step) the last rank gets SIGTERM."""
-    agree, check, micro_batches = (
-        Interrupts.must_stop,
-        Interrupts.check,
-        {"agree": 0, "check": 0},
+    must_stop = Interrupts.must_stop
+    check = Interrupts.check
+    calls = {"must_stop": 0, "check": 0}
+    is_last_rank = os.environ.get("RANK", "0") == str(
+        int(os.environ.get("WORLD_SIZE", "1")) - 1
     )
 
     def counted(self, save_seconds=0.0):
-        micro_batches["agree"] += 1
-        return agree(self, save_seconds)
+        calls["must_stop"] += 1
+        return must_stop(self, save_seconds)
 
     def signalled(self):
-        micro_batches["check"] += micro_batches["agree"] == 3 * number
-        if (
-            micro_batches["check"] == 3
-            and int(os.environ.get("RANK", "0"))
-            == int(os.environ.get("WORLD_SIZE", "1")) - 1
-        ):
+        calls["check"] += calls["must_stop"] == 3 * number
+        if calls["check"] == 3 and is_last_rank:
             os.kill(os.getpid(), signal.SIGTERM)
             while not self._number:
                 time.sleep(0.001)
@@ -52,7 +49,7 @@ def stop_in_evaluation(options, number):
         with pytest.raises(Stopped) as stopped:
             vembed.train(options)
     assert stopped.value.exit_code == 143
-    assert 3 < micro_batches["check"] <= 16, "the evaluation went on"
+    assert 3 < calls["check"] <= 16, "the evaluation went on"
     return str(stopped.value)
 
 

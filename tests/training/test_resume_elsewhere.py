@@ -27,8 +27,8 @@ from vembed.training.fingerprints import (
     of_evaluation,
     of_examples,
 )
-from vembed.training.identity import require_same_data
 from vembed.training.optimizer import Update
+from vembed.training.setup import require_same_data
 from vembed.weights.checkpoints import whole_model
 
 AUTO = Decision("auto", "auto")
@@ -67,7 +67,9 @@ def test_a_resumed_run_keeps_the_precision_that_auto_chose(
 
 def test_the_precision_of_a_resumed_run_on_other_devices():
     assert choose_precision(AUTO, CPU, resumed="no") == choose_precision(AUTO, CPU)
-    kept = choose_precision(AUTO, CPU, bf16_on_cpu=(True, "fast"), resumed="no")
+    kept = choose_precision(
+        AUTO, CPU, on_cpu=Decision("bf16", "auto: fast"), resumed="no"
+    )
     assert (kept.value, kept.source) == ("no", CHECKPOINT)
     lost = choose_precision(AUTO, CPU, resumed="fp16")
     assert (lost.value, lost.source) == ("no", CHECKPOINT)
@@ -194,7 +196,7 @@ def test_the_best_checkpoint_of_another_folder_becomes_the_model(
     # It is in this folder too, which the other one may be removed from under.
     held = {path.name for path in (tmp_path / "other").glob("checkpoint-*")}
     assert {"checkpoint-2", "checkpoint-6"} <= held
-    assert not integrity.verify(tmp_path / "other" / "checkpoint-2")
+    assert not integrity.verify_files(tmp_path / "other" / "checkpoint-2")
 
 
 def test_a_best_checkpoint_that_is_gone_is_no_candidate(tmp_path, capsys):

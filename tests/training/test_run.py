@@ -10,6 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import vembed
+from tests.data.files import write_jsonl
 from tests.tiny import WORDS, shared, tiny_bert
 from vembed.errors import RunError, UserError
 from vembed.training.hooks.checks import mean_cosine
@@ -114,31 +115,6 @@ def test_the_saved_config_repeats_the_run_bit_for_bit(plain, tmp_path):
     )
 
 
-def test_saved_model_scores_as_the_run_said(plain):
-    scores = vembed.evaluate(plain.model_dir, plain.output_dir.parent / "val.jsonl")
-    assert scores["ndcg@10"] == pytest.approx(plain.metrics["ndcg@10"], abs=1e-6)
-
-
-def test_gradient_cache_changes_nothing_with_dropout(tmp_path):
-    common = settings(
-        tmp_path, model_name=str(shared(tiny_bert, dropout=0.1)), val_data_path=None
-    )
-    common["micro_batch_tokens"] = 100
-    runs = [
-        vembed.train(
-            {
-                **common,
-                "output_dir": str(tmp_path / str(cache)),
-                "use_gradient_cache": cache,
-            }
-        )
-        for cache in (True, False)
-    ]
-    np.testing.assert_allclose(
-        metrics(runs[0].output_dir), metrics(runs[1].output_dir), rtol=1e-6
-    )
-
-
 @pytest.mark.parametrize("loss", ["infonce", "cosent", "cosine", "triplet", "sigmoid"])
 def test_every_loss_falls(loss, tmp_path):
     more = {"loss": loss, "max_steps": 24, "val_data_path": None}
@@ -156,7 +132,7 @@ def test_every_loss_falls(loss, tmp_path):
                 }
             )
         path = tmp_path / "scored.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(path, rows)
         more |= {
             "data_path": str(path),
             "val_data_path": str(path),
@@ -176,30 +152,6 @@ def test_lora_saves_the_merged_model_and_the_adapter(tmp_path):
     assert (result.model_dir / "adapter" / "adapter_model.safetensors").is_file()
     scores = vembed.evaluate(result.model_dir, tmp_path / "val.jsonl")
     assert scores["ndcg@10"] == pytest.approx(result.metrics["ndcg@10"], abs=1e-4)
-
-
-def test_resume_is_exact(tmp_path):
-    common = settings(
-        tmp_path,
-        model_name=str(shared(tiny_bert, dropout=0.1)),
-        save_steps=2,
-        micro_batch_tokens=100,
-    )
-    whole = vembed.train({**common, "output_dir": str(tmp_path / "whole")})
-    vembed.train(
-        {**common, "output_dir": str(tmp_path / "cut"), "max_steps": 6, "save_steps": 3}
-    )
-    for path in (tmp_path / "cut").glob("checkpoint-6"):
-        path.rename(tmp_path / "gone")
-    rest = vembed.train(
-        {**common, "output_dir": str(tmp_path / "cut"), "resume": True, "save_steps": 3}
-    )
-    for key in ("step", "loss", "learning_rate", "grad_norm"):
-        assert metrics(rest.output_dir, key) == metrics(whole.output_dir, key)
-    from safetensors.torch import load_file
-
-    one, two = (load_file(run.model_dir / "model.safetensors") for run in (whole, rest))
-    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_best_checkpoint_is_the_final_model(tmp_path):
@@ -275,9 +227,7 @@ def test_texts_that_are_cut_are_counted(tmp_path):
             {"query": f"red {word}", "positive": f"{word} " * longest}
             for word in WORDS[:16]
         ]
-        Path(config["data_path"]).write_text(
-            "".join(json.dumps(row) + "\n" for row in rows)
-        )
+        write_jsonl(Path(config["data_path"]), rows)
         output = vembed.train({**config, "output_dir": str(tmp_path / name)}).output_dir
         said = (output / "training_log.txt").read_text()
         assert (
@@ -293,9 +243,7 @@ def test_a_loss_of_nothing_is_noticed(tmp_path):
     rows = [
         {"query": f"red {word}", "positive": "the one document"} for word in WORDS[:32]
     ]
-    Path(config["data_path"]).write_text(
-        "".join(json.dumps(row) + "\n" for row in rows)
-    )
+    write_jsonl(Path(config["data_path"]), rows)
     output = vembed.train(config).output_dir
     warnings = [
         line

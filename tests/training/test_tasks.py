@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import vembed
+from tests.data.files import write_jsonl
 from tests.data.pictures import write
 from tests.harness import run_ranks
 from tests.losses.batches import check, config_of, make_batch
@@ -61,9 +62,7 @@ def files(folder):
         ],
     }
     for name, records in rows.items():
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps(one) + "\n" for one in records)
-        )
+        write_jsonl(folder / f"{name}.jsonl", records)
     cosent = {
         "losses": [{"loss": "cosent", "learn_temperature": True}],
         "temperature": 0.1,
@@ -145,9 +144,7 @@ def test_labelled_images_are_pairs_of_their_class(tmp_path):
         {"image": write(tmp_path / f"{n}.jpg", seed=n).name, "label": n % 4}
         for n in range(12)
     ]
-    (tmp_path / "images.jsonl").write_text(
-        "".join(json.dumps(one) + "\n" for one in rows)
-    )
+    write_jsonl(tmp_path / "images.jsonl", rows)
     settings = options(
         tmp_path,
         model_name=str(shared(tiny_clip)),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from vembed.training.hooks.base import StepReport
-from vembed.training.hooks.display import Profile
+from vembed.training.hooks.metrics import Profile
 
 
 def profiling(folder, chosen):

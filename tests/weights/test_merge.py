@@ -364,7 +364,7 @@ import resource, sys
 from pathlib import Path
 from vembed.weights.merge import Merge
 from vembed.weights.methods import Recipe
-from vembed.weights.inputs import open_source
+from vembed.weights.sources import open_source
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 fitting = Merge([open_source(one) for one in sys.argv[1:3]], None)
 fitting.write(Recipe("slerp", (1.0, 1.0)), Path(sys.argv[3]))

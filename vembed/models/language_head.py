@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 
 from vembed.config.schema import ObjectiveSection
 from vembed.errors import UserError
+from vembed.losses.table import LOSSES
 from vembed.models.families.backbones import (
     is_decoder_only,
     language_class,
@@ -49,7 +50,7 @@ def has_language_head(
     objective: ObjectiveSection, description: ModelDescription
 ) -> bool:
     """Return True if the run trains by the language-model head. Raise UserError if it asks for what cannot be."""
-    alone = objective.loss == "none" and objective.losses is None
+    alone = objective.losses is None and LOSSES[objective.loss].is_of_model
     asked = objective.language_modelling
     if asked is False or (asked == "auto" and not alone):
         return False

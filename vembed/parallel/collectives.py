@@ -7,15 +7,19 @@ group has one, so that they do not wait for the GPU's queue.
 from __future__ import annotations
 
 import json
+import logging
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+log = logging.getLogger("vembed")
 
 BUCKET_BYTES = 64 * 2**20
 """Size in bytes of the buckets in which tensors are sent: large enough for the network, small beside the model."""
@@ -46,6 +50,16 @@ def num_calls() -> int:
 def reset_collective_counts() -> None:
     """Reset the counts."""
     _counts.clear()
+
+
+def log_from(rank: int, line: str) -> None:
+    """Log a line of a rank. Only rank 0 has a log on the console: the others write to standard error."""
+    if rank == 0:
+        log.warning("%s", line)
+        return
+    with suppress(OSError, AttributeError, ValueError):  # it may be closed
+        sys.stderr.write(f"vembed: {line}\n")
+        sys.stderr.flush()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ more (halted, or its machine is gone), or one that is outside of all collectives
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import threading
@@ -23,11 +22,8 @@ from types import FrameType
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from vembed.parallel import collectives
-from vembed.parallel.environment import RankInfo
+from vembed.parallel.environment import RankInfo, machine_name
 from vembed.parallel.launch import HANG_REPORTS
-from vembed.parallel.network import machine_name
-
-log = logging.getLogger("vembed")
 
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 15.0
@@ -168,20 +164,9 @@ class Heartbeats:
             if waited >= next_line:
                 next_line *= 2
                 self._leave_for_launcher(report)
-                self._log(report)
-
-    def _log(self, report: HangReport) -> None:
-        """Write a line, on the first rank that is not waited for."""
-        first = min(set(range(self._ranks.world_size)) - set(report.ranks))
-        if first != self._ranks.rank:
-            return
-        if first == 0:
-            log.warning("%s", report.text)
-            return
-        # The other ranks have no log on the console.
-        with suppress(OSError, AttributeError, ValueError):
-            sys.stderr.write(f"vembed: {report.text}\n")
-            sys.stderr.flush()
+                # One line for all: of the first rank that is not waited for.
+                if rank == min(set(range(len(keys))) - set(report.ranks)):
+                    collectives.log_from(rank, report.text)
 
     def _leave_for_launcher(self, report: HangReport | None) -> None:
         """Leave the sentence for the launcher of this machine, or take it back: NCCL ends a process without an error

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from importlib import metadata
@@ -30,11 +27,8 @@ from torch.distributed.rendezvous import rendezvous
 import vembed
 from vembed.errors import UserError
 from vembed.parallel import collectives
-from vembed.parallel.environment import RankInfo
+from vembed.parallel.environment import RankInfo, machine_name
 from vembed.parallel.launch import LAUNCHER, RUN_ID
-from vembed.parallel.network import machine_name
-
-log = logging.getLogger("vembed")
 
 RankFacts = Callable[[RankInfo], Mapping[str, Any]]
 """Facts of a rank about its run: values by name, equal on all ranks. It may raise UserError, which then ends all."""
@@ -102,24 +96,17 @@ class LaunchCheck:
                 return False
             if waited_for is not None and now >= next_line:
                 next_line = now + LINE_SECONDS
-                self._log_waiting(now - began, waited_for())
+                line = (
+                    f"rank {self.ranks.rank} has waited {now - began:.0f} s for {waited_for()} "
+                    f"(dist_timeout_minutes: {self.minutes:g})"
+                )
+                if self.ranks.local_rank == 0:  # one line for each machine
+                    collectives.log_from(self.ranks.rank, line)
             # Seldom where the wait is long: many ranks ask one store. The answer is late by a tenth of the wait.
             time.sleep(
                 min(max(POLL_SECONDS, 0.1 * (now - began)), SLOWEST_POLL_SECONDS)
             )
         return True
-
-    def _log_waiting(self, seconds: float, what: str) -> None:
-        line = (
-            f"rank {self.ranks.rank} has waited {seconds:.0f} s for {what} "
-            f"(dist_timeout_minutes: {self.minutes:g})"
-        )
-        if self.ranks.rank == 0:
-            log.warning("%s", line)
-        elif self.ranks.local_rank == 0:  # without a log on the console
-            with suppress(OSError, AttributeError, ValueError):
-                sys.stderr.write(f"vembed: {line}\n")
-                sys.stderr.flush()
 
     def connect(self) -> Store:
         """Return the store at MASTER_ADDR:MASTER_PORT. Rank 0 keeps it, unless torchrun does."""

@@ -42,8 +42,10 @@ activations, gathered embeddings and the data."""
 BF16_HIDDEN = 256
 """Hidden size from which `mixed_precision: auto` takes bfloat16 on CPUs that have instructions for it. In smaller
 models other things than matrix products take the time."""
-NO_BF16_ON_CPU = (False, "the CPU computes in the dtype of the weights")
-"""Whether bfloat16 pays on a CPU, and why."""
+NO_BF16_ON_CPU: Decision[Precision] = Decision(
+    "no", "auto: the CPU computes in the dtype of the weights"
+)
+"""The precision of `auto` on a CPU where bfloat16 does not pay."""
 POINTLESS_SHARE = 0.2
 """Below this share FSDP that was asked for gets a remark."""
 SMALL_MICRO_BATCH_TOKENS = 4096
@@ -204,7 +206,7 @@ def place(
     strategy, size, advice = _choose_strategy(run, ranks, memory, measured)
     fsdp = run.fsdp if strategy.value == "fsdp" else None
     model = run.config.model
-    bf16_pays = NO_BF16_ON_CPU
+    auto_precision = NO_BF16_ON_CPU
     if device.type == "cpu":
         # No bfloat16 copies of weights under these (see `copies_weights`).
         prevented_by = {
@@ -213,7 +215,7 @@ def place(
             "use_qlora": run.config.adapters.use_qlora,
         }
         names = [name for name, is_on in prevented_by.items() if is_on]
-        bf16_pays = _bf16_on_cpu(model, instructions, prevented_by=names)
+        auto_precision = _auto_on_cpu(model, instructions, prevented_by=names)
     asked_precision = run.precision
     compiles = False
     origin = DEFAULT
@@ -234,7 +236,9 @@ def place(
         memory=memory,
         strategy=strategy,
         fsdp=fsdp,
-        precision=choose_precision(asked_precision, device, gpu, bf16_pays, resumed),
+        precision=choose_precision(
+            asked_precision, device, gpu, auto_precision, resumed
+        ),
         recomputation=run.recomputation,
         compilation=Decision(compiles, why_compiled, origin),
         rows=_rows(run, ranks),
@@ -281,11 +285,11 @@ def choose_precision(
     asked: Decision[AskedPrecision],
     device: torch.device,
     gpu: Gpu | None = None,
-    bf16_on_cpu: tuple[bool, str] = NO_BF16_ON_CPU,
+    on_cpu: Decision[Precision] = NO_BF16_ON_CPU,
     resumed: Precision | None = None,
 ) -> Decision[Precision]:
-    """Return the precision of the arithmetic: what was asked for, or what the device allows. `bf16_on_cpu`: whether
-    bfloat16 pays on the CPU, and why. `resumed`: the precision of the run that is resumed, which `auto` keeps where it
+    """Return the precision of the arithmetic: what was asked for, or what the device allows. `on_cpu`: what `auto`
+    is on a CPU. `resumed`: the precision of the run that is resumed, which `auto` keeps where it
     can."""
     has_bf16 = True
     name = "the CPU"
@@ -306,8 +310,7 @@ def choose_precision(
         return Decision(asked.value, asked.reason, asked.source)
     chosen: Decision[Precision]
     if device.type == "cpu":
-        pays, reason = bf16_on_cpu
-        chosen = Decision("bf16" if pays else "no", f"auto: {reason}")
+        chosen = on_cpu
     elif has_bf16:
         chosen = Decision("bf16", f"auto: {name} computes in bfloat16")
     else:
@@ -337,36 +340,28 @@ def precision_of_use(
     if device.type != "cpu":
         return Decision("no", f"auto: {device} computes in the dtype of the weights")
     options = ModelSection(model_name=model, trust_remote_code=trust_remote_code)
-    pays, reason = _bf16_on_cpu(options, instructions)
-    return Decision("bf16" if pays else "no", f"auto: {reason}")
+    return _auto_on_cpu(options, instructions)
 
 
-def _bf16_on_cpu(
+def _auto_on_cpu(
     options: ModelSection, instructions: str | None, prevented_by: Sequence[str] = ()
-) -> tuple[bool, str]:
-    """Return whether bfloat16 pays on CPUs with these instructions for it, and why."""
+) -> Decision[Precision]:
+    """Return the precision on CPUs with these instructions for bfloat16: bfloat16 where it pays, else float32."""
     if instructions is None:
         return NO_BF16_ON_CPU
-    unchanged = NO_BF16_ON_CPU[1]
     if prevented_by:
-        return (
-            False,
-            f"{unchanged} ({prevented_by[0]}; mixed_precision: bf16 would change it)",
-        )
+        reason = f"{NO_BF16_ON_CPU.reason} ({prevented_by[0]}; mixed_precision: bf16 would change it)"
+        return Decision("no", reason)
     try:
         hidden = hidden_size(options)
     except UserError:
         # Raised again where the model is loaded. A session can do without one.
         return NO_BF16_ON_CPU
     if hidden < BF16_HIDDEN:
-        return (
-            False,
-            f"float32, since bfloat16 does not pay for a hidden size of {hidden:,d}, below {BF16_HIDDEN}",
-        )
-    return (
-        True,
-        f"the CPU has {instructions}, and the hidden size of {hidden:,d} is at least {BF16_HIDDEN}",
-    )
+        reason = f"auto: float32, since bfloat16 does not pay for a hidden size of {hidden:,d}, below {BF16_HIDDEN}"
+        return Decision("no", reason)
+    reason = f"auto: the CPU has {instructions}, and the hidden size of {hidden:,d} is at least {BF16_HIDDEN}"
+    return Decision("bf16", reason)
 
 
 def _choose_strategy(

@@ -36,11 +36,16 @@ from vembed.parallel.devices import (
     choose_device,
     enable_expandable_segments,
 )
-from vembed.parallel.environment import check_num_threads, read_rank_info
+from vembed.parallel.environment import (
+    check_num_threads,
+    default_interface,
+    interface_to,
+    is_loopback_by_name,
+    read_rank_info,
+)
 from vembed.parallel.heartbeat import Heartbeats
 from vembed.parallel.launch_check import LaunchCheck, RankFacts
 from vembed.parallel.memory import GIB, keep_freed_memory
-from vembed.parallel.network import default_interface, interface_to, is_loopback_by_name
 from vembed.parallel.placement import (
     FITS_SHARE,
     Layout,

@@ -75,7 +75,7 @@ def check_compiled(
         decision = Decision(False, reason)
         session.placement = replace(session.placement, compilation=decision)
     if asked != "auto" or session.device.type == "cuda":
-        log.info("compiled layers: %s", session.placement.compilation)
+        log.info(f"compiled layers: {session.placement.compilation}")
     if asked != "auto" or not session.placement.compilation.value:
         return
     features = featuriser.features(units)
@@ -90,7 +90,7 @@ def check_compiled(
     if not collectives.max_ints([int(problem is not None)])[0]:
         return
     reason = f"auto: {problem or 'another process could not compile them'}"
-    log.warning("compiled layers: false (%s)", reason)
+    log.warning(f"compiled layers: false ({reason})")
     for layer in layers:
         layer._compiled_call_impl = None
     session.placement = replace(session.placement, compilation=Decision(False, reason))

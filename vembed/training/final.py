@@ -6,7 +6,7 @@ import io
 import logging
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from vembed.data.language import MAX_TEXTS, is_english, language_of
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.report import write_report
 from vembed.evaluation.report.summary import RunSummary, collect_versions
-from vembed.inference.encoding import encode_features, encode_items
+from vembed.inference.encoding import encode_features
 from vembed.models.precision import saved_dtype
 from vembed.models.quantized import is_quantized, store_rounded
 from vembed.parallel import collectives
@@ -62,8 +62,7 @@ class ModelWriter:
             )
         if self.writes_checkpoints:
             log.info(
-                "fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in %s/",
-                WHOLE_MODEL,
+                f"fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in {WHOLE_MODEL}/"
             )
 
     def write_whole(self, checkpoint: Path) -> None:
@@ -109,19 +108,6 @@ class ModelWriter:
             versions=collect_versions(),
         )
 
-    def not_finite(self, what: str) -> RunError:
-        """Return the error for a trained model that is not finite: `final/` is not replaced by it."""
-        checkpoints = list_checkpoints(Path(self.config.run.output_dir))
-        resume = "train again"
-        if checkpoints:
-            newest = checkpoints[-1][1].name
-            resume = f"resume from an earlier checkpoint ({newest} is the newest)"
-        rate = self.config.optimizer.learning_rate
-        return RunError(
-            f"final/ is not written: {what} are not finite; lower learning_rate (now {rate:g}) or max_grad_norm, and "
-            f"{resume}"
-        )
-
 
 def require_free_folder(output: Path) -> None:
     """Raise UserError if something is in the way of final/: found before the first step, not after the last."""
@@ -146,24 +132,27 @@ def save_final(
     embedder = components.embedder
     output = Path(config.run.output_dir)
     folder = output / "final"
+    checkpoints = list_checkpoints(output)
+    newest = checkpoints[-1][1].name if checkpoints else ""
     weights = full_state_dict(components.model)
-    _check_finite(writer, weights)
-    is_main = session.is_main
-    if is_main:
+    problem = _not_finite(writer, weights)
+    if problem is not None:
+        advice = f"resume from an earlier checkpoint ({newest} is the newest)"
+        raise RunError(
+            f"final/ is not written: {problem} are not finite; lower learning_rate (now "
+            f"{config.optimizer.learning_rate:g}) or max_grad_norm, and {advice if newest else 'train again'}"
+        )
+    if session.is_main:
         store_rounded(embedder, weights)
         dtype = saved_dtype(config.run.save_dtype, embedder.description)
-        log.info(
-            "weights: stored %s (save_dtype: %s)",
-            f"in {dtype}" if dtype else "as they are held",
-            config.run.save_dtype,
-        )
+        stored = f"in {dtype}" if dtype else "as they are held"
+        log.info(f"weights: stored {stored} (save_dtype: {config.run.save_dtype})")
         try:
             writer.store(folder, weights, writer.card(data, state))
         except (OSError, SafetensorError) as error:
-            checkpoints = list_checkpoints(output)
             advice = "train again (save_steps would have kept checkpoints)"
-            if checkpoints:
-                advice = f"resume from {checkpoints[-1][1].name}"
+            if newest:
+                advice = f"resume from {newest}"
             raise RunError(
                 f"final/ could not be written ({error}): {way_out(str(error), output)} and {advice}"
             ) from error
@@ -188,7 +177,7 @@ def save_final(
         model=embedder.description.summary(),
         properties=properties_of(embedder.description),
         data=list(data.examples.summary()),
-        language=_language(data.examples) if is_main else None,
+        language=_language(data.examples) if session.is_main else None,
         evaluation=data.evaluation.summary() if data.evaluation else "",
         metric=metric,
         final_step=state.scored_step if state.scores else state.step,
@@ -206,8 +195,8 @@ def save_final(
         versions=collect_versions(),
         warnings=warnings,
     )
-    if is_main:
-        log.info("model: %s", folder)
+    if session.is_main:
+        log.info(f"model: {folder}")
         try:
             summary.save(output)
             write_report(output)
@@ -221,8 +210,8 @@ def save_final(
     return folder
 
 
-def _check_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> None:
-    """Raise RunError if embeddings of the model, or a weight of any rank, are not finite. Collective."""
+def _not_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> str | None:
+    """Return which embeddings of the model, or weights of any rank, are not finite. Collective."""
     components = writer.components
     embedder = components.embedder
     traits = embedder.description.traits
@@ -233,27 +222,18 @@ def _check_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> None:
         with io.BytesIO() as file:
             Image.linear_gradient("L").convert("RGB").save(file, "PNG")
             items.append(Item(images=(ImageRef(data=file.getvalue()),)))
+    units: list[Any] = [(item, "document") for item in items]
     if embedder.description.scores is not None:
-        featuriser = components.featuriser
-        features = featuriser.features([(items[0], items[1])])
-        vectors = encode_features(
-            components.model,
-            featuriser,
-            features,
-            writer.session.device,
-            world_size=writer.session.world_size,
-        )
-    else:
-        vectors = encode_items(
-            components.model,
-            components.featuriser,
-            items,
-            "document",
-            session=writer.session,
-            normalize=False,
-        )
-    if not np.isfinite(vectors).all():
-        raise writer.not_finite("the trained model's embeddings")
+        units = [(items[0], items[1])]
+    embeddings = encode_features(
+        components.model,
+        components.featuriser,
+        components.featuriser.features(units),
+        writer.session.device,
+        world_size=writer.session.world_size,
+    )
+    if not np.isfinite(embeddings).all():
+        return "the trained model's embeddings"
     # 4-bit weights are stored as 16-bit floats, and any bits may look like a NaN.
     packed = set()
     for name, module in embedder.named_modules():
@@ -267,7 +247,8 @@ def _check_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> None:
             break
     for broken in collectives.gather_objects_as_json(first_broken):
         if broken is not None:
-            raise writer.not_finite(f"the trained weights of {broken}")
+            return f"the trained weights of {broken}"
+    return None
 
 
 def _language(examples: ExampleStore) -> str | None:

@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,35 +32,30 @@ _AT_TOP = ("config.json", "modules.json", "adapter_config.json")
 
 def of_option(name: str, value: Any, revision: str | None) -> Any:
     """Return the value of an option with files and folders replaced by their fingerprints, at any depth."""
-    prints: dict[str, Callable[[str], str | None]] = {
-        "data": of_data,
-        "code": of_code,
-        "model": lambda path: of_model(path, revision),
-    }
-    print_of = prints[FILE_OPTIONS[name]]
-
-    def by_content(entry: Any) -> Any:
-        if isinstance(entry, str):
-            fingerprint = print_of(entry)
-            return entry if fingerprint is None else f"content {fingerprint}"
-        if isinstance(entry, list):
-            return [by_content(part) for part in entry]
-        if isinstance(entry, Mapping):
-            return {key: by_content(part) for key, part in entry.items()}
-        return entry
-
-    return by_content(value)
-
-
-def of_data(name: str) -> str | None:
-    """Return the fingerprint of a data file or folder; None for what is no path here (a Hub name)."""
-    path = _path(name)
-    return None if path is None else _content(path)
+    if isinstance(value, list):
+        return [of_option(name, entry, revision) for entry in value]
+    if isinstance(value, Mapping):
+        return {key: of_option(name, entry, revision) for key, entry in value.items()}
+    if not isinstance(value, str):
+        return value
+    fingerprint = None
+    kind = FILE_OPTIONS[name]
+    if kind == "model":
+        fingerprint = of_model(value, revision)
+    elif kind == "data":
+        path = _existing(value)
+        if path is not None:
+            fingerprint = _content(path)
+    else:  # code: path/to/file.py:Name
+        path = _existing(value.rpartition(":")[0] or value)
+        if path is not None and path.is_file():
+            fingerprint = _content(path)
+    return value if fingerprint is None else f"content {fingerprint}"
 
 
 def of_model(name: str, revision: str | None = None) -> str | None:
     """Return the fingerprint of a model's files; of a Hub model the commit in the cache; None if neither is here."""
-    path = _path(name)
+    path = _existing(name)
     if path is None:
         for file in _AT_TOP:
             try:
@@ -77,19 +72,12 @@ def of_model(name: str, revision: str | None = None) -> str | None:
     return _content(path, MODEL_FILES)
 
 
-def of_code(name: str) -> str | None:
-    """Return the fingerprint of a file with code, named as path/to/file.py:Name; None if it is not one."""
-    path = _path(name.rpartition(":")[0] or name)
-    return None if path is None or not path.is_file() else _content(path)
-
-
 def of_examples(examples: ExampleStore | Sequence[Example]) -> str | None:
     """Return the fingerprint of the image files of examples, from a sample; None if they name none."""
     items: list[Item] = []
-    for index in _sample(len(examples)):
-        example = examples[index]
+    for example in _sample(examples):
         items += (example.query, *example.positives, *example.negatives)
-    return _of_items(items)
+    return _of_images(items)
 
 
 def of_evaluation(data: EvalData | None) -> str | None:
@@ -97,16 +85,11 @@ def of_evaluation(data: EvalData | None) -> str | None:
     if data is None:
         return None
     if isinstance(data, RetrievalData):
-        sides = (data.queries, data.documents)
-    else:
-        sides = (data.first, data.second)
-    items: list[Item] = []
-    for side in sides:
-        items += [side[index] for index in _sample(len(side))]
-    return _of_items(items)
+        return _of_images([*_sample(data.queries), *_sample(data.documents)])
+    return _of_images([*_sample(data.first), *_sample(data.second)])
 
 
-def _of_items(items: Iterable[Item]) -> str | None:
+def _of_images(items: Iterable[Item]) -> str | None:
     # Without their names: machines may keep the images in other folders.
     digests: dict[str, str] = {}
     for item in items:
@@ -123,11 +106,12 @@ def _of_items(items: Iterable[Item]) -> str | None:
     return _short(list(digests.values())) if digests else None
 
 
-def _sample(count: int) -> range:
-    return range(0, count, max(-(-count // MAX_SAMPLED_EXAMPLES), 1))
+def _sample(entries: Any) -> Iterable[Any]:
+    interval = max(-(-len(entries) // MAX_SAMPLED_EXAMPLES), 1)
+    return (entries[index] for index in range(0, len(entries), interval))
 
 
-def _path(name: str) -> Path | None:
+def _existing(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         return path if path.exists() else None

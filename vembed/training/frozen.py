@@ -52,10 +52,7 @@ def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
     if not modalities:
         hint = "freeze one (freeze: [vision] or [text]), or set it to false"
         if description.traits.reads_chats:
-            hint = (
-                "a vision-language model's images pass its language model too, so they cannot be cached; set it to "
-                "false"
-            )
+            hint = "a vision-language model's images pass its language model too: set it to false"
         raise UserError(
             f"cache_frozen_features: true needs a tower without trained parameters, and {description.name} "
             f"({description.traits.name}) has none in this run: {hint}"
@@ -72,19 +69,12 @@ def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
     for modality in modalities:
         store = FeatureStore(folder, identities[modality])
         stores[modality] = store
-        log.info(
-            "frozen features, %s: %s kept in %s",
-            modality,
-            f"{len(store):,d}",
-            store.folder,
-        )
+        log.info(f"frozen features, {modality}: {len(store):,d} kept in {store.folder}")
     if session.is_main:
         num_towers, num_bytes = size_of_all(folder)
         log.info(
-            "frozen features: %s holds those of %s towers, %.1f MB in all; vembed never deletes them, you may",
-            folder,
-            f"{num_towers:,d}",
-            num_bytes / 1e6,
+            f"frozen features: {folder} holds those of {num_towers:,d} towers, {num_bytes / 1e6:.1f} MB in all; vembed "
+            "never deletes them, you may"
         )
     return stores
 
@@ -94,12 +84,8 @@ def log_use(stores: Stores) -> None:
     for modality, store in stores.items():
         computed, read = collectives.sum_ints([store.num_added, store.num_read])
         log.info(
-            "frozen features, %s: %s computed, %s read from %s (%.1f MB there)",
-            modality,
-            f"{computed:,d}",
-            f"{read:,d}",
-            store.folder,
-            store.num_bytes / 1e6,
+            f"frozen features, {modality}: {computed:,d} computed, {read:,d} read from {store.folder} "
+            f"({store.num_bytes / 1e6:.1f} MB there)"
         )
 
 
@@ -157,16 +143,15 @@ class BatchInputs:
                 [part for part in micro_batch if part[0] not in towers.modalities]
             )
         fed = self.source.feeder.feed(trained, self.features)
-        for number, inputs in enumerate(fed):
-            for part in micro_batches[number]:
+        for micro_index, inputs in enumerate(fed):
+            for part in micro_batches[micro_index]:
                 if part[0] in towers.modalities:
                     inputs.append(towers.inputs(part, self._tables))
             if self._keeps_images:
-                if number == len(self._images):  # the first feeding
+                if micro_index == len(self._images):  # the first feeding
                     self._images.append(images.encode(inputs))
-                yield images.substitute(inputs, self._images[number])
-            else:
-                yield inputs
+                inputs = images.substitute(inputs, self._images[micro_index])  # noqa: PLW2901
+            yield inputs
 
 
 class FrozenTowers:
@@ -189,24 +174,21 @@ class FrozenTowers:
     def look_up(
         self, features: Sequence[Features]
     ) -> tuple[dict[Modality, CachedRows], dict[Modality, list[int]]]:
-        """Return what the stores hold for each frozen modality, and the positions of inputs that its tower must
+        """Return what the stores hold for each frozen modality, and the indices of inputs that its tower must
         encode. Local to the rank."""
         cached: dict[Modality, CachedRows] = {}
         missing: dict[Modality, list[int]] = {}
         for modality in self.modalities:
-            places = [
-                place
-                for place, feature in enumerate(features)
+            indices = [
+                index
+                for index, feature in enumerate(features)
                 if feature.modality == modality
             ]
-            stored: CachedRows = {}
+            cached[modality] = {}
             if modality in self.stores:
-                wanted = [features[place] for place in places]
-                stored = self.stores[modality].find(wanted)
-            cached[modality] = {places[index]: row for index, row in stored.items()}
-            missing[modality] = [
-                place for place in places if place not in cached[modality]
-            ]
+                stored = self.stores[modality].find([features[i] for i in indices])
+                cached[modality] = {indices[i]: row for i, row in stored.items()}
+            missing[modality] = [i for i in indices if i not in cached[modality]]
         return cached, missing
 
     def encode(
@@ -216,7 +198,7 @@ class FrozenTowers:
         max_rows: int | None,
         between: Between | None,
     ) -> dict[Modality, Tensor]:
-        """Return the same as `features`, outside of a training step. Collective: agrees on micro-batch counts first."""
+        """Return the same as `features`, outside of a training step. Collective: the ranks share their counts first."""
         cached, missing = self.look_up(features)
         splits = split_in_step(
             features, missing, budget, max_rows, collectives.world_size()
@@ -241,22 +223,20 @@ class FrozenTowers:
             dummy = self._dummy(modality)
             tables[modality] = dummy.new_zeros(len(features), dummy.shape[1])
         micro_batches: list[MicroBatch] = []
-        for modality in self.modalities:
+        for modality, table in tables.items():
             rows = cached[modality]
-            table = tables[modality]
             if rows:
-                known = torch.from_numpy(np.stack(list(rows.values()))).to(table.dtype)
-                table[row_index(list(rows), table.device)] = to_device(
-                    known, table.device
-                )
-            for places in splits.get(modality, []):
-                micro_batches.append([(modality, places)])
-        outputs = self._towers(micro_batches, features)
-        for ((modality, places),), output in zip(micro_batches, outputs, strict=True):
-            if places:  # otherwise a dummy: it was run only for its collectives
-                tables[modality][row_index(places, output.device)] = output
+                values = torch.from_numpy(np.stack(list(rows.values()))).to(table.dtype)
+                index = row_index(list(rows), table.device)
+                table[index] = to_device(values, table.device)
+            for indices in splits.get(modality, []):
+                micro_batches.append([(modality, indices)])
+        outputs = self._run(micro_batches, features)
+        for ((modality, indices),), output in zip(micro_batches, outputs, strict=True):
+            if indices:  # otherwise a dummy: it was run only for its collectives
+                tables[modality][row_index(indices, output.device)] = output
                 if modality in self.stores:
-                    inputs = [features[place] for place in places]
+                    inputs = [features[index] for index in indices]
                     self.stores[modality].add(inputs, output.cpu().numpy())
             if between is not None:
                 between()
@@ -266,21 +246,21 @@ class FrozenTowers:
         self, modality_slice: ModalitySlice, tables: Mapping[Modality, Tensor]
     ) -> tuple[Modality, dict[str, Tensor]]:
         """Return a frozen modality's slice of a micro-batch in the form that the model takes."""
-        modality, rows = modality_slice
-        if not rows:
+        modality, indices = modality_slice
+        if not indices:
             return modality, {FEATURES: self._dummy(modality)}
         table = tables[modality]
         # A list of Python numbers as an index would be copied to the device while the host waits.
-        return modality, {FEATURES: table[row_index(rows, table.device)]}
+        return modality, {FEATURES: table[row_index(indices, table.device)]}
 
     def _dummy(self, modality: Modality) -> Tensor:
         """Return a [1, width] feature for ranks without inputs of this modality. Every rank computes it in its first
         step."""
         if modality not in self._dummies:
-            (self._dummies[modality],) = self._towers([[(modality, [])]], [])
+            (self._dummies[modality],) = self._run([[(modality, [])]], [])
         return self._dummies[modality]
 
-    def _towers(
+    def _run(
         self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]
     ) -> Iterator[Tensor]:
         for inputs in self.feeder.feed(micro_batches, features):
@@ -300,15 +280,12 @@ class FrozenImages:
         self.model = model
         self.max_tokens = 0
         if bytes_per_token is not None:
-            room = int(IMAGES_SHARE * session.placement.memory)
+            num_tokens = int(IMAGES_SHARE * session.placement.memory) // bytes_per_token
             # The minimum over the ranks: all must make the same choice, or their FSDP gathers would differ.
-            self.max_tokens = -collectives.max_ints([-(room // bytes_per_token)])[0]
+            self.max_tokens = -collectives.max_ints([-num_tokens])[0]
             log.info(
-                "frozen image tower: features are kept between the phases of a step for up to %s tokens per rank "
-                "(%s bytes each, %d%% of the memory)",
-                f"{self.max_tokens:,d}",
-                f"{bytes_per_token:,d}",
-                round(100 * IMAGES_SHARE),
+                f"frozen image tower: features are kept between the phases of a step for up to {self.max_tokens:,d} "
+                f"tokens per rank ({bytes_per_token:,d} bytes each, {IMAGES_SHARE:.0%} of the memory)"
             )
 
     def keeps(self, num_tokens: int) -> bool:
@@ -328,9 +305,9 @@ class FrozenImages:
         """Return the micro-batch with features in place of pixels."""
         substituted: ModelInputs = []
         for modality, tensors in inputs:
-            kept = dict(tensors)
+            entry = dict(tensors)
             if modality == "multimodal" and features is not None:
-                kept[IMAGE_FEATURES] = features
-                kept.pop("pixel_values", None)
-            substituted.append((modality, kept))
+                entry[IMAGE_FEATURES] = features
+                entry.pop("pixel_values", None)
+            substituted.append((modality, entry))
         return substituted

@@ -52,6 +52,7 @@ class Interrupts:
         self._last_step_at = self._began
         self._longest_step = 0.0
         self._is_armed = False
+        """True from the first `must_stop` on."""
         self._is_over = False
         self._num_checks = 0
         self._save_seconds = 0.0
@@ -197,7 +198,7 @@ class Interrupts:
                     action = "training is over, writing final/"
                 if self._is_armed:
                     name = signal.Signals(number).name
-                    log.info("%s: %s; once more ends the run at once", name, action)
+                    log.info(f"{name}: {action}; once more ends the run at once")
             # A launcher passes on the Ctrl-C that has reached this process too: that is one request.
             elif now - self._first_at > REPEATED_SIGNAL_SECONDS:
                 os._exit(128 + _counted_as(number))

@@ -19,7 +19,7 @@ from typing import Any, Self
 import psutil
 
 from vembed.errors import UserError
-from vembed.parallel.network import machine_name
+from vembed.parallel.environment import machine_name
 
 log = logging.getLogger("vembed")
 
@@ -144,7 +144,7 @@ class OutputLock:
                 f"output_dir: {self.folder} was taken by another run that started at the same time"
             )
         log.warning(
-            "took over the lock on %s from a run that is dead (%s)", self.folder, owner
+            f"took over the lock on {self.folder} from a run that is dead ({owner})"
         )
 
     def _is_silent(self, age: float) -> bool:
@@ -153,8 +153,7 @@ class OutputLock:
         last = self.path.stat().st_mtime
         if age < DEAD_SECONDS:
             log.info(
-                "output_dir: %s has a lock of another host: looking for signs of life",
-                self.folder,
+                f"output_dir: {self.folder} has a lock of another host: looking for signs of life"
             )
         end = time.monotonic() + DEAD_SECONDS - age
         while time.monotonic() < end:
@@ -171,9 +170,7 @@ class OutputLock:
             with suppress(OSError):  # the disk may come back
                 if self.path.read_bytes() != self._content:
                     log.error(
-                        "%s belongs to another run now: two runs write to %s",
-                        self.path,
-                        self.folder,
+                        f"{self.path} belongs to another run now: two runs write to {self.folder}"
                     )
                     return
                 os.utime(self.path)

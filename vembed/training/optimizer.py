@@ -112,7 +112,7 @@ def build_optimizer(
     if problem is not None:
         raise UserError(problem)
     optimizer, description = kind.build(inputs)
-    _log_groups(description, options, rates, trained, len(groups))
+    _log_groups(description, options, rates, trained)
     return optimizer
 
 
@@ -166,7 +166,6 @@ def _log_groups(
     options: OptimizerSection,
     rates: LearningRates,
     trained: list[TrainedParameter],
-    num_groups: int,
 ) -> None:
     """Log the parameters with and without weight decay, and the learning rates."""
 
@@ -174,21 +173,14 @@ def _log_groups(
         num_values = sum(entry.shape.numel() for entry in members)
         return f"{num_values:,d} in {len(members):,d} tensors"
 
-    decayed = [entry for entry in trained if entry.decays]
     undecayed = [entry for entry in trained if not entry.decays]
-    decay = "all of them"
+    line = f"optimizer: {description}; {count(trained)} trained; weight decay {options.weight_decay:g}"
     if undecayed:
-        decay = f"{count(decayed)}, none on {count(undecayed)} (biases, norms, scalars)"
-    parts = [
-        f"{count(trained)} trained, {num_groups:,d} {'group' if num_groups == 1 else 'groups'}",
-        f"weight decay {options.weight_decay:g} on {decay}",
-    ]
+        line += f", none on {count(undecayed)} (biases, norms, scalars)"
     if rates.heads is not None:
         heads = [entry for entry in trained if entry.is_head]
-        parts.append(
-            f"head_learning_rate {rates.heads:g} for {count(heads)} (heads, projections, scales)"
-        )
-    log.info("optimizer: %s; %s", description, "; ".join(parts))
+        line += f"; head_learning_rate {rates.heads:g} for {count(heads)} (heads, projections, scales)"
+    log.info("%s", line)
 
 
 # ---- schedule ----------------------------------------------------------------
@@ -244,22 +236,14 @@ class Schedule:
             # Rounded up, so that a share above 0 warms up in short runs too.
             self.warmup_steps = math.ceil(warmup * total_steps)
             reason = f"warmup_steps {warmup:g} of {total_steps:,d} steps"
-        decay = f"then falls by the {self.kind} schedule"
-        if self.kind == "constant":
-            decay = "stays there"
         log.info(
-            "learning rate: peak %.3g (%s), after %d warm-up steps (%s), %s",
-            self.peak,
-            derivation,
-            self.warmup_steps,
-            reason,
-            decay,
+            f"learning rate: peak {self.peak:.3g} ({derivation}), after {self.warmup_steps} warm-up steps ({reason}), "
+            f"{self.kind} schedule"
         )
         if self.warmup_steps > total_steps:
             log.warning(
-                "warmup_steps: %d is more than the %d steps of this run, so the peak is not reached",
-                self.warmup_steps,
-                total_steps,
+                f"warmup_steps: {self.warmup_steps} is more than the {total_steps} steps of this run, so the peak is "
+                "not reached"
             )
 
     def set(self, optimizer: torch.optim.Optimizer, step: int) -> float:
@@ -297,19 +281,15 @@ class GradientScale:
             self.value = FIRST_SCALE
             self.is_started = True
 
-    def after(self, is_finite: bool) -> bool:
-        """Halve the scale after an overflow, double it after many good steps. Return False if it cannot be halved
-        any more."""
+    def adapt(self, is_finite: bool) -> None:
+        """Halve the scale after an overflow, and double it after many good steps."""
+        self.good_steps += 1
         if not is_finite:
-            was_lowest = self.value == 1.0
             self.value = max(self.value / 2, 1.0)
             self.good_steps = 0
-            return not was_lowest
-        self.good_steps += 1
-        if self.good_steps == GROWTH_STEPS:
+        elif self.good_steps == GROWTH_STEPS:
             self.value *= 2
             self.good_steps = 0
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,9 +333,9 @@ class Update:
         self.optimizer = optimizer
         self.session = session
         self.max_grad_norm = max_grad_norm
-        self.scales = session.mixed_precision == "fp16"
+        self.uses_scale = session.mixed_precision == "fp16"
         self.scale = scale
-        if self.scales:
+        if self.uses_scale:
             scale.start()
 
     def apply(self, loss_share: torch.Tensor) -> Outcome:
@@ -380,10 +360,13 @@ class Update:
             self.loss.project_parameters()
         # Also after a skipped step: its gradients must not be added to those of the next.
         self.optimizer.zero_grad(set_to_none=True)
-        could_scale = self.scales and self.scale.after(is_finite)
-        return Outcome(
-            loss,
-            norm,
-            is_finite,
-            is_overflow=could_scale and not is_finite and math.isfinite(loss),
+        # A gradient that overflows with the lowest scale is an error of the run, not of float16.
+        is_overflow = (
+            self.uses_scale
+            and not is_finite
+            and math.isfinite(loss)
+            and self.scale.value > 1.0
         )
+        if self.uses_scale:
+            self.scale.adapt(is_finite)
+        return Outcome(loss, norm, is_finite, is_overflow)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import nn
 from vembed.config.loading import Source, require_earlier_stage, resolve_run
 from vembed.config.paths import require_paths
 from vembed.config.resolved import ResolvedRun
+from vembed.config.schema import FILE_OPTIONS
 from vembed.data.in_memory import as_path
 from vembed.errors import UserError
 from vembed.models.custom.folder import as_options
 from vembed.parallel.environment import RankInfo, launched_rank
+from vembed.parallel.launch_check import COMPARED, DERIVED
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.checkpoint.resume import (
@@ -23,10 +26,10 @@ from vembed.training.checkpoint.resume import (
     precision_before,
     require_output_folder,
 )
+from vembed.training.fingerprints import of_option
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.callbacks import Callbacks, OnEvaluation, OnStep
 from vembed.training.hooks.publishing import hub_of, push_final
-from vembed.training.identity import facts_of
 from vembed.training.interrupts import Interrupts
 from vembed.training.lock import OutputLock
 from vembed.training.run_log import HEADLINE, RunLog
@@ -34,6 +37,21 @@ from vembed.training.trackers.table import TRACKERS
 from vembed.training.trainer import Trainer, TrainResult
 
 log = logging.getLogger("vembed")
+
+MAY_DIFFER = {
+    "output_dir": "machines may mount the shared folder under other names; all must see there what rank 0 writes",
+    "image_root": "machines may keep the images in other folders",
+    "accelerate_config": "the settings in the file are compared, not its place",
+    "num_processes": "each launcher counts for its own machine; the number of processes of the whole run is compared",
+    "num_workers": "threads of each process, by the cores of its machine",
+    "console": "the console of rank 0 alone shows the run",
+    "log_file": "rank 0 alone writes it",
+    "report_to": "rank 0 alone starts trackers",
+    "run_name": "rank 0 alone starts trackers",
+    "wandb_project": "rank 0 alone starts trackers",
+    "wandb_tags": "rank 0 alone starts trackers",
+}
+"""Option -> the reason why ranks may have different values of it."""
 
 DATA = ("data_path", "val_data_path", "train_data", "train_file", "val_data")
 """Options that may be Python objects, and the likeliest of their other names."""
@@ -101,7 +119,7 @@ def train(
         for line in resolved.translated:
             log.info("%s", line)
         for line in resolved.notes:
-            log.info("note: %s", line, extra=HEADLINE)
+            log.info(f"note: {line}", extra=HEADLINE)
         try:
             trainer = Trainer(
                 settings, session, checkpointer, interrupts, run_log, hooks
@@ -114,3 +132,35 @@ def train(
         if session.is_main and hub is not None:
             push_final(hub, output)
         return result
+
+
+def facts_of(run: ResolvedRun) -> dict[str, Any]:
+    """Return what must be equal on all ranks, by name: the options, the decisions behind them, and their files."""
+    config = run.config
+    facts: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        if name == "resume":
+            # Rank 0 chooses the checkpoint; the ranks compare it when they have found it.
+            is_switch = isinstance(value, bool) or value == "auto"
+            facts[name] = value if is_switch else "a path"
+        elif name in FILE_OPTIONS:
+            content = of_option(name, value, config.model.model_revision)
+            facts[name] = value
+            if content != value:
+                facts[name] = {COMPARED: content, "shown": f"{value} ({content})"}
+        elif name not in MAY_DIFFER:
+            facts[name] = value
+    # What follows from options, files and the environment together.
+    decisions: dict[str, Any] = {
+        "strategy": run.strategy.value,
+        "gradient checkpointing": run.recomputation.value,
+        "mixed precision": run.precision.value,
+        "dist_timeout_minutes": run.timeout_minutes.value,
+    }
+    if run.fsdp is not None:
+        for name, value in asdict(run.fsdp).items():
+            if name != "source":
+                decisions[f"fsdp {name}"] = str(value)
+    for name, value in decisions.items():
+        facts[f"{name}{DERIVED}"] = value
+    return facts

@@ -83,9 +83,7 @@ class LogFile(logging.FileHandler):
         elif not self.is_reported:
             self.is_reported = True
             log.warning(
-                "%s: %s; lines are missing in it until there is room",
-                self.baseFilename,
-                error.strerror,
+                f"{self.baseFilename}: {error.strerror}; lines are missing in it until there is room"
             )
 
     def close(self) -> None:
@@ -103,8 +101,8 @@ class LineFile:
         self._file = path.open("ab", buffering=0)
 
     def write(self, line: str) -> None:
-        """Append a line, after any pending ones, and flush them to disk."""
-        was_waiting = bool(self.waiting)
+        """Append a line, after those that wait, in one call of the system."""
+        num_waiting = len(self.waiting)
         self.waiting.append(line.encode() + b"\n")
         data = b"".join(self.waiting)
         size = self.num_bytes
@@ -115,17 +113,13 @@ class LineFile:
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self._file.fileno(), size)  # remove the incomplete line
-            if not was_waiting:
+            if not num_waiting:
                 log.warning(
-                    "%s: %s; its lines wait in memory until there is room",
-                    self.path,
-                    error.strerror,
+                    f"{self.path}: {error.strerror}; its lines wait in memory until there is room"
                 )
             return
-        if was_waiting:
-            log.info(
-                "%s: %d lines that waited are written", self.path, len(self.waiting)
-            )
+        if num_waiting:
+            log.info(f"{self.path}: {num_waiting + 1} lines that waited are written")
         self.waiting = []
 
     @property
@@ -139,14 +133,14 @@ class LineFile:
             os.fsync(self._file.fileno())
         except OSError as error:
             if error.errno != errno.EINVAL:  # a file system without it
-                log.warning("%s: %s", self.path, error.strerror)
+                log.warning(f"{self.path}: {error.strerror}")
 
     def close(self) -> None:
         """Flush the file to the disk and close it. Lines still pending are lost and counted."""
         self.sync()
         if self.waiting:
             log.error(
-                "%s: %d lines found no room and are lost", self.path, len(self.waiting)
+                f"{self.path}: {len(self.waiting)} lines found no room and are lost"
             )
         self._file.close()
 
@@ -189,10 +183,13 @@ class ConsoleHandler(logging.Handler):
         if "ends_setup" in fields:
             self._is_setup = False
         if not (is_verbose or is_warning):
-            is_shown = "is_headline" in fields or record.module in SHOWN_MODULES
-            if self.mode == "quiet" or record.module in DETAIL_MODULES:
-                return
-            if self._is_setup and not is_shown:
+            is_headline = "is_headline" in fields or record.module in SHOWN_MODULES
+            is_detail = record.module in DETAIL_MODULES
+            if (
+                self.mode == "quiet"
+                or is_detail
+                or (self._is_setup and not is_headline)
+            ):
                 return
         was_closed = self.stream.is_closed
         if not is_verbose and SHORT_FORM in fields:
@@ -225,7 +222,7 @@ def log_scores(
     columns = SCORE_LINE_COLUMNS - len(ending)
     short = scores_line(when, scores, before, metric, columns=columns) + ending
     line = scores_line(when, scores, before, metric)
-    log.info("%s%s", line, ending, extra={SHORT_FORM: short})
+    log.info(f"{line}{ending}", extra={SHORT_FORM: short})
 
 
 class SafeFormatter(logging.Formatter):
@@ -255,27 +252,24 @@ class RunLog:
         self.console = Console(file=cast(TextIO, self._stream), quiet=rank != 0)
         self._options = options
         self._output = output
-        self._is_main = rank == 0
-        self._debug_name = f"logs/rank-{rank}.log"
+        self._rank = rank
         self._held = MemoryHandler(sys.maxsize, sys.maxsize, flushOnClose=False)
-        self._formatter = SafeFormatter("%(asctime)s %(levelname)s %(message)s")
         self._before = (log.level, log.propagate)
 
     def __enter__(self) -> Self:
         options = self._options
-        handlers: list[logging.Handler] = [logging.NullHandler()]
-        if self._is_main:
+        # First, since it may fail. From the beginning on, since it is read when a start hangs.
+        if options.debug:
+            log.addHandler(self._file(f"logs/rank-{self._rank}.log"))
+        log.setLevel(logging.DEBUG if options.debug else logging.INFO)
+        log.propagate = False
+        log.addHandler(logging.NullHandler())
+        if self._rank == 0:
             mode = "verbose" if options.debug else options.console
             screen = ConsoleHandler(self.console, self._stream, mode)
             screen.setFormatter(SafeFormatter("%(message)s"))
-            handlers += [screen, self._held]
-        if options.debug:
-            # From the beginning: it is read when a start hangs.
-            handlers.append(self._file(self._debug_name))
-        log.setLevel(logging.DEBUG if options.debug else logging.INFO)
-        log.propagate = False
-        for handler in handlers:
-            log.addHandler(handler)
+            log.addHandler(screen)
+            log.addHandler(self._held)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -287,7 +281,7 @@ class RunLog:
 
     def begin(self) -> None:
         """Write the log file from here on, with the lines so far. Raise UserError if it cannot be written to."""
-        if self._is_main:
+        if self._rank == 0:
             file = self._file(self._options.log_file)
             self._held.setTarget(file)
             self._held.flush()
@@ -296,5 +290,5 @@ class RunLog:
 
     def _file(self, name: str) -> LogFile:
         file = LogFile(self._output / name)
-        file.setFormatter(self._formatter)
+        file.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
         return file

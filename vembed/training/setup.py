@@ -1,4 +1,4 @@
-"""Set-up of a run: its data, its model, and the values that stand in place of `auto`."""
+"""Set-up of a run: its data and their identity, its model, its hooks, and the values in place of `auto`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -26,8 +26,14 @@ from vembed.config.auto import (
     run_intervals,
 )
 from vembed.config.entries import parse_sampling
-from vembed.config.schema import TrainConfig
-from vembed.config.terms import run_temperature, source_batch_sizes, task_numbers
+from vembed.config.schema import FILE_OPTIONS, TrainConfig
+from vembed.config.terms import (
+    compares_own_rank,
+    run_temperature,
+    run_terms,
+    source_batch_sizes,
+    task_numbers,
+)
 from vembed.cores import num_cores
 from vembed.data.batching.feeding import Feeder
 from vembed.data.batching.rank_batch import RankBatchStream
@@ -51,6 +57,7 @@ from vembed.models.families.description import (
 )
 from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives
+from vembed.parallel.launch_check import require_equal
 from vembed.parallel.parameters import num_parameters
 from vembed.parallel.session import Session
 from vembed.teachers.supply import Teachers
@@ -59,8 +66,26 @@ from vembed.training.compiled import (
     check_compiled,
     decide_compilation,
 )
+from vembed.training.fingerprints import of_evaluation, of_examples, of_option
 from vembed.training.frozen import InputSource, open_stores
+from vembed.training.hooks.averaging import WeightAverage
+from vembed.training.hooks.base import Hook
+from vembed.training.hooks.checks import DataWatch, Watch
+from vembed.training.hooks.evaluations import Guards, Patience, QueryRecord, TaskScores
+from vembed.training.hooks.metrics import (
+    Diagnostics,
+    LossMeans,
+    MetricsLog,
+    Profile,
+    ProgressBar,
+    StepCurves,
+)
+from vembed.training.hooks.mining import EpochMiner
+from vembed.training.hooks.publishing import PushBest
 from vembed.training.optimizer import LearningRates, build_optimizer, head_prefixes
+
+if TYPE_CHECKING:
+    from vembed.training.trainer import Trainer
 
 log = logging.getLogger("vembed")
 
@@ -74,7 +99,10 @@ NUM_COUNTED_EXAMPLES = 64
 ADAMW_BYTES_PER_PARAMETER = 12
 """The weight and the two moments of AdamW, in float32."""
 
-Kept = Mapping[str, Any]
+TASK_OPTIONS = {"losses", "temperature", "batch_size", "global_batch_size"}
+"""Options of a source that are no part of the data's fingerprint."""
+
+ResumedOptions = Mapping[str, Any]
 """Option -> the value that the run that is resumed has decided, where the config leaves it open."""
 
 
@@ -117,7 +145,9 @@ class TrainingComponents:
     temperature: float
 
 
-def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
+def open_data(
+    config: TrainConfig, resumed_options: ResumedOptions, session: Session
+) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
     # Rank 0 reads first, then the first rank of each machine, then the others, which find in the cache what it has read.
     open_here = partial(
@@ -145,21 +175,20 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
 
     store = sets.examples
     optimizer = config.optimizer
-    epochs = kept.get("epochs", optimizer.epochs)
+    epochs = resumed_options.get("epochs", optimizer.epochs)
     if epochs == "auto":
         # Only where the length is left open is the model looked at: a checkpoint of another model is refused first.
-        has_scale = False
-        if optimizer.max_steps is None:
-            has_scale = describe(config.model).traits.has_scale_and_bias
+        is_open = optimizer.max_steps is None
+        has_scale = is_open and describe(config.model).traits.has_scale_and_bias
         decision = decide_epochs(
             optimizer, config.model, len(store), has_scale=has_scale
         )
         epochs = decision.value
-        if optimizer.max_steps is None:
-            log.info("epochs: %g (auto; %s)", epochs, decision.reason)
+        if is_open:
+            log.info(f"epochs: {epochs:g} (auto; {decision.reason})")
 
     world_size = session.world_size
-    size = kept.get("global_batch_size", config.batch.global_batch_size)
+    size = resumed_options.get("global_batch_size", config.batch.global_batch_size)
     size = size or config.batch.batch_size * world_size
     batch_schedule = BatchSchedule(
         store.sizes,
@@ -179,17 +208,10 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
     num_batches = epochs * batch_schedule.steps_per_epoch
     total_steps = optimizer.max_steps or math.ceil(num_batches / batches_per_step)
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
-    accumulation = ""
+    line = f"global batch: {size:,d} examples over {processes} ({size / world_size:,.6g} each)"
     if batches_per_step > 1:
-        accumulation = f", {batches_per_step} batches per step"
-    log.info(
-        "global batch: %s examples over %s (%s each)%s; %s steps",
-        f"{size:,d}",
-        processes,
-        f"{size / world_size:,.6g}",
-        accumulation,
-        f"{total_steps:,d}",
-    )
+        line += f", {batches_per_step} batches per step"
+    log.info(f"{line}; {total_steps:,d} steps")
     if size < world_size:
         raise UserError(
             f"global_batch_size: {size} is less than the number of processes, {world_size}"
@@ -209,8 +231,55 @@ def open_data(config: TrainConfig, kept: Kept, session: Session) -> RunData:
     )
 
 
+def identity_of(config: TrainConfig, data: RunData, world_size: int) -> dict[str, Any]:
+    """Return what besides the options must stay when the run is resumed.
+
+    The content of every file and folder that an option names is part of it. A model that is not on this machine yet
+    (a Hub name) has no fingerprint.
+    """
+    tasks = []
+    for source in config.data.sources():
+        tasks.append(
+            source.model_dump(mode="json", include=TASK_OPTIONS, exclude_none=True)
+        )
+    identity = {
+        "data": data.examples.fingerprint,
+        "tasks": tasks if any(tasks) else [],
+        "global_batch_size": data.examples_per_step,
+    }
+    terms = run_terms(config.objective, config.data, config.model.model_name)
+    if compares_own_rank(terms):
+        identity["world_size"] = world_size
+    images = of_examples(data.examples)
+    if images is not None:
+        identity["image_files"] = images
+    options = config.to_dict()
+    for name, kind in FILE_OPTIONS.items():
+        contents = of_option(name, options[name], config.model.model_revision)
+        # The examples have a fingerprint of their own.
+        if kind != "data" and contents != options[name]:
+            identity[f"{name}_files"] = contents
+    return identity
+
+
+def require_same_data(identity: Mapping[str, Any], data: RunData) -> None:
+    """Raise the same UserError on every rank unless all have read the same data, with the same images. Collective."""
+    advice = "give every machine the same data_path"
+    require_equal("the data's content", data.examples.fingerprint, advice)
+    prints = {
+        "data's": identity.get("image_files"),
+        "validation data's": of_evaluation(data.evaluation),
+    }
+    for owner, content in prints.items():
+        name = f"the content of the {owner} image files"
+        require_equal(name, content, "give every machine the same images")
+
+
 def build_components(
-    config: TrainConfig, kept: Kept, data: RunData, session: Session
+    config: TrainConfig,
+    resumed_options: ResumedOptions,
+    data: RunData,
+    session: Session,
 ) -> TrainingComponents:
     """Build model, loss and optimizer, with weights replicated or sharded. Collective."""
     # Before the model: the teachers' weights are no longer in memory when the model's are read.
@@ -225,10 +294,11 @@ def build_components(
         similarity=config.objective.similarity,
         use_qlora=config.adapters.use_qlora,
     )
-    log.info("model: %s", description.summary())
+    log.info(f"model: {description.summary()}")
     options = config.options()
-    user_options = {name: options[name] for name in config.given}
-    for line in without_effect(description, user_options):
+    for line in without_effect(
+        description, {name: options[name] for name in config.given}
+    ):
         log.info("%s", line)
     if data.evaluation is not None:
         check_metric(
@@ -238,11 +308,12 @@ def build_components(
             description,
         )
     # Both phases of Gradient Cache read the pixels of a batch: a large batch should fit.
-    free_bytes = psutil.virtual_memory().available
-    image_bytes = int(IMAGE_CACHE_SHARE * free_bytes) // session.local_world_size
+    image_bytes = IMAGE_CACHE_SHARE * psutil.virtual_memory().available
     featuriser = build_featuriser(
         description,
-        image_cache_bytes=max(MIN_IMAGE_CACHE_BYTES, image_bytes),
+        image_cache_bytes=max(
+            MIN_IMAGE_CACHE_BYTES, int(image_bytes) // session.local_world_size
+        ),
         decoders=max(num_cores() // session.local_world_size, 1),
     )
     # Before the model: compiled layers are chosen while it is built. The same inputs on every rank.
@@ -268,7 +339,7 @@ def build_components(
     )
 
     # What needs the whole model, on rank 0: `prepare` changes parameters and wraps modules.
-    rates = decide_rates(config, kept, embedder, data.total_steps)
+    rates = decide_rates(config, resumed_options, embedder, data.total_steps)
     scale, bias = embedder.initial_scale_and_bias or (None, None)
     if session.device.type == "cpu" and session.fsdp is None:
         use_row_gradients(embedder.backbone)
@@ -286,8 +357,8 @@ def build_components(
     model = session.prepare(embedder, description.layer_classes)
     check_compiled(model, embedder, featuriser, first_units, session)
     loss_config = config
-    if "temperature" in kept:
-        loss_config = config.changed(temperature=kept["temperature"])
+    if "temperature" in resumed_options:
+        loss_config = config.changed(temperature=resumed_options["temperature"])
     loss = build_loss(
         loss_config,
         mrl_dims=description.mrl_dims,
@@ -304,23 +375,52 @@ def build_components(
         stores=stores,
         image_bytes=bytes_of_images,
     )
-    seed = config.run.seed
+    optimizer = build_optimizer(
+        model, loss, config.optimizer, rates, seed=config.run.seed
+    )
     return TrainingComponents(
         embedder=embedder,
         model=model,
         loss=loss,
-        optimizer=build_optimizer(model, loss, config.optimizer, rates, seed=seed),
+        optimizer=optimizer,
         featuriser=featuriser,
         source=source,
         teachers=teachers,
         rates=rates,
         temperature=run_temperature(
             loss_config.objective,
-            loss_config.data,
-            loss_config.model.model_name,
+            config.data,
+            config.model.model_name,
             None if scale is None else 1 / scale,
         ),
     )
+
+
+def configured_hooks(run: Trainer) -> list[Hook]:
+    """Return the hooks of a run, in the order of their calls."""
+    config = run.config
+    hooks: list[Hook] = []
+    # Before those that write the scores, since some of these add scores.
+    if config.optimizer.ema is not None:
+        hooks.append(WeightAverage(config.optimizer.ema))
+    if config.evaluation.guards:
+        hooks.append(Guards())
+    if config.data.mine is not None:
+        hooks.append(EpochMiner(config.data.mine))
+    if run.intervals.patience is not None:
+        hooks.append(Patience(run.intervals.patience, run.schedule.warmup_steps))
+    if config.logging.push_to_hub is not None:
+        hooks.append(PushBest())  # after the guards, whose scores are in the card
+    hooks.append(ProgressBar(run.run_log.console))
+    if config.logging.profile_steps is not None:
+        hooks.append(Profile(*config.logging.profile_steps))
+    if run.data.by_task:
+        hooks.append(TaskScores())
+    if run.data.evaluation is not None:
+        hooks.append(QueryRecord())
+    hooks += [Diagnostics(), LossMeans(), DataWatch()]
+    hooks += [StepCurves(), Watch(), MetricsLog()]
+    return hooks
 
 
 def open_stream(
@@ -348,18 +448,15 @@ def log_truncated_texts(
     """Log how many of these inputs reach the maximum length, at which texts are truncated."""
     if description.traits.has_fixed_length:
         return  # every text is padded to it
-    num_texts = 0
-    num_full = 0
+    lengths = []
     for feature in features:
         if feature.modality == "text" and feature.token_ids is not None:
-            num_texts += 1
-            num_full += len(feature.token_ids) >= description.max_length
+            lengths.append(len(feature.token_ids))
+    num_full = sum(length >= description.max_length for length in lengths)
     if num_full:
         log.info(
-            "max_length: %s of the first %s texts fill %s tokens, and what is longer is cut there",
-            f"{num_full:,d}",
-            f"{num_texts:,d}",
-            f"{description.max_length:,d}",
+            f"max_length: {num_full:,d} of the first {len(lengths):,d} texts fill {description.max_length:,d} tokens, "
+            "and what is longer is cut there"
         )
 
 
@@ -385,7 +482,7 @@ def start_projection(
                 embedder, featuriser, items, "document", normalize=False
             )
         embedder.start_mrl_projection(torch.from_numpy(vectors))
-        log.info("mrl_projection: principal components of %s documents", f"{count:,d}")
+        log.info(f"mrl_projection: principal components of {count:,d} documents")
     collectives.broadcast_tensors([projection.linear.weight])
 
 
@@ -393,7 +490,10 @@ def start_projection(
 
 
 def decide_rates(
-    config: TrainConfig, kept: Kept, embedder: EmbeddingModel, total_steps: int
+    config: TrainConfig,
+    resumed_options: ResumedOptions,
+    embedder: EmbeddingModel,
+    total_steps: int,
 ) -> LearningRates:
     """Return the peak learning rates, and log the reason for what was left to `auto`. Collective.
 
@@ -401,9 +501,10 @@ def decide_rates(
     """
     optimizer = config.optimizer
     head_rate = optimizer.head_learning_rate
-    if "learning_rate" in kept:
+    if "learning_rate" in resumed_options:
         return LearningRates(
-            kept["learning_rate"], kept.get("head_learning_rate", head_rate)
+            resumed_options["learning_rate"],
+            resumed_options.get("head_learning_rate", head_rate),
         )
     if optimizer.learning_rate != "auto":
         return LearningRates.given(optimizer)
@@ -429,12 +530,11 @@ def decide_rates(
         total_steps=total_steps,
     )
     decision = peak_rate(config.objective, config.adapters, facts)
-    log.info("learning_rate: %g (auto; %s)", decision.value, decision.reason)
+    log.info(f"learning_rate: {decision.value:g} (auto; {decision.reason})")
     if description.traits.has_two_models and head_rate is None:
         head_rate = max(HEAD, decision.value)
         log.info(
-            "head_learning_rate: %g (auto; the projections of the two towers are new)",
-            head_rate,
+            f"head_learning_rate: {head_rate:g} (auto; the projections of the two towers are new)"
         )
     return LearningRates(decision.value, head_rate)
 
@@ -469,7 +569,10 @@ def has_initial_norms(model: nn.Module) -> bool:
 
 
 def decide_intervals(
-    config: TrainConfig, kept: Kept, data: RunData, model: nn.Module
+    config: TrainConfig,
+    resumed_options: ResumedOptions,
+    data: RunData,
+    model: nn.Module,
 ) -> RunIntervals:
     """Return how often the run is evaluated, saved and logged, and log what was left to `auto`."""
     num_counted = min(len(data.examples), NUM_COUNTED_EXAMPLES)
@@ -491,7 +594,7 @@ def decide_intervals(
         config.run,
         config.logging.logging_steps,
         size,
-        kept,
+        resumed_options,
         has_validation=validation != (None, None),
         is_length_given=config.optimizer.gives_length(),
     )

@@ -42,9 +42,7 @@ from vembed.training.checkpoint.resume import kept_decisions
 from vembed.training.final import ModelWriter, require_free_folder, save_final
 from vembed.training.frozen import log_use
 from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
-from vembed.training.hooks.configured import configured_hooks
-from vembed.training.hooks.metrics import log_line
-from vembed.training.identity import identity_of, require_same_data
+from vembed.training.hooks.metrics import log_line, log_setup
 from vembed.training.interrupts import EvaluationStopped, Interrupts
 from vembed.training.optimizer import (
     GradientScale,
@@ -56,10 +54,13 @@ from vembed.training.optimizer import (
 from vembed.training.run_log import HEADLINE, RunLog, log_scores
 from vembed.training.setup import (
     build_components,
+    configured_hooks,
     decide_intervals,
+    identity_of,
     log_truncated_texts,
     open_data,
     open_stream,
+    require_same_data,
 )
 from vembed.training.step import ContrastiveStep
 
@@ -154,26 +155,30 @@ class Trainer:
         # The checkpoint. `find` also refuses a folder that is not writable or holds another run.
         self.resume_point = point = checkpointer.find(config.model)
         require_free_folder(self.output)
-        kept: dict[str, Any] = {}
+        resumed_options: dict[str, Any] = {}
         if point is not None:
-            kept = kept_decisions(config, point.state, session.world_size)
+            resumed_options = kept_decisions(config, point.state, session.world_size)
             precision = session.placement.precision
             if precision.source == CHECKPOINT:
-                log.info("mixed precision: %s", precision, extra=HEADLINE)
+                log.info(f"mixed precision: {precision}", extra=HEADLINE)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
-        self.data = data = open_data(config, kept, session)
+        self.data = data = open_data(config, resumed_options, session)
         identity = identity_of(config, data, session.world_size)
         require_same_data(identity, data)
-        checkpointer.check(point, {**config.to_dict(), **kept}, identity)
+        checkpointer.check(point, {**config.to_dict(), **resumed_options}, identity)
         checkpointer.require_steps_left(point, data.total_steps)
 
         # The model, and everything that was left to `auto`. From here on the config does not change.
-        self.components = components = build_components(config, kept, data, session)
-        self.intervals = decide_intervals(config, kept, data, components.model)
+        self.components = components = build_components(
+            config, resumed_options, data, session
+        )
+        self.intervals = decide_intervals(
+            config, resumed_options, data, components.model
+        )
         rates = components.rates
         decided = {
-            **kept,
+            **resumed_options,
             **self.intervals.options(),
             "learning_rate": rates.base,
             "head_learning_rate": rates.heads,
@@ -189,12 +194,7 @@ class Trainer:
         )
         log_parameter_summary(components.model)
         self.model_writer = ModelWriter(self.config, session, components)
-        self.hooks = Hooks(
-            [
-                *configured_hooks(self, self.schedule.warmup_steps, run_log.console),
-                *hooks,
-            ]
-        )
+        self.hooks = Hooks([*configured_hooks(self), *hooks])
         for hook in self.hooks:
             hook.on_build(self)
 
@@ -212,7 +212,7 @@ class Trainer:
         auxiliary = None
         if components.embedder.has_auxiliary():
             auxiliary = AuxiliaryLosses(config.objective)
-        self.step = ContrastiveStep(
+        self.contrastive_step = ContrastiveStep(
             components.model,
             components.loss,
             components.source,
@@ -258,6 +258,7 @@ class Trainer:
         self.restart_stream()
         for hook in self.hooks:
             hook.on_start(self)
+        log_setup(self)
         if self.config.evaluation.eval_before and state.step == 0:
             self.evaluate()
             state.before = state.scores
@@ -266,18 +267,18 @@ class Trainer:
         fsdp_print_memory_usage("before the first step")
         if state.step >= total_steps:
             log.info(
-                "nothing is left to train: step %s is done, and epochs or max_steps ask for %s",
-                f"{state.step:,d}",
-                f"{total_steps:,d}",
+                f"nothing is left to train: step {state.step:,d} is done, and epochs or max_steps ask for "
+                f"{total_steps:,d}"
             )
         seconds = self.clock.seconds() - state.seconds
-        log.info(
-            "set-up took %s; training %s steps", duration(seconds), f"{total_steps:,d}"
-        )
+        log.info(f"set-up took {duration(seconds)}; training {total_steps:,d} steps")
         self.clock.start_loop(state.step)
 
     def fit(self) -> None:
-        """Train to the last step, or until a hook ends the run or an interrupt stops it. The loop."""
+        """Train to the last step, or until a hook ends the run or an interrupt stops it.
+
+        One iteration of the loop is one optimizer step: its batches, the update, the hooks, log, evaluation, checkpoint.
+        """
         state = self.state
         interrupts = self.interrupts
         num_batches = self.data.batches_per_step
@@ -287,14 +288,14 @@ class Trainer:
                 self.session.heartbeats.step = state.step + 1
             if not step_batches:  # otherwise this step is repeated
                 self._before_step()
-                with self.step.timer("data"):
+                with self.contrastive_step.timer("data"):
                     step_batches = [next(self.batches) for _ in range(num_batches)]
             report = StepReport(state.step + 1, self.data.epoch_at(state.step + 1))
             ran_out_of_memory = False
             try:
                 for index, rank_batch in enumerate(step_batches):
                     # Gradients add up over the batches of a step. Each has the weight 1 / num_batches: L is the mean.
-                    result = self.step.accumulate(
+                    result = self.contrastive_step.accumulate(
                         rank_batch,
                         state.step * num_batches + index,
                         weight=1 / num_batches,
@@ -306,7 +307,9 @@ class Trainer:
                 ran_out_of_memory = True
             if ran_out_of_memory:
                 # Not in the handler: the exception holds the attempt's outputs, which must be freed first.
-                self.step.budget = self.memory_guard.smaller(self.step.budget)
+                self.contrastive_step.budget = self.memory_guard.smaller(
+                    self.contrastive_step.budget
+                )
                 self.components.model.zero_grad(set_to_none=True)
                 self.components.loss.zero_grad(set_to_none=True)
                 continue
@@ -448,7 +451,7 @@ class Trainer:
             if self.checkpointer.load_weights(
                 folder, components.model, components.loss, self.hooks.tensors()
             ):
-                log.info("final/ gets %s, %s", reason, folder.name)
+                log.info(f"final/ gets {reason}, {folder.name}")
                 state.scores = scores
                 state.scored_step = step
         fsdp_print_memory_usage("after the last step")
@@ -522,7 +525,7 @@ class Trainer:
         """Synchronise the gradients that are not reduced yet, take the optimizer step and count it. Collective."""
         state = self.state
         components = self.components
-        timer = self.step.timer
+        timer = self.contrastive_step.timer
         with timer("wait"):
             synchronise(components.model, components.loss, self.session)
         with timer("optimizer"):

@@ -19,10 +19,8 @@ from vembed.models.quantized import store_rounded
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import save_model
 from vembed.training.checkpoint import folder as integrity
-from vembed.training.checkpoint import schema as checkpoint_schema
 from vembed.training.checkpoint.checkpointer import read_state
-from vembed.training.checkpoint.storage import CheckpointReader
-from vembed.training.checkpoint.tensors import quieten_torch, restore
+from vembed.training.checkpoint.tensors import CheckpointReader, quieten_torch, restore
 from vembed.training.hooks.averaging import averages_of, put_averages
 
 log = logging.getLogger("vembed")
@@ -59,7 +57,7 @@ def whole_model(name: str, folder: Path) -> Path | None:
 
 
 def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
-    problems = checkpoint_schema.verify(checkpoint)
+    problems = integrity.verify(checkpoint)
     if problems:
         raise UserError(f"{checkpoint} is damaged ({problems[0]}); leave it out")
     saved = read_state(checkpoint)

@@ -26,17 +26,19 @@ from vembed.parallel.session import Session
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
 from vembed.saving.layout import write_json
 from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
-from vembed.weights.inputs import (
+from vembed.weights.merge_rules import MergeMethod, check_merge
+from vembed.weights.methods import Recipe, merged_pieces
+from vembed.weights.sources import (
     Source,
+    TensorEntry,
+    TensorReader,
+    TensorWriter,
     check_pooling,
     check_tokenizers,
     default_base,
     matched,
     open_source,
 )
-from vembed.weights.merge_rules import MergeMethod, check_merge
-from vembed.weights.methods import Recipe, merged_pieces
-from vembed.weights.tensor_files import TensorEntry, TensorReader, TensorWriter
 
 log = logging.getLogger("vembed")
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,12 +47,8 @@ class Recipe:
         )
 
 
-class Read(Protocol):
-    """Values of one tensor."""
-
-    def __call__(self, start: int, stop: int) -> Tensor:
-        """Return a range of the flattened tensor in float64, as a new tensor, which the caller may change."""
-        ...
+Read = Callable[[int, int], Tensor]
+"""(start, stop) -> that range of a flattened tensor in float64, as a new tensor, which the caller may change."""
 
 
 def merged_pieces(
@@ -74,8 +69,7 @@ def merged_pieces(
         assert base is not None
         thresholds = []
         for read in models:
-            magnitudes = _differences(read, base)
-            thresholds.append(_threshold(magnitudes, size, recipe.density))
+            thresholds.append(_threshold(read, base, size, recipe.density))
     for start in range(0, size, PIECE):
         stop = min(start + PIECE, size)
         below = base(start, stop) if base is not None and recipe.needs_base else None
@@ -149,15 +143,8 @@ def _gram(
     return products
 
 
-def _differences(read: Read, base: Read) -> Read:
-    def magnitudes(start: int, stop: int) -> Tensor:
-        return read(start, stop).sub_(base(start, stop)).abs_()
-
-    return magnitudes
-
-
-def _threshold(magnitudes: Read, size: int, density: float) -> float:
-    """Return the magnitude, rounded to float32, that the share `density` of the elements reach, without sorting them.
+def _threshold(read: Read, base: Read, size: int, density: float) -> float:
+    """Return the magnitude of a difference, rounded to float32, that the share `density` of the elements reach, without sorting them.
 
     The bits of non-negative float32 numbers are ordered as the numbers are: the first pass counts by the upper 16 bits,
     the second by the lower 16 bits of those elements whose upper bits are the threshold's.
@@ -167,7 +154,9 @@ def _threshold(magnitudes: Read, size: int, density: float) -> float:
     for level in range(2):
         counts = torch.zeros(_BINS, dtype=torch.int64)
         for start in range(0, size, PIECE):
-            bits = magnitudes(start, min(start + PIECE, size)).float().view(torch.int32)
+            stop = min(start + PIECE, size)
+            difference = read(start, stop).sub_(base(start, stop))
+            bits = difference.abs_().float().view(torch.int32)
             keys = bits >> 16
             if level == 1:
                 keys = (bits & (_BINS - 1))[keys == upper]

@@ -38,8 +38,7 @@ def push(
     The repository is private by default. The token is that of `hf auth login` or of HF_TOKEN. Files that are there
     already are not sent again.
     """
-    from vembed.saving.hub import Hub, checked_name
-    from vembed.saving.publication import publication
+    from vembed.saving.publication import Hub, checked_name, publication
 
     files = publication(model, report=report)
     sizes = {file.path: file.size for file in files}

@@ -140,12 +140,6 @@ class ModelDescription:
     ) -> ModelDescription:
         """Return the description that `to_dict` saved in `folder`."""
         path = Path(folder, DESCRIPTION_FILE)
-        if "lanes" in values:  # 0.1 wrote `lanes`, and `vision` for multimodal
-            values = dict(values)
-            lanes = values.pop("lanes")
-            values["modalities"] = [
-                "multimodal" if lane == "vision" else lane for lane in lanes
-            ]
         try:
             saved = TypeAdapter(cls).validate_python(values)
         except ValidationError as error:
@@ -654,8 +648,6 @@ def _image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
 
     Without a class token the first position is a corner of the image (ResNet, Swin), so all positions are averaged.
     """
-    if isinstance(config, OwnConfig) and config.gives_vectors:
-        return "cls", "the module gives one vector for each input"
     if config.model_type in _POOLED_BY_MEAN:
         return (
             MODEL_POOLING,

@@ -42,7 +42,6 @@ from vembed.parallel.launch_check import require_equal
 from vembed.parallel.session import Session
 from vembed.saving.durability import way_out, write_durably
 from vembed.training.checkpoint import folder as folders
-from vembed.training.checkpoint import schema
 from vembed.training.checkpoint.folder import (
     ABANDONED,
     DAMAGED,
@@ -65,8 +64,9 @@ from vembed.training.checkpoint.resume import (
     refuse_own_model,
     trim_metrics,
 )
-from vembed.training.checkpoint.storage import CheckpointReader, CheckpointWriter
 from vembed.training.checkpoint.tensors import (
+    CheckpointReader,
+    CheckpointWriter,
     optimizer_kind,
     quieten_torch,
     restore,
@@ -337,7 +337,7 @@ class Checkpointer:
 
     def verify(self, directory: Path) -> list[str]:
         """Return the problems of a checkpoint. Each rank reads its part of the files. Collective."""
-        problems = schema.verify(
+        problems = folders.verify(
             directory, part=self.session.rank, num_parts=self.session.world_size
         )
         unique: dict[str, None] = {}

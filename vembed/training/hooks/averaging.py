@@ -75,21 +75,19 @@ class WeightAverage(Hook):
     @contextmanager
     def evaluation_weights(self) -> Iterator[None]:
         reshard(self._model)  # what is still gathered would keep the trained weights
-        kept = {
-            name: _local(weight).detach().clone()
-            for name, weight in self._trained.items()
-        }
-        self._put({name: _local(weight) for name, weight in self._averages.items()})
+        trained = {}
+        with torch.no_grad():
+            for name, weight in self._trained.items():
+                local = _local(weight)
+                trained[name] = local.clone()
+                local.copy_(_local(self._averages[name]))
         try:
             yield
         finally:
             reshard(self._model)
-            self._put(kept)
-
-    def _put(self, values: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            for name, parameter in self._trained.items():
-                _local(parameter).copy_(values[name])
+            with torch.no_grad():
+                for name, weight in self._trained.items():
+                    _local(weight).copy_(trained[name])
 
 
 def averages_of(model: nn.Module) -> dict[str, Tensor]:

@@ -16,8 +16,8 @@ The order of calls in a run, each on every rank:
 
 A method that communicates (a collective, a forward pass of a sharded model) must do so on every rank. Reasons to end
 the run may differ between the ranks: the loop collects them. A hook may read the public attributes of the trainer:
-`config`, `output`, `session`, `data`, `components`, `state`, `intervals`, `hooks`; after `on_build` also `step` and
-`stream`, whose `store` gives the examples of the batches.
+`config`, `output`, `session`, `data`, `components`, `state`, `intervals`, `hooks`; after `on_build` also
+`contrastive_step` and `stream`, whose `store` gives the examples of the batches.
 """
 
 from __future__ import annotations
@@ -222,6 +222,6 @@ def _log_reasons(answers: Sequence[tuple[Hook, str | None]]) -> bool:
     has_reason = False
     for hook, reason in answers:
         if reason is not None:
-            log.info("%s ends the run: %s", type(hook).__name__, reason)
+            log.info(f"{type(hook).__name__} ends the run: {reason}")
             has_reason = True
     return has_reason

@@ -70,7 +70,7 @@ class Watch(Hook):
             self._compare_first_loss(report)
         if outcome.is_overflow:
             log.info(
-                "step %d: float16 overflow, gradient scale halved, step skipped", step
+                f"step {step}: float16 overflow, gradient scale halved, step skipped"
             )
             return
         if outcome.applied:
@@ -94,7 +94,7 @@ class Watch(Hook):
             if not has_broken_weights:
                 advice += ", or set on_nonfinite: skip to skip such steps"
             raise RunError(f"{message}. {advice}; {self._checkpoint_note()}")
-        log.warning("%s; step skipped (on_nonfinite: skip)", message)
+        log.warning(f"{message}; step skipped (on_nonfinite: skip)")
         num_skipped = self._run.state.skipped_in_a_row
         if num_skipped >= MAX_SKIPPED_STEPS:
             raise RunError(
@@ -139,17 +139,16 @@ class Watch(Hook):
         expected = math.log(num_candidates)
         comparison = f"step 1: loss {loss:.4g}; log of its {num_candidates:,.0f} candidates is {expected:.4g}"
         if abs(loss - expected) <= FIRST_LOSS_TOLERANCE * expected:
-            log.info("%s (as of initial weights, which score all alike)", comparison)
+            log.info(f"{comparison} (as of initial weights, which score all alike)")
         elif loss > expected:
             log.warning(
-                "%s: initial weights should score all alike, and these are sure of wrong answers; check temperature "
-                "(similarity: dot needs a larger one), and the initial values of the module",
-                comparison,
+                f"{comparison}: initial weights should score all alike, and these are sure of wrong answers; check "
+                "temperature (similarity: dot needs a larger one), and the initial values of the module"
             )
         else:
             log.info(
-                "%s (initial weights tell pairs apart already, as where queries and positives share words)",
-                comparison,
+                f"{comparison} (initial weights tell pairs apart already, as where queries and positives share "
+                "words)"
             )
 
     @override

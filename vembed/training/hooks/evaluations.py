@@ -141,10 +141,7 @@ class Guards(Hook):
             data = open_eval_data(run.config.data, guard.path, run.config.objective)
             self._data[guard.label] = data
             log.info(
-                "guard %s: %s; may fall by %g",
-                guard.label,
-                data.summary(),
-                guard.max_drop,
+                f"guard {guard.label}: {data.summary()}; may fall by {guard.max_drop:g}"
             )
 
     @override
@@ -159,34 +156,29 @@ class Guards(Hook):
             scores = main_scores(self._run, self._data.items())
         drops = []
         for guard in self._guards:
-            metric = self._data[guard.label].metric
-            key = f"{guard.label}/{metric}"
+            key = f"{guard.label}/{self._data[guard.label].metric}"
             score = scores[key]
             before = self._before[key]
             # The same dictionary goes to metrics.jsonl, the report and the model card.
             evaluation.scores[GUARD_PREFIX + key] = score
             log.info(
-                "guard %s: %s %.4f (%+.4f; may fall by %g)",
-                guard.label,
-                metric,
-                score,
-                score - before,
-                guard.max_drop,
+                f"guard {key}: {score:.4f} ({score - before:+.4f}; may fall by {guard.max_drop:g})"
             )
             if before - score > guard.max_drop:
                 drops.append(
                     f"{key} fell from {before:.4f} to {score:.4f}, by more than {guard.max_drop:g}"
                 )
         state = self._run.state
+        state.fell = None  # of a run that was resumed after a guard had ended it
         if drops:
             state.fell = f"guard after step {evaluation.step:,d}: {'; '.join(drops)}"
             return state.fell
-        state.fell = None  # of a run that was resumed after a guard had ended it
         # The checkpoint that `final/` gets if a guard falls later.
         intervals = self._run.intervals
         step = evaluation.step
-        is_due = bool(intervals.save_steps) and step % (intervals.save_steps or 1) == 0
-        if step > 0 and is_due and not state.skipped_in_a_row:
+        save_steps = intervals.save_steps
+        has_checkpoint = save_steps and step % save_steps == 0
+        if step > 0 and has_checkpoint and not state.skipped_in_a_row:
             state.held_step = step
             state.held_scores = evaluation.scores
         has_best = intervals.load_best_model_at_end and state.best_step is not None
@@ -243,22 +235,17 @@ class QueryRecord(Hook):
         if not isinstance(data, RetrievalData) or evaluation.queries is None:
             return
         metrics = list(dict.fromkeys((evaluation.metric, *TABLE)))
-        kept = {
-            path_of(self._output, step)
-            for step in (0, self._best_step, evaluation.step)
-            if step is not None
-        }
         try:
             content = evaluation.queries.content(data, metrics)
             content["pictures"] = self._pictures(content, data, evaluation.metric)
             write_content(path_of(self._output, evaluation.step), content)
+            recorded = (0, self._best_step, evaluation.step)
             for path in (self._output / FOLDER).glob("step-*.json"):
-                if path not in kept:
+                if int(path.stem.removeprefix("step-")) not in recorded:
                     path.unlink()
         except OSError as error:
             log.warning(
-                "the results of the queries could not be written (%s); the report lacks them",
-                error,
+                f"the results of the queries could not be written ({error}); the report lacks them"
             )
 
     def _pictures(
@@ -269,25 +256,23 @@ class QueryRecord(Hook):
         The report is written from the run's folder, where only images with paths can be read again.
         """
         before = read_queries(path_of(self._output, 0))
-        if before is None:
+        changes = before and compare_results(before, content, metric)
+        if not changes:
             return {}
-        changes = compare_results(before, content, metric)
-        if changes is None:
-            return {}
-        pictures: dict[str, str] = {}
+        names = []
         for change in (*changes.better, *changes.worse):
             cells = [change.query, *change.relevant[:1]]
             for results in (change.found_before, change.found_after):
                 cells += [item for item, _ in results[:1]]
             for cell in cells:
-                for name in cell["images"]:
-                    if not name.startswith(EMBEDDED):
-                        continue
-                    for image in named(data, name).images:
-                        if image.data is None:
-                            continue
-                        thumbnail = thumbnail_of(image)
-                        if thumbnail is not None:
-                            pictures[name] = thumbnail
-                        break
+                names += [name for name in cell["images"] if name.startswith(EMBEDDED)]
+        pictures: dict[str, str] = {}
+        for name in names:
+            for image in named(data, name).images:
+                if image.data is None:
+                    continue
+                thumbnail = thumbnail_of(image)
+                if thumbnail is not None:
+                    pictures[name] = thumbnail
+                break
         return pictures

@@ -1,4 +1,4 @@
-"""Metrics of the steps: what hooks add to each logged line, and metrics.jsonl with the trackers."""
+"""What a run shows and records: metrics of the steps, metrics.jsonl, trackers, set-up lines, progress bar, profile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from torch import Tensor
 from typing_extensions import override
 
@@ -25,10 +33,11 @@ from vembed.evaluation.report.record import metric_name, read_run
 from vembed.files import require_regular
 from vembed.parallel import collectives
 from vembed.parallel.memory import memory_snapshot
+from vembed.parallel.parameters import num_parameters
 from vembed.progress import duration
 from vembed.training.checkpoint.resume import METRICS
 from vembed.training.hooks.base import Evaluation, Hook, StepReport
-from vembed.training.run_log import LineFile
+from vembed.training.run_log import END_OF_SETUP, HEADLINE, LineFile
 from vembed.training.trackers.declaration import TrackedReport, TrackedRun, Tracker
 from vembed.training.trackers.table import TRACKERS
 
@@ -42,9 +51,6 @@ SLOW_RANK_RATIO = 1.2
 """Working time of a rank over the median from which the log line names it as slow."""
 
 
-# ---- speed, padding and memory -----------------------------------------------
-
-
 class Diagnostics(Hook):
     """Speed, padding, time per phase and memory of every rank.
 
@@ -56,12 +62,11 @@ class Diagnostics(Hook):
         """Of this rank, since the last log line."""
         self._num_steps = 0
         self._seconds = 0.0
-        self._start = 0.0
 
     @override
     def on_start(self, run: Trainer) -> None:
         self._device = run.session.device
-        self._timer = run.step.timer
+        self._timer = run.contrastive_step.timer
 
     @override
     def before_step(self, step: int) -> None:
@@ -84,49 +89,44 @@ class Diagnostics(Hook):
     @override
     def metrics(self, report: StepReport) -> dict[str, Any]:
         """Return the metrics of all ranks since the last call. Collective; the same on every rank."""
-        seconds = max(self._seconds, 1e-9)
-        num_steps = max(self._num_steps, 1)
         phases = self._timer.take()
         of_rank = {
             "counts": dict(self._counts),
             "seconds": {name: round(value, 6) for name, value in phases.items()},
             "memory": memory_snapshot(self._device),
         }
-        self._counts.clear()
-        self._num_steps = 0
-        self._seconds = 0.0
         ranks = collectives.gather_objects_as_json(of_rank)
-        counts: list[Counter[str]] = [Counter(entry["counts"]) for entry in ranks]
         total: Counter[str] = Counter()
-        # Time in collectives is excluded: it includes waiting for the slowest rank, so it would hide which one that is.
         work = []
+        padding = []
         memory = []
         for rank, entry in enumerate(ranks):
-            total.update(counts[rank])
+            counts = entry["counts"]
+            total.update(counts)
+            padding.append(1 - counts["useful"] / max(counts["padded"], 1))
+            # Without the time in collectives: it includes waiting for the slowest rank, so it would hide which one that
+            # is.
             work.append(sum(entry["seconds"].values()) - entry["seconds"]["wait"])
             memory.append({"rank": rank, **entry["memory"]})
-        median = max(sorted(work)[len(work) // 2], 1e-9)
-        return {
+        seconds = max(self._seconds, 1e-9)
+        values = {
             "samples_per_second": total["examples"] / seconds,
             "tokens_per_second": total["useful"] / seconds,
-            "step_seconds": seconds / num_steps,
-            "padding_fraction": _missing_share(total["useful"], total["padded"]),
-            "duplicate_fraction": _missing_share(total["distinct"], total["inputs"]),
+            "step_seconds": seconds / max(self._num_steps, 1),
+            "padding_fraction": 1 - total["useful"] / max(total["padded"], 1),
+            "duplicate_fraction": 1 - total["distinct"] / max(total["inputs"], 1),
             "seconds": [entry["seconds"] for entry in ranks],
-            "tokens": [count["useful"] for count in counts],
-            "padding": [
-                _missing_share(count["useful"], count["padded"]) for count in counts
-            ],
-            "forwards": [count["forwards"] for count in counts],
-            "skew": max(work) / median,
+            "tokens": [entry["counts"]["useful"] for entry in ranks],
+            "padding": padding,
+            "forwards": [entry["counts"]["forwards"] for entry in ranks],
+            "skew": max(work) / max(sorted(work)[len(work) // 2], 1e-9),
             "slowest_rank": work.index(max(work)),
             "memory": memory,
         }
-
-
-def _missing_share(part: int, whole: int) -> float:
-    """Return the share of the whole that is not in the part."""
-    return 1 - part / whole if whole else 0.0
+        self._counts.clear()
+        self._num_steps = 0
+        self._seconds = 0.0
+        return values
 
 
 def log_line(values: dict[str, Any], total_steps: int, seconds_left: float) -> str:
@@ -149,9 +149,6 @@ def log_line(values: dict[str, Any], total_steps: int, seconds_left: float) -> s
     return line
 
 
-# ---- losses ------------------------------------------------------------------
-
-
 class LossMeans(Hook):
     """Means since the last log line: of each task, of each term of `losses` without its weight, and of the model's own
     losses.
@@ -163,9 +160,9 @@ class LossMeans(Hook):
     def __init__(self) -> None:
         self._tasks: list[str] = []
         """Name of the task of each source; empty if batches are not of one task each."""
-        self._shares: dict[str, list[Tensor]] = {}
+        self._shares: defaultdict[str, list[Tensor]] = defaultdict(list)
         """Name in the log -> this rank's shares of the losses."""
-        self._of_model: dict[str, list[float]] = {}
+        self._of_model: defaultdict[str, list[float]] = defaultdict(list)
         """Name in the log -> losses of the global batches, the same on every rank."""
 
     @override
@@ -180,12 +177,12 @@ class LossMeans(Hook):
             prefix = "loss/"
             if self._tasks:
                 task = self._tasks[rank_batch.source]
-                self._shares.setdefault(f"loss/{task}", []).append(result.loss_share)
+                self._shares[f"loss/{task}"].append(result.loss_share)
                 prefix = f"loss/{task}/"
             for term, share in result.terms.items():
-                self._shares.setdefault(prefix + term, []).append(share.detach())
+                self._shares[prefix + term].append(share.detach())
             for name, value in result.auxiliary.items():
-                self._of_model.setdefault(f"loss/{name}", []).append(value)
+                self._of_model[f"loss/{name}"].append(value)
 
     @override
     def metrics(self, report: StepReport) -> Mapping[str, Any]:
@@ -200,8 +197,8 @@ class LossMeans(Hook):
             means[name] = total / len(shares)
         for name, values in self._of_model.items():
             means[name] = sum(values) / len(values)
-        self._shares = {}
-        self._of_model = {}
+        self._shares.clear()
+        self._of_model.clear()
         return means
 
 
@@ -235,9 +232,6 @@ class StepCurves(Hook):
         self._steps = [list(step) for step in state["steps"]]
 
 
-# ---- metrics.jsonl and trackers ----------------------------------------------
-
-
 class MetricsLog(Hook):
     """metrics.jsonl and the trackers. On ranks other than 0 every call is a no-op."""
 
@@ -246,7 +240,6 @@ class MetricsLog(Hook):
     def __init__(self) -> None:
         self.trackers: list[Tracker] = []
         self.file: LineFile | None = None
-        self._output = Path()
         self._is_trained = False
 
     @override
@@ -256,16 +249,13 @@ class MetricsLog(Hook):
         if not run.session.is_main:
             return
         options = run.config.logging
-        settings = {}
-        for name, value in run.config.to_dict().items():
-            if value is not None:
-                settings[name] = value
+        settings = run.config.to_dict()
         tracked = TrackedRun(
             run.output,
             options.run_name,
             options.wandb_project,
             options.wandb_tags,
-            settings,
+            {name: value for name, value in settings.items() if value is not None},
             run.state.step,
         )
         for name in options.report_to:
@@ -288,14 +278,14 @@ class MetricsLog(Hook):
     @override
     def on_evaluation(self, evaluation: Evaluation) -> None:
         """Write one evaluation."""
-        line = {
-            "step": evaluation.step,
-            "epoch": evaluation.epoch,
-            "eval": dict(evaluation.scores),
-        }
         numbers = {}
         for key, score in evaluation.scores.items():
             numbers[f"eval/{key.replace('@', '_at_')}"] = score
+        line = {
+            "step": evaluation.step,
+            "epoch": evaluation.epoch,
+            "eval": evaluation.scores,
+        }
         self._write(line, numbers, evaluation.step)
 
     @override
@@ -310,30 +300,28 @@ class MetricsLog(Hook):
     def on_finish(self, run: Trainer) -> None:
         """Close the file: the report reads it. The trackers get the report when it is written."""
         self._is_trained = True
-        if self.file is not None:
-            self.file.close()
-            self.file = None
+        self._close_file()
 
     @override
     def close(self) -> None:
         """Close the file, send the report of a finished run to the trackers, and end them."""
-        if self.file is not None:
-            self.file.close()
-            self.file = None
-        has_report = self._is_trained and (self._output / "report.html").is_file()
+        self._close_file()
         for tracker in self.trackers:
-            if has_report:
+            if self._is_trained and (self._output / "report.html").is_file():
                 try:
                     tracker.send_report(_tracked_report(self._output))
                 except (OSError, UserError) as error:
                     log.warning(
-                        "report_to: %s did not take the report (%s)",
-                        tracker.name,
-                        error,
+                        f"report_to: {tracker.name} did not take the report ({error})"
                     )
             with suppress(OSError):
                 tracker.finish()
         self.trackers = []
+
+    def _close_file(self) -> None:
+        if self.file is not None:
+            self.file.close()
+            self.file = None
 
     def _write(
         self, line: Mapping[str, Any], numbers: dict[str, float], step: int
@@ -349,9 +337,7 @@ class MetricsLog(Hook):
             except OSError as error:
                 self.trackers.remove(tracker)
                 log.warning(
-                    "report_to: %s failed and is disabled (%s); metrics.jsonl continues",
-                    tracker.name,
-                    error,
+                    f"report_to: {tracker.name} failed and is disabled ({error}); metrics.jsonl continues"
                 )
 
 
@@ -388,26 +374,160 @@ def _without_nan(value: Any) -> Any:
 def _tracked_report(output: Path) -> TrackedReport:
     """Return the report of a finished run. Its picture: the deciding score over the evaluations, and the loss."""
     record = read_run(output)
+    key = record.headline
+    pictures = []
+    scored = [entry for entry in record.evaluations if key in entry.scores]
+    if scored:
+        name = metric_name(key)
+        steps = [entry.step for entry in scored]
+        scores = [entry.scores[key] for entry in scored]
+        svg = evaluations_svg(steps, scores, name, None)
+        pictures.append(picture_svg(svg, name))
     lines = [line for line in record.steps if isinstance(line.get("loss"), float)]
     steps = [line["step"] for line in lines]
     losses = [line["loss"] for line in lines]
     curve = Curve("loss", "", steps, losses, "{:.3g}".format)
-    pictures = [picture_svg(curve_svg(curve), "loss")]
-    key = record.headline
-    scored = [entry for entry in record.evaluations if key in entry.scores]
-    if scored:
-        name = metric_name(key)
-        svg = evaluations_svg(
-            [entry.step for entry in scored],
-            [entry.scores[key] for entry in scored],
-            name,
-            None,
-        )
-        pictures.insert(0, picture_svg(svg, name))
+    pictures.append(picture_svg(curve_svg(curve), "loss"))
     images = [np.asarray(picture_image(picture)) for picture in pictures]
-    last = [entry.step for entry in record.evaluations]
-    if record.steps:
-        last.append(int(record.steps[-1]["step"]))
+    last_steps = [entry.step for entry in record.evaluations]
+    last_steps += [int(line["step"]) for line in record.steps[-1:]]
     return TrackedReport(
-        output / "report.html", np.concatenate(images, axis=1), max(last, default=0)
+        output / "report.html",
+        np.concatenate(images, axis=1),
+        max(last_steps, default=0),
     )
+
+
+# ---- what a terminal shows ----------------------------------------------------
+
+
+def log_setup(run: Trainer) -> None:
+    """Log the five lines on the set-up: model, data, steps, device, and where the log is."""
+    config = run.config
+    data = run.data
+    session = run.session
+    description = run.components.embedder.description
+    total = num_parameters(run.components.model)
+    trained = num_parameters(run.components.model, trainable_only=True)
+    share = "all trained" if trained == total else f"{trained:,d} trained"
+    evaluation = "no validation data (set val_split: 0.1)"
+    if data.evaluation is not None:
+        evaluation = data.evaluation.summary()
+    # Data smaller than one batch are one batch.
+    per_step = min(data.examples_per_step, len(data.examples))
+    strategy: str = session.strategy
+    if session.placement.run.strategy.value not in ("auto", strategy):
+        strategy += f" ({session.placement.decisions['strategy'].reason})"
+    num_sources = len(data.examples.names)
+    sources = "1 source" if num_sources == 1 else f"{num_sources:,d} sources"
+    num_ranks = session.world_size
+    processes = "1 process" if num_ranks == 1 else f"{num_ranks} processes"
+    epochs = data.epoch_at(data.total_steps)
+    epochs_text = "1 epoch" if epochs == 1 else f"{epochs:.3g} epochs"
+    lines = [
+        f"model: {config.model.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, "
+        f"{total:,d} parameters ({share}), at most {description.max_length:,d} tokens",
+        f"data: {len(data.examples):,d} examples of {sources}; {evaluation}",
+        f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs_text}), "
+        f"learning rate {config.optimizer.learning_rate:g}, loss {config.objective.loss}",
+        f"device: {session.device}, {processes}, strategy {strategy}, mixed precision "
+        f"{session.mixed_precision}",
+    ]
+    for line in lines:
+        log.info("%s", line, extra=HEADLINE)
+    path = run.output / config.logging.log_file
+    log.info(f"log: {path}", extra=END_OF_SETUP)
+
+
+class ProgressBar(Hook):
+    """Progress bar with rate and remaining time on a terminal. Files and pipes get log lines only."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar: Progress | None = None
+
+    @override
+    def on_start(self, run: Trainer) -> None:
+        if self.console.is_terminal and not self.console.quiet:
+            self.bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self.bar.start()
+            self.task = self.bar.add_task("training", total=run.data.total_steps)
+
+    @override
+    def on_step(self, report: StepReport) -> None:
+        if self.bar is not None:
+            self.bar.update(self.task, completed=report.step)
+
+    @override
+    def on_finish(self, run: Trainer) -> None:
+        self.close()  # what follows is not training
+
+    @override
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+class Profile(Hook):
+    """Profiler that writes the steps from `first` to `last` of each rank (`profile_steps`).
+
+    The file trace-rank<r>.json is for Perfetto and chrome://tracing.
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first = first
+        self.last = last
+        self.profiler: torch.profiler.profile | None = None
+        self.path = Path()
+        self._last_recorded: int | None = None
+
+    @override
+    def on_start(self, run: Trainer) -> None:
+        total_steps = run.data.total_steps
+        self.path = run.output / f"trace-rank{run.session.rank}.json"
+        if self.first > total_steps:
+            log.warning(
+                f"profile_steps: [{self.first}, {self.last}] is after the run's last step, {total_steps}"
+            )
+        self.last = min(self.last, total_steps)
+
+    @override
+    def before_step(self, step: int) -> None:
+        """Start recording before the first chosen step, or before the first one left in a resumed run."""
+        if self.profiler is None and self.first <= step <= self.last:
+            self.first = step
+            self.profiler = torch.profiler.profile(record_shapes=True, with_stack=True)
+            self.profiler.start()
+
+    @override
+    def on_step(self, report: StepReport) -> None:
+        if self.profiler is not None:
+            self._last_recorded = report.step
+            if report.step == self.last:
+                self.close()
+
+    @override
+    def on_finish(self, run: Trainer) -> None:
+        self.close()  # a run may end before the last chosen step
+
+    @override
+    def close(self) -> None:
+        """Stop recording and write the steps that there are."""
+        profiler = self.profiler
+        self.profiler = None
+        if profiler is None:
+            return
+        profiler.stop()
+        if self._last_recorded is not None:
+            profiler.export_chrome_trace(str(self.path))
+            log.info(
+                f"profile: steps {self.first} to {self._last_recorded} are in {self.path}"
+            )

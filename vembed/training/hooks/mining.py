@@ -73,7 +73,7 @@ class EpochMiner(Hook):
             (len(examples), self._options.num_negatives), -1, dtype=torch.int64
         )
         for line in (self._miner.documents.summary(), *self._miner.notes):
-            log.info("mine: %s", line)
+            log.info(f"mine: {line}")
 
     @override
     def on_start(self, run: Trainer) -> None:

@@ -13,8 +13,7 @@ from typing_extensions import override
 from vembed.config.schema import LoggingSection
 from vembed.errors import RunError, UserError
 from vembed.parallel.parameters import full_state_dict
-from vembed.saving.hub import Hub
-from vembed.saving.publication import model_files, publication
+from vembed.saving.publication import Hub, model_files, publication
 from vembed.training.hooks.base import Evaluation, Hook
 
 if TYPE_CHECKING:
@@ -48,9 +47,7 @@ def push_final(hub: Hub, output: Path) -> None:
             f"{error}; the model is in {output}/final: `{command}`"
         ) from error
     log.info(
-        "push_to_hub: %s has the model of final/ (%d files sent)",
-        hub.repository,
-        num_sent,
+        f"push_to_hub: {hub.repository} has the model of final/ ({num_sent} files sent)"
     )
 
 
@@ -77,8 +74,7 @@ class PushBest(Hook):
             return
         if self._thread is not None and self._thread.is_alive():
             log.info(
-                "push_to_hub: step %s is left out: an earlier push is under way",
-                f"{evaluation.step:,d}",
+                f"push_to_hub: step {evaluation.step:,d} is left out: an earlier push is under way"
             )
             return
         writer = run.model_writer
@@ -107,14 +103,9 @@ class PushBest(Hook):
             hub.push(model_files(folder), f"Step {step}: {score}", tag=f"step-{step}")
         except (RunError, UserError) as error:
             log.warning(
-                "push_to_hub: step %s was not pushed (%s); training continues",
-                f"{step:,d}",
-                error,
+                f"push_to_hub: step {step:,d} was not pushed ({error}); training continues"
             )
         else:
             log.info(
-                "push_to_hub: step %s (%s) is on the Hub as the tag step-%d",
-                f"{step:,d}",
-                score,
-                step,
+                f"push_to_hub: step {step:,d} ({score}) is on the Hub as the tag step-{step}"
             )

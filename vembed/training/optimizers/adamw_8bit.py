@@ -49,8 +49,7 @@ class AdamW8Bit(OptimizerKind):
         is_paged = self.is_paged
         if is_paged and not all(tensor.is_cuda for tensor in inputs.tensors()):
             log.warning(
-                "optim: %s needs a GPU to page from; without one it is adamw_8bit",
-                self.name,
+                f"optim: {self.name} needs a GPU to page from; without one it is adamw_8bit"
             )
             is_paged = False
         optimizer = self._of_bitsandbytes(inputs, arguments, is_paged=is_paged)

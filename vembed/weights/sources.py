@@ -1,20 +1,27 @@
-"""Models to be merged: where their tensors are, and whether they are of one architecture and one tokenizer."""
+"""Models to be merged: their tensors, read and written piece by piece, and whether they are of one architecture and one
+tokenizer."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from vembed.errors import UserError
 from vembed.models.families.backbones import is_never_used
 from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.families.model_files import (
+    METADATA,
+    read_header,
     read_model,
     read_object,
     read_sentence_transformers,
@@ -22,7 +29,135 @@ from vembed.models.families.model_files import (
 from vembed.models.processors import open_tokenizer
 from vembed.saving.files import ADAPTER_FOLDER
 from vembed.weights.methods import Read
-from vembed.weights.tensor_files import TensorEntry, TensorReader
+
+# ---- safetensors files, so that no tensor has to be whole in memory ------------------------------------------------
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_ALIGNMENT = 8
+"""Bytes: the data of a safetensors file begin at a multiple of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor in a file: its dtype and shape, and the bytes where it begins and ends."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int = 0
+    end: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+class TensorReader:
+    """A safetensors file, read by ranges of elements. It maps no memory, so that what was read can be given back."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        stored, self.metadata = read_header(path)
+        self.entries: dict[str, TensorEntry] = {}
+        for name, entry in stored.items():
+            if entry.dtype not in _DTYPES:
+                raise UserError(
+                    f"{path}: {name} is stored as {entry.dtype}, which vembed cannot compute with"
+                )
+            self.entries[name] = TensorEntry(
+                _DTYPES[entry.dtype], entry.shape, entry.begin, entry.end
+            )
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Return elements `start` to `stop` of the flattened tensor, as they are stored."""
+        entry = self.entries[name]
+        stop = entry.size if stop is None else min(stop, entry.size)
+        if stop <= start:
+            return torch.empty(0, dtype=entry.dtype)
+        width = entry.dtype.itemsize
+        buffer = bytearray((stop - start) * width)
+        # preadv gives at most 2 GiB at once, and less over a network file system.
+        view = memoryview(buffer)
+        done = 0
+        offset = entry.begin + start * width
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            while done < len(buffer):
+                count = os.preadv(descriptor, [view[done:]], offset + done)
+                if count == 0:
+                    raise UserError(
+                        f"{self.path} ends within {name}: the file is incomplete; copy it again"
+                    )
+                done += count
+        finally:
+            os.close(descriptor)
+        return torch.frombuffer(buffer, dtype=entry.dtype)
+
+
+class TensorWriter:
+    """A new safetensors file, whose tensors are written one after the other, in any number of pieces each."""
+
+    def __init__(
+        self,
+        path: Path,
+        entries: Mapping[str, TensorEntry],
+        metadata: Mapping[str, str],
+    ) -> None:
+        """`entries`: what will be written, in this order; their offsets are set here."""
+        self.path = path
+        self._left = sum(entry.size for entry in entries.values())
+        header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
+        offset = 0
+        for name, entry in entries.items():
+            end = offset + entry.size * entry.dtype.itemsize
+            header[name] = {
+                "dtype": _CODES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [offset, end],
+            }
+            offset = end
+        # The format: 8 bytes with the header's length, the header (JSON, padded with spaces), the tensors. Offsets
+        # count from the end of the header.
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, piece: Tensor) -> None:
+        """Append elements, which have the dtype of the tensor that they belong to."""
+        self._left -= piece.numel()
+        self._file.write(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        assert error is not None or self._left == 0, (
+            f"{self.path}: {self._left:,d} elements were not written"
+        )
+
+
+# ---- models --------------------------------------------------------------------------------------------------------
 
 _VOCABULARIES = (
     "vocab.txt",
@@ -100,8 +235,10 @@ def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
     Names may differ by a prefix (`bert.`, `model.`), as those of a base model with a head for another task do.
     Tensors that no embedding depends on may be missing.
     """
-    first_type = _model_type(first)
-    other_type = _model_type(other)
+    first_type, other_type = (
+        (read_object(source.folder / "config.json") or {}).get("model_type")
+        for source in (first, other)
+    )
     if first_type and other_type and first_type != other_type:
         raise UserError(
             f"{first.name} is a {first_type} and {other.name} is a {other_type}: only models of one architecture can "
@@ -130,11 +267,6 @@ def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
                     "only models of one architecture can be merged"
                 )
     return names
-
-
-def _model_type(source: Source) -> str | None:
-    """Return the architecture; None without a config.json at the top of the folder that names one."""
-    return (read_object(source.folder / "config.json") or {}).get("model_type")
 
 
 def _may_be_missing(name: str) -> bool:

@@ -1,0 +1,322 @@
+"""Attention: dropout with bulk draws is torch's mathematics, padded and packed; which kernel is used, and with what."""
+
+from __future__ import annotations
+
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests import tiny
+from tests.models.families import built, config_for
+from vembed.models import attention
+from vembed.models.attention import CpuDropout, kept_ones, scale_of
+from vembed.models.families.backbones import read_config
+
+CUDA = torch.device("cuda")
+STEP = 2.0**-8
+"""Largest relative rounding error of one number in bfloat16."""
+
+
+def queries_keys_values(*shape: int) -> list[Tensor]:
+    return [torch.randn(*shape).double().requires_grad_() for _ in "qkv"]
+
+
+@pytest.mark.parametrize(
+    ("p", "dtype"), [(0.1, torch.bfloat16), (0.5, torch.float32), (0.9, torch.float64)]
+)
+def test_share_of_kept_elements_and_expectation(p, dtype):
+    torch.manual_seed(0)
+    bits = kept_ones(torch.Size([1001, 1003]), p, dtype)
+    assert bits.dtype.itemsize == dtype.itemsize
+    assert set(bits.unique().tolist()) == {1, 0}
+    mask = bits.float()
+    assert float(mask.mean()) == pytest.approx(1 - p, abs=2e-3)
+    assert scale_of(p) == pytest.approx(1 / (1 - p), rel=1e-4)
+    for dim in (0, 1):
+        # Neighbours come from the same 64-bit number: they must not know of each other.
+        together = float((mask * mask.roll(1, dim)).mean())
+        assert together == pytest.approx((1 - p) ** 2, abs=4e-3)
+
+
+def test_dropout_is_seeded_and_only_in_training():
+    layer = CpuDropout(0.3)
+    values = torch.randn(17, 5, dtype=torch.float64, requires_grad=True)
+    torch.manual_seed(1)
+    first = layer(values)
+    torch.manual_seed(1)
+    assert torch.equal(first, layer(values))
+    assert not torch.equal(first, layer(values))
+    kept = first != 0
+    torch.testing.assert_close(first[kept], values[kept] / 0.7, rtol=1e-4, atol=0)
+    (gradient,) = torch.autograd.grad(first.sum(), values)
+    torch.testing.assert_close(gradient, kept.double() / 0.7, rtol=1e-4, atol=0)
+    assert layer.eval()(values) is values
+
+
+@pytest.mark.parametrize("num_pieces", [1, 3, 8])
+@pytest.mark.parametrize("mask_kind", ["none", "bool", "float", "shared"])
+@pytest.mark.parametrize("kind", ["float64", "bfloat16", "autocast"])
+def test_padded_attention_with_dropout_is_that_of_the_formula(
+    num_pieces, mask_kind, kind, monkeypatch
+):
+    rows, heads, length, size, p = 8, 3, 7, 5, 0.2
+    item_bytes = 8 if kind == "float64" else 2
+    row_bytes = item_bytes * heads * length**2
+    at_once = rows // num_pieces
+    monkeypatch.setattr(attention, "SCORE_BYTES", row_bytes * at_once)
+    torch.manual_seed(2)
+    exact = queries_keys_values(rows, heads, length, size)
+    inputs = exact
+    if kind != "float64":
+        exact = [
+            tensor.detach().bfloat16().double().requires_grad_() for tensor in exact
+        ]
+        inputs = [tensor.detach().bfloat16().requires_grad_() for tensor in exact]
+    given = inputs
+    if kind == "autocast":  # queries and keys with rotary positions arrive in float32
+        given = [inputs[0].float(), inputs[1].float(), inputs[2]]
+    mask: Tensor | None = None
+    if mask_kind != "none":
+        mask = torch.rand(1 if mask_kind == "shared" else rows, 1, length, length) > 0.3
+        mask[..., 0] = True
+    added = mask
+    if mask is not None and mask_kind == "float":
+        dtype = inputs[0].dtype
+        added = torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -1e30)
+    torch.manual_seed(3)
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        output, _ = attention.attention(nn.Module(), *given, added, dropout=p)
+    assert output.dtype == inputs[0].dtype
+    weights = torch.randn_like(output)
+    output.backward(weights)
+
+    torch.manual_seed(3)
+    query, key, value = exact
+    scores = query @ key.transpose(2, 3) * size**-0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    kept = []
+    for part in scores.split(at_once):
+        ones = kept_ones(part.flatten(0, 1).shape, p, output.dtype)
+        kept.append(ones.view(part.shape) != 0)
+    dropped = scores.softmax(-1) * torch.cat(kept) * scale_of(p)
+    wanted = (dropped @ value).transpose(1, 2)
+    wanted.backward(weights.double())
+    # In bfloat16 a score is rounded, and its error is a relative one of the probability.
+    bound = 1e-12 if kind == "float64" else 8 * STEP
+    for ours, theirs in (
+        (output.detach(), wanted.detach()),
+        *((mine.grad, true.grad) for mine, true in zip(inputs, exact, strict=True)),
+    ):
+        assert (ours.double() - theirs).norm() <= bound * theirs.norm()
+
+
+def test_without_dropout_it_is_sdpa():
+    query, key, value = (torch.randn(2, 3, 4, 8) for _ in "qkv")
+    output, _ = attention.attention(
+        nn.Module(), query, key, value, None, dropout=0.0, is_causal=False
+    )
+    wanted = functional.scaled_dot_product_attention(query, key, value)
+    torch.testing.assert_close(output, wanted.transpose(1, 2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("scores_at_once", [1, 150, 10_000])
+def test_packed_attention_is_that_of_the_formula(
+    causal, window, scores_at_once, monkeypatch
+):
+    lengths, heads, size, p = [7, 7, 4, 6, 1, 3], 2, 5, 0.3
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    torch.manual_seed(1)
+    inputs = queries_keys_values(sum(lengths), heads, size)
+    pieces = attention.cut(tuple(starts), scores_at_once, causal, window)
+    assert len(pieces) == {1: len(lengths), 10_000: 1}.get(scores_at_once, len(pieces))
+    draws: list[Tensor] = []
+
+    def drawn(shape, p, dtype):
+        ones = (torch.rand(shape) > p).to(attention.BITS[dtype.itemsize])
+        draws.append(ones.view(-1, heads, *shape[1:]) != 0)
+        return ones
+
+    monkeypatch.setattr(attention, "kept_ones", drawn)
+    monkeypatch.setattr(attention, "scale_of", lambda p: 1 / (1 - p))
+    dropped = attention.dropped_attention(*inputs, pieces, p, size**-0.5)
+    plain = attention.sdpa_by_piece(*inputs, pieces, 0.0, size**-0.5)
+    weights = torch.randn_like(dropped)
+
+    for p_used, output in ((p, dropped), (0.0, plain)):
+        expected = []
+        text = 0
+        for piece, kept in zip(pieces, draws, strict=True):
+            for row in range(piece.num_texts):
+                query, key, value = (
+                    tensor[starts[text] : starts[text + 1]] for tensor in inputs
+                )
+                length = len(query)
+                scores = torch.einsum("qhd,khd->hqk", query, key) * size**-0.5
+                ahead = torch.arange(length)[None, :] - torch.arange(length)[:, None]
+                hidden = ahead > (0 if causal else length)
+                if window is not None:
+                    hidden |= ahead.abs() >= window
+                weight = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+                if p_used:
+                    weight = weight * kept[row, :, :length, :length] / (1 - p)
+                expected.append(torch.einsum("hqk,khd->qhd", weight, value))
+                text += 1
+        wanted = torch.cat(expected)
+        torch.testing.assert_close(output, wanted, rtol=1e-12, atol=1e-12)
+        ours = torch.autograd.grad((output * weights).sum(), inputs)
+        theirs = torch.autograd.grad((wanted * weights).sum(), inputs)
+        for mine, true in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, true, rtol=1e-10, atol=1e-12)
+
+
+# ---- dropout on GPUs without flash-attn: the arguments of torch's operator -----------
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_dropout_goes_to_the_operator(monkeypatch, causal, window, groups):
+    """A stand-in with the signature of aten::_flash_attention_forward computes on the CPU and notes its arguments."""
+    given: dict[str, Any] = {}
+
+    def operator(*values: Any, **named: Any) -> tuple[Tensor, ...]:
+        arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
+        names = [argument.name for argument in arguments if not argument.kwarg_only]
+        assert len(values) <= len(names)
+        assert set(named) <= {argument.name for argument in arguments} - set(names)
+        given.update(zip(names, values, strict=False))
+        given.update(named)
+        query, key, value = (given[name] for name in ("query", "key", "value"))
+        assert query.shape == key.shape == value.shape, "equally many heads"
+        assert given["cum_seq_q"].dtype == torch.int32
+        width = named["window_size_left"] + 1 if "window_size_left" in named else None
+        starts = tuple(given["cum_seq_q"].tolist())
+        pieces = attention.cut(starts, 2**20, given["is_causal"], width)
+        output = attention.sdpa_by_piece(query, key, value, pieces, 0.0, named["scale"])
+        return (output,)
+
+    monkeypatch.setattr(attention, "_flash_forward", lambda: operator)
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: False)
+    torch.manual_seed(0)
+    row = [torch.randn(13, heads, 8) for heads in (4, 4 // groups, 4 // groups)]
+    packed = attention.Packed(torch.tensor([0, 5, 6, 13], dtype=torch.int32), 7)
+    output = attention.by_kernel(*row, packed, 0.25, 0.5, causal, window)
+    pieces = attention.cut((0, 5, 6, 13), 2**20, causal, window)
+    wanted = attention.sdpa_by_piece(*row, pieces, 0.0, 0.5)
+    torch.testing.assert_close(output, wanted)
+    assert given["dropout_p"] == 0.25 and given["return_debug_mask"] is False
+    assert given["max_q"] == given["max_k"] == 7
+
+
+# ---- which kernel --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("installed", "capability", "half", "kernel", "said"),
+    [
+        (True, (9, 0), True, "flash_attention_2", "the GPU allows it"),
+        (False, (9, 0), True, "sdpa", "not installed"),
+        (True, (7, 5), True, "sdpa", "older"),
+        (True, (9, 0), False, "sdpa", "float32"),
+    ],
+)
+def test_auto_takes_flash_attention_where_it_can(
+    installed, capability, half, kernel, said, monkeypatch
+):
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: installed)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    backbone = type(built(tiny.tiny_bert).backbone)
+    chosen, reason = attention.attention_kernel("auto", backbone, CUDA, half=half)
+    assert chosen == kernel and said in reason
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "said"),
+    [
+        (tiny.tiny_bert, {}, None),
+        (tiny.tiny_bert, {"padding_free": False}, "padding_free"),
+        (tiny.tiny_bert, {"attn_implementation": "eager"}, "attn_implementation"),
+        (tiny.tiny_modernbert, {}, "modernbert"),
+    ],
+)
+def test_when_texts_are_padded(make, options, said):
+    config = config_for(make, **options)
+    model = read_config(tiny.shared(make), trust_remote_code=False)
+    cpu = torch.device("cpu")
+    reason = attention.why_padded(config.model, model, cpu, half=False)
+    assert reason is None if said is None else said in (reason or "")
+
+
+@pytest.mark.parametrize(
+    ("capability", "flash", "varlen", "half", "head_size", "said"),
+    [
+        ((9, 0), False, True, True, 64, None),
+        ((9, 0), True, False, True, 64, None),
+        ((9, 0), False, False, True, 64, "this torch has no attention"),
+        ((7, 5), True, True, True, 64, "older"),
+        ((9, 0), True, True, False, 64, "float32"),
+        ((9, 0), False, True, True, 12, "head size of 12"),
+        ((9, 0), True, True, True, 512, "head size of 512"),
+    ],
+)
+def test_when_texts_are_padded_on_gpus(
+    capability, flash, varlen, half, head_size, said, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(attention, "is_flash_attn_2_available", lambda: flash)
+    arguments = frozenset({"window_size"} if varlen else ())
+    monkeypatch.setattr(attention, "_varlen_arguments", lambda: arguments)
+    config = config_for(tiny.tiny_bert)
+    model = read_config(tiny.shared(tiny.tiny_bert), trust_remote_code=False)
+    model.head_dim = head_size
+    reason = attention.why_padded(config.model, model, CUDA, half=half)
+    assert reason is None if said is None else said in (reason or "")
+
+
+def test_torchs_kernel_is_the_one_that_is_meant():
+    assert "window_size" in attention._varlen_arguments()
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "config", "said"),
+    [
+        ((9, 0), True, {"attention_dropout": 0.0}, None),
+        (
+            (9, 0),
+            True,
+            {"text_config": {"attention_probs_dropout_prob": 0.1}},
+            "dropout",
+        ),
+        ((9, 0), False, {}, "not installed"),
+        ((10, 0), True, {}, "Hopper"),
+    ],
+)
+def test_flash_attention_3_on_hopper_without_dropout(
+    capability, installed, config, said, monkeypatch
+):
+    spec = ModuleSpec("flash", None) if installed else None
+    activated: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(attention, "find_spec", lambda name: spec)
+    monkeypatch.setattr(
+        torch.nn.attention, "activate_flash_attention_impl", activated.append
+    )
+    monkeypatch.setattr(
+        torch.nn.attention,
+        "current_flash_attention_impl",
+        lambda: activated[-1] if activated else None,
+    )
+    assert not attention.uses_flash3()
+    for _ in range(2):
+        reason = attention.use_flash3(config, CUDA)
+        assert reason is None if said is None else said in (reason or "")
+    assert activated == (["FA3"] if said is None else [])
+    assert attention.use_flash3(config, torch.device("cpu")) is not None
