@@ -41,10 +41,10 @@ def test_no_class_is_twice_in_a_batch(sizes: list[int], batch: int) -> None:
     eligible = [size for size in sizes if size > 1]
     size = min(batch, len(eligible))
     assert schedule.smallest_batch == size
-    assert schedule.steps_per_epoch == max(1, sum(eligible) // size)
+    assert schedule.batches_per_epoch == max(1, sum(eligible) // size)
     drawn: list[int] = []
     for epoch in range(6):
-        for step in range(schedule.steps_per_epoch):
+        for step in range(schedule.batches_per_epoch):
             one = schedule.batch(epoch, step)
             positives = schedule.positives(epoch, step)
             assert positives is not None
@@ -52,7 +52,7 @@ def test_no_class_is_twice_in_a_batch(sizes: list[int], batch: int) -> None:
             assert np.array_equal(labels[positives], labels[one])
             assert not (positives == one).any()
             drawn += one.tolist()
-    last = 5, schedule.steps_per_epoch - 1
+    last = 5, schedule.batches_per_epoch - 1
     assert np.array_equal(again.batch(*last), schedule.batch(*last))
     assert np.array_equal(again.positives(*last), schedule.positives(*last))  # type: ignore[arg-type]
     seen = {int(labels[index]) for index in drawn}
@@ -113,7 +113,7 @@ def test_equal_texts_of_a_class_are_no_pair(tmp_path: Path) -> None:
         in schedule.summary()
     )
     for epoch in range(8):
-        for step in range(schedule.steps_per_epoch):
+        for step in range(schedule.batches_per_epoch):
             mates = schedule.positives(epoch, step)
             assert mates is not None
             for index, mate in zip(

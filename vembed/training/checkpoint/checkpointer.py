@@ -59,7 +59,6 @@ from vembed.training.checkpoint.resume import (
     compare_resume,
     finished_run,
     forget_finished,
-    nothing_left,
     refuse,
     refuse_own_model,
     trim_metrics,
@@ -215,13 +214,26 @@ class Checkpointer:
             log.info("settings changed since the checkpoint: %s", "; ".join(changed))
 
     def require_steps_left(self, point: ResumePoint | None, total_steps: int) -> None:
-        """Raise NothingLeft if output_dir holds a finished run to which no step would be added. Collective."""
-        step = None if point is None else point.step
+        """Raise NothingLeft if output_dir holds a finished run to which no step would be added. Collective.
 
-        def is_finished() -> bool:
-            return nothing_left(self.run, step, total_steps) is not None
+        Raise UserError if steps would be added to it without a checkpoint.
+        """
 
-        if self._on_main(is_finished):
+        def adds_nothing() -> bool:
+            finished = finished_run(self.output)
+            if finished is None or finished.step >= total_steps:
+                return finished is not None
+            if point is None:
+                raise UserError(
+                    f"output_dir: {self.output} holds {finished} without a checkpoint, so {total_steps:,d} steps "
+                    f"cannot go on from it: train further from its model in another folder "
+                    f"(model_name={finished.model_dir} output_dir=...), or start anew (resume: false, "
+                    "overwrite: true); save_steps keeps checkpoints"
+                )
+            # A checkpoint of exactly the last step means that the run was stopped before it wrote its model.
+            return point.step > total_steps
+
+        if self.run.resume is not False and self._on_main(adds_nothing):
             finished = finished_run(self.output)
             assert finished is not None
             raise NothingLeft(finished, total_steps)
@@ -340,6 +352,7 @@ class Checkpointer:
         problems = folders.verify(
             directory, part=self.session.rank, num_parts=self.session.world_size
         )
+        # All ranks must agree whether it is damaged, and each has seen other files.
         unique: dict[str, None] = {}
         for of_rank in collectives.gather_objects_as_json(problems):
             unique |= dict.fromkeys(of_rank)
@@ -369,6 +382,7 @@ class Checkpointer:
         start = time.monotonic()
         final = self.path_of(step)
         unfinished = final.with_name(final.name + PARTIAL)
+        # Order: rank 0 makes the folder, all agree that it is there, then all write into it.
         try:
             if self.session.is_main:
                 if unfinished.exists():
@@ -453,6 +467,7 @@ class Checkpointer:
 
     def _check_output(self) -> None:
         """Raise UserError unless every rank can write to output_dir and sees there the files of rank 0."""
+        # Two exchanges: all have written before any looks for the file of rank 0, and all have looked before it goes.
         probe = self.output / f".probe-{self.session.rank}"
         problem = None
         try:
