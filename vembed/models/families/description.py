@@ -325,14 +325,14 @@ def describe(
                 f"an MRL projection from {size} to max(mrl_dims), by mrl_projection: {mrl_projection}"
             )
             size = max(mrl_dims)
-    truncate_dim = files.truncate_dim
+    truncate_dim = files.settings.truncate_dim
     if truncate_dim is not None and truncate_dim >= size:
         truncate_dim = None  # it cuts nothing
     if truncate_dim is not None:
         reasons["truncate_dim"] = "from config_sentence_transformers.json"
 
     # ---- similarity
-    of_files = files.similarity or saved.get("similarity")
+    of_files = files.settings.similarity_fn_name or saved.get("similarity")
     if for_inference and of_files in get_args(Similarity):
         reasons["similarity"] = "from the model's files"
         similarity = cast(Similarity, of_files)
@@ -369,7 +369,7 @@ def describe(
             reasons["padding_side"] = (
                 "its positions count from the first token, although the tokenizer pads on the left"
             )
-    default_prompt_name = files.default_prompt_name
+    default_prompt_name = files.settings.default_prompt_name
     if default_prompt_name in PROMPT_NAMES["document"]:
         default_prompt_name = "document"  # other names for it are not saved
     named = (*PROMPT_NAMES["query"], *PROMPT_NAMES["document"])
@@ -674,7 +674,7 @@ def _prompt(
     if reading.saved:
         reading.reasons[key] = _FROM_SAVED
         return str(reading.saved[key])
-    for name in (*PROMPT_NAMES[kind], files.default_prompt_name):
+    for name in (*PROMPT_NAMES[kind], files.settings.default_prompt_name):
         if name in files.prompts:
             reading.reasons[key] = (
                 f"prompt {name!r} in config_sentence_transformers.json"
