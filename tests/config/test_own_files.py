@@ -74,9 +74,7 @@ def test_data_of_another_name_in_output_dir_are_kept(tmp_path):
 )
 def test_a_lone_surrogate_is_refused_at_the_start(more):
     (name,) = more
-    with pytest.raises(
-        UserError, match=rf"{name}: .* has a lone surrogate at character"
-    ):
+    with pytest.raises(UserError, match=rf"{name} has a lone surrogate"):
         load_config({**BASE, **more})
 
 

@@ -41,93 +41,69 @@ def test_every_loss_falls_by_gradient_descent(loss: str) -> None:
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_temperature_is_fixed_unless_it_is_to_be_learned() -> None:
-    assert not list(build_loss(config_of()).parameters())
-    assert build_loss(config_of()).scale_and_bias() is None
-    learned = build_loss(config_of(learn_temperature=True))
-    assert [
-        (name, float(value.detach())) for name, value in learned.named_parameters()
-    ] == [("temperature", pytest.approx(0.05))]
-    assert learned.scale_and_bias() == (pytest.approx(20.0), 0.0)
+LEARN = {"learn_temperature": True}
+TERM = {"loss": "infonce", "learn_temperature": True, "temperature": 0.2}
 
 
 @pytest.mark.parametrize(
-    ("options", "start", "said"),
+    ("options", "start", "scale", "bias"),
     [
+        ({}, {}, None, None),
+        (LEARN, {}, 20.0, 0.0),
+        (LEARN, {"start_scale": 100.0}, 100.0, 0.0),
+        ({**LEARN, "temperature": 0.5}, {"start_scale": 117.0}, 2.0, 0.0),
+        ({"losses": [TERM]}, {"start_scale": 100.0}, 5.0, 0.0),
+        ({"loss": "sigmoid"}, {}, 20.0, -10.0),
         (
-            {"learn_temperature": True},
-            0.01,
-            "learned, starting at 0.01 (with which",
+            {"loss": "sigmoid"},
+            {"start_scale": 117.0, "start_bias": -12.5},
+            117.0,
+            -12.5,
         ),
         (
-            {"learn_temperature": True, "temperature": 0.2},
-            0.2,
-            "learned, starting at 0.2 (as given, not at 0.01",
-        ),
-        (
-            {"loss": "sigmoid", "temperature": 0.2},
-            0.2,
-            "learned, starting at 0.2 (as given, not at 0.01",
-        ),
-        (
-            {
-                "losses": [
-                    {"loss": "infonce", "learn_temperature": True, "temperature": 0.2}
-                ]
-            },
-            0.2,
-            "learned, starting at 0.2 (as given, not at 0.01",
+            {"loss": "sigmoid", "temperature": 0.5},
+            {"start_scale": 117.0, "start_bias": -12.5},
+            2.0,
+            -12.5,
         ),
     ],
+    ids=str,
 )
-def test_a_given_temperature_is_where_a_learned_one_starts_and_that_is_said(
-    options: dict[str, Any], start: float, said: str, caplog: pytest.LogCaptureFixture
+def test_scale_and_bias_start_from_the_option_or_the_model(
+    options: dict[str, Any],
+    start: dict[str, float],
+    scale: float | None,
+    bias: float | None,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, logger="vembed")
-    loss = build_loss(
-        TrainConfig(model_name="", data_path="", **options),
-        start_scale=100.0,
-        start_bias=-10.0,
-    )
-    scale_and_bias = loss.scale_and_bias()
-    assert scale_and_bias is not None and 1 / scale_and_bias[0] == pytest.approx(start)
-    assert said in caplog.text
+    config = TrainConfig(model_name="", data_path="", **options)
+    loss = build_loss(config, **start)
+    if scale is None:
+        assert loss.scale_and_bias() is None
+        assert not list(loss.parameters())
+    else:
+        assert loss.scale_and_bias() == pytest.approx((scale, bias))
+        assert f"learned, starting at {1 / scale:.3g} (" in caplog.text
 
 
-def test_temperature_starts_from_the_model_and_stays_in_its_range() -> None:
-    loss = build_loss(config_of(learn_temperature=True), start_scale=100.0)
-    assert loss.scale_and_bias() == (pytest.approx(100.0), 0.0)
-    (temperature,) = loss.parameters()
-    for value, kept in [(0.001, 0.005), (3.0, 1.0), (0.3, 0.3)]:
+@pytest.mark.parametrize(
+    ("options", "values"),
+    [
+        (LEARN, {0.001: 0.005, 3.0: 1.0, 0.3: 0.3}),
+        ({"loss": "sigmoid"}, {-1.0: 0.0, 9.0: math.log(200.0)}),
+    ],
+)
+def test_learned_scales_stay_in_their_range(
+    options: dict[str, Any], values: dict[float, float]
+) -> None:
+    loss = build_loss(config_of(**options))
+    parameter = next(loss.parameters())
+    for value, clamped in values.items():
         with torch.no_grad():
-            temperature.fill_(value)
+            parameter.fill_(value)
         loss.project_parameters()
-        assert float(temperature.detach()) == pytest.approx(kept)
-
-
-def test_sigmoid_starts_from_the_model_and_stays_in_its_range() -> None:
-    assert build_loss(config_of(loss="sigmoid")).scale_and_bias() == (
-        pytest.approx(20.0),
-        -10.0,
-    )
-    given = build_loss(
-        config_of(loss="sigmoid", temperature=0.5), start_scale=117.0, start_bias=-12.5
-    )
-    assert given.scale_and_bias() == pytest.approx((2.0, -12.5)), (
-        "the user's own temperature is where it starts"
-    )
-    given = build_loss(
-        config_of(learn_temperature=True, temperature=0.5), start_scale=117.0
-    )
-    assert given.scale_and_bias() == pytest.approx((2.0, 0.0))
-    loss = build_loss(config_of(loss="sigmoid"), start_scale=117.0, start_bias=-12.5)
-    assert loss.scale_and_bias() == (pytest.approx(117.0, rel=1e-6), -12.5)
-    log_scale = dict(loss.named_parameters())["log_scale"]
-    for value, kept in [(-1.0, 0.0), (9.0, math.log(200.0))]:
-        with torch.no_grad():
-            log_scale.fill_(value)
-        loss.project_parameters()
-        assert float(log_scale.detach()) == pytest.approx(kept)
+        assert float(parameter.detach()) == pytest.approx(clamped)
 
 
 def test_bidirectional_changes_nothing_in_the_sigmoid_loss() -> None:

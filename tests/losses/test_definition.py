@@ -41,93 +41,67 @@ def batch_of(
     )
 
 
-def num_candidates(batch: LossBatch, **options: object) -> float:
-    """Size of the denominator of a batch whose rows all have the same, own pair included."""
-    return math.exp(
-        float(build_loss(config_of(temperature=1.0, **options))(batch).detach())
-    )
+TWO = [(0, A, B), (1, C, D)]
+THREE = [*TWO, (2, E, F)]
+POSITIVES = [(0, A, B), (0, A, C), (0, A, D)]
+HARD = [(0, E), (1, F)]
+OWN = {"hard_negatives_scope": "own"}
+BOTH = {"bidirectional": True}
+QUERIES = {"query_query_negatives": True}
+DOCUMENTS = {"document_document_negatives": True}
+UNMASKED = {"mask_duplicates": False}
 
 
-def test_in_batch_and_hard_negatives_count_together() -> None:
-    rows = [(0, A, B), (1, C, D)]
-    assert num_candidates(batch_of(rows)) == pytest.approx(2)
-    assert num_candidates(batch_of(rows, [(0, E), (1, F)])) == pytest.approx(4)
-    assert num_candidates(
-        batch_of(rows, [(0, E), (1, F)]), hard_negatives_scope="own"
-    ) == pytest.approx(3)
+def mean(*sizes: float) -> float:
+    """The size whose logarithm is the mean of those of the rows."""
+    return math.prod(sizes) ** (1 / len(sizes))
 
 
-def test_a_candidate_counts_as_often_as_it_occurs() -> None:
-    assert num_candidates(
-        batch_of([(0, A, B), (1, C, D)], [(0, E), (1, E), (1, E)])
-    ) == pytest.approx(5)
-    assert num_candidates(
-        batch_of([(0, A, B), (1, C, D), (2, E, F)] * 1, [(2, F), (1, D), (0, B)])
-    ) == pytest.approx(5)
+COUNTS = {
+    "in-batch": (TWO, [], None, {}, 2),
+    "in-batch and hard": (TWO, HARD, None, {}, 4),
+    "hard negatives of the own example": (TWO, HARD, None, OWN, 3),
+    "queries too": (TWO, HARD, None, QUERIES, 5),
+    "documents too": (TWO, HARD, None, DOCUMENTS, 7),
+    "documents too, own": (TWO, HARD, None, DOCUMENTS | OWN, 5),
+    "both directions": (TWO, HARD, None, BOTH, mean(4, 2)),
+    # A candidate counts as often as it occurs.
+    "one negative three times": (TWO, [(0, E), (1, E), (1, E)], None, {}, 5),
+    "negatives that are positives": (THREE, [(2, F), (1, D), (0, B)], None, {}, 5),
+    # Duplicates are masked by content, whatever the embedding.
+    "equal positives": (TWO, [], [0, 7, 2, 7, 4, 5], {}, 1),
+    "equal positives, unmasked": (TWO, [], [0, 7, 2, 7, 4, 5], UNMASKED, 2),
+    "negatives are the queries": (TWO, [(0, E), (0, F)], [0, 1, 2, 3, 0, 2], {}, 3),
+    "equal queries": (TWO, [], [0, 1, 0, 3, 4, 5], {}, 2),
+    # Several positives of an example are a row each, and no negatives of each other.
+    "several positives": (POSITIVES, [], None, {}, 1),
+    "several positives, unmasked": (POSITIVES, [], None, UNMASKED, 1),
+    "several and one": ([*POSITIVES, (1, E, F)], [], None, {}, mean(2, 2, 2, 4)),
+    # The own positive counts once and is never left out.
+    "query and positive equal": (TWO, [], [0, 0, 2, 2, 4, 5], {}, 2),
+    "each row twice": ([*TWO, *TWO], [], None, {}, 3),
+    "all above the margin": (
+        TWO,
+        [],
+        [0, 0, 2, 2, 4, 5],
+        {"false_negative_margin": -5.0},
+        1,
+    ),
+    # In the reverse direction queries of the same document are no negatives.
+    "three rows, both directions": (THREE, [], None, BOTH, 3),
+    "shared positive": (THREE, [], [0, 1, 2, 1, 4, 5], BOTH, mean(2, 2, 3)),
+    # The same query twice: a duplicate in the reverse direction alone.
+    "shared query": (THREE, [], [0, 1, 0, 3, 4, 5], BOTH, mean(3, mean(2, 2, 3))),
+}
 
 
-def test_duplicates_are_masked_by_content_whatever_the_embedding() -> None:
-    rows = [(0, A, B), (1, C, D)]
-    assert num_candidates(batch_of(rows, content=[0, 7, 2, 7, 4, 5])) == pytest.approx(
-        1
-    )
-    assert num_candidates(
-        batch_of(rows, content=[0, 7, 2, 7, 4, 5]), mask_duplicates=False
-    ) == pytest.approx(2)
-    # The negatives E and F are the texts of the two queries.
-    assert num_candidates(
-        batch_of(rows, [(0, E), (0, F)], content=[0, 1, 2, 3, 0, 2])
-    ) == pytest.approx(3)
-    # Both rows have the same query text, and their positives stay negatives of each other.
-    assert num_candidates(batch_of(rows, content=[0, 1, 0, 3, 4, 5])) == pytest.approx(
-        2
-    )
-
-
-def test_several_positives_are_a_row_each_and_no_negatives_of_each_other() -> None:
-    rows = [(0, A, B), (0, A, C), (0, A, D)]
-    assert num_candidates(batch_of(rows)) == pytest.approx(1)
-    assert num_candidates(batch_of(rows), mask_duplicates=False) == pytest.approx(1)
-    assert num_candidates(batch_of([*rows, (1, E, F)])) == pytest.approx(
-        math.exp((3 * math.log(2) + math.log(4)) / 4)
-    )
-
-
-def test_the_own_positive_counts_once_and_never_falls_out() -> None:
-    same_text = batch_of([(0, A, B), (1, C, D)], content=[0, 0, 2, 2, 4, 5])
-    assert num_candidates(same_text) == pytest.approx(2)
-    assert num_candidates(
-        batch_of([(0, A, B), (0, A, B), (1, C, D), (1, C, D)])
-    ) == pytest.approx(3)
-    assert num_candidates(same_text, false_negative_margin=-5.0) == pytest.approx(1)
-
-
-def test_further_terms() -> None:
-    batch = batch_of([(0, A, B), (1, C, D)], [(0, E), (1, F)])
-    assert num_candidates(batch, query_query_negatives=True) == pytest.approx(4 + 1)
-    assert num_candidates(batch, document_document_negatives=True) == pytest.approx(
-        4 + 3
-    )
-    assert num_candidates(batch, bidirectional=True) == pytest.approx(math.sqrt(4 * 2))
-    assert num_candidates(
-        batch, document_document_negatives=True, hard_negatives_scope="own"
-    ) == pytest.approx(3 + 2)
-
-
-def test_the_reverse_direction_masks_queries_of_the_same_document() -> None:
-    three = [(0, A, B), (1, C, D), (2, E, F)]
-    assert num_candidates(batch_of(three), bidirectional=True) == pytest.approx(3)
-    # The second row's positive has the text of the first one's: in both directions they are no negatives.
-    shared = batch_of(three, content=[0, 1, 2, 1, 4, 5])
-    assert num_candidates(shared, bidirectional=True) == pytest.approx(
-        math.exp((2 * math.log(2) + math.log(3)) / 3)
-    )
-    # The same query twice: each is the other's duplicate in the reverse direction alone.
-    twice = batch_of(three, content=[0, 1, 0, 3, 4, 5])
-    reverse = (2 * math.log(2) + math.log(3)) / 3
-    assert num_candidates(twice, bidirectional=True) == pytest.approx(
-        math.exp((math.log(3) + reverse) / 2)
-    )
+@pytest.mark.parametrize("case", COUNTS)
+def test_number_of_candidates(case: str) -> None:
+    """The size of the denominator, own pair included."""
+    rows, negatives, content, options, expected = COUNTS[case]
+    batch = batch_of(rows, negatives, content)
+    loss = build_loss(config_of(temperature=1.0, **options))(batch)
+    assert math.exp(float(loss.detach())) == pytest.approx(expected)
 
 
 def test_margin_leaves_out_what_scores_above_the_own_pair() -> None:
@@ -152,19 +126,14 @@ def test_margin_leaves_out_what_scores_above_the_own_pair() -> None:
 
 
 def test_equal_scores_are_not_above() -> None:
-    batch = batch_of([(0, A, B), (1, C, D)], content=[0, 7, 2, 7, 4, 5])
-    embeddings = torch.randn(
-        6, 33, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-    )
+    draw = torch.Generator().manual_seed(0)
+    embeddings = torch.randn(6, 33, generator=draw, dtype=torch.float64)
     embeddings[D] = embeddings[B]
     embeddings[C] = embeddings[A]
-    tied = batch_of([(0, A, B), (1, C, D)], embeddings=embeddings)
-    assert num_candidates(
-        tied, mask_duplicates=False, false_negative_margin=0.0
-    ) == pytest.approx(2)
-    assert num_candidates(
-        batch, mask_duplicates=False, false_negative_margin=0.0
-    ) == pytest.approx(2)
+    batch = batch_of(TWO, embeddings=embeddings)
+    config = config_of(temperature=1.0, false_negative_margin=0.0, **UNMASKED)
+    loss = build_loss(config)(batch)
+    assert float(loss.detach()) == pytest.approx(math.log(2))
 
 
 @pytest.mark.parametrize(
@@ -173,32 +142,11 @@ def test_equal_scores_are_not_above() -> None:
 def test_no_candidate_left_means_no_loss_and_no_gradient(
     options: dict[str, object],
 ) -> None:
-    batch = batch_of([(0, A, B), (1, C, D)], [(0, E)], content=[3] * 6)
+    batch = batch_of(TWO, [(0, E)], content=[3] * 6)
     loss = build_loss(config_of(**options))(batch)
     (gradient,) = gradients(loss, batch.embeddings)
     assert float(loss.detach()) == 0.0
     assert not gradient.any()
-
-
-def test_matryoshka_weights_stay_with_their_sizes() -> None:
-    embeddings = torch.randn(
-        6, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    )
-    batch = batch_of([(0, A, B), (1, C, D)], [(0, E)], embeddings=embeddings)
-
-    def loss_at(**options: object) -> float:
-        return float(build_loss(config_of(mrl_dims="auto", **options))(batch).detach())
-
-    two, eight = loss_at(mrl_dims=[2]), loss_at(mrl_dims=[8])
-    assert loss_at(mrl_dims=[8, 2], mrl_weights=[3.0, 0.25]) == pytest.approx(
-        3 * eight + 0.25 * two
-    )
-    assert loss_at(mrl_dims=[2, 8], mrl_weights=[3.0, 0.25]) == pytest.approx(
-        3 * two + 0.25 * eight
-    )
-    assert loss_at(mrl_dims=[2, 8]) == pytest.approx(two + eight)
-    whole = float(build_loss(config_of())(batch).detach())
-    assert eight == pytest.approx(whole)
 
 
 def test_a_vector_of_zeros_scores_zero_and_gets_no_gradient() -> None:
@@ -207,7 +155,7 @@ def test_a_vector_of_zeros_scores_zero_and_gets_no_gradient() -> None:
     embeddings[B, :2] = 0.0
     embeddings[B, 3] = 2.0
     embeddings[C] = embeddings[D] + embeddings[E]
-    batch = batch_of([(0, A, B), (1, C, D)], embeddings=embeddings)
+    batch = batch_of(TWO, embeddings=embeddings)
     loss = build_loss(config_of(mrl_dims=[2, 6], temperature=1.0))(batch)
     (gradient,) = gradients(loss, batch.embeddings)
     assert torch.isfinite(loss)

@@ -46,75 +46,53 @@ def expected(options, highest, num_negatives=4):
     return wanted
 
 
-def test_the_best_below_the_margin(options):
-    rows, result = run(options)
-    assert [row["negatives"] for row in rows] == expected(
-        options, lambda positive: positive - MARGIN * abs(positive)
-    )
-    before = read_lines(Path(options["data_path"]))
-    assert [
-        {name: row[name] for name in ("query", "positive", "id")} for row in rows
-    ] == before
-    found = documents()
-    assert all(
-        row["negative_ids"] == [f"d{found.index(one)}" for one in row["negatives"]]
-        for row in rows
-    )
+LIMITS = [
+    ({}, lambda positive: positive - MARGIN * abs(positive)),
+    ({"relative_margin": None}, lambda positive: np.inf),
+    ({"relative_margin": None, "margin": 0.015}, lambda positive: positive - 0.015),
+    ({"relative_margin": None, "max_score": 0.97}, lambda positive: 0.97),
+    (
+        {"relative_margin": 0.02, "margin": 0.01},
+        lambda positive: positive - 0.02 * abs(positive),
+    ),
+]
+
+
+@pytest.mark.parametrize("changes, highest", LIMITS)
+def test_the_best_below_the_limit(options, changes, highest):
+    rows, result = run(options, scores=True, **changes)
+    assert [row["negatives"] for row in rows] == expected(options, highest)
+    names = documents()
+    scores = score_matrix([row["query"] for row in rows], names)
+    for before, row, of_query in zip(
+        read_lines(Path(options["data_path"])), rows, scores, strict=True
+    ):
+        assert before.items() <= row.items()
+        chosen = [names.index(text) for text in row["negatives"]]
+        assert row["negative_ids"] == [f"d{number}" for number in chosen]
+        assert row["negative_scores"] == pytest.approx(of_query[chosen], abs=1e-5)
+        positive = of_query[names.index(row["positive"])]
+        assert row["positive_scores"] == pytest.approx([positive], abs=1e-5)
     assert result.num_rows == 40
     assert result.num_negatives == sum(len(row["negatives"]) for row in rows)
     assert result.num_encoded == 340
 
 
-@pytest.mark.parametrize(
-    "changes, highest",
-    [
-        ({"relative_margin": None}, lambda positive: np.inf),
-        ({"relative_margin": None, "margin": 0.015}, lambda positive: positive - 0.015),
-        ({"relative_margin": None, "max_score": 0.97}, lambda positive: 0.97),
-        ({"relative_margin": 0.02}, lambda positive: positive - 0.02 * abs(positive)),
-        (
-            {"relative_margin": 0.02, "margin": 0.01},
-            lambda positive: positive - 0.02 * abs(positive),
-        ),
-    ],
-)
-def test_limits(options, changes, highest):
-    rows, _ = run(options, **changes)
-    assert [row["negatives"] for row in rows] == expected(options, highest)
-
-
 def test_first_ones_are_skipped_and_low_ones_left_out(options):
-    plain, _ = run(options, relative_margin=None, num_negatives=6, scores=True)
-    skipped, _ = run(options, relative_margin=None, num_negatives=4, skip_first=2)
+    options["relative_margin"] = None
+    plain, _ = run(options, num_negatives=6, scores=True)
+    skipped, _ = run(options, num_negatives=4, skip_first=2)
     assert [row["negatives"] for row in skipped] == [
         row["negatives"][2:] for row in plain
     ]
     lowest = float(np.median([row["negative_scores"][3] for row in plain]))
-    kept, result = run(
-        options, relative_margin=None, num_negatives=6, min_score=lowest, scores=True
-    )
-    assert [row["negatives"] for row in kept] == [
-        [
-            one
-            for one, score in zip(row["negatives"], row["negative_scores"], strict=True)
-            if score >= lowest
-        ]
-        for row in plain
-    ]
+    kept, result = run(options, num_negatives=6, min_score=lowest)
+    for row, other in zip(kept, plain, strict=True):
+        # Scores descend: those that stay are the first.
+        num_high = int((np.array(other["negative_scores"]) >= lowest).sum())
+        assert row["negatives"] == other["negatives"][:num_high]
     assert result.counts["too_low"] > 0
     assert result.num_short > 0
-
-
-def test_scores_are_those_of_the_model(options):
-    rows, _ = run(options, scores=True)
-    scores = score_matrix([row["query"] for row in rows], documents())
-    found = documents()
-    for number, row in enumerate(rows):
-        assert row["positive_scores"] == pytest.approx(
-            [scores[number, number]], abs=1e-5
-        )
-        wanted = [scores[number, found.index(one)] for one in row["negatives"]]
-        assert row["negative_scores"] == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("sampling", ["random", "softmax"])
@@ -190,21 +168,17 @@ def test_the_documents_of_the_data_are_the_corpus_by_default(tmp_path):
     assert [len(example.negatives) for example in examples] == [2] * 30
 
 
-def test_negatives_that_are_there_stay_or_are_replaced(tmp_path):
-    options = write_data(tmp_path)
+def test_negatives_that_are_there_stay_or_are_replaced(options, tmp_path):
     rows = read_lines(Path(options["data_path"]))
-    own = [{**row, "negatives": ["my own negative text"]} for row in rows]
-    write_lines(tmp_path / "train.jsonl", own)
+    rows = [{**row, "negatives": ["my own negative text"]} for row in rows]
+    write_lines(tmp_path / "train.jsonl", rows)
     kept, _ = run(options, scores=True)
-    assert all(row["negatives"][0] == "my own negative text" for row in kept)
-    assert all(
-        len(row["negative_scores"]) == len(row["negatives"]) == len(row["negative_ids"])
-        for row in kept
-    )
     replaced, _ = run(options, keep_negatives=False)
-    assert [row["negatives"] for row in replaced] == [
-        row["negatives"][1:] for row in kept
-    ]
+    for row, other in zip(kept, replaced, strict=True):
+        assert row["negatives"] == ["my own negative text", *other["negatives"]]
+        num_negatives = len(row["negatives"])
+        assert len(row["negative_scores"]) == num_negatives
+        assert len(row["negative_ids"]) == num_negatives
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -251,34 +225,25 @@ def test_rows_of_one_query_take_turns(tmp_path):
 
 def test_a_beir_folder_is_data_and_corpus(tmp_path):
     found = documents()[:60]
-    write_lines(
-        tmp_path / "corpus.jsonl",
-        [{"_id": f"d{n}", "title": "t", "text": one} for n, one in enumerate(found)],
-    )
-    write_lines(
-        tmp_path / "queries.jsonl",
-        [{"_id": f"q{n}", "text": one} for n, one in enumerate(texts(8, seed=5))],
-    )
-    (tmp_path / "qrels").mkdir()
-    lines = [
-        f"q{number}\td{2 * number + place}\t1"
-        for number in range(8)
-        for place in range(2)
+    corpus = [
+        {"_id": f"d{n}", "title": "t", "text": text} for n, text in enumerate(found)
     ]
-    (tmp_path / "qrels" / "train.tsv").write_text(
-        "query-id\tcorpus-id\tscore\n" + "\n".join(lines) + "\n"
-    )
+    write_lines(tmp_path / "corpus.jsonl", corpus)
+    queries = [
+        {"_id": f"q{n}", "text": text} for n, text in enumerate(texts(8, seed=5))
+    ]
+    write_lines(tmp_path / "queries.jsonl", queries)
+    (tmp_path / "qrels").mkdir()
+    lines = ["query-id\tcorpus-id\tscore"]
+    lines += [f"q{number // 2}\td{number}\t1" for number in range(16)]
+    (tmp_path / "qrels" / "train.tsv").write_text("\n".join(lines) + "\n")
     options = small(tmp_path, [], top_k=58, num_negatives=58, near_duplicate=None)
     rows, _ = run(options, data_path=str(tmp_path))
     for number, row in enumerate(rows):
-        assert row["positive"] == [
-            f"t {found[2 * number]}",
-            f"t {found[2 * number + 1]}",
-        ]
+        positives = [f"t {text}" for text in found[2 * number : 2 * number + 2]]
+        assert row["positive"] == positives
         assert row["query_id"] == f"q{number}"
-        assert set(row["negatives"]) == {f"t {one}" for one in found} - set(
-            row["positive"]
-        )
+        assert set(row["negatives"]) == {f"t {text}" for text in found} - {*positives}
     for part in ("corpus", "queries"):  # as the Hub has them
         (tmp_path / part).mkdir()
         table = pa.Table.from_pylist(read_lines(tmp_path / f"{part}.jsonl"))
@@ -304,32 +269,25 @@ def test_parquet_in_and_out_keeps_every_column(tmp_path):
 
 
 def test_bm25_alone_and_fused(options):
-    rows, result = run(options, model_name="bm25", relative_margin=None, scores=True)
+    options["relative_margin"] = None
+    rows, result = run(options, model_name="bm25", scores=True)
     for row in rows[:10]:
-        assert all(
-            set(row["query"].split()) & set(one.split()) for one in row["negatives"]
-        )
+        for negative in row["negatives"]:
+            assert set(row["query"].split()) & set(negative.split())
         assert row["negative_scores"] == sorted(row["negative_scores"], reverse=True)
     assert result.num_encoded == 0
-    fused = {
-        **options,
-        "retrievers": ["bm25", {"model": model(), "weight": 2.0}],
-        "relative_margin": None,
-    }
-    del fused["model_name"]
+    dense, _ = run(options, scores=True)
+    del options["model_name"]
+    retrievers = ["bm25", {"model": model(), "weight": 2.0}]
+    names = documents()
     for fusion in ("rrf", "scores"):
-        both, _ = run(fused, fusion=fusion, scores=True)
-        dense, _ = run(options, relative_margin=None, scores=True)
+        both, _ = run(options, retrievers=retrievers, fusion=fusion, scores=True)
         assert both != dense
         # Scores are the model's, whoever found the document.
-        scores = score_matrix([row["query"] for row in both], documents())
-        wanted = [
-            [scores[n, documents().index(one)] for one in row["negatives"]]
-            for n, row in enumerate(both)
-        ]
-        assert [row["negative_scores"] for row in both] == [
-            pytest.approx(one, abs=1e-5) for one in wanted
-        ]
+        scores = score_matrix([row["query"] for row in both], names)
+        for row, of_query in zip(both, scores, strict=True):
+            chosen = [names.index(text) for text in row["negatives"]]
+            assert row["negative_scores"] == pytest.approx(of_query[chosen], abs=1e-5)
 
 
 def test_documents_that_no_tokenizer_takes_are_named(options):
@@ -379,22 +337,16 @@ def test_vectors_are_kept_for_other_choices_and_made_again_for_other_texts(
     assert not (tmp_path / "mined.jsonl.work").exists()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_short_vectors(options, dtype):
+@pytest.mark.parametrize("dtype, tolerance", [("float16", 2e-3), ("bfloat16", 2e-2)])
+def test_short_vectors(options, dtype, tolerance):
     rows, _ = run(options, scores=True)
     short, _ = run(options, vector_dtype=dtype, scores=True)
-    tolerance = {"float16": 2e-3, "bfloat16": 2e-2}[dtype]
+    num_equal = 0
     for row, other in zip(rows, short, strict=True):
-        assert row["positive_scores"] == pytest.approx(
-            other["positive_scores"], abs=tolerance
-        )
-    assert (
-        sum(
-            row["negatives"] == other["negatives"]
-            for row, other in zip(rows, short, strict=True)
-        )
-        > 5
-    )
+        scores = pytest.approx(other["positive_scores"], abs=tolerance)
+        assert row["positive_scores"] == scores
+        num_equal += row["negatives"] == other["negatives"]
+    assert num_equal > 5
 
 
 def test_the_threshold_is_calibrated(tmp_path):
@@ -421,30 +373,21 @@ def test_the_threshold_is_calibrated(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "changes, option",
     [
-        (
-            {"num_negative": 3},
-            "unknown key 'num_negative', did you mean 'num_negatives'",
-        ),
-        (
-            {"sampling": "tops"},
-            "sampling must be 'top', 'random' or 'softmax', but is 'tops'; did you mean 'top'",
-        ),
-        ({"top_k": 3}, "top_k: 3 must be at least skip_first . num_negatives: 0 . 4"),
-        ({"retrievers": ["bm25"]}, "give model_name or retrievers, one of them"),
-        ({"output_path": "x.csv"}, r"write .jsonl or .parquet"),
-        ({"output_path": "no/folder/x.jsonl"}, "is no folder"),
-        ({"corpus_path": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
-        ({"query_id_field": "nope"}, "query_id_field: nope is a field that no row has"),
-        (
-            {"relative_margin": 1.5},
-            "relative_margin must be less than or equal to 1, but is 1.5",
-        ),
+        ({"num_negative": 3}, "'num_negative', did you mean 'num_negatives'"),
+        ({"sampling": "tops"}, "sampling .* 'tops'; did you mean 'top'"),
+        ({"top_k": 3}, "top_k: 3 .*skip_first . num_negatives: 0 . 4"),
+        ({"retrievers": ["bm25"]}, "model_name or retrievers"),
+        ({"output_path": "x.csv"}, "jsonl or .parquet"),
+        ({"output_path": "no/folder/x.jsonl"}, "no/folder"),
+        ({"corpus_path": "nowhere.jsonl"}, "nowhere.jsonl"),
+        ({"query_id_field": "nope"}, "query_id_field: nope"),
+        ({"relative_margin": 1.5}, "relative_margin .*1.5"),
     ],
 )
-def test_mistakes_are_one_sentence(options, changes, message):
-    with pytest.raises(UserError, match=message):
+def test_mistakes_name_the_option(options, changes, option):
+    with pytest.raises(UserError, match=option):
         mine({**options, **changes})
 
 
@@ -452,24 +395,16 @@ def test_the_command(options, tmp_path, monkeypatch, capsys):
     from vembed.cli.commands.make_data import mine as run_mine
 
     monkeypatch.chdir(tmp_path)
-    lines = [
-        f"{name}: {json.dumps(value)}"
-        for name, value in options.items()
-        if name != "num_negatives"
-    ]
+    del options["num_negatives"]
+    lines = [f"{name}: {json.dumps(value)}" for name, value in options.items()]
     Path("mine.yaml").write_text("\n".join(lines))
     run_mine(["mine.yaml", "num_negatives=3", "--dry-run"])
-    out = capsys.readouterr().out
-    assert "300 to search" in out
-    assert "would write" in out
+    assert "300 to search" in capsys.readouterr().out
     assert not Path("mined.jsonl").exists()
     run_mine(["mine.yaml", "--num-negatives", "3"])
     assert max(len(row["negatives"]) for row in read_lines(Path("mined.jsonl"))) == 3
     Path("mine.yaml").write_text("\n".join([*lines, "relative_margn: 0.1"]))
-    with pytest.raises(
-        UserError,
-        match=r"mine.yaml, line 7: unknown key 'relative_margn', did you mean",
-    ):
+    with pytest.raises(UserError, match=r"mine.yaml, line 7: .*'relative_margn'"):
         run_mine(["mine.yaml"])
 
 

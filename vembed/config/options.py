@@ -172,9 +172,7 @@ def _accepted(
         choices: list[str] = []
         kinds: set[str] = set()
         for member in get_args(annotation):
-            member_words, member_choices, member_kinds = _accepted(
-                member, metadata if member is not None else ()
-            )
+            member_words, member_choices, member_kinds = _accepted(member, metadata)
             words += member_words
             choices += member_choices
             kinds |= member_kinds
@@ -190,18 +188,12 @@ def _accepted(
         return ["names in the form {yours: ours}"], [], {"mapping"}
     if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
         return ["{" + ", ".join(annotation.model_fields) + "}"], [], {"mapping"}
-    return _simple(annotation, metadata)
-
-
-def _simple(
-    annotation: Any, metadata: Iterable[Any]
-) -> tuple[list[str], list[str], set[str]]:
     if annotation is bool:
         return ["true", "false"], [], {"bool"}
     if annotation is str:
         forms = [str(item) for item in metadata if isinstance(item, Form)]
         return forms[:1] or ["text"], [], {"text"}
-    if annotation in (None, type(None)):
+    if annotation is type(None):
         return [], [], {"null"}
     # The limits of a number, without the technical one of 64-bit integers.
     limits = []

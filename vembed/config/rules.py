@@ -6,12 +6,11 @@ wrong, the values, what to do.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any
 
-from vembed.config.entries import DataSource
 from vembed.config.schema import (
     AdapterSection,
     BatchSection,
@@ -68,7 +67,6 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     if not isinstance(dims, list):
         dims = []
     rules: list[tuple[str, str]] = [
-        *_texts_can_be_written(config.options()),
         *_batch_rules(config.batch, config.optimizer, config.given),
         *_model_rules(model, config.adapters, config.batch),
         *_matryoshka_rules(config.matryoshka),
@@ -77,34 +75,25 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
         *_evaluation_rules(config.evaluation, config.run, data),
         *_file_rules(config.run, data, config.logging.log_file),
     ]
+    options = config.options()
+    for name in ("model_name", "data_path", "output_dir"):
+        if options[name] in ("", []):
+            rules.append((name, f"{name} is empty: give it a value"))
+    for name, value in options.items():
+        try:
+            json.dumps(value, ensure_ascii=False, default=dict).encode()
+        except UnicodeEncodeError:
+            sentence = f"{name} has a lone surrogate, which no file can hold: write it as UTF-8"
+            rules.append((name, sentence))
     steps = config.logging.profile_steps
     if steps is not None and (len(steps) != 2 or steps[0] > steps[1]):
         sentence = f"profile_steps: {steps} must be two numbers, the first and the last step: [10, 12]"
         rules.append(("profile_steps", sentence))
     sentences = []
-    for options, sentence in rules:
-        where = [
-            f"{name}: {places[name]}" for name in options.split() if name in places
-        ]
+    for names, sentence in rules:
+        where = [f"{name}: {places[name]}" for name in names.split() if name in places]
         sentences.append(f"{sentence} ({'; '.join(where)})" if where else sentence)
     return sentences
-
-
-def _texts_can_be_written(options: Mapping[str, Any]) -> Rules:
-    for name in ("model_name", "data_path", "output_dir"):
-        if options[name] in ("", []):
-            yield name, f"{name} is empty: give it a value"
-    for name, value in options.items():
-        for text in _texts_in(value):
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                quoted = text.encode(errors="replace").decode()
-                yield (
-                    name,
-                    f"{name}: {quoted!r:.200} has a lone surrogate at character {error.start + 1}, which no file can "
-                    "hold: write it as UTF-8",
-                )
 
 
 def _batch_rules(
@@ -209,17 +198,12 @@ def _loss_rules(
             f"losses and loss: {objective.loss} are two ways to say one thing: keep one of them",
         )
     labels = [teacher.label for teacher in listed_teachers(objective)]
-    for label in sorted(set(labels)):
-        if labels.count(label) > 1:
-            yield (
-                "teachers",
-                f"teachers: {label} is named twice: keep it once, or give each entry a name",
-            )
-        if label == SCORES:
-            yield (
-                "teachers",
-                f"teachers: the name {SCORES!r} stands for scores in the data: choose another",
-            )
+    yield from _names_twice("teachers", labels)
+    if SCORES in labels:
+        yield (
+            "teachers",
+            f"teachers: the name {SCORES!r} stands for scores in the data: choose another",
+        )
     # Without those of single sources.
     for name in loss_names(loss_terms(objective, model.model_name)):
         if data.max_negatives == 0 and LOSSES[name].negatives == "each":
@@ -242,6 +226,15 @@ def _loss_rules(
                 "mine teacher",
                 f"mine adds negatives that have no scores in the data, and teacher: {SCORES} follows these: name a model "
                 "as teacher, or leave mine out",
+            )
+
+
+def _names_twice(option: str, labels: list[str]) -> Rules:
+    for label in sorted(set(labels)):
+        if labels.count(label) > 1:
+            yield (
+                option,
+                f"{option}: {label} is named twice: keep it once, or give each entry a name",
             )
 
 
@@ -349,12 +342,7 @@ def _evaluation_rules(
             f"eval_steps: {eval_steps}",
         )
     labels = [guard.label for guard in evaluation.listed_guards()]
-    for label in sorted(set(labels)):
-        if labels.count(label) > 1:
-            yield (
-                "guards",
-                f"guards: {label} is named twice: keep it once, or give each entry a name",
-            )
+    yield from _names_twice("guards", labels)
     metric = evaluation.eval_metric
     cutoff = re.fullmatch(r"(?:dim\d+/)?(?:ndcg|mrr|recall|map)@(\d+)", metric)
     if cutoff is not None and int(cutoff[1]) not in evaluation.eval_ks:
@@ -517,15 +505,3 @@ def _names(objective: ObjectiveSection, terms: list[Term]) -> str:
 def _word(value: object) -> str:
     """Return a value as a config file would write it."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _texts_in(value: Any) -> Iterator[str]:
-    if isinstance(value, DataSource):
-        yield from _texts_in(value.model_dump())
-    elif isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from _texts_in([*value, *value.values()])
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts_in(inner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vembed.config.entries import DataSource, LossTerm, Teacher
@@ -55,67 +55,59 @@ def loss_terms(
     entries = objective.losses
     if source is not None and source.losses is not None:
         entries = source.losses
-    is_alone = entries is None
-    terms = []
-    for entry in entries or [LossTerm(loss=objective.loss)]:
-        term = _term(entry, objective, start_model, source, model_temperature)
-        terms.append(term)
-    return [replace(term, is_alone=is_alone) for term in terms]
-
-
-def _term(
-    entry: LossTerm,
-    objective: ObjectiveSection,
-    start_model: str,
-    source: DataSource | None,
-    model_temperature: float | None,
-) -> Term:
-    loss_class = LOSSES[entry.loss]
     run_options = dict(objective)
-    options: dict[str, Any] = {}
-    for name in loss_class.model_fields:
-        value = getattr(entry, name)
-        options[name] = run_options[name] if value is None else value
-    reason = "default"
-    if "temperature" in options:
-        if dict(entry)["temperature"] is not None:
-            reason = "given"
-        elif source is not None and source.temperature is not None:
-            options["temperature"] = source.temperature
-            reason = "given"
-        elif "temperature" in objective.model_fields_set:
-            reason = "given"
-        elif loss_class.default_temperature is not None:
-            options["temperature"] = loss_class.default_temperature
-            reason = f"default of loss: {loss_class.name}"
-        elif loss_class.takes_model_temperature and model_temperature is not None:
-            options["temperature"] = model_temperature
-            reason = "with which this model was trained"
-    loss = loss_class(**options)
-
     # A teacher may be named by its model too.
     listed = listed_teachers(objective)
     labels: dict[Any, str] = {}
     for known in reversed(listed):
         labels[known.model] = known.label
     labels |= {known.label: known.label for known in listed}
-    guide = options.get("guide")
-    teacher = None
-    if loss.follows == "start_model":
-        teacher = start_model
-    elif loss.follows != "nobody":
-        teacher = options["teacher"]
-        # Graded scores of the data are what listwise and ranknet are made for.
-        if teacher is None and listed and loss.follows != "scores_or_teacher":
-            teacher = listed[0].label
-        teacher = labels.get(teacher, teacher)
-    return Term(
-        weight=entry.weight,
-        loss=loss,
-        teacher=teacher,
-        guide=labels.get(guide, guide),
-        temperature_source=reason,
-    )
+
+    terms = []
+    for entry in entries or [LossTerm(loss=objective.loss)]:
+        loss_class = LOSSES[entry.loss]
+        options: dict[str, Any] = {}
+        for name in loss_class.model_fields:
+            value = getattr(entry, name)
+            options[name] = run_options[name] if value is None else value
+        reason = "default"
+        if "temperature" in options:
+            reason = "given"
+            if dict(entry)["temperature"] is not None:
+                pass
+            elif source is not None and source.temperature is not None:
+                options["temperature"] = source.temperature
+            elif "temperature" in objective.model_fields_set:
+                pass
+            elif loss_class.default_temperature is not None:
+                options["temperature"] = loss_class.default_temperature
+                reason = f"default of loss: {loss_class.name}"
+            elif loss_class.takes_model_temperature and model_temperature is not None:
+                options["temperature"] = model_temperature
+                reason = "with which this model was trained"
+            else:
+                reason = "default"
+        loss = loss_class(**options)
+        guide = options.get("guide")
+        teacher = None
+        if loss.follows == "start_model":
+            teacher = start_model
+        elif loss.follows != "nobody":
+            teacher = options["teacher"]
+            # Graded scores of the data are what listwise and ranknet are made for.
+            if teacher is None and listed and loss.follows != "scores_or_teacher":
+                teacher = listed[0].label
+            teacher = labels.get(teacher, teacher)
+        term = Term(
+            weight=entry.weight,
+            loss=loss,
+            teacher=teacher,
+            guide=labels.get(guide, guide),
+            temperature_source=reason,
+            is_alone=entries is None,
+        )
+        terms.append(term)
+    return terms
 
 
 def run_temperature(

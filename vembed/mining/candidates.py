@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -122,12 +122,13 @@ class ClaimFinder:
         # A pair speaks for the query if it is one of its pairs, or if the pair's document is a positive of it too.
         codes = query_N[:, None] << 32 | self._positives.documents[pairs]
         is_query = self._positives.queries[pairs] == query_N[:, None]
-        speaks = is_pair & (np.isin(codes, self._positives.codes) | is_query)
+        speaks = np.isin(codes, self._positives.codes) | is_query
+        scores_NR = np.where(is_pair, scores_NR, -np.inf).astype(np.float64)
         for_query = np.where(speaks, scores_NR, -np.inf).max(axis=1)
         for_query = np.maximum(best_N, for_query)
-        for_others = np.where(is_pair & ~speaks, scores_NR, -np.inf).max(axis=1)
+        for_others = np.where(speaks, -np.inf, scores_NR).max(axis=1)
         is_other = np.isfinite(for_others)
-        limit = np.where(is_other, for_others.astype(np.float64), 0.0)
+        limit = np.where(is_other, for_others, 0.0)
         claimed: np.ndarray = is_other & (for_query <= limit - MARGIN * np.abs(limit))
         return claimed
 
@@ -202,13 +203,14 @@ class CandidateSearch:
                     candidates = self._find(first)
                     if self._session.is_main:
                         path.parent.mkdir(parents=True, exist_ok=True)
-                        arrays = asdict(candidates)
-                        arrays |= {
-                            f"positive_{name}": array
-                            for name, array in arrays.pop("positives").items()
-                        }
                         with replaced_file(path) as partial, partial.open("wb") as file:
-                            np.savez(file, **arrays)
+                            np.savez(
+                                file,
+                                documents=candidates.documents,
+                                scores=candidates.scores,
+                                positive_scores=candidates.positive_scores,
+                                claimed=candidates.claimed,
+                            )
                     self._session.barrier()
                 progress(min(first + CHUNK, num_queries), num_queries)
 
@@ -218,11 +220,9 @@ class CandidateSearch:
             if self._folder is None:
                 yield self._find(first)
                 continue
-            with np.load(self._path(first)) as file:
-                arrays = dict(file)
-            queries = arrays.pop("positive_queries")
-            positives = Pairs(queries, arrays.pop("positive_documents"))
-            yield CandidateChunk(positives=positives, **arrays)
+            positives = self._known.positives.from_query(first, first + CHUNK)
+            with np.load(self._path(first)) as arrays:
+                yield CandidateChunk(first, positives=positives, **arrays)
 
     def scores_of(self, pairs: Pairs) -> np.ndarray:
         """Return the first model's scores of pairs."""

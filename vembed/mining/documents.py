@@ -18,7 +18,7 @@ from vembed.data.near_duplicates import casefolded
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import texts_path
 from vembed.mining.config import DataOptions, paths_of
-from vembed.mining.record_tables import BeirTable, RowSource
+from vembed.mining.record_tables import BeirTable, Rows
 
 NUM_SHOWN = 10
 NUM_COLUMNS = 6
@@ -123,7 +123,7 @@ def distinct_by(table: np.ndarray, column: int) -> np.ndarray:
 class Documents:
     """Distinct documents by number: first the candidates, then documents of the rows that the corpus does not hold."""
 
-    def __init__(self, options: DataOptions, rows: RowSource) -> None:
+    def __init__(self, options: DataOptions, rows: Rows) -> None:
         """The documents of `corpus_path`, of the BEIR-style folders in `data_path`, or else of the rows themselves."""
         paths = paths_of(options.corpus_path)
         if not paths:

@@ -9,7 +9,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Any
 
 from vembed.errors import RunError, UserError
 from vembed.mining.config import Endpoint
@@ -60,66 +59,51 @@ class ChatClient:
                 raise failure
 
     def _ask(self, prompt: str, max_tokens: int, temperature: float) -> str:
+        endpoint = self._endpoint
         body = {
             "model": self._model,
             "messages": [{"role": "user", "content": prompt}],
             "temperature": temperature,
             "max_tokens": max_tokens,
         }
-        last = ""
-        for attempt in range(self._endpoint.max_retries + 1):
+        headers = {"Content-Type": "application/json"}
+        # A key in a config would be written to files.
+        key = os.environ.get(endpoint.api_key_env)
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
+        reason = ""
+        for attempt in range(endpoint.max_retries + 1):
             if self._is_dead.is_set():
                 raise _Stopped
-            wait = min(self._endpoint.retry_seconds * 2**attempt, LONGEST_WAIT)
+            wait = endpoint.retry_seconds * 2**attempt
             try:
-                return _content(self._post(body))
+                with urllib.request.urlopen(
+                    request, timeout=endpoint.timeout_seconds
+                ) as response:
+                    answer = json.loads(response.read())
+                content = answer["choices"][0]["message"]["content"]
+                if isinstance(content, str):
+                    return content
+                reason = "the answer has no text"
             except urllib.error.HTTPError as error:
                 with error:  # it holds the connection
-                    last = f"HTTP {error.code} {error.reason}"
+                    reason = f"HTTP {error.code} {error.reason}"
                     if error.code not in RETRIED:
                         detail = error.read(300).decode("utf-8", "replace").strip()
                         raise UserError(
-                            f"{self.url} refuses the request: {last}; {detail}"
+                            f"{self.url} refuses the request: {reason}; {detail}"
                         ) from error
-                    wait = max(wait, _retry_after(error))
-            except (
-                TimeoutError,
-                OSError,
-                ValueError,
-                KeyError,
-                IndexError,
-                TypeError,
-            ) as error:
-                # A connection that ends, or an answer that is no chat completion: both may be better next time.
-                last = f"{type(error).__name__}: {error}"
-            if attempt < self._endpoint.max_retries:
+                    seconds = error.headers.get("Retry-After", "")
+                    if seconds.replace(".", "", 1).isdecimal():
+                        wait = max(wait, float(seconds))
+            # A connection that ends, or an answer that is no chat completion: both may be better next time.
+            except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+                reason = f"{type(error).__name__}: {error}"
+            if attempt < endpoint.max_retries:
                 # As sleep, but it ends when another request has failed for good.
                 self._is_dead.wait(min(wait, LONGEST_WAIT))
         raise RunError(
-            f"{self.url} gave no answer in {self._endpoint.max_retries + 1} attempts ({last}). What was answered is "
-            "kept: start again when the endpoint is up, and only the rest is asked"
+            f"{self.url} gave no answer in {endpoint.max_retries + 1} attempts ({reason}). What was answered is kept: "
+            "start again when the endpoint is up, and only the rest is asked"
         )
-
-    def _post(self, body: dict[str, Any]) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(
-            self._endpoint.api_key_env
-        ):  # a key in a config would be written to files
-            headers["Authorization"] = f"Bearer {key}"
-        request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(
-            request, timeout=self._endpoint.timeout_seconds
-        ) as answer:
-            return json.loads(answer.read())
-
-
-def _content(answer: Any) -> str:
-    content = answer["choices"][0]["message"]["content"]
-    if not isinstance(content, str):
-        raise TypeError("the answer holds no text")
-    return content
-
-
-def _retry_after(error: urllib.error.HTTPError) -> float:
-    text = error.headers.get("Retry-After", "") if error.headers else ""
-    return float(text) if text.replace(".", "", 1).isdecimal() else 0.0

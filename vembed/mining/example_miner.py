@@ -20,7 +20,7 @@ from vembed.mining.choice import Chooser, Chosen, Limits, calibrate, of_turn
 from vembed.mining.config import DataOptions
 from vembed.mining.documents import Documents, array_identity
 from vembed.mining.known_positives import KnownPositives
-from vembed.mining.record_tables import Table
+from vembed.mining.record_tables import Rows
 from vembed.mining.retrievers import DenseRetriever
 from vembed.parallel.session import Session
 
@@ -28,10 +28,11 @@ Encode = Callable[[Sequence[tuple[Item, Kind]]], np.ndarray]
 """[n, d] vectors of this rank's items, whose dot product is the similarity. Collective: all ranks call it, also those without items."""
 
 
-class _ExampleRows:
-    """Examples in the form of the rows of `vembed mine`."""
+class _ExampleTable:
+    """Examples in the form of a table of `vembed mine`."""
 
-    tables: Sequence[Table] = ()
+    name = "the training data"
+    image_folder = ""
 
     def __init__(self, examples: ExampleStore, *, has_ids: bool) -> None:
         self._examples = examples
@@ -40,13 +41,13 @@ class _ExampleRows:
     def __len__(self) -> int:
         return len(self._examples)
 
-    def example(self, row: int) -> Example:
-        """Meaning of a row."""
-        return self._examples[row]
+    def example(self, number: int) -> Example:
+        """See Table."""
+        return self._examples[number]
 
-    def record(self, row: int) -> dict[str, Any]:
-        """A row as it stands in its file; without a corpus, whose ids it may name, nothing."""
-        return self._examples.record(row) if self._has_ids else {}
+    def record(self, number: int) -> dict[str, Any]:
+        """See Table. Without a corpus, whose ids it may name, nothing."""
+        return self._examples.record(number) if self._has_ids else {}
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,8 @@ class ExampleMiner:
             allow_image_urls=data.allow_image_urls,
             on_bad_record=data.on_bad_record,
         )
-        rows = _ExampleRows(examples, has_ids=options.corpus_path is not None)
+        has_ids = options.corpus_path is not None
+        rows = Rows([_ExampleTable(examples, has_ids=has_ids)])
         self.documents = Documents(data_options, rows)
         self._known = KnownPositives(rows, self.documents, data_options)
         self.notes = self._known.notes

@@ -170,7 +170,7 @@ class Cascade:
     ) -> None:
         self._judges = [CachedJudge(judge, options, session.device) for judge in judges]
         self._session = session
-        self.decided_at = sum(judges[-1].unsure) / 2
+        self.decided_at = sum(judges[-1].unsure) / 2 if judges else 1.0
         """Probability from which on a pair is relevant."""
 
     def judge(self, num_pairs: int, pair_of: Callable[[int], Pair]) -> np.ndarray:

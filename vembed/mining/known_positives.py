@@ -17,7 +17,6 @@ from vembed.mining.config import DataOptions, paths_of
 from vembed.mining.documents import Documents, content_key
 from vembed.mining.record_tables import (
     Rows,
-    RowSource,
     open_rows,
     qrels_file,
     read_qrels,
@@ -39,9 +38,7 @@ POSITIVE_ID_FIELDS = (
 class KnownPositives:
     """The distinct queries, which query each row has, and what is known of them."""
 
-    def __init__(
-        self, rows: RowSource, documents: Documents, options: DataOptions
-    ) -> None:
+    def __init__(self, rows: Rows, documents: Documents, options: DataOptions) -> None:
         self._rows = rows
         number_of = dict[int, int]()
         query_of_row = array("q")

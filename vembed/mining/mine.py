@@ -6,7 +6,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,48 +77,61 @@ def mine(
             limits = calibration.limits
             log_line(calibration.summary(config.max_false_negative_rate))
         chooser = Chooser(config, config.seed, limits, inputs.documents, running)
-        judge: CandidateJudge | None = None
-        if config.judges:
-            judge = CandidateJudge(config, inputs, running)
+        judge = CandidateJudge(config, inputs, running)
         chunks = []
         # Chunk by chunk: choice and judging look at one query at a time.
         for candidates in search.chunks():
             negatives = chooser.choose(candidates, config.depth)
-            if judge is not None:
+            if config.judges:
                 negatives = judge.apply(candidates, negatives)
             chunks.append(negatives)
         chosen = Chosen.joined(chunks)
-        counts = chooser.counts() | {"judged_relevant": 0, "undecided": 0}
-        if judge is not None:
-            counts |= judge.counts
-        log_line(_counts_line(counts, chosen))
-        if judge is not None:
-            for line in judge.summary():
-                log_line(line)
+        counts = chooser.counts() | judge.counts
+        scores = chosen.scores[chosen.documents >= 0]
+        mean = f", mean score {float(scores.mean()):.4f}" if len(scores) else ""
+        log_line(
+            f"candidates: {counts['candidates']:,d}; left out: {counts['skipped']:,d} as the first ones, "
+            f"{counts['too_high']:,d} above the limit of their query, {counts['too_low']:,d} below min_score, "
+            f"{counts['near_duplicates']:,d} near-duplicates of a positive, "
+            f"{counts['judged_relevant']:,d} judged relevant; chosen: {len(scores):,d}{mean}"
+        )
+        for line in judge.summary():
+            log_line(line)
 
-        relabelled = {} if judge is None else judge.relabelled
-        maker = RowMaker(config, inputs, chosen, relabelled, search)
+        maker = RowMaker(config, inputs, chosen, judge.relabelled, search)
         if running.is_main:
             write_rows(target, maker.rows())
         # The others wait here: none may clear the folder, or log that it is done, before the file is whole.
         running.barrier()
-        result = MineResult(
-            target,
-            maker.num_rows,
-            maker.num_negatives,
-            maker.num_short,
-            counts,
-            limits,
-            calibration,
-            search.num_encoded,
-            time.monotonic() - began,
+        seconds = time.monotonic() - began
+        log_line(
+            f"{target}: {maker.num_rows:,d} rows with {maker.num_negatives:,d} mined negatives, in "
+            f"{duration(seconds)} ({search.num_encoded:,d} vectors computed)"
         )
-        for line in _result_lines(result, maker, folder, config):
-            log_line(line)
-        if running.is_main and not config.keep_work:
+        if maker.num_short:
+            log_line(
+                f"{maker.num_short:,d} rows got fewer than {config.num_negatives} negatives, "
+                f"{maker.num_dropped:,d} of them dropped: raise top_k, or lower relative_margin"
+            )
+        if config.keep_work:
+            log_line(
+                f"{folder}: vectors and candidates, which a run with other choices uses again (keep_work: false "
+                "deletes it)"
+            )
+        elif running.is_main:
             shutil.rmtree(folder, ignore_errors=True)
         running.barrier()
-    return result
+    return MineResult(
+        output_path=target,
+        num_rows=maker.num_rows,
+        num_negatives=maker.num_negatives,
+        num_short=maker.num_short,
+        counts=counts,
+        limits=limits,
+        calibration=calibration,
+        num_encoded=search.num_encoded,
+        seconds=seconds,
+    )
 
 
 @contextmanager
@@ -126,15 +139,11 @@ def open_session(
     session: Session | None, log_line: Log | None
 ) -> Iterator[tuple[Session, Log]]:
     """Yield the given session, or a new one that ends here, and what prints a line on the first process."""
-    if session is not None:
-        yield session, _printer(session, log_line)
-        return
-    with start_command_session() as started:
-        yield started, _printer(started, log_line)
-
-
-def _printer(session: Session, log_line: Log | None) -> Log:
-    return (log_line or log.info) if session.is_main else lambda _: None
+    with ExitStack() as stack:
+        if session is None:
+            session = stack.enter_context(start_command_session())
+        log_line = log_line or log.info
+        yield session, log_line if session.is_main else lambda _: None
 
 
 def check_config(config: MineConfig) -> Path:
@@ -147,42 +156,3 @@ def check_config(config: MineConfig) -> Path:
 def work_folder(config: MineConfig) -> Path:
     """Folder of vectors and intermediate results."""
     return Path(config.work_dir or f"{config.output_path}.work").expanduser()
-
-
-def _counts_line(counts: dict[str, int], chosen: Chosen) -> str:
-    is_chosen = chosen.documents >= 0
-    mean = (
-        f", mean score {float(chosen.scores[is_chosen].mean()):.4f}"
-        if is_chosen.any()
-        else ""
-    )
-    return (
-        f"candidates: {counts['candidates']:,d}; left out: {counts['skipped']:,d} as the first ones, "
-        f"{counts['too_high']:,d} above the limit of their query, {counts['too_low']:,d} below min_score, "
-        f"{counts['near_duplicates']:,d} near-duplicates of a positive, "
-        f"{counts['judged_relevant']:,d} judged relevant; chosen: {int(is_chosen.sum()):,d}{mean}"
-    )
-
-
-def _result_lines(
-    result: MineResult, maker: RowMaker, folder: Path, config: MineConfig
-) -> list[str]:
-    lines = [
-        f"{result.output_path}: {result.num_rows:,d} rows with {result.num_negatives:,d} mined negatives, in "
-        f"{duration(result.seconds)} ({result.num_encoded:,d} vectors computed)"
-    ]
-    if result.num_short:
-        dropped = (
-            f", {maker.num_dropped:,d} of them dropped" if maker.num_dropped else ""
-        )
-        lines.append(
-            f"{result.num_short:,d} rows got fewer than {config.num_negatives} negatives{dropped}: raise top_k, or "
-            "lower relative_margin"
-        )
-    if config.keep_work:
-        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        lines.append(
-            f"{folder}: {size / 1e6:,.1f} MB of vectors and candidates, which a run with other choices uses again "
-            "(keep_work: false deletes it)"
-        )
-    return lines

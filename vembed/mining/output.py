@@ -34,23 +34,20 @@ def check_output(path: str) -> Path:
 
 def write_rows(target: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write beside the target and move it there at the end; nothing is left where an error ends it."""
-    write = _write_parquet
-    if target.suffix.lower() in (".jsonl", ".ndjson"):
-        write = _write_lines
     try:
         with replaced_file(target) as partial:
-            write(partial, rows)
+            if target.suffix.lower() not in (".jsonl", ".ndjson"):
+                _write_parquet(partial, rows)
+                return
+            # A lone surrogate becomes its escape, as JSON has it.
+            with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
+                for row in rows:
+                    text = json.dumps(row, ensure_ascii=False, default=_no_json)
+                    file.write(text + "\n")
     except OSError as error:
         raise UserError(
             f"{target} cannot be written: {error.strerror or error}"
         ) from error
-
-
-def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    # A lone surrogate becomes its escape, as JSON has it.
-    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False, default=_no_json) + "\n")
 
 
 def _write_parquet(path: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -101,30 +101,12 @@ class BeirTable:
         )
 
 
-Table = Records | BeirTable
-"""Rows of training data by number: whole records with every field, and examples."""
-
-
-class RowSource(Protocol):
-    """Rows by number, of any origin."""
-
-    tables: Sequence[Table]
-
-    def __len__(self) -> int: ...
-
-    def record(self, row: int, /) -> dict[str, Any]:
-        """A row as it stands in its file."""
-        ...
-
-    def example(self, row: int, /) -> Example:
-        """Meaning of a row."""
-        ...
+Table = Any
+"""Rows by number: whole records with every field (`record`), and examples (`example`). With `name` and `image_folder`."""
 
 
 class Rows:
-    """The rows of all sources, one below the other."""
-
-    tables: Sequence[Table]
+    """The rows of all tables, one below the other."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = tuple(tables)
@@ -142,12 +124,14 @@ class Rows:
     def record(self, row: int) -> dict[str, Any]:
         """A row as it stands in its file."""
         table, number = self.locate(row)
-        return table.record(number)
+        record: dict[str, Any] = table.record(number)
+        return record
 
     def example(self, row: int) -> Example:
         """Meaning of a row."""
         table, number = self.locate(row)
-        return table.example(number)
+        example: Example = table.example(number)
+        return example
 
 
 def open_rows(options: RowOptions) -> Rows:

@@ -68,18 +68,18 @@ class LexicalRetriever:
         self._session = session
         # With their order: the index knows documents by their numbers alone.
         name = short_hash(FORMAT, array_identity(documents.exact))
-        self._folder = folder / "bm25" / name
-        if session.is_main and not self._folder.exists():
-            self._build()
+        index = folder / "bm25" / name
+        if session.is_main and not index.exists():
+            self._build(index)
         session.barrier()
-        if not self._folder.exists():
+        if not index.exists():
             raise UserError(
-                f"{self._folder} is not here: work_dir must be a folder that all machines see"
+                f"{index} is not here: work_dir must be a folder that all machines see"
             )
         import bm25s
 
         self._index = bm25s.BM25.load(
-            str(self._folder), mmap=True, load_corpus=False, show_progress=False
+            str(index), mmap=True, load_corpus=False, show_progress=False
         )
 
     def search(self, first: int, last: int, k: int, excluded: Pairs) -> Ranking:
@@ -123,28 +123,26 @@ class LexicalRetriever:
         scores = self._index.get_scores_from_ids(tokens)
         return torch.tensor(scores, dtype=torch.float32)
 
-    def _build(self) -> None:
+    def _build(self, folder: Path) -> None:
         import bm25s
 
         vocabulary: dict[str, int] = {}
         ids = []
         for number in range(len(self._documents)):
-            text = self._documents.item(number).text or ""
-            ids.append(
-                [vocabulary.setdefault(word, len(vocabulary)) for word in words(text)]
-            )
+            document = words(self._documents.item(number).text or "")
+            ids.append([vocabulary.setdefault(w, len(vocabulary)) for w in document])
         if not vocabulary:
             raise UserError(
                 "bm25 finds words in common, and the documents hold no text"
             )
         index = bm25s.BM25()
         index.index((ids, vocabulary), show_progress=False)
-        partial = self._folder.with_suffix(".part")
+        partial = folder.with_suffix(".part")
         shutil.rmtree(partial, ignore_errors=True)
         partial.parent.mkdir(parents=True, exist_ok=True)
         index.save(str(partial), show_progress=False)
         # Renamed when whole: an index that a killed run left half built never counts.
-        partial.rename(self._folder)
+        partial.rename(folder)
 
 
 Encode = Callable[[Sequence[Item], Kind], np.ndarray]
@@ -220,11 +218,14 @@ def _load_sentence_transformers(
             raise UserError(
                 "library: sentence_transformers is for texts alone: images need a model that vembed loads"
             )
-        is_query = kind == "query"
-        encode_texts = model.encode_query if is_query else model.encode_document
+        encode_texts = model.encode_document
+        prompt = retriever.document_prompt
+        if kind == "query":
+            encode_texts = model.encode_query
+            prompt = retriever.query_prompt
         vectors = encode_texts(
             texts,
-            prompt=retriever.query_prompt if is_query else retriever.document_prompt,
+            prompt=prompt,
             # Vectors of length 1, whose dot product is the cosine: the search knows dot products alone.
             normalize_embeddings=model.similarity_fn_name in (None, "cosine"),
             convert_to_numpy=True,
@@ -233,26 +234,6 @@ def _load_sentence_transformers(
         return np.asarray(vectors, np.float32)
 
     return encode
-
-
-def encoder_precision(
-    retriever: Retriever, options: ModelOptions, session: Session
-) -> Decision[Precision]:
-    """The precision in which a retriever computes, the same on all ranks."""
-    if retriever.library == "sentence_transformers":
-        return Decision("no", "library: sentence_transformers")
-    if options.torch_dtype != "auto":
-        return Decision("no", f"torch_dtype: {options.torch_dtype}")
-    try:
-        return precision_of_use(
-            retriever.model,
-            session.device,
-            session.instructions,
-            trust_remote_code=options.trust_remote_code,
-        )
-    except UserError as error:
-        # `load_encoder` raises it again, or leaves the model to Sentence Transformers.
-        return Decision("no", str(error))
 
 
 def load_encoder(
@@ -275,38 +256,20 @@ def load_encoder(
         return _load_sentence_transformers(retriever, options, device)
 
 
-def encoder_identity(
-    retriever: Retriever, options: ModelOptions, precision: Precision
-) -> str:
-    """A short name for everything that the vectors depend on besides the items, known before the model is loaded."""
-    settings = retriever.model_dump(exclude={"weight", "model"})
-    return short_hash(
-        files_identity(retriever.model),
-        settings,
-        options.torch_dtype,
-        options.max_length,
-        options.vector_dtype,
-        # Nothing for "no", so that vectors stored before there was a precision still count.
-        *([] if precision == "no" else [precision]),
-    )
-
-
 def files_identity(model: str) -> list[list[object]]:
     """Return an identity of a model's version: the files of its folder, or its commit in the Hub's cache."""
     folder = Path(model)
-    if folder.is_dir():
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        # Size and time instead of content: gigabytes would be read at every start.
-        return [
-            [
-                str(path.relative_to(folder)),
-                path.stat().st_size,
-                path.stat().st_mtime_ns,
-            ]
-            for path in files
-        ]
-    cached = try_to_load_from_cache(model, "config.json") if "/" in model else None
-    return [[model, str(cached)]]
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(model, "config.json") if "/" in model else None
+        return [[model, str(cached)]]
+    # Size and time instead of content: gigabytes would be read at every start.
+    identity: list[list[object]] = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            stat = path.stat()
+            name = str(path.relative_to(folder))
+            identity.append([name, stat.st_size, stat.st_mtime_ns])
+    return identity
 
 
 class DenseRetriever:
@@ -380,15 +343,36 @@ def open_dense(
     """Encode what is not on disk yet with the model of a retriever. Collective."""
     documents = inputs.documents
     known = inputs.known
-    precision = encoder_precision(retriever, options, session)
+    # The same precision on all ranks.
+    if retriever.library == "sentence_transformers":
+        precision: Decision[Precision] = Decision(
+            "no", "library: sentence_transformers"
+        )
+    elif options.torch_dtype != "auto":
+        precision = Decision("no", f"torch_dtype: {options.torch_dtype}")
+    else:
+        try:
+            precision = precision_of_use(
+                retriever.model,
+                session.device,
+                session.instructions,
+                trust_remote_code=options.trust_remote_code,
+            )
+        except UserError as error:
+            # `load_encoder` raises it again, or leaves the model to Sentence Transformers.
+            precision = Decision("no", str(error))
     dtype = "bfloat16" if precision.value == "bf16" else "the dtype of the weights"
-    dense = DenseRetriever(
-        folder / "vectors",
-        encoder_identity(retriever, options, precision.value),
-        documents,
-        known,
-        session,
+    # Everything that the vectors depend on besides the items, known before the model is loaded.
+    identity = short_hash(
+        files_identity(retriever.model),
+        retriever.model_dump(exclude={"weight", "model"}),
+        options.torch_dtype,
+        options.max_length,
         options.vector_dtype,
+        precision.value,
+    )
+    dense = DenseRetriever(
+        folder / "vectors", identity, documents, known, session, options.vector_dtype
     )
     dense.summary = f"{retriever.model}: vectors are computed in {dtype} ({precision.reason}) and stored as {options.vector_dtype}"
 
@@ -443,15 +427,8 @@ def fuse(
 
 def _standardised(scores_QK: np.ndarray) -> np.ndarray:
     """Scores in standard deviations above the lowest of their query, so that a document that is missing has 0."""
-    is_finite = np.isfinite(scores_QK)
-    count = np.maximum(is_finite.sum(axis=1, keepdims=True), 1)
-    values = np.where(is_finite, scores_QK, 0.0).astype(np.float64)
-    mean = values.sum(axis=1, keepdims=True) / count
-    squares = np.where(is_finite, values - mean, 0.0) ** 2
-    deviation = np.sqrt(squares.sum(axis=1, keepdims=True) / count)
-    lowest = np.where(is_finite, scores_QK, np.inf).min(axis=1, keepdims=True)
-    above = np.where(
-        is_finite, values - np.where(np.isfinite(lowest), lowest, 0.0), 0.0
-    )
-    result: np.ndarray = above / np.maximum(deviation, 1e-12)
+    scores = np.ma.masked_invalid(scores_QK.astype(np.float64))
+    above = scores - scores.min(axis=1, keepdims=True)
+    deviation = np.maximum(scores.std(axis=1, keepdims=True), 1e-12)
+    result: np.ndarray = np.ma.filled(above / deviation, 0.0)
     return result

@@ -89,7 +89,15 @@ class VectorStore:
                         f"the model gives vectors that are not numbers for {broken:,d} of {len(vectors):,d} inputs: its "
                         "weights are broken, or overflow in their dtype (try torch_dtype: float32)"
                     )
-                self._store(numbers, vectors)
+                values = torch.from_numpy(np.ascontiguousarray(vectors)).to(self._dtype)
+                if values.itemsize == 2:
+                    values = values.view(torch.uint16)
+                keys = self._keys_of(numbers)
+                if len(keys) and not self._rows.add_rows(keys, values.numpy()):
+                    raise UserError(
+                        f"{self._rows.folder} cannot be written: free some space, name another work_dir, or set "
+                        "vector_dtype: float16"
+                    )
                 done += len(numbers)
                 progress(done, total)
         session.barrier()
@@ -152,18 +160,6 @@ class VectorStore:
             )
         # Each item is of one rank, so all other ranks add 0.
         return collectives.sum_tensor(scores).numpy()
-
-    def _store(self, numbers: np.ndarray, vectors_ND: np.ndarray) -> None:
-        if not len(numbers):
-            return
-        values = torch.from_numpy(np.ascontiguousarray(vectors_ND)).to(self._dtype)
-        if values.itemsize == 2:
-            values = values.view(torch.uint16)
-        if not self._rows.add_rows(self._keys_of(numbers), values.numpy()):
-            raise UserError(
-                f"{self._rows.folder} cannot be written: free some space, name another work_dir, or set vector_dtype: "
-                "float16"
-            )
 
     def _keys_of(self, numbers: np.ndarray) -> Sequence[bytes]:
         """The keys of some items in the store: their one or two numbers, filled up with zeros."""
