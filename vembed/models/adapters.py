@@ -102,16 +102,6 @@ def add_adapters(
     )
 
 
-def leave_casts_to_autocast(model: nn.Module) -> None:
-    """Hand adapted layers' inputs to the adapters as they are, for a model whose forward runs under autocast.
-
-    Otherwise peft widens the input of each adapted layer to float32, for dropout, and autocast narrows it again.
-    """
-    for module in model.modules():
-        if "cast_input_dtype_enabled" in vars(module):
-            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
-
-
 # ---- which layers ----------------------------------------------------------------------------------------------
 
 
