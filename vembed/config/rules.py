@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
+from typing import Any
 
 from vembed.config.schema import (
     AdapterSection,
@@ -61,7 +62,6 @@ EMBEDDER_OPTIONS = (
     "image_model_name",
     "model_class",
     "mine",
-    "language_modelling",
 )
 """Options that need vectors, or a model that is no reranker."""
 EMBEDDER_LOSS_OPTIONS = (

@@ -55,7 +55,9 @@ def has_language_head(
     if asked is False or (asked == "auto" and not alone):
         return False
     problem = None
-    if is_own(Path(description.source)):
+    if description.scores is not None:
+        problem = "is a reranker"
+    elif is_own(Path(description.source)):
         problem = "is an own model, which returns losses of its own"
     elif not description.traits.reads_only_text or description.traits.has_two_models:
         problem = f"is of the family {description.family}, and only text models have a language-model head here"
