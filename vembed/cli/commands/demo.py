@@ -64,10 +64,7 @@ output_dir: {output}
 # tokens; longer texts are cut
 max_length: {size.max_length}
 
-# Matryoshka: the first coordinates are an embedding by themselves
-mrl_dims: auto
-
-# sizes to train and to measure
+# Matryoshka: sizes to which an embedding can be cut, all trained and measured
 mrl_dims: [384, 256, 128, 64]
 
 # the other positives of a batch are the negatives: larger is harder
