@@ -104,7 +104,7 @@ def write_rows(rows: list[Row], batch_size: int, path: Path) -> None:
     batch_schedule = BatchSchedule([len(rows)], batch_size, SEED)
     order = [
         int(index)
-        for step in range(batch_schedule.steps_per_epoch)
+        for step in range(batch_schedule.batches_per_epoch)
         for index in batch_schedule.batch(0, step)
     ]
     order += sorted(set(range(len(rows))) - set(order))  # rows that do not fill a batch

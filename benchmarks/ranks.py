@@ -170,7 +170,7 @@ def measure(
             seconds: dict[str, float] = defaultdict(float)
             with as_one_of(world_size, seconds):
                 start = time.perf_counter()
-                batch = stream.rank_batch(repeat % schedule.steps_per_epoch)
+                batch = stream.rank_batch(repeat % schedule.batches_per_epoch)
                 seconds["batch"] = time.perf_counter() - start
                 if repeat == 0:  # the first one is a warm-up, and counts bytes
                     with integers:

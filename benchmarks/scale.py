@@ -70,7 +70,7 @@ def data_result(path: Path, num_rows: int) -> dict[str, float]:
     stream = RankBatchStream(store, batch_schedule, featuriser, 0, 1, 0)
     stream.rank_batch(0)
     first = time.perf_counter()
-    batches = min(NUM_BATCHES, batch_schedule.steps_per_epoch - 1)
+    batches = min(NUM_BATCHES, batch_schedule.batches_per_epoch - 1)
     for number in range(1, batches + 1):
         stream.rank_batch(number)
     ended = time.perf_counter()

@@ -48,7 +48,7 @@ MODULES = [
     "vembed.cli.main",
     "vembed.cli.support",
     "vembed.entrypoints.python_train",
-    "vembed.pipelines.stages.sequence",
+    "vembed.pipelines.stages",
     "vembed.cli.run_train",
     "vembed.training.run",
 ]

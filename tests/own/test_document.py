@@ -21,7 +21,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from tests.commands import command
 from tests.docs.pages import ROOT
 from tests.harness import run_ranks
-from vembed.models.modalities import sums_and_counts
 
 PACKAGE = ROOT / "examples" / "own_model"
 SNIPPET = """
@@ -269,19 +268,6 @@ def test_the_free_bits_count_for_each_token():
         torch.tensor([[1, 1, 0]]),
     )["kl"]
     assert float(sums) == pytest.approx(2 * math.log(2) - 0.5) and int(counts) == 2
-
-
-def test_losses_are_no_views():
-    """FSDP follows the results of its modules, and warns of views."""
-    ones = torch.ones(3, requires_grad=True)
-    auxiliary = {
-        "each": (2 * ones, torch.ones(3)),
-        "one": (ones.sum(), 4),
-        "mean": ones.mean(),
-    }
-    normal = sums_and_counts(auxiliary, 3)
-    assert [list(one.shape) for one in normal.values()] == [[2, 3], [2, 1], [2, 1]]
-    assert not any(one._is_view() for one in normal.values())
 
 
 def test_the_gradient_of_the_mapper():

@@ -356,12 +356,6 @@ def test_a_saved_model_is_exported_without_a_question(place, tmp_path):
     assert "auto_map" not in json.loads((tmp_path / "onnx" / "config.json").read_text())
 
 
-def test_images(trained, place):
-    del trained
-    model = vembed.Embedder(place / "convolutions" / "final", trust_remote_code=True)
-    assert model.encode([place / "0a.png", place / "1b.png"]).shape == (2, 8)
-
-
 # ---- Python --------------------------------------------------------------------------------------------------------
 
 

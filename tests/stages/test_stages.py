@@ -19,7 +19,6 @@ from tests.weights.variants import pairs
 from vembed.cli.main import run_process
 from vembed.config.stages import read_pipeline
 from vembed.errors import UserError
-from vembed.pipelines.stages.checks import check_requirements
 
 COMMON = {
     "batch_size": 4,
@@ -94,6 +93,7 @@ def test_steps_of_a_list_and_where_each_starts():
                 {"name": "soup", "merge": {"models": ["broad", "hard"]}},
                 {"evaluate": {"data": "val.jsonl"}},
                 {"name": "last", "from": "broad"},
+                {"name": "within", "mine": {"every_epochs": 1}},
             ],
         }
     )
@@ -104,6 +104,7 @@ def test_steps_of_a_list_and_where_each_starts():
         ("soup", "merge"),
         ("evaluate-5", "evaluate"),
         ("last", "train"),
+        ("within", "train"),
     ]
     assert pipeline.model_before("broad") is None
     assert pipeline.model_before("hard").name == "broad"
@@ -128,17 +129,6 @@ def test_steps_of_a_list_and_where_each_starts():
 def test_mistakes_in_the_list(stages, message):
     with pytest.raises(UserError, match=message):
         read_pipeline({"stages": stages})
-
-
-def test_conditions():
-    scores = {"ndcg@10": 0.58}
-    assert check_requirements(scores, {"nDCG@10": ">= 0.5"}) is None
-    for required, limit in (({"nDCG@10": 0.60}, ">= 0.6"), ({"ndcg@10": "< 0.5"}, "<")):
-        problem = check_requirements(scores, required)
-        assert "ndcg@10 is 0.5800" in problem.lower() and limit in problem
-    for required in ({"ndcg@10": "about 1"}, {"map": 1}):
-        with pytest.raises(UserError, match=next(iter(required))):
-            check_requirements(scores, required)
 
 
 EVALUATE = {"data": "val.jsonl"}
@@ -485,17 +475,6 @@ def test_a_step_between_on_several_processes_gets_its_own_words(place, monkeypat
     assert train() == 1
     words = "output/broad/final val.jsonl --json output/check/scores.json --nproc 2"
     assert started[0][2:] == ["vembed", "eval", *words.split()]
-
-
-def test_a_stage_that_mines_within_is_a_training():
-    stages = [
-        {"name": "one", "mine": {"every_epochs": 1}},
-        {"name": "two", "mine": {"num_negatives": 2}},
-    ]
-    pipeline = read_pipeline(
-        {"model_name": "m", "data_path": "d.jsonl", "stages": stages}
-    )
-    assert [step.kind for step in pipeline.steps] == ["train", "mine"]
 
 
 def test_python_runs_all_stages_and_mines_between(place, monkeypatch):

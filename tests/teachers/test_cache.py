@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,20 +174,6 @@ def test_answers_do_not_depend_on_what_was_asked_for_first(
         vectors_of(config, tmp_path / "b", items[::-1])[::-1], found, atol=1e-6
     )
     assert np.abs(found[0] - found[1]).max() > 0.01 < np.abs(found[0] - found[2]).max()
-
-
-def test_a_second_start_takes_no_time(tmp_path: Path) -> None:
-    """100,000 answers: what a start does with them is to look at the files and at the keys."""
-    store = RowStore(tmp_path, "identity", KIND)
-    keys = [number.to_bytes(16, "little") for number in range(100_000)]
-    for start in range(0, len(keys), 2048):
-        some = keys[start : start + 2048]
-        store.add_rows(some, np.ones((len(some), 64), np.float32))
-    began = time.process_time()
-    again = RowStore(tmp_path, "identity", KIND)
-    assert again.missing(keys) == []
-    assert len(again.find_rows(keys[:2000])) == 2000
-    assert time.process_time() - began < 5
 
 
 def test_two_runs_at_once_share_a_folder(tmp_path: Path) -> None:

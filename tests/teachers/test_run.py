@@ -10,7 +10,7 @@ import pytest
 
 import vembed
 from tests.data.pictures import write
-from tests.tiny import shared, texts, tiny_bert, tiny_clip, tiny_reranker
+from tests.tiny import shared, texts, tiny_bert, tiny_clip
 from vembed.files import cache_folder
 
 
@@ -146,10 +146,3 @@ def test_losses_that_compare_with_hard_negatives_alone_need_some(
         train(tmp_path, pairs, loss=loss, teacher=teacher)
     if loss == "kl":  # over the whole batch there is something to compare
         train(tmp_path, pairs, loss=loss, teacher=teacher, distill_candidates="batch")
-
-
-def test_a_reranker_is_loaded_without_a_bar_of_transformers(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    train(tmp_path, records(), loss="margin_mse", teacher=str(shared(tiny_reranker)))
-    assert "Loading weights" not in capfd.readouterr().err

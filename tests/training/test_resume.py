@@ -120,7 +120,7 @@ def test_differences_are_classified_and_shown(tmp_path):
     assert "resume: force" in str(caught.value)
     assert "epochs" not in str(caught.value)
     refuse([one for one in found if one.is_allowed], "checkpoint-5")
-    assert compare_resume(now.to_dict(), now.to_dict()) == []
+    assert compare_resume(now.to_dict(), now.to_dict(), {}, {}) == []
 
 
 def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):

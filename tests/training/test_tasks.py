@@ -332,7 +332,7 @@ def test_turns_and_batch_sizes():
         sampling=parse_sampling("round_robin"),
     )
     for epoch in range(2):
-        batches = [turns.batch(epoch, step) for step in range(turns.steps_per_epoch)]
+        batches = [turns.batch(epoch, step) for step in range(turns.batches_per_epoch)]
         assert [(turns.source_of(int(one[0])), len(one)) for one in batches] == [
             (0, 4),
             (1, 6),
@@ -340,7 +340,7 @@ def test_turns_and_batch_sizes():
     assert "of each source in turn; of 6: source 2" in turns.summary()
     sized = BatchSchedule([8, 12], 4, 1, homogeneous=True, batch_sizes=[4, 6])
     assert sorted(
-        len(sized.batch(0, step)) for step in range(sized.steps_per_epoch)
+        len(sized.batch(0, step)) for step in range(sized.batches_per_epoch)
     ) == [4, 4, 6, 6]
     assert sized.num_left_out == 0
 
@@ -348,7 +348,7 @@ def test_turns_and_batch_sizes():
 def test_sources_of_one_task_share_batches():
     schedule = BatchSchedule([12, 12, 12], 6, 1, homogeneous=True, tasks=[0, 1, 0])
     seen = set()
-    for step in range(schedule.steps_per_epoch):
+    for step in range(schedule.batches_per_epoch):
         seen.add(
             frozenset(
                 schedule.source_of(int(index)) for index in schedule.batch(0, step)

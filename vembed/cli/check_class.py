@@ -25,7 +25,6 @@ from vembed.models.families.backbones import layers_of
 from vembed.models.modalities import sums_and_counts
 
 TOLERANCE = 1e-5
-MAX_NAMED = 3
 Inputs = dict[str, Tensor]
 
 
@@ -67,11 +66,8 @@ class ClassTrial:
         self.kind = OwnModel.of(code.value)
         self.model = self._build(0)
         accepted = accepted_inputs(code.value)
-        self.kinds = []
-        if "input_ids" in accepted:
-            self.kinds.append("text")
-        if "pixel_values" in accepted:
-            self.kinds.append("image")
+        names = {"text": "input_ids", "image": "pixel_values"}
+        self.kinds = [kind for kind, name in names.items() if name in accepted]
         self.packs = PACKED in accepted and "text" in self.kinds
         self.num_ids = 100
         for module in self.model.modules():
@@ -98,20 +94,25 @@ class ClassTrial:
 
     def same_twice(self) -> str | None:
         """Run twice in evaluation mode, without setting a seed."""
-        for inputs in self._all_inputs(3, 7):
-            if _differ(self._states(inputs), self._states(inputs)):
-                return f"{self.name} draws at random in evaluation mode too: let it do so only while self.training is true"
-        return None
+        if self._repeats(None):
+            return None
+        return f"{self.name} draws at random in evaluation mode too: let it do so only while self.training is true"
 
     def replays(self) -> str | None:
         """Run twice in training mode under one seed, as Gradient Cache does."""
+        if self._repeats(5):
+            return None
+        return (
+            f"{self.name} draws from a hidden generator or changes its own state: under the same seed its "
+            "second forward pass differs, and Gradient Cache runs it twice; draw with torch's default generator"
+        )
+
+    def _repeats(self, seed: int | None) -> bool:
         for inputs in self._all_inputs(3, 7):
-            if _differ(self._states(inputs, seed=5), self._states(inputs, seed=5)):
-                return (
-                    f"{self.name} draws from a hidden generator or changes its own state: under the same seed its "
-                    "second forward pass differs, and Gradient Cache runs it twice; draw with torch's default generator"
-                )
-        return None
+            first = self._states(inputs, seed)
+            if not torch.equal(first, self._states(inputs, seed)):
+                return False
+        return True
 
     def padding(self) -> str | None:
         """Compare a text alone with the same text beside a longer one."""
@@ -166,25 +167,19 @@ class ClassTrial:
             for values in self._losses(output, 3).values():
                 total = total + values[0].sum()
             total.backward()
-        without = [
-            name.removeprefix("own.")
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is None
-        ]
-        if not without:
+        names = []
+        for name, parameter in self.model.named_parameters():
+            if parameter.grad is None:
+                names.append(name.removeprefix("own."))
+        if not names:
             return None
-        names = ", ".join(without[:MAX_NAMED])
-        if len(without) > MAX_NAMED:
-            names += f" and {len(without) - MAX_NAMED} more"
-        return (
-            f"no gradient reaches {names} of {self.name}: the forward does not use them; use them, or leave "
-            "them out"
-        )
+        return f"no gradient reaches {', '.join(names)} of {self.name}: use them in the forward, or leave them out"
 
     def losses(self) -> str | None:
         """Compare sums and counts of a batch with those of its inputs one by one."""
         for inputs in self._all_inputs(3, 6):
-            if _differ(self._states(inputs, seed=1), self._states(inputs, seed=2)):
+            first = self._states(inputs, seed=1)
+            if not torch.equal(first, self._states(inputs, seed=2)):
                 continue  # with dropout, or another draw, the parts differ from the whole
             whole = self._losses(self._run(self.model, inputs, seed=1), 3)
             sums = dict.fromkeys(whole, torch.zeros(()))
@@ -226,7 +221,7 @@ class ClassTrial:
             return f"{self.name} does not load what it saves: {name.removeprefix('own.')} differs"
         for inputs in self._all_inputs(2, 5):
             loaded = self._run(other, inputs).last_hidden_state
-            if _differ(self._states(inputs), loaded):
+            if not torch.equal(self._states(inputs), loaded):
                 return (
                     f"{self.name} gives something else after saving and loading: a random tensor is neither a "
                     "parameter nor a persistent buffer"
@@ -283,7 +278,3 @@ class ClassTrial:
             return sums_and_counts(output.auxiliary or {}, count)
         except TypeError as error:
             raise UserError(f"model_class: {self.name}: {error}") from error
-
-
-def _differ(first: Tensor, second: Tensor) -> bool:
-    return float((first - second).abs().max()) > 0

@@ -118,12 +118,12 @@ def _column(name: str, values: Sequence[Any], kind: pa.DataType | None) -> pa.Ar
         if not (pa.types.is_primitive(kind) and not pa.types.is_temporal(kind)):
             kind = pa.string()
     if pa.types.is_string(kind):
-        values = [
-            value
-            if value is None or isinstance(value, str)
-            else json.dumps(value, ensure_ascii=False)
-            for value in values
-        ]
+        texts = []
+        for value in values:
+            if value is not None and not isinstance(value, str):
+                value = json.dumps(value, ensure_ascii=False)  # noqa: PLW2901
+            texts.append(value)
+        values = texts
     try:
         return pa.array(values, kind)
     except pa.ArrowException as error:

@@ -35,9 +35,15 @@ def is_hub_model(name: str) -> bool:
     )
 
 
-def is_pattern_or_address(path: str) -> bool:
-    """Return whether a path stands for several files, or for files elsewhere: `data/*.parquet`, `s3://bucket/file`."""
-    return "://" in path or any(character in path for character in "*?[")
+def is_pattern(path: str) -> bool:
+    """Return whether a path that does not exist stands for several files: `data/*.parquet`."""
+    return any(character in path for character in "*?[")
+
+
+def is_address(path: str) -> bool:
+    """Return whether a path is an address that fsspec opens: `s3://bucket/file`, `memory://file`."""
+    scheme, colon, _ = path.partition("://")
+    return bool(colon) and scheme.replace("+", "").isalnum()
 
 
 def data_paths(data: DataSection) -> list[tuple[str, str]]:
@@ -59,7 +65,7 @@ def missing_data(data: DataSection) -> list[tuple[str, str]]:
 
 def missing_path(option: str, path: str) -> str | None:
     """Return a sentence about data that are not here and no name on the Hub, pattern or address; otherwise None."""
-    if _exists(path) or is_hub_dataset(path) or is_pattern_or_address(path):
+    if _exists(path) or is_hub_dataset(path) or is_pattern(path) or is_address(path):
         return None
     return f"{option}: {path} does not exist (looked from {Path.cwd()}){similar_path(path)}"
 

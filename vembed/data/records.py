@@ -123,9 +123,7 @@ class RecordFormat:
             self._check_losses(layout, (), None)
             example = Example(query, (query,), where=where, label=str(label))
             return example.naming_images()
-        positives = self._items(
-            record, layout.positive, layout.positive_image, self._document_is_path
-        )
+        positives = self._documents(record, layout.positive, layout.positive_image)
         if not positives:
             name = layout.positive or layout.positive_image or ""
             raise BadRecord(
@@ -134,11 +132,9 @@ class RecordFormat:
         negatives: tuple[Item, ...] = ()
         if layout.negatives or layout.negative_image:
             first, *others = layout.negatives or (None,)
-            negatives = self._items(
-                record, first, layout.negative_image, self._document_is_path
-            )
+            negatives = self._documents(record, first, layout.negative_image)
             for other in others:
-                negatives += self._items(record, other, None, self._document_is_path)
+                negatives += self._documents(record, other, None)
         scores, negative_scores = self._all_scores(
             record, layout, len(positives), len(negatives)
         )
@@ -172,12 +168,8 @@ class RecordFormat:
             raise BadRecord(f"{layout.query_prompt} is {described(prompt)}, not a text")
         return replace(query, prompt=prompt)
 
-    def _items(
-        self,
-        record: dict[str, Any],
-        name: str | None,
-        image_name: str | None,
-        is_path: bool,
+    def _documents(
+        self, record: dict[str, Any], name: str | None, image_name: str | None
     ) -> tuple[Item, ...]:
         """Return the items of a column, each with its images if a second column has images."""
         value = record[name] if name is not None else None
@@ -196,7 +188,11 @@ class RecordFormat:
         items = []
         for number, item_value in enumerate(values):
             item_name = str(name) if len(values) == 1 else f"{name} {number + 1}"
-            items.append(self._item(item_value, images[number], is_path, item_name))
+            items.append(
+                self._item(
+                    item_value, images[number], self._document_is_path, item_name
+                )
+            )
         return tuple(items)
 
     def _item(

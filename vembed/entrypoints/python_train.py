@@ -12,7 +12,7 @@ from vembed.config.resolved import ResolvedRun
 from vembed.config.stages import STAGES, TRAINING_STAGES
 from vembed.data.in_memory import as_path
 from vembed.errors import RunError, UserError
-from vembed.pipelines.stages.sequence import pipeline_of_arguments, run_stages
+from vembed.pipelines.stages import pipeline_of_arguments, run_stages
 from vembed.training.checkpoint.resume import finished_run
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.callbacks import OnEvaluation, OnStep

@@ -142,7 +142,7 @@ def check_server(
     compared = f"largest cosine distance {largest:.2g} (tolerance {tolerance:.2g})"
     if largest > tolerance:
         raise RunError(
-            f"{endpoint.url} differs from {model}: {compared}, for the text {worst_text!r:.60}; "
+            f"{endpoint.url} differs from {model}: {compared}, for the text {worst_text[:60]!r}; "
             "compare its pooling, its maximum length and its tokenizer with the model's"
         )
     log(f"{endpoint.url} equals {model}: {compared}")

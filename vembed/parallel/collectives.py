@@ -110,6 +110,7 @@ def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
         local_rows = torch.tensor(
             list(values), dtype=torch.int64, device=number_device()
         )
+        # [world size * n], by rank.
         gathered = local_rows.new_empty(world_size() * local_rows.numel())
         _all_gather_single(gathered, local_rows)
         by_rank: list[list[int]] = gathered.view(world_size(), -1).tolist()
@@ -176,6 +177,7 @@ def all_gather_dealt(rows_ND: Tensor, num_rows: int) -> Tensor:
     """Return `num_rows` rows in their order, of which rank r passes rows r, r + W, r + 2W and so on."""
     ranks = range(world_size())
     counts = [len(range(rank, num_rows, len(ranks))) for rank in ranks]
+    # [num_rows, D] in the order of the ranks: all rows of rank 0, then all of rank 1.
     gathered = all_gather_rows(rows_ND, counts)
     ordered = torch.empty_like(gathered)
     for rank, part in zip(ranks, torch.split(gathered, counts), strict=True):
@@ -222,6 +224,7 @@ def all_reduce_gradients(
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
     with _collective("all_reduce_gradients"):
+        # The order of the parameters, and with it of the buckets, is that of the model: the same on every rank.
         for bucket in _buckets(gradients):
             # One all-reduce per bucket: a small tensor costs the network's latency, however little it holds.
             dtype = torch.promote_types(bucket[0].dtype, torch.float32)
@@ -295,6 +298,7 @@ def gather_objects_as_json(value: Any) -> list[Any]:
     """Return the JSON values of all ranks, by rank, on every rank."""
     if world_size() == 1:
         return [json.loads(json.dumps(value))]
+    # Two collectives: the ranks' texts differ in length, and the buffers must be allocated before they come.
     payload = _to_bytes(value).to(number_device())
     sizes = [row[0] for row in all_gather_ints([payload.numel()])]
     return [

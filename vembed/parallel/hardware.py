@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vembed.config.options import nearest
 from vembed.errors import UserError
@@ -79,14 +79,7 @@ def read_hardware(gpu: str | None, memory: str | None) -> Hardware | None:
         raise UserError(f"--gpu {gpu!r}: give a number and a name, as 2xA100-80GB")
     device = _named(match[2])
     if memory is not None:
-        memory_device = _of_memory(memory)
-        device = Gpu(
-            device.name,
-            memory_device.gigabytes,
-            device.half_tflops,
-            device.single_tflops,
-            device.has_bf16,
-        )
+        device = replace(device, gigabytes=_of_memory(memory).gigabytes)
     return Hardware(device, int(match[1] or 1))
 
 
@@ -98,12 +91,12 @@ def _of_memory(text: str) -> Gpu:
 
 
 def _named(name: str) -> Gpu:
-    wanted = _plain(name)
+    plain_name = _plain(name)
     # By full name, or without the memory: A100 is then two, and the memory is asked for.
     same = [
         gpu
         for gpu in GPUS
-        if wanted in (_plain(gpu.name), _plain(gpu.name.rpartition("-")[0]))
+        if plain_name in (_plain(gpu.name), _plain(gpu.name.rpartition("-")[0]))
     ]
     if len(same) == 1:
         return same[0]

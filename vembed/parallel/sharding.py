@@ -50,11 +50,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vembed")
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -130,11 +125,11 @@ def use_hybrid_mesh(
     )
     AcceleratorState._shared_state["device_mesh"] = mesh
     # The mesh creates new process groups with torch's default timeout: set dist_timeout_minutes for them too.
-    everybody = dist.group.WORLD
-    assert everybody is not None
-    patience = everybody._get_backend(accelerator.device).options._timeout
+    world_group = dist.group.WORLD
+    assert world_group is not None
+    timeout = world_group._get_backend(accelerator.device).options._timeout
     for name in names:
-        _set_pg_timeout(patience, mesh.get_group(name))
+        _set_pg_timeout(timeout, mesh.get_group(name))
 
 
 def shard(
@@ -328,7 +323,7 @@ def _precision_policy(
     is_half = param_dtype in HALF_DTYPES
     reduce_dtype = None
     if is_half or fsdp.reduce_dtype != "float32":
-        reduce_dtype = DTYPES[fsdp.reduce_dtype]
+        reduce_dtype = getattr(torch, fsdp.reduce_dtype)
     if fsdp.version == 2:
         return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     if not is_half and reduce_dtype is None:

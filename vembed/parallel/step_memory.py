@@ -621,11 +621,11 @@ class MemoryGuard:
         rows = budget.max_rows
         if tokens <= SMALLEST_BUDGET or rows == 1:
             raise RunError(advice(self.session, budget))
-        half = Budget(
-            max(tokens // 2, 1),
-            None if rows is None else max(rows // 2, 1),
-            budget.kept_graph_tokens // 2,
-            budget.use_gradient_cache,
+        half = replace(
+            budget,
+            micro_batch_tokens=tokens // 2,
+            max_rows=None if rows is None else rows // 2,
+            kept_graph_tokens=budget.kept_graph_tokens // 2,
         )
         sizes = f"{half.micro_batch_tokens:,d} tokens instead of {tokens:,d}"
         if rows is not None:

@@ -125,7 +125,7 @@ class RunData(Sets):
 
     def epoch_at(self, step: int) -> float:
         """Return the number of epochs, with a fraction, that are done after `step` optimizer steps."""
-        return step * self.batches_per_step / self.batch_schedule.steps_per_epoch
+        return step * self.batches_per_step / self.batch_schedule.batches_per_epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ def open_data(
     )
     log.info(batch_schedule.summary())
     batches_per_step = config.batch.gradient_accumulation_steps
-    num_batches = epochs * batch_schedule.steps_per_epoch
+    num_batches = epochs * batch_schedule.batches_per_epoch
     total_steps = optimizer.max_steps or math.ceil(num_batches / batches_per_step)
     processes = "1 process" if world_size == 1 else f"{world_size} processes"
     line = f"global batch: {size:,d} examples over {processes} ({size / world_size:,.6g} each)"

@@ -276,7 +276,7 @@ class ContrastiveStep:
         for index, feature in enumerate(features):
             inputs_by_modality[feature.modality].append(index)
         limits = (budget.micro_batch_tokens, budget.max_rows)
-        split = LockstepSplit(lengths, inputs_by_modality, *limits)
+        trained_split = LockstepSplit(lengths, inputs_by_modality, *limits)
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, *limits)
         num_negatives = len(rank_batch.negative)
         # A rank without negatives lacks no scores of them.
@@ -290,19 +290,19 @@ class ContrastiveStep:
             num_negatives,
             int(rank_batch.scores is not None),
             int(has_negative_scores),
-            split.padded_tokens,
+            trained_split.padded_tokens,
         ]
         # One table [ranks, columns], so that one collective carries everything. Before the first forward pass: under
         # FSDP the ranks run equally many of them.
         table = collectives.all_gather_ints(
-            [*rank_counts, *split.counts, *frozen_split.counts]
+            [*rank_counts, *trained_split.counts, *frozen_split.counts]
         )
         columns = [list(column) for column in zip(*table, strict=True)]
         batch.counts = Counts(*columns[: len(rank_counts)])
         # A rank with fewer micro-batches splits its inputs finer, or runs dummies, up to the maximum over the ranks.
         num_micro_batches = [max(column) for column in columns[len(rank_counts) :]]
-        num_groups = len(split.counts)
-        splits = split.agreed(num_micro_batches[:num_groups])
+        num_groups = len(trained_split.counts)
+        splits = trained_split.agreed(num_micro_batches[:num_groups])
         batch.frozen_splits = frozen_split.agreed(num_micro_batches[num_groups:])
         batch.micro_batches = order_micro_batches(splits, self.source.towers.modalities)
         # From numbers that are equal on all ranks: a rank without a second phase would leave the others waiting in it.
@@ -383,7 +383,7 @@ class ContrastiveStep:
         on_host = gather_columns(columns)
         if has_starts:
             on_host["starts"] = F.pad(on_host["starts"].cumsum(0), (1, 0))
-        fields: dict[str, Any] = {"scores": None, "negative_scores": None}
+        fields: dict[str, Any] = {"scores": None}  # without scores
         copies = copied_together(on_host, self.session.device)
         for name, values in copies.items():
             is_score = values.is_floating_point()

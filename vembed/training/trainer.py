@@ -508,7 +508,7 @@ class Trainer:
         # Batches, not steps: with gradient accumulation an epoch may begin inside a step, and counts from the next step
         # on.
         num_batches = self.data.batches_per_step
-        batches_per_epoch = self.data.batch_schedule.steps_per_epoch
+        batches_per_epoch = self.data.batch_schedule.batches_per_epoch
         first = self.state.step * num_batches
         epoch = first // batches_per_epoch
         epoch_before = (first - num_batches) // batches_per_epoch

@@ -15,10 +15,10 @@ from vembed.cli.commands.demo import demo_model
 from vembed.cli.support import ColumnMapping, option
 from vembed.config.loading import load_config, one_line_yaml, resolve_run
 from vembed.config.options import join_words, nearest
+from vembed.config.paths import is_pattern
 from vembed.data.columns import Columns, as_fields, is_conversation
 from vembed.data.example_store import open_examples
 from vembed.data.examples import BadRecord
-from vembed.data.formats.copies import is_pattern
 from vembed.data.formats.saved_datasets import has_validation_split
 from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.language import is_english

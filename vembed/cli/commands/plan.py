@@ -39,8 +39,7 @@ def plan(
     arguments = read_config_arguments("plan", plan.__doc__, words)
     from vembed.parallel.hardware import read_hardware
     from vembed.pipelines.prediction import predict
-    from vembed.pipelines.stages.estimates import estimates, table
-    from vembed.pipelines.stages.sequence import pipeline_of_arguments
+    from vembed.pipelines.stages import estimates, pipeline_of_arguments, table
 
     predict_run = partial(predict, hardware=read_hardware(gpu, memory))
     pipeline = pipeline_of_arguments(arguments)

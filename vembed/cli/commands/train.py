@@ -19,7 +19,7 @@ def train(ctx: typer.Context, args: ConfigArguments = None) -> Any:
         return 0
     arguments = parse_train_arguments(args or [])
     from vembed.cli.run_train import run_train
-    from vembed.pipelines.stages.sequence import (
+    from vembed.pipelines.stages import (
         pipeline_of_arguments,
         results_of,
         run_stages,

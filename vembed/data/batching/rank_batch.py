@@ -132,7 +132,7 @@ class RankBatchStream:
 
     def rank_batch(self, batch_number: int) -> RankBatch:
         """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""
-        epoch, number = divmod(batch_number, self.batch_schedule.steps_per_epoch)
+        epoch, number = divmod(batch_number, self.batch_schedule.batches_per_epoch)
         indices = self.batch_schedule.batch(epoch, number)
         rows = rank_rows(len(indices), self.rank, self.world_size)
         positives = None

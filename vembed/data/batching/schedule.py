@@ -169,7 +169,7 @@ class BatchSchedule:
         # Epoch 0 fixes the number of batches of every epoch, so that a step number gives epoch and batch.
         first = self._groups(0)
         self._num_batches = [len(group) for group in first]
-        self.steps_per_epoch = sum(self._num_batches)
+        self.batches_per_epoch = sum(self._num_batches)
         self.smallest_batch = min(int(np.diff(group.starts).min()) for group in first)
         """Number of examples of the smallest batch."""
         self.num_drawn = sum(self._num_drawn)
@@ -179,8 +179,10 @@ class BatchSchedule:
 
     def batch(self, epoch: int, step: int) -> np.ndarray:
         """Return the int64 indices of the examples of one global batch, in order."""
-        if not 0 <= step < self.steps_per_epoch:
-            raise IndexError(f"step {step} of an epoch of {self.steps_per_epoch} steps")
+        if not 0 <= step < self.batches_per_epoch:
+            raise IndexError(
+                f"batch {step} of an epoch of {self.batches_per_epoch} batches"
+            )
         # Threads prepare several batches at once, and must not compute one epoch's order twice.
         with self._lock:
             order = self._orders.get(epoch)
@@ -207,7 +209,7 @@ class BatchSchedule:
     def summary(self) -> str:
         """Return one line for the log."""
         is_split = len(self._members) > 1
-        line = f"batches: {self.steps_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
+        line = f"batches: {self.batches_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
         if self.num_left_out:
             reasons = []
             each = " of each source" if is_split else ""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from vembed.config.paths import is_pattern
 from vembed.data.cache import short_hash, stamp, written_aside
 from vembed.data.messages import ROOM
 from vembed.errors import UserError
@@ -25,17 +26,6 @@ PIECE_BYTES = 4 * 2**20
 MAX_UNPACKED_BYTES = 2**30
 MAX_UNPACKED_RATIO = 200
 """A file that unpacks to more than MAX_UNPACKED_BYTES and so many times its size is no text."""
-
-
-def is_address(path: str) -> bool:
-    """Return whether a path is an address that fsspec opens, such as s3://bucket/file or memory://file."""
-    scheme, colon, _ = path.partition("://")
-    return bool(colon) and scheme.replace("+", "").isalnum()
-
-
-def is_pattern(path: str) -> bool:
-    """Return whether a path that does not exist is a pattern of several files."""
-    return any(character in path for character in "*?[")
 
 
 def unpacked_copy(path: Path, cache: Path) -> Path:

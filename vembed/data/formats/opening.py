@@ -8,15 +8,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vembed.config.paths import is_hub_dataset, similar_path
+from vembed.config.paths import (
+    is_address,
+    is_hub_dataset,
+    is_pattern,
+    similar_path,
+)
 from vembed.data.columns import Columns, guess_mapping, refuse_repeated
 from vembed.data.formats.base import FILE_BITS, Block, Format
 from vembed.data.formats.class_folders import class_records, is_class_folder
 from vembed.data.formats.copies import (
     CODECS,
     fetched_copies,
-    is_address,
-    is_pattern,
     unpacked_copy,
 )
 from vembed.data.formats.saved_datasets import (

@@ -340,6 +340,7 @@ class Checkpointer:
         problems = folders.verify(
             directory, part=self.session.rank, num_parts=self.session.world_size
         )
+        # All ranks must agree whether it is damaged, and each has seen other files.
         unique: dict[str, None] = {}
         for of_rank in collectives.gather_objects_as_json(problems):
             unique |= dict.fromkeys(of_rank)
@@ -369,6 +370,7 @@ class Checkpointer:
         start = time.monotonic()
         final = self.path_of(step)
         unfinished = final.with_name(final.name + PARTIAL)
+        # Order: rank 0 makes the folder, all agree that it is there, then all write into it.
         try:
             if self.session.is_main:
                 if unfinished.exists():
@@ -453,6 +455,7 @@ class Checkpointer:
 
     def _check_output(self) -> None:
         """Raise UserError unless every rank can write to output_dir and sees there the files of rank 0."""
+        # Two exchanges: all have written before any looks for the file of rank 0, and all have looked before it goes.
         probe = self.output / f".probe-{self.session.rank}"
         problem = None
         try:

@@ -162,22 +162,22 @@ def verify_files(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[
         if seal != _seal(content):
             return [f"{MANIFEST} does not match its own checksum"]
         files: dict[str, Any] = content["files"]
-        wanted = sorted(files)[part::num_parts]
-        sizes = {name: int(files[name]["bytes"]) for name in wanted}
-        checksums = {name: str(files[name]["sha256"]) for name in wanted}
+        # Of each file the size and the checksum, both of which must be there.
+        expected = {
+            name: (int(files[name]["bytes"]), files[name]["sha256"])
+            for name in sorted(files)[part::num_parts]
+        }
     except (UserError, ValueError, KeyError, TypeError, AttributeError):
         return [f"{MANIFEST} is damaged"]
     problems = []
-    for name in wanted:
+    for name, (size, checksum) in expected.items():
         problem = irregular(directory, name)
         try:
             if problem is None:
                 num_bytes = (directory / name).stat().st_size
-                if num_bytes != sizes[name]:
-                    problem = (
-                        f"{name} has {num_bytes:,d} bytes instead of {sizes[name]:,d}"
-                    )
-                elif sha256_of(directory / name) != checksums[name]:
+                if num_bytes != size:
+                    problem = f"{name} has {num_bytes:,d} bytes instead of {size:,d}"
+                elif sha256_of(directory / name) != checksum:
                     problem = f"{name} does not match its checksum"
         except OSError as error:
             problem = f"{name} cannot be read ({error.strerror or error})"

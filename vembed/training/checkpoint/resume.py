@@ -176,19 +176,19 @@ def candidates(run: RunSection) -> list[Path]:
         )
     if run.resume in (True, "auto", "force"):
         return checkpoints
-    wanted = Path(str(run.resume))
-    if not wanted.is_dir():
+    requested = Path(str(run.resume))
+    if not requested.is_dir():
         raise UserError(
-            f"resume: {wanted} is not a folder; give a checkpoint-<step> folder, a run's output_dir, or true"
+            f"resume: {requested} is not a folder; give a checkpoint-<step> folder, a run's output_dir, or true"
         )
-    siblings = [path for _, path in list_checkpoints(wanted.parent)]
-    if (wanted / MANIFEST).is_file() or wanted in siblings:
-        paths = [wanted]
+    siblings = [path for _, path in list_checkpoints(requested.parent)]
+    if (requested / MANIFEST).is_file() or requested in siblings:
+        paths = [requested]
     else:
-        paths = [path for _, path in reversed(list_checkpoints(wanted))]
+        paths = [path for _, path in reversed(list_checkpoints(requested))]
     if not paths:
         raise UserError(
-            f"resume: {wanted} is neither a checkpoint nor a folder with checkpoints"
+            f"resume: {requested} is neither a checkpoint nor a folder with checkpoints"
         )
     is_of_output = paths[0].resolve().parent == output.resolve()
     if (checkpoints or finished) and not is_of_output:
@@ -196,7 +196,7 @@ def candidates(run: RunSection) -> list[Path]:
         if checkpoints:
             contents = f"checkpoints already (newest {checkpoints[0].name})"
         raise UserError(
-            f"resume: {wanted} is of another run, and output_dir: {output} holds {contents}: choose another output_dir"
+            f"resume: {requested} is of another run, and output_dir: {output} holds {contents}: choose another output_dir"
         )
     return paths
 
@@ -305,8 +305,8 @@ class Difference:
 def compare_resume(
     saved: Mapping[str, Any],
     now: Mapping[str, Any],
-    saved_identity: Mapping[str, Any] | None = None,
-    identity: Mapping[str, Any] | None = None,
+    saved_identity: Mapping[str, Any],
+    identity: Mapping[str, Any],
 ) -> list[Difference]:
     """Return the options that differ from those in a checkpoint, each with whether it may.
 
@@ -320,13 +320,11 @@ def compare_resume(
         before = saved.get(name, default)
         if before != value:
             differences.append(Difference(name, before, value, name in MAY_CHANGE))
-    then = saved_identity or {}
-    here = identity or {}
-    for name in sorted(set(then) & set(here)):
-        if then[name] != here[name]:
-            differences.append(
-                Difference(name, then[name], here[name], is_allowed=False)
-            )
+    for name in sorted(set(saved_identity) & set(identity)):
+        before = saved_identity[name]
+        value = identity[name]
+        if before != value:
+            differences.append(Difference(name, before, value, is_allowed=False))
     return differences
 
 

@@ -238,14 +238,16 @@ class CheckpointReader(StorageReader):
     @override
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Copy the pieces, or the parts of them that this process holds, into its tensors."""
-        by_file: dict[str, list[tuple[str, Any]]] = {}
+        items_by_file: dict[str, list[tuple[str, Any]]] = {}
         for item in plan.items:
             name, key = self.stored[item.storage_index]
-            by_file.setdefault(name, []).append((key, item))
-        for name, wanted in by_file.items():
+            items_by_file.setdefault(name, []).append((key, item))
+        for name, items in items_by_file.items():
             with safe_open(self.directory / name, framework="pt") as file:
-                for key, item in wanted:
+                for key, item in items:
+                    # This rank's memory of the tensor, [rows, ...]: under FSDP its shard along the first dimension.
                     target = planner.resolve_tensor(item).detach()
+                    # A checkpoint of other shards: only the part of a stored piece that lies in this rank's shard.
                     if item.lengths:
                         part = zip(item.storage_offsets, item.lengths, strict=True)
                         slices = tuple(slice(at, at + size) for at, size in part)
@@ -332,6 +334,7 @@ def restore(
     leaves: list[Leaf] = []
     state: dict[str, Any] = {}
     groups: Any = []
+    # Collective under FSDP, like each get_ and set_ below. All ranks read one index, so all take the same branch.
     if optimizer is not None and any(name.startswith(_OPTIMIZER) for name in saved):
         # torch allocates the state tensors by a step with zero gradients, and only if there are none yet.
         optimizer.zero_grad(set_to_none=True)
@@ -408,11 +411,11 @@ def _leaves(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[Leaf]:
     """
     leaves: list[Leaf] = []
     for key, value in state.items():
-        here = (*path, key)
+        key_path = (*path, key)
         if isinstance(value, dict):
-            leaves += _leaves(value, here)
+            leaves += _leaves(value, key_path)
             continue
-        name = _OPTIMIZER + ".".join(here)
+        name = _OPTIMIZER + ".".join(key_path)
         pieces: dict[str, Any] = {name: value}
         if not isinstance(value, Tensor):
             pieces = {name: torch.tensor(value)}
@@ -423,7 +426,7 @@ def _leaves(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[Leaf]:
                 pieces = {}
                 for part in local.__tensor_flatten__()[0]:
                     pieces[f"{name}.{part}.{shard}"] = getattr(local, part)
-        leaves.append((here, value, pieces))
+        leaves.append((key_path, value, pieces))
     return leaves
 
 
@@ -437,6 +440,7 @@ def _movable(value: Any) -> Any:
     local = (
         shards[0].tensor if shards else torch.empty(0, *shape[1:], dtype=value.dtype)
     )
+    # Without communication: the mesh is made of a group that exists, and `run_check` would compare the ranks.
     mesh = DeviceMesh.from_group(value._process_group, local.device.type)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
@@ -492,7 +496,7 @@ def _check_weights(
 
 
 def _check_optimizer(
-    leaves: list[Leaf], saved: Mapping[str, list[int]], theirs: str, ours: str
+    leaves: list[Leaf], saved: Mapping[str, list[int]], saved_kind: str, kind: str
 ) -> None:
     """Raise UserError if the optimizer state does not fit: another optimizer, or 8-bit blocks of other shards."""
     shapes = {}
@@ -506,14 +510,14 @@ def _check_optimizer(
             foreign.append(name)
     if not foreign:
         return
-    if theirs == ours and any(_OWN.search(name) for name in foreign):
+    if saved_kind == kind and any(_OWN.search(name) for name in foreign):
         raise UserError(
-            f"the checkpoint's state of {theirs} cannot be divided among {collectives.world_size()} process(es), since "
+            f"the checkpoint's state of {saved_kind} cannot be divided among {collectives.world_size()} process(es), since "
             "its 8-bit blocks follow the shards: resume on as many processes as wrote it (only optim: adamw moves "
             "freely), or start anew in another output_dir"
         )
     raise UserError(
-        f"the checkpoint holds the state of {theirs}, which {ours} cannot take over ({foreign[0]}): resume with the "
+        f"the checkpoint holds the state of {saved_kind}, which {kind} cannot take over ({foreign[0]}): resume with the "
         "optim and strategy that it was trained with (8-bit state does not move between copied and sharded "
         "parameters), or start anew in another output_dir"
     )

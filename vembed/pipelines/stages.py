@@ -1,31 +1,49 @@
-"""run_stages(): the steps of a config in order, each in a folder of its own; what is done stays done."""
+"""Stages: the steps of a config in order, each in a folder of its own; what is done stays done."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import operator
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of, run_train
 from vembed.cli.support import log_line
 from vembed.config.aliases import option_of
 from vembed.config.arguments import TrainArguments
+from vembed.config.entries import DataSource
 from vembed.config.layers import shared_layer
 from vembed.config.loading import resolve_run
-from vembed.config.paths import require_paths
+from vembed.config.options import nearest
+from vembed.config.paths import (
+    is_hub_model,
+    is_inside,
+    missing_path,
+    require_paths,
+    similar_path,
+)
 from vembed.config.resolved import ResolvedRun
+from vembed.config.schema import TrainConfig
 from vembed.config.stages import MINED, Pipeline, Step, read_pipeline
+from vembed.config.terms import needed_teachers
+from vembed.data.cache import add_content
 from vembed.errors import RunError, UserError
 from vembed.files import read_json_object, read_state_text
-from vembed.pipelines.stages.checks import check_options, check_requirements, located
-from vembed.pipelines.stages.estimates import pipeline_table
-from vembed.pipelines.stages.fingerprint import of_options, of_training
+from vembed.progress import duration
+from vembed.saving.durability import replace_text
+from vembed.training.checkpoint.resume import MAY_CHANGE
+from vembed.training.fingerprints import of_model
+
+if TYPE_CHECKING:
+    from vembed.pipelines.prediction import Prediction
 
 STATE_FILE = "stage.json"
 """In the folder of each step: its fingerprint, and whether it is done."""
@@ -197,14 +215,13 @@ class _Stage:
         facts = {"fingerprint": fingerprint, "kind": self.step.kind}
         self._write_state({**facts, "state": "started"})
         # No rank may write into the folder before an old one is moved away.
-        deadline = time.monotonic() + SHARED_WITHIN_SECONDS
-        while _read_state(self.folder).get("fingerprint") != fingerprint:
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"output_dir: {self.folder} is not the same folder for all processes; give one on a file system "
-                    "that all machines share"
-                )
-            time.sleep(0.05)
+        if not _comes_true(
+            lambda: _read_state(self.folder).get("fingerprint") == fingerprint
+        ):
+            raise UserError(
+                f"output_dir: {self.folder} is not the same folder for all processes; give one on a file system "
+                "that all machines share"
+            )
         result: dict[str, Any] = {}
         if self.step.kind == "train":
             code = train(self.arguments)
@@ -270,11 +287,7 @@ class _Stage:
         if code := run_process(*self.command()):
             return code, {}
         # Under a launcher the other ranks may be here before rank 0 has written it.
-        deadline = time.monotonic() + SHARED_WITHIN_SECONDS
-        while not (path.is_file() and path.stat().st_size):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)
+        _comes_true(lambda: path.is_file() and path.stat().st_size > 0)
         if self.step.kind != "evaluate":
             return 0, {}
         scores = read_json_object(path)
@@ -333,10 +346,7 @@ class _Stage:
     def _write_state(self, state: Mapping[str, Any]) -> None:
         if _is_main():
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / STATE_FILE
-            partial = path.with_suffix(".part")
-            partial.write_text(json.dumps(state, indent=2) + "\n", encoding="utf-8")
-            partial.replace(path)
+            replace_text(self.folder / STATE_FILE, json.dumps(state, indent=2) + "\n")
 
 
 def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[Step]:
@@ -440,5 +450,386 @@ def _as_word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def _comes_true(condition: Callable[[], bool]) -> bool:
+    """Wait until every process must see what rank 0 has written, and return whether this one does."""
+    deadline = time.monotonic() + SHARED_WITHIN_SECONDS
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
+
+
+# ---- checks before any step is run --------------------------------------------------------------------------------
+
+DATA = ("data_path", "corpus_path", "qrels_path", "data")
+"""Options that name files of data, as of `mine`, `merge` and `evaluate` together."""
+MODELS = ("model_name", "model", "models", "base")
+CUTS = "1,5,10,100"
+"""Cut-offs of `vembed eval` without `--ks`."""
+COMPARE = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+# An optional comparison and a decimal number, also `.5` and `1e-3`.
+CONDITION = re.compile(r"\s*(>=|<=|>|<)?\s*([+-]?\d*\.?\d+(?:[eE][+-]?\d+)?)\s*")
+
+
+def located(options: Mapping[str, Any], config: str | None) -> dict[str, Any]:
+    """Return the options with relative paths that are not in the current folder, but beside the config file, as those
+    of a training are."""
+
+    def locate(value: Any) -> Any:
+        if isinstance(value, list):
+            return [locate(entry) for entry in value]
+        if config is None or not isinstance(value, str) or Path(value).exists():
+            return value
+        beside = Path(config).parent / value
+        return str(beside) if beside.exists() else value
+
+    names = (*DATA, *MODELS)
+    return {
+        key: locate(value) if key in names else value for key, value in options.items()
+    }
+
+
+def named_paths(value: Any) -> list[str]:
+    """Return the paths and names of an option: a text, a list of them, or entries with a path."""
+    paths = []
+    for entry in value if isinstance(value, list) else [value]:
+        path = entry.get("path") if isinstance(entry, Mapping) else entry
+        if isinstance(path, str):
+            paths.append(path)
+    return paths
+
+
+def check_options(
+    pipeline: Pipeline, step: Step, options: Mapping[str, Any], made: Sequence[Path]
+) -> None:
+    """Raise UserError where a step between names what is not there. `made`: folders of the steps before it."""
+    where = f"{pipeline.source}: stage {step.name}: "
+    for key in DATA:
+        for path in named_paths(options.get(key)):
+            problem = None if is_inside(path, made) else missing_path(key, path)
+            if problem is not None:
+                raise UserError(where + problem)
+    before = [
+        earlier.name for earlier in pipeline.before(step.name) if earlier.has_model
+    ]
+    others = {earlier.name for earlier in pipeline.steps} - set(before)
+    known = f"the stages before it with a model are {', '.join(before) or 'none'}"
+    for key in MODELS:
+        for name in named_paths(options.get(key)):
+            is_folder = Path(name).expanduser().exists() or is_inside(name, made)
+            if name in before or is_folder:
+                continue
+            near = nearest(name, before)
+            if name in others or near is not None:
+                hint = f", did you mean {near!r}?" if near else ""
+                raise UserError(
+                    f"{where}{key}: {name} is neither a folder nor a stage before it with a model{hint} ({known})"
+                )
+            if not is_hub_model(name):
+                raise UserError(
+                    f"{where}{key}: {name} is not a folder (looked from {Path.cwd()}){similar_path(name)}; {known}"
+                )
+    required = options.get("require")
+    if step.kind != "evaluate" or required is None:
+        return
+    if not isinstance(required, Mapping):
+        raise UserError(
+            f'{where}require: {required!r} is no condition by name; write it as {{nDCG@10: ">= 0.60"}}'
+        )
+    cuts = options.get("ks", CUTS)
+    cuts = cuts if isinstance(cuts, list) else str(cuts).split(",")
+    measured = ["spearman", "pearson"]
+    for metric in ("ndcg", "mrr", "recall", "map"):
+        measured += [f"{metric}@{str(cut).strip()}" for cut in cuts]
+    for name, condition in required.items():
+        try:
+            _parse(name, condition)
+        except UserError as error:
+            raise UserError(f"{where}{error}") from None
+        if str(name).lower().rpartition("/")[2] not in measured:  # also dim256/ndcg@10
+            raise UserError(
+                f"{where}require: {name} is not among what is measured: {', '.join(measured)}"
+            )
+
+
+def check_requirements(
+    scores: Mapping[str, float], required: Mapping[str, Any]
+) -> str | None:
+    """Return what is not met, in words; None where all is. A plain number is the least that is required."""
+    by_name = {name.lower(): value for name, value in scores.items()}
+    for name, condition in required.items():
+        sign, limit = _parse(name, condition)
+        score = by_name.get(name.lower())
+        if score is None:
+            raise UserError(
+                f"require: {name} is not among what is measured: {', '.join(scores)}"
+            )
+        if not COMPARE[sign](score, limit):
+            return f"{name} is {score:.4f}, and {sign} {limit:g} is required"
+    return None
+
+
+def _parse(name: str, condition: Any) -> tuple[str, float]:
+    match = CONDITION.fullmatch(str(condition))
+    if match is None:
+        raise UserError(
+            f'require: {name}: {condition!r} is no condition; write it as ">= 0.60"'
+        )
+    return match[1] or ">=", float(match[2])
+
+
+# ---- fingerprints: what a step depends on ------------------------------------------------------------------------
+
+PART = 2**20
+"""Bytes that are read at the beginning, in the middle and at the end of a large file."""
+RESULTS = frozenset(
+    [
+        "epochs",
+        "max_steps",
+        "max_train_minutes",
+        "load_best_model_at_end",
+        "save_dtype",
+        "save_merged",
+        "on_nonfinite",
+    ]
+)
+"""Options that a resumed run may change, and that change what comes out."""
+
+
+def of_training(config: TrainConfig, before: str | None, world_size: int) -> str:
+    """Return the fingerprint of a training stage. `before`: that of the step whose model it starts from."""
+    facts = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in MAY_CHANGE or name in RESULTS
+    }
+    model = config.model
+    data = config.data
+    evaluation = config.evaluation
+    # The gradient depends on the global batch only, so the same fingerprint holds for 2 x 32 and 4 x 16.
+    batch = config.batch
+    facts["global batch"] = batch.global_batch_size or batch.batch_size * world_size
+    facts["model_name"] = before or _of_place(model.model_name)
+    paths = data.data_path if isinstance(data.data_path, list) else [data.data_path]
+    facts["data"] = [
+        [_of_place(source.path), source.model_dump(mode="json", exclude={"path"})]
+        if isinstance(source, DataSource)
+        else _of_place(source)
+        for source in paths
+    ]
+    # What may end the run early, or chooses among its checkpoints.
+    scored_by = [evaluation.eval_metric, evaluation.eval_steps]
+    if config.run.load_best_model_at_end and data.val_data_path:
+        facts["validation data"] = [_of_place(data.val_data_path), *scored_by]
+    if evaluation.patience not in (None, "auto"):
+        validated: Any = data.val_split
+        if data.val_data_path:
+            validated = _of_place(data.val_data_path)
+        facts["patience"] = [evaluation.patience, *scored_by, validated]
+    if evaluation.guards:
+        facts["guards"] = [
+            [_of_place(guard.path), guard.model_dump(mode="json")]
+            for guard in evaluation.listed_guards()
+        ]
+    # Further files that only some runs read.
+    if model.model_class is not None:
+        facts["model_class"] = _of_place(model.model_class.rpartition(":")[0])
+    others = {
+        "image_model_name": model.image_model_name,
+        "tokenizer_name": model.tokenizer_name,
+    }
+    for teacher in needed_teachers(config.objective, data, model):
+        others[f"teacher {teacher.label}"] = teacher.model
+    for key, name in others.items():
+        # The names of those that are no folder here are among the options.
+        if name and _of_place(name) != name:
+            facts[key] = _of_place(name)
+    return _short(facts)
+
+
+def of_options(options: Mapping[str, Any], before: list[str]) -> str:
+    """Return the fingerprint of a step between: its options, the files that they name, and the steps before it."""
+    return _short(
+        {
+            "options": {key: _of_value(value) for key, value in options.items()},
+            "before": before,
+        }
+    )
+
+
+def _of_value(value: Any) -> Any:
+    if isinstance(value, str):
+        return _of_place(value)
+    if isinstance(value, list):
+        return [_of_value(entry) for entry in value]
+    return value
+
+
+def _of_place(name: str) -> str:
+    """Return a digest of the content of a file or folder; any other name as it is."""
+    try:
+        path = Path(name).expanduser()
+        if path.is_file():
+            return _of_file(path)
+        if path.is_dir():
+            files = sorted(inner for inner in path.rglob("*") if inner.is_file())
+            return _short(
+                [[file.relative_to(path).as_posix(), _of_file(file)] for file in files]
+            )
+    except (OSError, ValueError):  # not a valid name of a file
+        return name
+    return name
+
+
+def _of_file(path: Path) -> str:
+    digest = hashlib.sha256(str(path.stat().st_size).encode())
+    add_content(digest, path, pieces=3, piece_bytes=PART, whole_bytes=PART)
+    return digest.hexdigest()
+
+
+def _short(value: Any) -> str:
+    return hashlib.sha256(
+        json.dumps(value, sort_keys=True, default=str).encode()
+    ).hexdigest()[:16]
+
+
+# ---- estimates of memory and time --------------------------------------------------------------------------------
+
+GIB = 2**30
+UNKNOWN = "not estimated"
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Memory of each process and time of a step, in words."""
+
+    step: Step
+    memory: str
+    time: str = UNKNOWN
+    seconds: float | None = None
+    fits: bool = True
+
+
+def pipeline_table(pipeline: Pipeline, arguments: TrainArguments) -> str:
+    """Return the estimates of all steps for a dry run, which fetches nothing and without a model imports no torch."""
+
+    def predict_if_here(stage: TrainArguments) -> Prediction:
+        run = resolve_run(stage.source, stage.overrides, stage=stage.stage)
+        model = run.config.model
+        if of_model(model.model_name, model.model_revision) is None:
+            raise UserError(
+                f"no files of {model.model_name} here; `vembed plan` looks further"
+            )
+        from vembed.pipelines.prediction import predict  # imports torch
+
+        return predict(stage)
+
+    return table(estimates(pipeline, arguments, predict_if_here, skips_missing=True))
+
+
+def estimates(
+    pipeline: Pipeline,
+    arguments: TrainArguments,
+    predict: Callable[[TrainArguments], Prediction],
+    *,
+    skips_missing: bool = False,
+) -> list[Estimate]:
+    """Return the estimate of each step. The weights of a stage's model need not be there yet: every stage has the
+    architecture of the model that the first one starts from. `skips_missing`: a model that is not here is no error."""
+    models: dict[str, str] = {}
+    step_estimates: list[Estimate] = []
+    newest: Prediction | None = None
+    for step in pipeline.steps:
+        before = pipeline.model_before(step.name)
+        if step.kind != "train":
+            models[step.name] = models[before.name] if before is not None else ""
+            step_estimates.append(_between(step, newest))
+            continue
+        stage = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
+        if before is not None and step.option("model_name") is None:
+            name = f"model_name={models[before.name]}"
+            stage = replace(stage, overrides=(*stage.overrides, name))
+        # For a stage that starts from an earlier one this is the name given above: of the first model, whose shapes
+        # it has.
+        run = resolve_run(stage.source, stage.overrides, stage=step.name)
+        models[step.name] = run.config.model.model_name
+        remark = ""
+        mined = pipeline.mined_before(step.name)
+        if mined is not None and step.option("data_path") is None:
+            # Until its data are mined, those that they come from stand for them.
+            unmined = mined.options().get("data_path")
+            is_mined = (pipeline.folder(mined.name) / MINED).is_file()
+            if not is_mined and isinstance(unmined, str):
+                path = f"data_path={unmined}"
+                stage = replace(stage, overrides=(*stage.overrides, path))
+                remark = " (without the negatives that are to be mined)"
+        try:
+            newest = predict(stage)
+        except UserError as error:
+            if not skips_missing:
+                raise
+            newest = None
+            memory = f"{UNKNOWN} ({str(error).splitlines()[0]})"
+            step_estimates.append(Estimate(step, memory))
+            continue
+        memory = f"{newest.needed}: {'fits' if newest.fits else 'does not fit'}"
+        time = UNKNOWN
+        if newest.seconds is not None:
+            time = _about(newest.seconds) + remark
+        step_estimates.append(Estimate(step, memory, time, newest.seconds, newest.fits))
+    return step_estimates
+
+
+def table(step_estimates: Sequence[Estimate]) -> str:
+    """Return the lines of all steps, and the sum of what is estimated."""
+    rows = [("stage", "step", "memory", "time")]
+    for estimate in step_estimates:
+        step = estimate.step
+        rows.append((step.name, step.kind, estimate.memory, estimate.time))
+    known = [
+        estimate.seconds for estimate in step_estimates if estimate.seconds is not None
+    ]
+    if known:
+        total = _about(sum(known))
+        if len(known) < len(step_estimates):
+            total += f", without the {len(step_estimates) - len(known)} not estimated"
+        rows.append(("all", "", "", total))
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    text = "==== memory of each process and time of each step, estimated\n"
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        text += "  ".join(cells).rstrip() + "\n"
+    return text
+
+
+def _between(step: Step, newest: Prediction | None) -> Estimate:
+    """Return the estimate of a step between trainings. `newest`: the training before it, whose model has its shapes."""
+    # 2**20 elements in float64: PIECE of weights/methods.py, which is not imported because it imports torch.
+    if step.kind == "merge":
+        return Estimate(
+            step, "pieces of 8 MB of each model", "that of reading each model once"
+        )
+    if newest is None:
+        return Estimate(step, UNKNOWN)
+    from vembed.pipelines.prediction import encoding_seconds
+
+    # Weights in float32.
+    memory = f"{4 * newest.size.total / GIB:.1f} GB (weights), and micro-batches"
+    options = step.options()
+    total = 0.0
+    for name in ("data_path", "corpus_path", "data"):
+        for path in named_paths(options.get(name)):
+            seconds = encoding_seconds(newest, path)
+            if seconds is None:
+                return Estimate(step, memory)
+            total += seconds
+    return Estimate(step, memory, f"{_about(total)} (encoding)", total)
+
+
+def _about(seconds: float) -> str:
+    return "below 1 s" if seconds < 1.0 else f"about {duration(seconds)}"

@@ -1,1 +1,0 @@
-"""Stages: the steps of one config, run in order, each once."""
