@@ -82,51 +82,42 @@ def test_every_positive_is_the_corpus_and_negatives_are_not(tmp_path):
     )
 
 
-def test_equal_contents_are_one_document_and_equal_queries_one_query():
-    data = from_examples(
-        [example("a", "A"), example("b", "A"), example("a", "C"), example("a", "A")],
-        "test",
-    )
-    assert [item.text for item in data.documents] == ["A", "C"]
-    assert found(data) == {"a": {"A": 1, "C": 1}, "b": {"A": 1}}
-
-
-def test_whole_scores_are_grades_as_they_stand():
-    data = from_examples([example("a", "A", "B", "C", scores=(3.0, 1.0, 0.0))], "test")
-    assert found(data) == {"a": {"A": 3, "B": 1}}
-    assert len(data.documents) == 3, (
-        "a positive of score 0 is a document that nobody should find"
-    )
-
-
-def test_fractional_scores_keep_their_proportions():
-    data = from_examples(
-        [
-            example("a", "A", "B", scores=(0.8, 0.2)),
-            example("b", "B", scores=(0.0001,)),
-        ],
-        "test",
-    )
-    assert found(data) == {"a": {"A": 1000, "B": 250}, "b": {"B": 1}}
-
-
-def test_large_whole_scores_keep_their_proportions_too():
-    data = from_examples([example("a", "A", "B", scores=(8e9, 2e9))], "test")
-    assert found(data) == {"a": {"A": 1000, "B": 250}}
-
-
-def test_negative_scores_are_not_relevant():
-    data = from_examples([example("a", "A", "B", scores=(-1.0, 2.0))], "test")
-    assert found(data) == {"a": {"B": 2}}
-    assert data.notes == ("1 positives with a score of 0 or below are not relevant",)
-
-
-def test_the_higher_grade_counts_where_a_pair_occurs_twice():
-    data = from_examples(
-        [example("a", "A", "B", scores=(1.0, 1.0)), example("a", "A", scores=(2.0,))],
-        "test",
-    )
-    assert found(data) == {"a": {"A": 2, "B": 1}}
+@pytest.mark.parametrize(
+    ("examples", "relevant"),
+    [
+        # Equal contents are one document, and equal queries one query.
+        (
+            [("a", "A"), ("b", "A"), ("a", "C"), ("a", "A")],
+            {"a": {"A": 1, "C": 1}, "b": {"A": 1}},
+        ),
+        # Whole scores are grades as they stand. Others, and large ones, keep their proportions.
+        ([("a", "A", "B", "C", (3.0, 1.0, 0.0))], {"a": {"A": 3, "B": 1}}),
+        (
+            [("a", "A", "B", (0.8, 0.2)), ("b", "B", (0.0001,))],
+            {"a": {"A": 1000, "B": 250}, "b": {"B": 1}},
+        ),
+        ([("a", "A", "B", (8e9, 2e9))], {"a": {"A": 1000, "B": 250}}),
+        # The higher grade counts where a pair occurs twice.
+        (
+            [("a", "A", "B", (1.0, 1.0)), ("a", "A", (2.0,))],
+            {"a": {"A": 2, "B": 1}},
+        ),
+        ([("a", "A", "B", (-1.0, 2.0))], {"a": {"B": 2}}),
+    ],
+)
+def test_grades_of_pairs(examples, relevant):
+    read = []
+    texts = {}
+    for query, *rest in examples:
+        scores = rest.pop() if isinstance(rest[-1], tuple) else None
+        texts |= dict.fromkeys(rest)
+        read.append(example(query, *rest, scores=scores))
+    data = from_examples(read, "test", "retrieval")
+    assert found(data) == relevant
+    # A positive of score 0 is a document that nobody should find.
+    assert [item.text for item in data.documents] == list(texts)
+    num_irrelevant = sum(score <= 0 for one in read for score in one.scores or ())
+    assert bool(data.notes) == bool(num_irrelevant)
 
 
 # ---- scored pairs ----------------------------------------------------------------------------------------------
@@ -250,12 +241,6 @@ def test_beir_folder_in_parquet(tmp_path, is_of_hub):
         opened(place)
 
 
-def test_beir_without_header(tmp_path):
-    folder = beir(tmp_path, [])
-    (folder / "qrels" / "test.tsv").write_text("q1\td1\t1\n")
-    assert found(opened(folder)) == {"first": {"Title of one": 1}}
-
-
 def test_equal_documents_are_joined_and_said(tmp_path):
     data = opened(
         beir(
@@ -268,15 +253,20 @@ def test_equal_documents_are_joined_and_said(tmp_path):
     assert data.notes == ("joined 1 documents with equal content",)
 
 
-def test_qrels_as_trec_eval_has_them(tmp_path):
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "q1\td1\t2\n2\td3\t1\n",  # no header
+        "q1\td1\t2.0\nq1\td2\t0.0\n2\td3\t1\n",
+        "q1 0 d1 2\nq1 0 d2 0\n2 Q0 d3 1\n",  # as trec_eval has them
+        "q1\t0\td1\t2\nq1\t0\td2\t0\n2\tQ0\td3\t1\n",  # MS MARCO's
+    ],
+)
+def test_forms_of_qrels(tmp_path, lines):
     folder = beir(tmp_path, [])
-    for between in " \t":  # MS MARCO's have tabs
-        lines = "q1 0 d1 2\nq1 0 d2 0\n2 Q0 d3 1\n".replace(" ", between)
-        (folder / "qrels" / "test.tsv").write_text(lines)
-        assert found(opened(folder)) == {
-            "first": {"Title of one": 2},
-            "second": {"three": 1},
-        }
+    (folder / "qrels" / "test.tsv").write_text(lines)
+    relevant = {"first": {"Title of one": 2}, "second": {"three": 1}}
+    assert found(opened(folder)) == relevant
 
 
 def test_grades_under_another_name_are_not_taken_for_one(tmp_path):
@@ -297,12 +287,6 @@ def test_grades_under_another_name_are_not_taken_for_one(tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), folder / "qrels" / "test.parquet")
     with pytest.raises(UserError, match=":1: no score, and label is not read"):
         opened(folder)
-
-
-def test_grades_may_be_whole_floats(tmp_path):
-    assert found(opened(beir(tmp_path, ["q1\td1\t2.0", "q1\td2\t0.0"]))) == {
-        "first": {"Title of one": 2}
-    }
 
 
 def test_texts_of_a_corpus_stay_in_their_file(tmp_path):
@@ -362,19 +346,6 @@ def test_names_and_contents_that_occur_twice_in_a_corpus(tmp_path):
     data = opened(folder, on_bad_record="skip")
     assert found(data) == {"first": {"2": 1}, "second": {"1": 2}}
     assert data.notes[-1] == "joined 1 documents with equal content"
-
-
-def test_the_lines_of_names_that_occur_twice(tmp_path):
-    records = [
-        {"_id": name, "text": str(number)} for number, name in enumerate("ab_acb")
-    ]
-    records[2] = ""
-    problems = []
-    read_corpus(open_records(write_lines(tmp_path / "corpus.jsonl", records)), problems)
-    assert [one.rpartition("jsonl:")[2] for one in problems] == [
-        "4: _id a occurs twice",
-        "6: _id b occurs twice",
-    ]
 
 
 def test_a_corpus_takes_a_few_bytes_for_each_document(tmp_path, monkeypatch):
@@ -447,20 +418,25 @@ BAD_CORPUS = [
 BAD_QRELS = ["q1\td1\t1", "q1\td1", "q9\td1\t1", "q1\td9\t1", "q1\td1\thigh"]
 
 
+NO_SCORE = "not query-id, corpus-id and a whole score"
+
+
 @pytest.mark.parametrize(
-    ("score", "said"),
+    ("first", "score", "line", "said"),
     [
-        ("--1", "not query-id, corpus-id and a whole score"),
-        ("9" * 5000, "not query-id, corpus-id and a whole score"),
-        (
-            "3000000000",
-            "the score 3,000,000,000 is no grade, which is at most 1,000,000",
-        ),
+        ("query-id\tcorpus-id\tscore", "--1", 2, NO_SCORE),
+        ("query-id\tcorpus-id\tscore", "9" * 5000, 2, NO_SCORE),
+        ("query-id\tcorpus-id\tscore", "3000000000", 2, "is no grade"),
+        ("q1\td1\t0.5", "1", 1, NO_SCORE),
+        ("q1\td1\t1e-1", "1", 1, NO_SCORE),
+        ("q1\td1\t.7", "1", 1, NO_SCORE),
     ],
 )
-def test_scores_that_are_no_grades(tmp_path, score, said):
-    with pytest.raises(UserError, match=rf"test\.tsv:3: {said}"):
-        opened(beir(tmp_path, ["q1\td1\t1", f"q1\td1\t{score}"]))
+def test_scores_that_are_no_grades(tmp_path, first, score, line, said):
+    folder = beir(tmp_path, [])
+    write_lines(folder / "qrels" / "test.tsv", [first, f"q1\td1\t{score}"])
+    with pytest.raises(UserError, match=rf"test\.tsv:{line}: .*{said}"):
+        opened(folder)
 
 
 def test_scores_in_parquet_that_are_no_numbers(tmp_path):
@@ -517,17 +493,6 @@ def test_texts_that_no_tokenizer_takes_are_named(tmp_path):
         assert f"{part} a lone surrogate in it, which is no character" in str(
             raised.value
         )
-
-
-@pytest.mark.parametrize("score", ["0.5", "1e-1", ".7"])
-def test_a_first_line_with_a_fraction_is_no_header(tmp_path, score):
-    folder = beir(tmp_path, [])
-    write_lines(folder / "qrels" / "test.tsv", [f"q1\td1\t{score}", "q1\td1\t1"])
-    with pytest.raises(
-        UserError,
-        match=r"1 bad records in .*\n.*test.tsv:1: not query-id, corpus-id and a whole score",
-    ):
-        opened(folder)
 
 
 def test_only_the_first_ten_are_listed(tmp_path):

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 from PIL import Image
+from sentence_transformers import SentenceTransformer
 
 from tests.built import described
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
@@ -22,40 +23,29 @@ def folder(request):
     return shared(request.param)
 
 
+def assert_close(vectors, expected):
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["query", "document"])
 def test_same_numbers_as_sentence_transformers(folder, kind):
-    from sentence_transformers import SentenceTransformer
-
     theirs = SentenceTransformer(str(folder), device="cpu")
     encode = theirs.encode_query if kind == "query" else theirs.encode_document
     ours = Embedder(folder, device="cpu")
-    np.testing.assert_allclose(ours.encode(TEXTS, kind=kind), encode(TEXTS), atol=1e-5)
-    np.testing.assert_allclose(
-        ours.encode(TEXTS, kind=kind, batch_size=1), encode(TEXTS), atol=1e-5
-    )
-    np.testing.assert_allclose(
-        ours.encode(TEXTS[0], kind=kind), encode(TEXTS[0]), atol=1e-5
-    )
+    assert_close(ours.encode(TEXTS, kind=kind), encode(TEXTS))
+    assert_close(ours.encode(TEXTS, kind=kind, batch_size=1), encode(TEXTS))
+    assert_close(ours.encode(TEXTS[0], kind=kind), encode(TEXTS[0]))
 
 
 def test_same_numbers_when_cut(folder):
-    from sentence_transformers import SentenceTransformer
-
     theirs = SentenceTransformer(str(folder), device="cpu", truncate_dim=8)
-    expected, unit = (
-        theirs.encode(TEXTS),
-        theirs.encode(TEXTS, normalize_embeddings=True),
-    )
+    expected = theirs.encode(TEXTS)
+    unit = theirs.encode(TEXTS, normalize_embeddings=True)
     ours = Embedder(folder, device="cpu")
-    np.testing.assert_allclose(ours.encode(TEXTS, truncate_dim=8), expected, atol=1e-5)
-    np.testing.assert_allclose(
-        ours.encode(TEXTS, truncate_dim=8, normalize=True), unit, atol=1e-5
-    )
-    np.testing.assert_allclose(
-        Embedder(folder, device="cpu", truncate_dim=8).encode(TEXTS),
-        expected,
-        atol=1e-5,
-    )
+    assert_close(ours.encode(TEXTS, truncate_dim=8), expected)
+    assert_close(ours.encode(TEXTS, truncate_dim=8, normalize=True), unit)
+    cut = Embedder(folder, device="cpu", truncate_dim=8)
+    assert_close(cut.encode(TEXTS), expected)
 
 
 def test_raw_vectors(folder):
@@ -96,24 +86,17 @@ def test_similarity_of_a_folder_that_names_one(tmp_path, measure, caplog):
 
 
 def test_long_texts_of_a_folder_that_names_a_length(tmp_path):
-    from sentence_transformers import SentenceTransformer
-
     folder = tiny_qwen3_st(tmp_path, max_seq_length=600)
     settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(
-        json.dumps({**settings, "max_position_embeddings": 1024})
-    )
+    settings["max_position_embeddings"] = 1024
+    (folder / "config.json").write_text(json.dumps(settings))
     long = ["red cat " * 280, "the old house " * 300]
     model = Embedder(folder, device="cpu")
     assert model.description.max_length == 600
-    np.testing.assert_allclose(
-        model.encode(long),
-        SentenceTransformer(str(folder), device="cpu").encode(long),
-        atol=1e-5,
-    )
-    assert (
-        described(TrainConfig(model_name=str(folder), data_path="-")).max_length == 512
-    )
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    assert_close(model.encode(long), theirs.encode(long))
+    config = TrainConfig(model_name=str(folder), data_path="-")
+    assert described(config).max_length == 512
 
 
 def test_forms_of_input(folder):

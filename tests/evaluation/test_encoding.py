@@ -6,6 +6,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st
+from tests.tiny_tokenizers import WORDS
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
@@ -14,33 +15,13 @@ from vembed.inference.encoding import encode_items, first_dims
 from vembed.models.embedding_model import load_embedder
 from vembed.parallel.session import start_session
 
-WORDS = (
-    "red",
-    "green",
-    "blue",
-    "small",
-    "large",
-    "old",
-    "new",
-    "fast",
-    "slow",
-    "warm",
-    "cold",
-    "cat",
-    "dog",
-    "bird",
-)
-
-
-def texts(number):
-    return [
-        " ".join(WORDS[(i * 7 + j) % len(WORDS)] for j in range(1 + i * 5 % 11))
-        for i in range(number)
-    ]
-
 
 def items(number):
-    return [Item(text=text) for text in texts(number)]
+    made = []
+    for i in range(number):
+        words = [WORDS[(i * 7 + j) % len(WORDS)] for j in range(1 + i * 5 % 11)]
+        made.append(Item(text=" ".join(words)))
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +86,10 @@ def test_equal_items_are_encoded_once(model, featuriser):
 
 
 def test_nothing_gives_an_empty_array(model, featuriser):
-    assert encode_items(model, featuriser, [], "document").shape == (
-        0,
-        model.description.embedding_dim,
-    )
-    assert encode_items(model, featuriser, [], "document", truncate_dim=8).shape == (
-        0,
-        8,
-    )
+    dim = model.description.embedding_dim
+    for options, width in (({}, dim), ({"truncate_dim": 8}, 8)):
+        empty = encode_items(model, featuriser, [], "document", **options)
+        assert empty.shape == (0, width)
 
 
 def test_several_chunks(model, featuriser, monkeypatch):
@@ -186,7 +163,8 @@ def test_progress_counts_all_items(model, featuriser):
     assert len(micro_batches) > 1
 
 
-def _on_a_rank(folder, numbers):
+def _on_a_rank(folder, numbers, chunk):
+    encoding.CHUNK = chunk
     with start_session(
         TrainConfig(model_name="m", data_path="d", strategy="ddp")
     ) as session:
@@ -209,13 +187,14 @@ def _on_a_rank(folder, numbers):
         return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("num_ranks", "chunk"), [(2, 3), (4, 16_384)])
 @pytest.mark.promise("B15")
-def test_ranks_encode_uneven_shares_in_step_and_in_order(model, featuriser, num_ranks):
+def test_ranks_encode_uneven_shares_in_step_and_in_order(
+    model, featuriser, num_ranks, chunk
+):
     numbers = [7, 0, 1, 3, 20]
-    by_rank = run_ranks(
-        _on_a_rank, num_ranks, shared(tiny_bert_st), numbers, process_group=False
-    )
+    arguments = (shared(tiny_bert_st), numbers, chunk)
+    by_rank = run_ranks(_on_a_rank, num_ranks, *arguments, process_group=False)
     for place, number in enumerate(numbers):
         expected = encode_items(model, featuriser, items(number), "document")
         for embeddings, _ in (found[place] for found in by_rank):
@@ -224,16 +203,3 @@ def test_ranks_encode_uneven_shares_in_step_and_in_order(model, featuriser, num_
         assert len(num_forwards) == 1, (
             "every forward of a sharded model is a collective"
         )
-
-
-def _chunks_on_a_rank(folder):
-    encoding.CHUNK = 3
-    return _on_a_rank(folder, [11])
-
-
-def test_ranks_and_chunks(model, featuriser):
-    expected = encode_items(model, featuriser, items(11), "document")
-    for ((embeddings, _),) in run_ranks(
-        _chunks_on_a_rank, 2, shared(tiny_bert_st), process_group=False
-    ):
-        np.testing.assert_allclose(embeddings, expected, atol=1e-6)

@@ -9,30 +9,15 @@ import torch
 
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
+from tests.tiny_tokenizers import WORDS
 from vembed import Embedder, UserError, evaluate
-from vembed.config.schema import DataSection, EvaluationSection, TrainConfig
+from vembed.config.schema import DataSection, TrainConfig
+from vembed.data.examples import Example, Item
 from vembed.evaluation.dataset import from_examples, open_eval_data
 from vembed.evaluation.retrieval import RetrievalSearch
 from vembed.evaluation.scores import deciding_metric, evaluate_model
 from vembed.inference import encoding
 from vembed.parallel.session import start_session
-
-WORDS = (
-    "red",
-    "green",
-    "blue",
-    "small",
-    "large",
-    "old",
-    "new",
-    "fast",
-    "slow",
-    "warm",
-    "cold",
-    "cat",
-    "dog",
-    "bird",
-)
 
 
 def sentence(seed, length=5):
@@ -248,15 +233,11 @@ def test_equal_files_give_equal_numbers_as_mteb(tmp_path):
     assert theirs["mrr_at_10"] == pytest.approx(ours["mrr@10"], abs=1e-4)
 
 
-def test_wrong_dims_are_named(tmp_path):
-    write_pairs(tmp_path / "val.jsonl")
-    with pytest.raises(UserError, match="dimension 4096 is asked for"):
-        evaluate(shared(tiny_bert_st), tmp_path / "val.jsonl", dims=[8, 4096])
-
-
-def test_a_model_of_broken_numbers_is_named(tmp_path):
+def test_wrong_dims_and_broken_weights_are_named(tmp_path):
     write_pairs(tmp_path / "val.jsonl")
     model = Embedder(shared(tiny_bert_st), device="cpu")
+    with pytest.raises(UserError, match="dimension 4096 is asked for"):
+        evaluate(model, tmp_path / "val.jsonl", dims=[8, 4096])
     with torch.no_grad():
         next(model.model.parameters()).fill_(math.nan)
     with pytest.raises(UserError, match="non-finite embeddings for 30 of 30 inputs"):
@@ -279,30 +260,17 @@ def test_a_model_that_is_published_cut_is_measured_cut(tmp_path):
 def test_which_metric_decides(tmp_path):
     write_pairs(tmp_path / "val.jsonl")
     data = open_eval_data(DataSection(data_path="d"), str(tmp_path / "val.jsonl"))
-
-    def decided(**options):
-        return deciding_metric(
-            EvaluationSection(**options).eval_metric,
-            data,
-            {"ndcg@10": 1, "map@5": 1},
-        )
-
-    assert decided() == "ndcg@10"
-    assert decided(eval_metric="map@5") == "map@5"
-    with pytest.raises(
-        UserError,
-        match="eval_metric: map@7 is not among what is measured: ndcg@10, map@5",
-    ):
-        decided(eval_metric="map@7")
-    from vembed.data.examples import Example, Item
-
-    pairs = [
-        Example(Item(text=str(i)), (Item(text="x"),), (), (float(i),)) for i in range(2)
-    ]
-    assert (
-        deciding_metric("auto", from_examples(pairs, "test"), {"spearman": 1})
-        == "spearman"
-    )
+    scores = {"ndcg@10": 1, "map@5": 1}
+    assert deciding_metric("auto", data, scores) == "ndcg@10"
+    assert deciding_metric("map@5", data, scores) == "map@5"
+    with pytest.raises(UserError, match=r"eval_metric: map@7 .*: ndcg@10, map@5"):
+        deciding_metric("map@7", data, scores)
+    pairs = []
+    for i in range(2):
+        item = Item(text=str(i))
+        pairs.append(Example(item, (item,), (), (float(i),)))
+    scored = from_examples(pairs, "test")
+    assert deciding_metric("auto", scored, {"spearman": 1}) == "spearman"
 
 
 def _evaluate_on_a_rank(folder, path):

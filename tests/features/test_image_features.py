@@ -208,25 +208,18 @@ def test_conversations_are_those_of_sentence_transformers(
         dim=1
     ).tolist()
     assert {feature.modality for feature in features} == {"multimodal"}
-    for name in (
-        "input_ids",
-        "attention_mask",
-        "mm_token_type_ids",
-        "image_grid_thw",
-        "pixel_values",
-    ):
-        assert torch.equal(batch[name], expected[name]), name
-    theirs_of_the_model = {
+    names = {
         "input_ids",
         "attention_mask",
         "mm_token_type_ids",
         "image_grid_thw",
         "pixel_values",
     }
+    for name in names:
+        assert torch.equal(batch[name], expected[name]), name
+    # Positions and lengths are made before the step.
     ours = {"position_ids"} | {name for name in batch if name.startswith("vision.")}
-    assert batch.keys() == theirs_of_the_model | ours, (
-        "and positions and lengths, made before the step"
-    )
+    assert batch.keys() == names | ours
 
 
 def test_image_tokens_are_counted_from_the_header(decoded: list[ImageRef]) -> None:
@@ -319,14 +312,19 @@ def test_a_template_that_changes_its_text_is_rendered_for_each(tmp_path: Path) -
     assert loud.key == quiet.key
 
 
-def test_a_vision_language_model_without_a_chat_template_is_refused(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("make", "name", "message"),
+    [
+        (tiny.tiny_qwen3_vl, "chat_template.jinja", "has no chat template"),
+        (tiny.tiny_vit, "preprocessor_config.json", "cannot be loaded"),
+    ],
+)
+def test_a_folder_without_a_file_is_refused(
+    make, name: str, message: str, tmp_path: Path
 ) -> None:
-    folder = tiny.tiny_qwen3_vl(tmp_path)
-    (folder / "chat_template.jinja").unlink()
-    with pytest.raises(
-        UserError, match=r"has no chat template.*add chat_template\.jinja"
-    ):
+    folder = make(tmp_path)
+    (folder / name).unlink()
+    with pytest.raises(UserError, match=rf"{tmp_path}.*{message}"):
         featuriser(folder)
 
 
@@ -364,15 +362,6 @@ def test_a_model_with_code_of_its_own_for_chats_is_read_as_a_chat_model(
     tiny.write_json(folder / "config.json", {"model_type": "bert"})
     with pytest.raises(
         UserError, match=r"unsupported module type custom_st\.MultiModalTransformer"
-    ):
-        featuriser(folder)
-
-
-def test_an_image_processor_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    folder = tiny.tiny_vit(tmp_path)
-    (folder / "preprocessor_config.json").unlink()
-    with pytest.raises(
-        UserError, match=f"the image processor of {tmp_path} cannot be loaded"
     ):
         featuriser(folder)
 

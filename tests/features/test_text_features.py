@@ -225,17 +225,6 @@ def test_a_text_without_any_token_is_named(tmp_path: Path) -> None:
         )
 
 
-def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    description = described(
-        TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
-    )
-    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Strange"}}')
-    with pytest.raises(
-        UserError, match=f"the tokenizer of {tmp_path} cannot be loaded"
-    ):
-        Featuriser(description.with_(source=str(tmp_path)))
-
-
 def test_a_tokenizer_written_in_python_gives_its_own_ids(tmp_path: Path) -> None:
     from transformers import (
         ByT5Tokenizer,  # bytes; others of its kind fill tables of a million characters
@@ -256,15 +245,16 @@ def test_a_tokenizer_written_in_python_gives_its_own_ids(tmp_path: Path) -> None
     assert batch["input_ids"].tolist() == expected
 
 
-def test_a_tokenizer_without_padding_and_end_token_is_named(tmp_path: Path) -> None:
-    tiny.byte_tokenizer(["<unk>"], "$A", unk_token="<unk>").save_pretrained(tmp_path)
+def test_tokenizers_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
-    )
-    with pytest.raises(
-        UserError, match="neither a padding nor an end token; add `pad_token`"
-    ):
-        Featuriser(description.with_(source=str(tmp_path)))
+    ).with_(source=str(tmp_path))
+    tiny.byte_tokenizer(["<unk>"], "$A", unk_token="<unk>").save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="neither a padding nor an end token"):
+        Featuriser(description)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"type": "Strange"}}')
+    with pytest.raises(UserError, match=f"tokenizer of {tmp_path} cannot be loaded"):
+        Featuriser(description)
 
 
 @pytest.mark.parametrize("name", MODELS)

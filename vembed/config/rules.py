@@ -67,9 +67,14 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     if not isinstance(dims, list):
         dims = []
     rules: list[tuple[str, str]] = [
-        *_batch_rules(config.batch, config.optimizer, config.given),
-        *_model_rules(model, config.adapters, config.batch),
-        *_matryoshka_rules(config.matryoshka),
+        *_model_rules(
+            model,
+            config.adapters,
+            config.matryoshka,
+            config.batch,
+            config.optimizer,
+            config.given,
+        ),
         *_loss_rules(objective, data, model, dims),
         *_task_rules(data, config.batch),
         *_evaluation_rules(config.evaluation, config.run, data),
@@ -96,9 +101,15 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     return sentences
 
 
-def _batch_rules(
-    batch: BatchSection, optimizer: OptimizerSection, given_options: set[str]
+def _model_rules(
+    model: ModelSection,
+    adapters: AdapterSection,
+    matryoshka: MatryoshkaSection,
+    batch: BatchSection,
+    optimizer: OptimizerSection,
+    given_options: set[str],
 ) -> Rules:
+    """Rules on the model, its adapters and sizes, the batch and the optimizer."""
     # Given, with whatever value: whoever writes both believes that both count.
     if batch.global_batch_size is not None and "batch_size" in given_options:
         yield (
@@ -120,11 +131,6 @@ def _batch_rules(
             f"warmup_steps: {warmup:,d} is more than max_steps: {optimizer.max_steps:,d}, so the learning rate would "
             "never reach its peak: use fewer warm-up steps",
         )
-
-
-def _model_rules(
-    model: ModelSection, adapters: AdapterSection, batch: BatchSection
-) -> Rules:
     if model.model_family == "composed" and model.image_model_name is None:
         yield (
             "model_family",
@@ -161,9 +167,6 @@ def _model_rules(
             "cache_frozen_features: true needs a tower of which nothing is trained, and this run trains all: freeze one "
             "(freeze: [vision] or [text]), or set it to false",
         )
-
-
-def _matryoshka_rules(matryoshka: MatryoshkaSection) -> Rules:
     dims = matryoshka.mrl_dims
     weights = matryoshka.mrl_weights
     if weights is not None and dims in (None, "auto"):

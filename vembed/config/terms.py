@@ -72,21 +72,20 @@ def loss_terms(
             options[name] = run_options[name] if value is None else value
         reason = "default"
         if "temperature" in options:
-            reason = "given"
+            is_given = "temperature" in objective.model_fields_set
             if dict(entry)["temperature"] is not None:
-                pass
+                reason = "given"
             elif source is not None and source.temperature is not None:
                 options["temperature"] = source.temperature
-            elif "temperature" in objective.model_fields_set:
-                pass
+                reason = "given"
+            elif is_given:
+                reason = "given"
             elif loss_class.default_temperature is not None:
                 options["temperature"] = loss_class.default_temperature
                 reason = f"default of loss: {loss_class.name}"
             elif loss_class.takes_model_temperature and model_temperature is not None:
                 options["temperature"] = model_temperature
                 reason = "with which this model was trained"
-            else:
-                reason = "default"
         loss = loss_class(**options)
         guide = options.get("guide")
         teacher = None
