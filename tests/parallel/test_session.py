@@ -433,7 +433,7 @@ def alone_but_offloaded(folder: str) -> Any:
     return sharded_step(config_of(folder, **OFFLOADED))
 
 
-def test_one_process_can_be_a_group_of_its_own() -> None:
+def test_a_model_can_be_sharded_in_one_process() -> None:
     folder = str(shared(tiny_bert))
     result = run_ranks(alone_but_offloaded, 1, folder, process_group=False)
     check_against_one_process(

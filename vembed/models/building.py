@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from vembed.models.families.backbones import (
     ENCODER_ONLY,
     file_dtype,
     is_never_used,
-    language_class,
     linear_names_inside_layers,
     model_class,
     quiet_transformers,
@@ -43,6 +42,9 @@ from vembed.models.towers import TwoTowers, frozen_towers, tower_module
 
 log = logging.getLogger(__name__)
 
+WholeClass = Callable[[PretrainedConfig], type[PreTrainedModel]]
+"""The class of a model with its head, by the model's config."""
+
 
 def build_backbone(
     description: ModelDescription,
@@ -52,12 +54,12 @@ def build_backbone(
     *,
     meta: bool,
     compute_dtype: torch.dtype = torch.float32,
-    with_language_head: bool = False,
+    whole_class: WholeClass | None = None,
     keeps_masters: bool = True,
 ) -> nn.Module:
     """Return the backbone with its weights. `meta`: empty parameters. `device`, `compute_dtype`: where and in which
-    dtype it will compute. `with_language_head`: the model with its language-model head, whose base model is the
-    backbone. `keeps_masters`: trained weights are float32, whatever `torch_dtype` says."""
+    dtype it will compute. `whole_class`: class of the model with a head, whose base model is the backbone.
+    `keeps_masters`: trained weights are float32, whatever `torch_dtype` says."""
     load = partial(
         _load,
         description,
@@ -69,8 +71,8 @@ def build_backbone(
         keeps_masters=keeps_masters,
     )
     folder = Path(description.source)
-    whole: nn.Module = load(folder, with_language_head=with_language_head)
-    text: Any = whole.base_model if with_language_head else whole
+    whole: nn.Module = load(folder, whole_class=whole_class)
+    text: Any = whole if whole_class is None else whole.base_model
     if description.adapter is not None and not meta:
         if description.quantized:
             # The adapter has learnt over the rounded weights, and makes up for their errors.
@@ -105,7 +107,7 @@ def _load(
     compute_dtype: torch.dtype,
     meta: bool,
     keeps_masters: bool,
-    with_language_head: bool = False,
+    whole_class: WholeClass | None = None,
 ) -> PreTrainedModel:
     """Return the model of one folder: its dtype, its attention, then its weights."""
     trust = description.trust_remote_code
@@ -156,12 +158,7 @@ def _load(
         kernel = attention.register(attention.CPU_ATTENTION)
 
     # ---- weights
-    built_class = language_class(config) if with_language_head else base_class
-    if built_class is None:
-        raise UserError(
-            f"Transformers has no language-model head for model_type {config.model_type!r}, which would train without "
-            "another loss; give a loss, or language_modelling: false"
-        )
+    built_class = base_class if whole_class is None else whole_class(config)
     has_weights = any(folder.glob("*.safetensors"))
     kernel_of_class = None if is_own else kernel
     if meta or options.from_scratch or (is_own and not has_weights):

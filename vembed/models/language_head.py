@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from vembed.config.schema import ObjectiveSection
@@ -55,7 +55,9 @@ def has_language_head(
     if option is False or (option == "auto" and not alone):
         return False
     problem = None
-    if is_own(Path(description.source)):
+    if description.scores is not None:
+        problem = "is a reranker"
+    elif is_own(Path(description.source)):
         problem = "is an own model, which returns losses of its own"
     elif not description.traits.reads_only_text or description.traits.has_two_models:
         problem = f"is of the family {description.family}, and only text models have a language-model head here"
@@ -76,6 +78,17 @@ def has_language_head(
     raise UserError(
         f"language_modelling: true is not possible: {description.name} {problem}; leave it out"
     )
+
+
+def class_with_head(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return the model class with the language-model head. Raise UserError if Transformers has none."""
+    known = language_class(config)
+    if known is None:
+        raise UserError(
+            f"Transformers has no language-model head for model_type {config.model_type!r}, by which loss: none would "
+            "train; give a loss, or language_modelling: false"
+        )
+    return known
 
 
 class LanguageHead(nn.Module):
@@ -225,8 +238,7 @@ def save_with_head(
 ) -> None:
     """Write the model with its language-model head, as Transformers does. `state`: the base model's full state dict;
     `head`: that of a LanguageHead."""
-    kind = language_class(backbone.config)
-    assert kind is not None
+    kind = class_with_head(backbone.config)
     with torch.device("meta"):
         whole = kind(backbone.config)
     prefix = f"{whole.base_model_prefix}."

@@ -94,6 +94,9 @@ class ModelDescription:
     """Folder with the weights of a trained pooling. Not saved: the layout has it."""
     adds_projection: bool = False
     """True: this run adds a linear layer to `embedding_dim` for its Matryoshka sizes. Not saved."""
+    scores: Literal["label", "answer"] | None = None
+    """How a reranker gives the score of a pair: the logit of its one label, or of the answer `yes` less that of `no`.
+    None: an embedding model."""
     bidirectional_attention: bool = False
     min_pixels: Size | None = None
     max_pixels: Size | None = None
@@ -151,10 +154,17 @@ class ModelDescription:
             saved = replace(saved, image_source=str(Path(folder, saved.image_source)))
         return replace(saved, source=str(Path(folder, saved.source)))
 
+    @property
+    def output(self) -> str:
+        """What the model gives, in words."""
+        if self.scores is not None:
+            return "reranker"
+        return f"embedding of {self.embedding_dim:,d} dimensions"
+
     def summary(self) -> str:
         """Return the model's facts and their reasons, one line each, for the log."""
         lines = [
-            f"{self.name or self.source}: {self.family}, embedding of {self.embedding_dim:,d} dimensions, "
+            f"{self.name or self.source}: {self.family}, {self.output}, "
             f"modalities {', '.join(self.modalities)}, layers {', '.join(self.layer_classes)}"
         ]
         values = asdict(self)
@@ -208,6 +218,10 @@ PUBLISHED: tuple[tuple[str, str, str, str], ...] = (
     ),
 )
 """Pattern of the name's last part (lower case), query prompt, document prompt, model series."""
+RERANK_INSTRUCTION = (
+    "Given a web search query, retrieve relevant passages that answer the query"
+)
+"""What a decoder is asked about each pair, unless `query_prompt` says it: that of Qwen3-Reranker."""
 PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 """Kind of input -> names of its prompt in a model's files."""
 _FROM_SAVED = f"from {DESCRIPTION_FILE}"
@@ -376,7 +390,7 @@ def describe(
     other_prompts = {
         name: text for name, text in files.prompts.items() if name not in named
     }
-    return ModelDescription(
+    description = ModelDescription(
         family=family.name,
         source=str(located.backbone),
         embedding_dim=size,
@@ -408,6 +422,60 @@ def describe(
         trust_remote_code=trust,
         reasons=reasons,
         **image,
+    )
+    if model.task == "rerank":
+        return _as_reranker(description, reading)
+    return description
+
+
+def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescription:
+    """Return the description of a reranker from that of its tower."""
+    options = reading.options
+    family = description.traits
+    config = reading.config
+    if not family.reads_only_text or family.has_two_models or options.model_class:
+        raise UserError(
+            f"task: rerank: {description.name} is of the family {family.name}, and rerankers are models of texts here: "
+            "give a text model"
+        )
+    is_decoder = is_decoder_only(config)
+    classes = " ".join(config.architectures or ())
+    scores = options.reranker_head
+    reason = "reranker_head in the config"
+    if scores == "auto":
+        scores = "label"
+        reason = "a sequence classifier" if "Classif" in classes else "a new head"
+        if reading.saved.get("scores") is not None:
+            scores = reading.saved["scores"]
+            reason = _FROM_SAVED
+        elif is_decoder and "ForCausalLM" in classes:
+            scores = "answer"
+            reason = "a causal language model"
+    if scores == "answer" and not is_decoder:
+        raise UserError(
+            f"reranker_head: answer is for decoders, and {description.name} is an encoder: leave it out"
+        )
+    pooling = "last" if is_decoder else config.to_dict().get("classifier_pooling")
+    query_prompt = options.query_prompt
+    if query_prompt is None:
+        query_prompt = reading.saved.get("query_prompt")
+    if query_prompt is None:
+        query_prompt = RERANK_INSTRUCTION if scores == "answer" else ""
+    document_prompt = options.document_prompt
+    if document_prompt is None:
+        document_prompt = reading.saved.get("document_prompt", "")
+    return description.with_(
+        scores=scores,
+        embedding_dim=1,
+        pooling=pooling or "cls",
+        similarity="dot",
+        normalize=False,
+        padding_side="left" if scores == "answer" else description.padding_side,
+        query_prompt=query_prompt,
+        document_prompt=document_prompt,
+        other_prompts={},
+        default_prompt_name=None,
+        reasons={"scores": reason},
     )
 
 

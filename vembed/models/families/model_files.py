@@ -740,11 +740,21 @@ class ModelFiles:
     sentence_transformers: SentenceTransformersFiles
 
 
-def read_model(name: str, revision: str | None = None) -> ModelFiles:
-    """Locate a model's files. For a folder with an adapter alone, follow the base model that it names."""
+def read_model(
+    name: str, revision: str | None = None, *, is_reranker: bool = False
+) -> ModelFiles:
+    """Locate a model's files. For a folder with an adapter alone, follow the base model that it names.
+
+    `is_reranker`: it is used as a reranker, of which modules after the Transformer do not count.
+    """
     folder = model_folder(name, revision)
     stated = _stated_class(folder)
     kind = "embedder" if stated is None else _KINDS[stated]
+    if is_reranker and kind in ("embedder", "reranker"):
+        check_weight_files(folder)
+        return ModelFiles(folder, folder, None, SentenceTransformersFiles(folder))
+    if is_reranker:
+        raise UserError(f"{folder} holds a {kind}: give a reranker or an encoder")
     if kind != "embedder":
         raise UserError(
             f"{folder} holds a {stated} of Sentence Transformers, a {kind}, and no embedding model: give an embedding "
@@ -816,7 +826,11 @@ def tokenizer_folder(backbone: Path, adapter: Path | None) -> Path:
 def files_of(options: ModelSection) -> ModelFiles:
     """Locate the files of the model that the options name: `model_name`, or `model_class` with the weights in it."""
     if options.model_class is None:
-        return read_model(options.model_name, options.model_revision)
+        return read_model(
+            options.model_name,
+            options.model_revision,
+            is_reranker=options.task == "rerank",
+        )
     from vembed.models.custom.folder import own_folder
 
     source = None

@@ -59,7 +59,6 @@ from vembed.training.checkpoint.resume import (
     compare_resume,
     finished_run,
     forget_finished,
-    nothing_left,
     refuse,
     refuse_own_model,
     trim_metrics,
@@ -215,13 +214,26 @@ class Checkpointer:
             log.info("settings changed since the checkpoint: %s", "; ".join(changed))
 
     def require_steps_left(self, point: ResumePoint | None, total_steps: int) -> None:
-        """Raise NothingLeft if output_dir holds a finished run to which no step would be added. Collective."""
-        step = None if point is None else point.step
+        """Raise NothingLeft if output_dir holds a finished run to which no step would be added. Collective.
 
-        def is_finished() -> bool:
-            return nothing_left(self.run, step, total_steps) is not None
+        Raise UserError if steps would be added to it without a checkpoint.
+        """
 
-        if self._on_main(is_finished):
+        def adds_nothing() -> bool:
+            finished = finished_run(self.output)
+            if finished is None or finished.step >= total_steps:
+                return finished is not None
+            if point is None:
+                raise UserError(
+                    f"output_dir: {self.output} holds {finished} without a checkpoint, so {total_steps:,d} steps "
+                    f"cannot go on from it: train further from its model in another folder "
+                    f"(model_name={finished.model_dir} output_dir=...), or start anew (resume: false, "
+                    "overwrite: true); save_steps keeps checkpoints"
+                )
+            # A checkpoint of exactly the last step means that the run was stopped before it wrote its model.
+            return point.step > total_steps
+
+        if self.run.resume is not False and self._on_main(adds_nothing):
             finished = finished_run(self.output)
             assert finished is not None
             raise NothingLeft(finished, total_steps)

@@ -118,28 +118,6 @@ def forget_finished(output_dir: Path) -> None:
         (output_dir / name).unlink(missing_ok=True)
 
 
-def nothing_left(
-    run: RunSection, checkpoint_step: int | None, total_steps: int
-) -> FinishedRun | None:
-    """Return the finished run of output_dir to which a resumed run of `total_steps` would add nothing, or None.
-
-    `checkpoint_step`: of the checkpoint to resume from. Raise UserError if steps would be added without one.
-    """
-    if run.resume is False:
-        return None
-    finished = finished_run(Path(run.output_dir))
-    if finished is None or finished.step >= total_steps:
-        return finished
-    if checkpoint_step is None:
-        raise UserError(
-            f"output_dir: {run.output_dir} holds {finished} without a checkpoint, so {total_steps:,d} steps cannot "
-            f"go on from it: train further from its model in another folder (model_name={finished.model_dir} "
-            "output_dir=...), or start anew (resume: false, overwrite: true); save_steps keeps checkpoints"
-        )
-    # A checkpoint of exactly the last step means that the run was stopped before it wrote its model.
-    return finished if checkpoint_step > total_steps else None
-
-
 # ---- the checkpoint to resume from -------------------------------------------
 
 
