@@ -206,7 +206,7 @@ def tiny_bert(
     return _save(directory, tokenizer, lambda: BertModel(config))
 
 
-def tiny_reranker(directory: Path, *, hidden: int = 16) -> Path:
+def tiny_reranker(directory: Path, *, hidden: int = 16, dropout: float = 0.0) -> Path:
     """A BERT that scores pairs of texts, as Transformers saves it."""
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -221,6 +221,8 @@ def tiny_reranker(directory: Path, *, hidden: int = 16) -> Path:
         initializer_range=0.5,
         pad_token_id=0,
         num_labels=1,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     return _save(directory, tokenizer, lambda: BertForSequenceClassification(config))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 __all__ = [
     "Embedder",
+    "Reranker",
     "UserError",
     "__version__",
     "audit",
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from vembed.errors import UserError
     from vembed.evaluation.scores import evaluate
     from vembed.inference.embedder import Embedder
+    from vembed.inference.reranker import Reranker
     from vembed.mining.mine import mine
     from vembed.parallel.memory import fsdp_empty_cache, fsdp_print_memory_usage
     from vembed.parallel.parameters import unify_model_dtype_for_fsdp
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Embedder": "vembed.inference.embedder",
+    "Reranker": "vembed.inference.reranker",
     "UserError": "vembed.errors",
     "audit": "vembed.data_tools.audit",
     "edit": "vembed.weights.edit",

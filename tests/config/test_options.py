@@ -25,13 +25,6 @@ def test_every_option_is_documented() -> None:
         assert option.accepts, option.name
 
 
-def test_sections_are_classes_with_a_title() -> None:
-    sections = {option.name: option.section for option in all_options().values()}
-    assert sections["model_name"] == "model"
-    assert sections["freeze"] == "adapters and frozen parts"
-    assert sections["output_dir"] == "run"
-
-
 def test_the_page_of_options_is_current() -> None:
     """`vembed schema --format markdown > docs/options.md` writes it."""
     assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == options_page()

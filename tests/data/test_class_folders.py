@@ -10,7 +10,7 @@ from PIL import Image
 import vembed
 from tests.data.files import config, open_examples
 from tests.tiny import shared, tiny_vit
-from vembed.data.formats.class_folders import is_class_folder
+from vembed.data.formats.class_folders import class_records
 from vembed.data_tools.init.sample import read_sample
 from vembed.errors import UserError
 
@@ -89,7 +89,7 @@ def test_splits_are_no_classes(pictures: Path, tmp_path: Path) -> None:
 def test_a_folder_of_images_without_classes_is_none(
     pictures: Path, tmp_path: Path
 ) -> None:
-    assert not is_class_folder(pictures / "cat")
+    assert class_records(pictures / "cat", tmp_path) is None
     with pytest.raises(
         UserError, match="cat holds images and nothing that says what they show"
     ):

@@ -253,6 +253,11 @@ def infonce(plain: Plain) -> Tensor:
             value = (1 - torch.exp(-value)) ** loss.focal_gamma * value
         return value
 
+    if plain.batch.holds_scores:
+        for i in plain.own:
+            student, _ = listed(plain, [i])
+            total = total - torch.log_softmax(student * scale, 0)[0]
+        return plain.per_row(total)
     rows = Rows(plain)
     for i in plain.own:
         row = of_row(*rows.forward_scores(i))
@@ -346,7 +351,9 @@ def target(plain: Plain, row: int, negative: int | None) -> Tensor:
     """The teacher's score of a row's own pair, or of its query with a hard negative."""
     batch, name = plain.batch, plain.term.teacher
     if name in (None, SCORES):
-        assert batch.scores is not None
+        if batch.scores is None:
+            # Without scores the labels are those of positives and negatives.
+            return torch.tensor(float(negative is None)).double()
         if negative is None:
             return batch.scores[row].double()
         if batch.negative_scores is None:
@@ -387,6 +394,8 @@ def listed(plain: Plain, rows: list[int]) -> tuple[Tensor, Tensor]:
     targets = [target(plain, i, None) for i in rows]
     targets += [target(plain, rows[0], h) for h in negatives]
     student = plain.x[documents] @ plain.x[batch.query[rows[0]]]
+    if batch.holds_scores:
+        student = plain.z[documents, 0]
     return student, torch.stack(targets)
 
 
@@ -397,6 +406,14 @@ def lists(plain: Plain) -> list[tuple[int, Tensor, Tensor]]:
         rows = (plain.batch.example == example).nonzero().flatten().tolist()
         found.append((rows[0], *listed(plain, rows)))
     return found
+
+
+def labelled(plain: Plain) -> list[tuple[int, Tensor, Tensor]]:
+    """As `lists`, with 0 for documents without a score."""
+    examples = []
+    for first, student, teacher in lists(plain):
+        examples.append((first, student, teacher.nan_to_num(nan=0.0)))
+    return examples
 
 
 def target_scale(plain: Plain) -> float:
@@ -464,6 +481,24 @@ def ranknet(plain: Plain) -> Tensor:
                     if first in plain.own:
                         difference = (student[b] - student[a]) * plain.scale
                         total = total + torch.logaddexp(difference, zero)
+    return total / max(1, count)
+
+
+def bce(plain: Plain) -> Tensor:
+    total, count = plain.zero, 0
+    for first, student, labels in labelled(plain):
+        count += len(labels)
+        if first in plain.own:
+            total = total + (torch.log1p(student.exp()) - labels * student).sum()
+    return total / max(1, count)
+
+
+def mse(plain: Plain) -> Tensor:
+    total, count = plain.zero, 0
+    for first, student, teacher in lists(plain):
+        count += len(teacher)
+        if first in plain.own:
+            total = total + (student - teacher).square().sum()
     return total / max(1, count)
 
 

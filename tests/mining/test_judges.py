@@ -19,8 +19,8 @@ from tests.harness import run_ranks
 from tests.mining.data import documents, read_lines, run, write_data
 from tests.tiny import shared, tiny_qwen3
 from tests.tiny_tokenizers import MAX_POSITIONS, wordpiece_tokenizer
+from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
 from vembed.errors import RunError, UserError
-from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT
 from vembed.mining.config import Judge, MineConfig
 from vembed.mining.judges import answer_of, load_judge
 from vembed.mining.mine import mine
@@ -306,7 +306,7 @@ def test_a_decoder_answers_yes_or_no(tmp_path):
             f"<Instruct>: {judge.instruction}\n<Query>: {query}\n<Document>: {document}"
         )
         ids = []
-        for part in (YES_NO_PROMPT, body, YES_NO_END):
+        for part in (ANSWER_PROMPT, body, ANSWER_END):
             ids += tokenizer.encode(part, add_special_tokens=False)
         with torch.inference_mode():
             logits = model(torch.tensor([ids])).logits[0, -1, answers]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from tests.built import described, model_of
 from tests.losses.reference import reference_loss
 from tests.measure import gradient_errors
-from tests.tiny import shared, texts, tiny_bert
+from tests.tiny import shared, texts, tiny_bert, tiny_reranker
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.data.batching import microbatches
@@ -24,7 +24,8 @@ from vembed.data.batching.feeding import Feeder
 from vembed.data.batching.rank_batch import RankBatch, make_rank_batch
 from vembed.data.batching.schedule import rank_rows
 from vembed.data.examples import Example, Item
-from vembed.data.features import Featuriser
+from vembed.data.features import BaseFeaturiser
+from vembed.data.pair_features import build_featuriser
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel
@@ -68,6 +69,8 @@ class Case:
 
     def folder(self) -> Path:
         """The model that is trained."""
+        if self.options.get("task") == "rerank":
+            return shared(tiny_reranker, dropout=self.dropout)
         return shared(tiny_bert, dropout=self.dropout)
 
     def budget(self) -> Budget:
@@ -117,7 +120,7 @@ def examples(case: Case) -> list[Example]:
 
 def build(
     config: TrainConfig, teacher_dims: Mapping[str, int] | None = None
-) -> tuple[EmbeddingModel, EmbeddingLoss, Featuriser]:
+) -> tuple[EmbeddingModel, EmbeddingLoss, BaseFeaturiser[Any]]:
     """Model and loss in float64, the same on every call; adapters are not left at zero."""
     description = described(config)
     model = model_of(
@@ -136,13 +139,13 @@ def build(
         embedding_dim=description.embedding_dim,
         teacher_dims=teacher_dims,
     ).double()
-    return model.train(), loss, Featuriser(description)
+    return model.train(), loss, build_featuriser(description)
 
 
 def step_of(
     model: nn.Module,
     loss: EmbeddingLoss,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     session: Session,
     rows: list[Example],
     budget: Budget,
@@ -226,27 +229,29 @@ def reference(case: Case, world_size: int) -> dict[str, Tensor]:
     return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
 
 
-def plain_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser) -> LossBatch:
+def plain_batch(
+    case: Case, model: EmbeddingModel, featuriser: BaseFeaturiser[Any]
+) -> LossBatch:
     """Every occurrence of every text in one padded batch."""
-    items: list[tuple[Item, str]] = []
+    units: list[Any] = []
     rows: list[tuple[int, int, int]] = []
     negatives: list[tuple[int, int]] = []
     scores: list[float] = []
-
-    def add(item: Item, kind: str) -> int:
-        items.append((item, kind))
-        return len(items) - 1
-
+    negative_scores: list[float] = []
+    is_reranker = gives_scores(model)
     for number, example in enumerate(examples(case)):
-        for place, positive in enumerate(example.positives):
-            rows.append(
-                (add(example.query, "query"), add(positive, "document"), number)
-            )
-            scores += [example.scores[place]] if example.scores else []
-        negatives += [
-            (add(negative, "document"), number) for negative in example.negatives
-        ]
-    features = featuriser.features(items)  # type: ignore[arg-type]
+        query = len(units)
+        units += featuriser.units(example)
+        first = query if is_reranker else query + 1
+        for place in range(len(example.positives)):
+            position = first + place
+            rows.append((position if is_reranker else query, position, number))
+        scores += example.scores or ()
+        first += len(example.positives)
+        for place in range(len(example.negatives)):
+            negatives.append((first + place, number))
+        negative_scores += example.negative_scores or ()
+    features = featuriser.features(units)
     embeddings = model([("text", featuriser.collate(features))])[0]
     table, extra = (
         torch.tensor(rows),
@@ -263,11 +268,19 @@ def plain_batch(case: Case, model: EmbeddingModel, featuriser: Featuriser) -> Lo
         scores=torch.tensor(scores, dtype=torch.float64) if scores else None,
         rank_rows=slice(0, len(rows)),
         rank_negatives=slice(0, len(negatives)),
+        negative_scores=torch.tensor(negative_scores, dtype=torch.float64)
+        if negative_scores
+        else None,
+        holds_scores=is_reranker,
     )
 
 
+def gives_scores(model: EmbeddingModel) -> bool:
+    return model.description.scores is not None
+
+
 def drawn_batch(
-    case: Case, model: EmbeddingModel, featuriser: Featuriser, world_size: int
+    case: Case, model: EmbeddingModel, featuriser: BaseFeaturiser[Any], world_size: int
 ) -> LossBatch:
     """With dropout the draws depend on the micro-batches: the same ones, with graphs kept, of all ranks in turn."""
     rows, budget = examples(case), case.budget()
@@ -335,6 +348,7 @@ def drawn_batch(
         rank_negatives=slice(
             0, sum(len(rank_batch.negative) for rank_batch in rank_batches)
         ),
+        holds_scores=gives_scores(model),
     )
 
 

@@ -1,12 +1,11 @@
-"""What a model gives for an input: several rows for each, or one score for a pair, through the step that trains vectors."""
+"""A model that gives several rows for each input, through the step that trains vectors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,16 +16,14 @@ from tests.built import described
 from tests.harness import run_ranks
 from tests.measure import gradient_errors
 from tests.parity.engine import SEED, full_gradients
-from tests.tiny import shared, texts, tiny_bert, tiny_reranker
+from tests.tiny import shared, texts, tiny_bert
 from vembed.config.schema import TrainConfig
 from vembed.data.batching.feeding import Feeder
-from vembed.data.batching.rank_batch import RankBatch, make_rank_batch
+from vembed.data.batching.rank_batch import make_rank_batch
 from vembed.data.batching.schedule import rank_rows
 from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
-from vembed.inference.reranker import Reranker
 from vembed.losses.batch import EmbeddingLoss, LossBatch
-from vembed.losses.build import build_loss
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
@@ -34,7 +31,6 @@ from vembed.training.optimizer import synchronise
 from vembed.training.step import ContrastiveStep
 
 NUM_EXAMPLES = 5
-LISTWISE = {"loss": "listwise", "teacher": "scores"}
 
 
 def examples() -> list[Example]:
@@ -91,106 +87,28 @@ class MaxSim(EmbeddingLoss):
         return torch.stack(losses).sum() / batch.num_rows
 
 
-@dataclass(frozen=True)
-class PairScores:
-    """A similarity whose scores the model gives already: one for each pair."""
-
-    weights: tuple[float, ...] = (1.0,)
-    dims: tuple[int, ...] = (1,)
-
-    def similarity(self, embedding_dim: int) -> PairScores:
-        return self
-
-    def total(self, by_size: Tensor) -> Tensor:
-        return by_size.sum()
-
-    def table(self, values: Tensor, index: Tensor, *, with_gradient: bool) -> PairTable:
-        return PairTable(values, index)
-
-
-class PairTable:
-    """The table of `PairScores`: a pair's number stands for its document."""
-
-    def __init__(self, values: Tensor, index: Tensor) -> None:
-        self.values = values
-        self.index = index
-        self.d_values = torch.zeros_like(values)
-
-    def pair_scores(self, left: slice, right: slice) -> Tensor:
-        return self.values[self.index[right]].T
-
-    def add_pair_gradient(
-        self, left: slice, right: slice, scores: Tensor, d_scores: Tensor
-    ) -> None:
-        self.d_values.index_add_(0, self.index[right], d_scores.T)
-
-    def gradient(self, into: Tensor) -> Tensor:
-        return into.add_(self.d_values)
-
-
-def pair_batch(rows: list[Example], first: int, model: Reranker) -> RankBatch:
-    """A rank batch whose inputs are pairs: each document with its query."""
-    pairs = []
-    for example in rows:
-        for document in (*example.positives, *example.negatives):
-            pairs.append((example.query, document))
-    numbers = np.arange(len(rows))
-    return RankBatch(
-        epoch=0,
-        batch_in_epoch=0,
-        features=model.featuriser.features(pairs),
-        query=2 * numbers,
-        positive=2 * numbers,
-        example=numbers + first,
-        negative=2 * numbers + 1,
-        negative_example=numbers + first,
-        scores=np.array([example.scores[0] for example in rows]),
-        num_inputs=len(pairs),
-        num_examples=len(rows),
-        where=[example.where for example in rows],
-        negative_scores=np.array([example.negative_scores[0] for example in rows]),
-    )
-
-
-def config_of(kind: str, **options: Any) -> TrainConfig:
-    folder = shared(tiny_reranker if kind == "pairs" else tiny_bert)
-    more = LISTWISE if kind == "pairs" else {}
+def config_of(**options: Any) -> TrainConfig:
     return TrainConfig(
-        model_name=str(folder),
+        model_name=str(shared(tiny_bert)),
         data_path="none",
         mixed_precision="no",
-        **more,
         **options,
     )
 
 
-def build(kind: str, config: TrainConfig) -> tuple[Any, EmbeddingLoss]:
-    folder = Path(config.model.model_name)
-    if kind == "rows":
-        return TokenVectors(folder).double(), MaxSim()
-    model = Reranker(folder, role="it", device=torch.device("cpu"))
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    loss = build_loss(config)
-    loss.sizes = PairScores()  # type: ignore[assignment]
-    return model.double().requires_grad_(True), loss.double()
+def build(config: TrainConfig) -> TokenVectors:
+    return TokenVectors(Path(config.model.model_name)).double()
 
 
-def step_on_rank(kind: str, strategy: str, cache: bool) -> dict[str, Tensor]:
-    config = config_of(kind, strategy=strategy)
+def step_on_rank(strategy: str, cache: bool) -> dict[str, Tensor]:
+    config = config_of(strategy=strategy)
     with start_session(config) as session:
-        model, loss = build(kind, config)
+        model: nn.Module = build(config)
+        loss = MaxSim()
         rank = rank_rows(NUM_EXAMPLES, session.rank, session.world_size)
-        rows = examples()[rank]
-        if kind == "pairs":
-            featuriser = model.featuriser
-            batch = pair_batch(rows, rank.start, model)
-        else:
-            featuriser = Featuriser(described(config))
-            batch = make_rank_batch(rows, rank.start, 0, 0, featuriser)
-            features = [replace(f, rows=f.length - 2) for f in batch.features]
-            batch = replace(batch, features=features)
+        featuriser = Featuriser(described(config))
+        batch = make_rank_batch(examples()[rank], rank.start, 0, 0, featuriser)
+        features = [replace(f, rows=f.length - 2) for f in batch.features]
         model = session.prepare(model, ())
         step = ContrastiveStep(
             model,
@@ -201,51 +119,38 @@ def step_on_rank(kind: str, strategy: str, cache: bool) -> dict[str, Tensor]:
             MemoryGuard(session),
             SEED,
         )
+        batch = replace(batch, features=features)
         result = step.accumulate(batch, 3, weight=1.0, last=True)
         synchronise(model, loss, session)
         return {**full_gradients(model), "loss": result.loss_share}
 
 
-def plain(kind: str) -> dict[str, Tensor]:
+def plain() -> dict[str, Tensor]:
     """The same in one process, by autograd alone, each input by itself."""
-    model, _ = build(kind, config_of(kind))
+    config = config_of()
+    model = build(config)
     rows = examples()
-    if kind == "rows":
-        featuriser = Featuriser(described(config_of(kind)))
+    featuriser = Featuriser(described(config))
 
-        def encode(item: Item) -> Tensor:
-            features = featuriser.features([(item, "query")])
-            return model([("text", featuriser.collate(features))])[0]
+    def encode(item: Item) -> Tensor:
+        features = featuriser.features([(item, "query")])
+        return model([("text", featuriser.collate(features))])[0]
 
-        queries = [encode(row.query) for row in rows]
-        documents = [encode(row.positives[0]) for row in rows]
-        scores = [[(q @ d.T).amax(1).sum() for d in documents] for q in queries]
-        logits = torch.stack([torch.stack(row) for row in scores])
-        loss = F.cross_entropy(logits, torch.arange(len(rows)))
-    else:
-        losses = []
-        for row in rows:
-            pairs = [(row.query, row.positives[0]), (row.query, row.negatives[0])]
-            features = model.featuriser.features(pairs)
-            scores = model([("text", model.featuriser.collate(features))])[0][:, 0]
-            temperature = 0.05
-            targets = torch.tensor([row.scores[0], row.negative_scores[0]]).double()
-            shares = F.softmax(targets / temperature, 0)
-            losses.append(-(shares * F.log_softmax(scores / temperature, 0)).sum())
-        loss = torch.stack(losses).mean()
+    queries = [encode(row.query) for row in rows]
+    documents = [encode(row.positives[0]) for row in rows]
+    scores = [[(q @ d.T).amax(1).sum() for d in documents] for q in queries]
+    logits = torch.stack([torch.stack(row) for row in scores])
+    loss = F.cross_entropy(logits, torch.arange(len(rows)))
     loss.backward()
     return {**full_gradients(model), "loss": loss.detach()}
 
 
-@pytest.mark.parametrize("kind", ["rows", "pairs"])
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("cache", [True, False])
-def test_gradient_is_that_of_autograd(kind: str, world_size: int, cache: bool) -> None:
+def test_gradient_is_that_of_autograd(world_size: int, cache: bool) -> None:
     strategy = "single" if world_size == 1 else "ddp"
-    expected = plain(kind)
-    by_rank = run_ranks(
-        step_on_rank, world_size, kind, strategy, cache, process_group=False
-    )
+    expected = plain()
+    by_rank = run_ranks(step_on_rank, world_size, strategy, cache, process_group=False)
     total = sum(float(result["loss"]) for result in by_rank)
     assert total == pytest.approx(float(expected.pop("loss")), rel=1e-10)
     for result in by_rank:

@@ -78,6 +78,17 @@ CASES = [
     Case("dropout-lora", {**LORA, "lora_dropout": 0.1}, dropout=0.1, micro="odd"),
     Case("frozen-layers", {"freeze": ["embeddings", "first_n_layers=1"]}, micro="odd"),
 ]
+RERANK = {"task": "rerank", "temperature": 1.0}
+for listwise in ("bce", "ranknet", "lambda", "margin_mse", "mse", "kl", "listwise"):
+    options = {**RERANK, "loss": listwise, "teacher": "scores"}
+    CASES.append(Case(f"rerank-{listwise}", options, data="graded", micro="odd"))
+CASES += [
+    Case("rerank-infonce", {**RERANK, "loss": "infonce"}, micro="odd"),
+    Case("rerank-kept-graphs", {**RERANK, "loss": "infonce"}, cache=False),
+    Case("rerank-labels", {**RERANK, "loss": "bce"}, data="several", micro="row"),
+    Case("rerank-dropout", {**RERANK, "loss": "infonce"}, dropout=0.1, micro="odd"),
+    Case("rerank-lora", {**RERANK, **LORA, "loss": "bce"}, micro="odd"),
+]
 BY_NAME = {case.name: case for case in CASES}
 GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "one": (1, "single", {}),
@@ -89,7 +100,7 @@ GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
     "fsdp1-2": (
         2,
         "fsdp",
-        {"fsdp_version": 1, "fsdp_use_orig_params": True},
+        {"fsdp_version": 1},
     ),
 }
 SOME = (
@@ -100,6 +111,9 @@ SOME = (
     "dropout",
     "cosent",
     "frozen-layers",
+    "rerank-lambda",
+    "rerank-infonce",
+    "rerank-dropout",
 )
 """What runs on every strategy; on one process and on two, everything does."""
 TABLE = [

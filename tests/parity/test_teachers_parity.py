@@ -209,10 +209,11 @@ def answered(case: Case, batch: LossBatch, folder: Path) -> LossBatch:
     vectors, positive, negative, negative_scores = [], [], [], []
     plain: list[bytes] = []
     for example in examples(case):
-        query = item_key(example.query, "query")
+        vectors.append(item_key(example.query, "query"))
+        plain.append(item_key(example.query, None))
         for document in example.positives:
-            vectors += [query, item_key(document, "document")]
-            plain += [item_key(example.query, None), item_key(document, None)]
+            vectors.append(item_key(document, "document"))
+            plain.append(item_key(document, None))
             positive.append(pair_key(example.query, document))
         vectors += [item_key(document, "document") for document in example.negatives]
         plain += [item_key(document, None) for document in example.negatives]

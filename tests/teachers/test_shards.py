@@ -23,9 +23,10 @@ from tests.tiny import shared, tiny_bert, tiny_qwen3, tiny_reranker
 from vembed.config.entries import Teacher
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import Example
+from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
 from vembed.data.row_store import RowStore
 from vembed.errors import UserError
-from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker
+from vembed.inference.reranker import Reranker
 from vembed.parallel.session import start_session
 from vembed.teachers.cached import KIND
 from vembed.teachers.models import PairTeacher, is_sharded
@@ -136,7 +137,7 @@ def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
     text = f"<Instruct>: Do they match\n<Query>: {example.query.text}\n<Document>: {example.negatives[0].text}"
     ids = [
         one
-        for part in (YES_NO_PROMPT, text, YES_NO_END)
+        for part in (ANSWER_PROMPT, text, ANSWER_END)
         for one in tokenizer.encode(part, add_special_tokens=False)
     ]
     no, yes = tokenizer.convert_tokens_to_ids(["no", "yes"])
@@ -195,12 +196,10 @@ def test_a_teacher_that_does_not_fit_is_sharded(
 
 
 def test_a_decoder_without_tokens_for_yes_and_no(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match="teacher x has no single tokens for yes and no"
-    ):
+    with pytest.raises(UserError, match="no single tokens for yes and no"):
         Reranker(
             shared(tiny_qwen3),
             role="teacher x",
-            kind="yes_no",
+            head="answer",
             device=torch.device("cpu"),
         )

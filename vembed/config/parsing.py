@@ -203,7 +203,7 @@ class _YamlTree:
                 for base in bases if isinstance(bases, list) else [bases]:
                     if not isinstance(base, dict):
                         raise UserError(f"{where}: `<<` merges mappings, not {base!r}.")
-                    merged = {**_at_line(base, line).value, **merged}
+                    merged = {**tree_of_mapping(base, line).value, **merged}
             elif key in pairs:
                 raise UserError(
                     f"{where}: {key!r} is already given in line {pairs[key].line}; keep one of the two."
@@ -277,13 +277,11 @@ def source_tree(source: str | Path | Mapping[Any, Any]) -> tuple[Node, str]:
     return read_tree(Path(source)), str(source)
 
 
-def tree_of_mapping(data: Mapping[Any, Any]) -> Node:
-    """Return the tree of a Python dict, without line numbers."""
-    return _at_line(data, None)
-
-
-def _at_line(value: Any, line: int | None) -> Node:
+def tree_of_mapping(value: Any, line: int | None = None) -> Node:
+    """Return the tree of a Python dict, with one line number for all of it."""
     if not isinstance(value, Mapping):
         return Node(value, line)
-    nodes = {str(key): _at_line(inner, line) for key, inner in value.items()}
+    nodes = {}
+    for key, inner in value.items():
+        nodes[str(key)] = tree_of_mapping(inner, line)
     return Node(nodes, line)

@@ -54,6 +54,12 @@ class ModelSection(Section, title="model"):
 
     model_name: Annotated[str, NamesFiles("model")]
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
+    task: Literal["embed", "rerank"] = "embed"
+    """What is trained: `embed`, a model that gives a vector for each input, or `rerank`, one that reads a query and a
+    document together and gives a score."""
+    reranker_head: Literal["auto", "label", "answer"] = "auto"
+    """task: rerank: the layer that gives the score. `label`: a classifier with one label. `answer`: the logit of `yes`
+    less that of `no`, of a decoder's language-model head. `auto`: `answer` for a causal language model."""
     model_family: Literal["auto"] | FamilyName = "auto"
     """Kind of model. `auto`: from the model's config and files. The log gives the reason."""
     model_revision: str | None = None
@@ -404,6 +410,10 @@ class EvaluationSection(Section, title="evaluation"):
     `max_drop` ends, and `final/` is the last checkpoint that held. Needs val_data_path, eval_steps and save_steps."""
     eval_ks: list[PositiveInt] = Field(default_factory=lambda: [1, 5, 10, 100])
     """Cut-offs of nDCG, MRR, Recall and MAP."""
+    first_stage: Annotated[str, NamesFiles("model")] = "bm25"
+    """task: rerank: what chooses the documents that are reranked: `bm25`, or an embedding model."""
+    rerank_top_k: PositiveInt = 50
+    """task: rerank: documents of the first stage that are reranked for each query."""
 
     def listed_guards(self) -> list[Guard]:
         """Return an entry for each of `guards`."""

@@ -140,8 +140,12 @@ class Columns:
         self._unused.update(dict.fromkeys(unused))
 
     def check(self, columns: Iterable[str]) -> None:
-        """Raise UserError if a table's header lacks a required column."""
-        names = tuple(dict.fromkeys(fields_of(columns).values()))
+        """Raise UserError if a table's header lacks a required column, or has two of one name."""
+        counts = Counter(columns)
+        repeated = [name for name, count in counts.items() if name and count > 1]
+        if repeated:
+            raise UserError(f"more than one column named {listed(repeated)}")
+        names = tuple(dict.fromkeys(fields_of(counts).values()))
         layout = self.layout(names)
         if self._not_seen and not self._may_miss:
             raise UserError(
@@ -250,14 +254,6 @@ def is_negative_name(name: str) -> bool:
     """Return True for the name of a field that holds negatives."""
     names = (*COLUMNS["negative"], *COLUMNS["negative_image"])
     return name in names or _NUMBERED_NEGATIVE.fullmatch(name) is not None
-
-
-def refuse_repeated(name: str, columns: Iterable[str]) -> None:
-    """Raise UserError if two columns of a table have one name. Columns without a name are not read."""
-    counts = Counter(columns)
-    twice = [column for column in counts if counts[column] > 1 and column]
-    if twice:
-        raise UserError(f"{name} has more than one column named {listed(twice)}")
 
 
 def _roles(mapping: Mapping[str, str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from vembed.data.examples import ImageRef, Item, Kind
+from vembed.data.examples import Example, ImageRef, Item, Kind
 from vembed.data.images.decoders import Decoders
 from vembed.data.images.picture_bytes import PIXELS
 from vembed.data.images.pixels import Pixels, blank_image
@@ -54,6 +54,11 @@ class BaseFeaturiser(ABC, Generic[Unit]):
     """Converter from what a model reads at once (an input, or a pair of them) to features and tensors."""
 
     modalities: tuple[Modality, ...]
+    description: ModelDescription
+
+    @abstractmethod
+    def units(self, example: Example) -> list[Unit]:
+        """Return what the model reads of an example, with its positives and hard negatives last, one unit for each."""
 
     @abstractmethod
     def features(self, units: Sequence[Unit]) -> list[Features]:
@@ -83,6 +88,9 @@ class BaseFeaturiser(ABC, Generic[Unit]):
 
     def decode_ahead(self, features: Sequence[Features]) -> None:
         """Begin to decode the images of these features on other cores."""
+
+    def forget_images(self) -> None:
+        """Empty the cache of decoded images."""
 
 
 class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
@@ -124,6 +132,13 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
             self._chat = ChatProcessing(description, self._pixels)
         elif "text" in description.modalities:
             self._text = TextProcessing(description)
+
+    def units(self, example: Example) -> list[tuple[Item, Kind]]:
+        """See BaseFeaturiser."""
+        units: list[tuple[Item, Kind]] = [(example.query, "query")]
+        for document in (*example.positives, *example.negatives):
+            units.append((document, "document"))
+        return units
 
     def features(self, units: Sequence[tuple[Item, Kind]]) -> list[Features]:
         """Return the features of each (item, kind), in order. Reads only the headers of images."""
@@ -191,7 +206,7 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
         return processing
 
     def forget_images(self) -> None:
-        """Empty the cache of decoded images."""
+        """See BaseFeaturiser."""
         if self._pixels is not None:
             self._pixels.forget()
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import numpy as np
+
 from vembed.config.options import join_words
 from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.data.example_store import open_examples
@@ -50,6 +52,9 @@ class RetrievalData:
     """Per query: document index -> grade, 1 or more. Unlisted documents are not relevant."""
     notes: tuple[str, ...] = field(default=())
     """Notes for the log on records left out or joined while reading."""
+    first_stages: dict[str, np.ndarray] = field(default_factory=dict, compare=False)
+    """First stage -> [Q, k] its documents of each query. Filled when rerankers are evaluated, and kept for the next
+    evaluation."""
 
     metric: ClassVar[str] = "ndcg@10"
     """The main metric."""

@@ -13,7 +13,8 @@ from torch import nn
 from vembed.config.options import nearest
 from vembed.config.schema import DataSection, EvaluationSection
 from vembed.data.examples import Item, Kind
-from vembed.data.features import Featuriser
+from vembed.data.features import BaseFeaturiser
+from vembed.data.pair_features import PairFeaturiser
 from vembed.errors import UserError
 from vembed.evaluation.corpus import Corpus
 from vembed.evaluation.dataset import (
@@ -25,6 +26,7 @@ from vembed.evaluation.dataset import (
     open_eval_data,
 )
 from vembed.evaluation.query_results import QueryResults
+from vembed.evaluation.reranking import FIRST, evaluate_reranker
 from vembed.evaluation.retrieval import (
     COMPRESSED_FORMS,
     RetrievalSearch,
@@ -121,7 +123,7 @@ def evaluate(
 
 def evaluate_model(
     model: nn.Module,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     data: EvalData,
     evaluation: EvaluationSection,
     session: Session | None,
@@ -142,6 +144,22 @@ def evaluate_model(
     towers. `queries` gets the results of each query of retrieval data. `compressed`: also score int8 and binary
     documents.
     """
+    is_shown = (show_progress or log is not None) and (
+        session is None or session.is_main
+    )
+    if isinstance(featuriser, PairFeaturiser):
+        return evaluate_reranker(
+            model,
+            featuriser,
+            data,
+            evaluation,
+            session,
+            ks=sorted({*evaluation.eval_ks, REPORTED_K}),
+            active=is_shown,
+            log=log,
+            between=between,
+            queries=queries,
+        )
     description = featuriser.description
     device = session.device if session else next(model.parameters()).device
     full = description.truncate_dim or description.embedding_dim
@@ -154,9 +172,6 @@ def evaluate_model(
             )
     sizes = sorted(set(dims), reverse=True)
     normalize = description.similarity == "cosine"
-    is_shown = (show_progress or log is not None) and (
-        session is None or session.is_main
-    )
     options: dict[str, Any] = {
         "budget_tokens": micro_batch_tokens,
         "session": session,
@@ -279,6 +294,8 @@ def check_metric(
     names = ["spearman", "pearson"]
     if isinstance(data, RetrievalData):
         names = metric_names(sorted({*evaluation.eval_ks, REPORTED_K}))
+        if description.scores is not None:
+            names += [FIRST + name for name in names]
     names += [f"dim{dim}/{name}" for dim in sizes for name in names]
     if quantize_embeddings is not None and isinstance(data, RetrievalData):
         for form in COMPRESSED_FORMS:

@@ -16,7 +16,7 @@ from vembed.data.batching.feeding import Feeder, ModalitySlice, row_index
 from vembed.data.batching.microbatches import LockstepSplit
 from vembed.data.distinct import distinct
 from vembed.data.examples import Item, Kind
-from vembed.data.features import BaseFeaturiser, Features, Featuriser
+from vembed.data.features import BaseFeaturiser, Features
 from vembed.models.families.family import Modality
 from vembed.models.precision import holding_copies
 from vembed.parallel import collectives
@@ -63,7 +63,7 @@ def default_budget(device: torch.device | str) -> int:
 
 def encode_items(
     model: nn.Module,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     items: Sequence[Item],
     kind: Kind,
     *,
@@ -96,7 +96,7 @@ def encode_items(
 
 def encode_chunks(
     model: nn.Module,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     contents: Sequence[Item],
     kind: Kind,
     take: Take,

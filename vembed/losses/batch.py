@@ -137,6 +137,9 @@ class LossBatch:
     """Number of the source of the batch. That of the first example, where sources are mixed."""
     number: int = 0
     """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
+    holds_scores: bool = False
+    """True: of a reranker. A row of `embeddings` [U, 1] is the score of a pair, to which both query and positive point,
+    and so does a hard negative with the query of its example."""
     starts: Tensor | None = None
     """[U + 1] where the rows of each input begin in `embeddings`, and T. None where each has one."""
     host_indices: Mapping[str, Tensor] | None = None

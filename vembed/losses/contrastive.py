@@ -134,6 +134,7 @@ class InfoNCE(GuidedLoss, Temperature):
     """
 
     name = "infonce"
+    reads_lists = True
     is_cross_entropy = True
     summary = "the positive above all other candidates of the batch"
     records = "matches"
@@ -165,6 +166,8 @@ class InfoNCE(GuidedLoss, Temperature):
         from vembed.losses.mixing import with_mixtures
         from vembed.losses.row_losses import SoftmaxRows
 
+        if batch.holds_scores:
+            return self._share_of_lists(batch, term)
         if self.mix_negatives:
             batch = with_mixtures(
                 batch, term.seed, self.mix_negatives, cosine=term.sizes.cosine
@@ -177,6 +180,19 @@ class InfoNCE(GuidedLoss, Temperature):
         return self.tiled_share(
             batch, term, row_loss, scale, both_directions=self.bidirectional
         )
+
+    def _share_of_lists(self, batch: LossBatch, term: TermLoss) -> Tensor:
+        """Return the share of a reranker, whose candidates are the hard negatives of the row's example."""
+        from vembed.losses.listed import ListedPairs, grouped_log_softmax
+
+        pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
+        similarity = term.similarity(batch.embeddings)
+        scores = pairs.model_scores(batch, similarity)  # [K, n + P]
+        logits = scores * term.scale(batch.embeddings)
+        log_softmax = grouped_log_softmax(logits, pairs.groups, pairs.num_groups)
+        # The positive pair of each row comes first, one for each group.
+        losses = -log_softmax[:, : pairs.num_groups].sum(1)
+        return similarity.total(losses) / max(1, batch.num_rows)
 
 
 class Circle(GuidedLoss):
@@ -283,6 +299,7 @@ class Triplet(MaskedLoss):
     """
 
     name = "triplet"
+    reads_lists = True
     summary = "the positive closer than each given negative, by a margin"
     records = "matches"
     negatives = "each"
@@ -296,7 +313,7 @@ class Triplet(MaskedLoss):
 
         similarity = term.similarity(batch.embeddings)
         pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
-        margins = pairs.margins(pairs.similarities(batch, similarity))  # [K, P]
+        margins = pairs.margins(pairs.model_scores(batch, similarity))  # [K, P]
         margin = 0.2 if self.margin is None else self.margin
         losses = (margin - margins).relu().sum(1)
         return similarity.total(losses) / max(1, pairs.num_negative_pairs)

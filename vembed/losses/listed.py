@@ -98,8 +98,13 @@ class ListedPairs:
             num_negative_pairs=self.num_negative_pairs,
         )
 
-    def similarities(self, batch: LossBatch, similarity: Similarity) -> Tensor:
-        """Return [K, n + P] the similarities of all pairs. Differentiable once."""
+    def model_scores(self, batch: LossBatch, similarity: Similarity) -> Tensor:
+        """Return [K, n + P] the scores of all pairs: similarities of vectors, or a reranker's own. Differentiable once."""
+        if batch.holds_scores:
+            pairs = torch.cat(
+                (batch.positive[self.rows], batch.negative[self.negatives])
+            )
+            return batch.embeddings[pairs, 0][None]
         # One call for all pairs, so that their gradients are accumulated once.
         return pair_scores(
             batch.embeddings,

@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from vembed.losses.contrastive import Circle, InfoNCE, Sigmoid, Triplet
 from vembed.losses.declaration import Loss
+from vembed.losses.lists import BCE, MSE, Lambda
 from vembed.losses.scored_pairs import Angle, CoSENT, Cosine
 from vembed.losses.teacher_scores import KL, Listwise, MarginMSE, RankNet, ScoreMSE
 from vembed.losses.vectors import (
@@ -35,6 +36,9 @@ _CLASSES: tuple[type[Loss], ...] = (
     ScoreMSE,
     Listwise,
     RankNet,
+    BCE,
+    Lambda,
+    MSE,
     Embedding,
     Relational,
     SpreadOut,

@@ -34,6 +34,8 @@ SCORES = "scores"
 class ListedLoss(MaskedLoss, TeacherLoss):
     """Base class of the losses on listed pairs."""
 
+    reads_lists = True
+
     def targets(
         self,
         batch: LossBatch,
@@ -82,7 +84,7 @@ class SoftmaxLoss(ListedLoss, Temperature):
         """Return the log softmax within each group of the student [K, E] and of the teacher [1, E]."""
         from vembed.losses.listed import grouped_log_softmax
 
-        scores = pairs.similarities(batch, term.similarity(batch.embeddings))
+        scores = pairs.model_scores(batch, term.similarity(batch.embeddings))
         logits = scores * term.scale(batch.embeddings)
         student = grouped_log_softmax(logits, pairs.groups, pairs.num_groups)
         teacher = grouped_log_softmax(
@@ -195,7 +197,7 @@ class MarginMSE(ListedLoss):
 
         pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
         similarity = term.similarity(batch.embeddings)
-        scores = pairs.similarities(batch, similarity)
+        scores = pairs.model_scores(batch, similarity)
         # Both differences of the formula at once: (s_p - t_p) - (s_n - t_n).
         errors = pairs.margins(scores - self.targets(batch, term, pairs))
         losses = errors.square().sum(1)
@@ -258,7 +260,7 @@ class RankNet(ListedLoss, Temperature):
         targets = self.targets(batch, term, rank_lists, may_lack=True)
         above, below = ordered_pairs(rank_lists.groups, targets[0])
         similarity = term.similarity(batch.embeddings)
-        scores = rank_lists.similarities(batch, similarity)
+        scores = rank_lists.model_scores(batch, similarity)
         logits = scores * term.scale(batch.embeddings)
         differences = logits[:, below] - logits[:, above]
         # Above 50, log(1 + exp(x)) is x to float64's precision. The default threshold

@@ -13,17 +13,17 @@ import torch
 
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item
+from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
 from vembed.data.row_store import KEY_BYTES, RowStore, StoreKind
 from vembed.errors import UserError
 from vembed.files import cache_folder
-from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Reranker
+from vembed.inference.reranker import Reranker
 from vembed.mining.candidates import CandidateChunk
 from vembed.mining.choice import UNDECIDED, Chosen
 from vembed.mining.config import Judge, MineConfig, WeightOptions
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.known_positives import Inputs
 from vembed.mining.retrievers import files_identity
-from vembed.mining.vectors import DTYPES
 from vembed.models.families.model_files import kind_of, model_folder, whole_model_folder
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -83,11 +83,10 @@ def load_judge(
         whole_model_folder(judge.model, option="judges"),
         role=f"judges: {judge.model}",
         device=device,
-        kind="yes_no" if kind == "yes_no" else "reranker",
-        max_labels=2,
+        head="answer" if kind == "yes_no" else "label",
         instruction=judge.instruction,
         max_length=judge.max_length,
-        dtype=DTYPES.get(options.torch_dtype),
+        torch_dtype=options.torch_dtype,
         trust_remote_code=options.trust_remote_code,
     )
 
@@ -117,7 +116,7 @@ class CachedJudge:
             judge.instruction,
             judge.max_length,
             options.torch_dtype,
-            [YES_NO_PROMPT, YES_NO_END, ENDPOINT_PROMPT],
+            [ANSWER_PROMPT, ANSWER_END, ENDPOINT_PROMPT],
         )
         self._store = RowStore(cache_folder() / "judgements", identity, KIND)
         self.counts = {"asked": 0, "cached": 0, "undecided": 0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from vembed.models.families.backbones import (
     ENCODER_ONLY,
     file_dtype,
     is_never_used,
-    language_class,
     linear_names_inside_layers,
     model_class,
     quiet_transformers,
@@ -43,6 +42,9 @@ from vembed.models.towers import TwoTowers, frozen_towers, tower_module
 
 log = logging.getLogger(__name__)
 
+WholeClass = Callable[[PretrainedConfig], type[PreTrainedModel]]
+"""The class of a model with its head, by the model's config."""
+
 
 def build_backbone(
     description: ModelDescription,
@@ -52,12 +54,12 @@ def build_backbone(
     *,
     meta: bool,
     compute_dtype: torch.dtype = torch.float32,
-    with_language_head: bool = False,
+    whole_class: WholeClass | None = None,
     keeps_masters: bool = True,
 ) -> nn.Module:
     """Return the backbone with its weights. `meta`: empty parameters. `device`, `compute_dtype`: where and in which
-    dtype it will compute. `with_language_head`: the model with its language-model head, whose base model is the
-    backbone. `keeps_masters`: trained weights are float32, whatever `torch_dtype` says."""
+    dtype it will compute. `whole_class`: class of the model with a head, whose base model is the backbone.
+    `keeps_masters`: trained weights are float32, whatever `torch_dtype` says."""
     load = partial(
         _load,
         description,
@@ -69,8 +71,8 @@ def build_backbone(
         keeps_masters=keeps_masters,
     )
     folder = Path(description.source)
-    whole: nn.Module = load(folder, with_language_head=with_language_head)
-    text: Any = whole.base_model if with_language_head else whole
+    whole: nn.Module = load(folder, whole_class=whole_class)
+    text: Any = whole if whole_class is None else whole.base_model
     if description.adapter is not None and not meta:
         if description.quantized:
             # The adapter has learnt over the rounded weights, and makes up for their errors.
@@ -105,7 +107,7 @@ def _load(
     compute_dtype: torch.dtype,
     meta: bool,
     keeps_masters: bool,
-    with_language_head: bool = False,
+    whole_class: WholeClass | None = None,
 ) -> PreTrainedModel:
     """Return the model of one folder: its dtype, its attention, then its weights."""
     trust = description.trust_remote_code
@@ -132,8 +134,10 @@ def _load(
     half = not computed.isdisjoint({torch.bfloat16, torch.float16})
 
     # ---- attention
-    asked = options.attn_implementation
-    kernel, reason = attention.attention_kernel(asked, base_class, device, half=half)
+    implementation = options.attn_implementation
+    kernel, reason = attention.attention_kernel(
+        implementation, base_class, device, half=half
+    )
     padded = attention.why_padded(options, config, device, half=half)
     own_kernel = "the model's own"
     notes = [f"attention: {kernel or own_kernel} ({reason})"]
@@ -144,22 +148,17 @@ def _load(
             )
         texts = "without padding" if padded is None else f"padded ({padded})"
         notes.append(f"texts: {texts}")
-    if half and device.type == "cuda" and asked in ("auto", "sdpa"):
+    if half and device.type == "cuda" and implementation in ("auto", "sdpa"):
         problem = attention.use_flash3(config.to_dict(), device)
         used = "used" if problem is None else f"not used ({problem})"
         notes.append(f"FlashAttention 3: {used}")
     if padded is None:
         kernel = attention.register(attention.PACKED_ATTENTION)
-    elif kernel == "sdpa" and asked == "auto" and device.type == "cpu":
+    elif kernel == "sdpa" and implementation == "auto" and device.type == "cpu":
         kernel = attention.register(attention.CPU_ATTENTION)
 
     # ---- weights
-    built_class = language_class(config) if with_language_head else base_class
-    if built_class is None:
-        raise UserError(
-            f"Transformers has no language-model head for model_type {config.model_type!r}, which would train without "
-            "another loss; give a loss, or language_modelling: false"
-        )
+    built_class = base_class if whole_class is None else whole_class(config)
     has_weights = any(folder.glob("*.safetensors"))
     kernel_of_class = None if is_own else kernel
     if meta or options.from_scratch or (is_own and not has_weights):
@@ -203,7 +202,7 @@ def _load(
             if vars(module).get("is_causal") is True:
                 vars(module)["is_causal"] = False
     reads_chats = description.traits.reads_chats
-    if reads_chats and asked == "auto" and kernel != "flash_attention_2":
+    if reads_chats and implementation == "auto" and kernel != "flash_attention_2":
         tower = tower_module(backbone, description.traits, "vision")
         by_image = vision.pack_images(tower, device, half=half)
         images = "attention over all at once"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self, cast
 
@@ -28,7 +29,11 @@ from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import ModelDescription, describe
 from vembed.models.families.family import Modality
 from vembed.models.families.model_files import read_dense
-from vembed.models.language_head import LanguageHead, has_language_head
+from vembed.models.language_head import (
+    LanguageHead,
+    class_with_head,
+    has_language_head,
+)
 from vembed.models.modalities import (
     Collected,
     at_least_float32,
@@ -39,6 +44,7 @@ from vembed.models.modalities import (
 )
 from vembed.models.poolings.table import POOLINGS
 from vembed.models.quantized import keep_trainable_layout, round_weights
+from vembed.models.score_head import build_score_head, class_with_scores
 from vembed.models.towers import (
     TOWERS_OF_MODALITY,
     freeze_unused,
@@ -168,13 +174,14 @@ class EmbeddingModel(nn.Module):
         self,
         description: ModelDescription,
         backbone: nn.Module,
-        head: Head | None = None,
+        head: nn.Module | None = None,
         *,
         pooling: nn.Module | None = None,
         scale_and_bias: tuple[float, float] | None = None,
         language_head: LanguageHead | None = None,
     ) -> None:
-        """`head`: Dense modules. `scale_and_bias`: those that CLIP or SigLIP was trained with (CLIP's bias is 0)."""
+        """`head`: Dense modules, or a reranker's ScoreHead. `scale_and_bias`: those that CLIP or SigLIP was trained
+        with (CLIP's bias is 0)."""
         super().__init__()
         self.description = description
         self.backbone = backbone
@@ -346,7 +353,7 @@ class EmbeddingModel(nn.Module):
         """The linear layer that this run added for its MRL dims, the last of the head; None where it added none."""
         if self.head is None or not self.description.adds_projection:
             return None
-        return cast(Dense, self.head[-1])
+        return cast(Dense, cast(Head, self.head)[-1])
 
     @contextmanager
     def without_mrl_projection(self) -> Iterator[None]:
@@ -400,6 +407,11 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         # New weights depend on the seed only, not on earlier draws.
         torch.manual_seed(seed)
+        whole_class = None
+        if has_language:
+            whole_class = class_with_head
+        elif description.scores is not None:
+            whole_class = partial(class_with_scores, description)
         whole: Any = build_backbone(
             description,
             options,
@@ -408,10 +420,13 @@ def build_model(
             # Quantisation to 4 bits needs the values, so its layers cannot be built empty.
             meta=meta and not adapters.use_qlora,
             compute_dtype=compute_dtype,
-            with_language_head=has_language,
+            whole_class=whole_class,
             keeps_masters=keeps_masters,
         )
-        backbone: nn.Module = whole.base_model if has_language else whole
+        backbone: nn.Module = whole if whole_class is None else whole.base_model
+        score_head = None
+        if description.scores is not None:
+            score_head = build_score_head(description, whole)
         language_head = None
         if has_language:
             language_head = LanguageHead(
@@ -445,7 +460,7 @@ def build_model(
     model = EmbeddingModel(
         description,
         backbone,
-        Head(*modules) if modules else None,
+        score_head or (Head(*modules) if modules else None),
         pooling=pooling,
         scale_and_bias=scale_and_bias(description),
         language_head=language_head,

@@ -26,6 +26,9 @@ from vembed.models.vision import LONGEST, VISION, image_tower_output, tower_outp
 IMAGE_FEATURES = "image_features"
 """Input key of the modality vision: precomputed output of the image tower, in place of the pixels."""
 
+SEGMENTS = "token_type_ids"
+"""Input of pairs: 0 for tokens of the query and 1 for those of the document, for models that tell them apart."""
+
 Inputs = dict[str, Tensor]
 Backbone = Any
 """A Transformers model or TwoTowers. Their attributes are untyped."""
@@ -147,6 +150,8 @@ def _text_states(
     if packs(backbone):
         return _packed_states(backbone, inputs, mask, collected)
     arguments: dict[str, object] = {"input_ids": inputs["input_ids"]}
+    if SEGMENTS in inputs:
+        arguments[SEGMENTS] = inputs[SEGMENTS]
     if mask is not None:
         arguments["attention_mask"] = mask
     if description.traits.reads_chats or is_decoder_only(backbone.config):
@@ -194,6 +199,9 @@ def _packed_states(
             "attention_mask": tokens.new_zeros(1, 1, 1, 1),
             "packed": Packed(starts, longest),
         }
+        if SEGMENTS in inputs:
+            segments = inputs[SEGMENTS].flatten()
+            arguments[SEGMENTS] = (segments if index is None else segments[index])[None]
         if is_decoder_only(backbone.config):
             arguments["use_cache"] = False
         output = backbone(**arguments)

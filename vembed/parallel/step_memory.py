@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from vembed.config.schema import BatchSection, ModelSection, TrainConfig
 from vembed.data.batching.feeding import ModelInputs
-from vembed.data.features import Features, Featuriser
+from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError
 from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import layers_of, linear_names_inside_layers
@@ -384,7 +384,7 @@ class Budget:
 def find_budget(
     options: BatchSection,
     model: nn.Module,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     session: Session,
     sample: Sequence[Features],
     optimizer: torch.optim.Optimizer | None = None,
@@ -468,7 +468,7 @@ class PeakMeter:
 
 def measure_demand(
     model: nn.Module,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     session: Session,
     sample: Sequence[Features],
     meter: PeakMeter,
@@ -520,7 +520,7 @@ def measure_demand(
 
 def bytes_per_token(
     model: nn.Module,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     session: Session,
     sample: Sequence[Features],
 ) -> int:
@@ -556,7 +556,7 @@ def bytes_per_token(
 
 
 def _demand_of(
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     session: Session,
     sample: Sequence[Features],
     num_bytes: Callable[[ModelInputs], int],

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,15 +19,21 @@ from transformers import PreTrainedModel
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.building import empty_backbone
 from vembed.models.custom.folder import save_code
-from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.embedding_model import EmbeddingModel, Head
 from vembed.models.families.backbones import plain_name, quiet_transformers, read_config
-from vembed.models.families.description import DESCRIPTION_FILE
+from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import is_own
 from vembed.models.language_head import save_with_head
 from vembed.models.processors import save_processors
+from vembed.models.score_head import save_reranker
 from vembed.saving.card import Card, render_card
 from vembed.saving.durability import sync, sync_folder
-from vembed.saving.layout import refuse_unclaimed, write_json, write_layout
+from vembed.saving.layout import (
+    refuse_unclaimed,
+    write_json,
+    write_layout,
+    write_reranker_layout,
+)
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +81,8 @@ def save_model(
         more_than_adapters = (
             "with adapters alone, other programs would use causal attention"
         )
+    elif description.scores is not None:
+        more_than_adapters = "adapters alone would lose its head"
     elif model.language_head is not None and model.language_head.is_new:
         more_than_adapters = "adapters alone would lose its language-model head"
     if not merge_adapters and more_than_adapters is not None:
@@ -112,21 +120,26 @@ def save_model(
         if weights:
             _write_backbone(
                 folder,
+                description,
                 backbone,
                 _stored(weights, dtype),
                 _stored(language_state, dtype),
+                _stored(head_state, dtype),
             )
         if is_own(source):
             save_code(source, folder)
         save_processors(description, folder)
-        write_layout(
-            folder,
-            description,
-            model.head,
-            _stored(head_state, dtype),
-            _stored(pooling_state, dtype),
-            changed,
-        )
+        if description.scores is not None:
+            write_reranker_layout(folder, description)
+        else:
+            write_layout(
+                folder,
+                description,
+                cast(Head | None, model.head),
+                _stored(head_state, dtype),
+                _stored(pooling_state, dtype),
+                changed,
+            )
         write_json(folder / DESCRIPTION_FILE, description.to_dict())
         text = render_card(description, card or Card(), adapter_alone=not weights)
         (folder / "README.md").write_text(
@@ -184,10 +197,13 @@ def _move_into(new: Path, target: Path) -> None:
 
 def _write_backbone(
     folder: Path,
+    description: ModelDescription,
     backbone: Any,
     state: dict[str, Tensor],
     language_head: dict[str, Tensor],
+    head: dict[str, Tensor],
 ) -> None:
+    """Write the weights and config.json. `head`: that of a reranker is part of the weights."""
     floating = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     if isinstance(backbone, PreTrainedModel):
         # After gathering from shards, tied weights are separate tensors. Store one of them.
@@ -195,7 +211,9 @@ def _write_backbone(
             if name in state and same in state:
                 state[name] = state[same]
     with quiet_transformers():
-        if language_head:
+        if description.scores is not None:
+            save_reranker(folder, description, backbone, state, head)
+        elif language_head:
             save_with_head(folder, backbone, state, language_head)
         else:
             backbone.save_pretrained(folder, state_dict=state)

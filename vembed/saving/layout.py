@@ -16,6 +16,7 @@ from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import POOLING_MODULE, STATIC, read_object
 from vembed.models.poolings.table import MODE_FLAGS, MODEL_POOLING, POOLINGS
 from vembed.models.processors import load_chat_template, load_tokenizer
+from vembed.models.score_head import answer_tokens
 
 MODULE = "sentence_transformers.models."
 """Module path that Sentence Transformers 3 to 6 all resolve."""
@@ -96,6 +97,50 @@ def write_layout(
     if changed_settings:
         settings["config_args"] = dict(changed_settings)
     write_json(folder / "sentence_bert_config.json", settings)
+
+
+def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
+    """Write the files by which Sentence Transformers loads a CrossEncoder, beside weights and tokenizer."""
+    modules = [("", "sentence_transformers.base.modules.transformer.Transformer")]
+    output = "logits"
+    settings: dict[str, Any] = {
+        "transformer_task": "sequence-classification",
+        "module_output_name": "scores",
+    }
+    prompts: dict[str, str] = {}
+    if description.scores == "answer":
+        settings["transformer_task"] = "text-generation"
+        settings["module_output_name"] = "causal_logits"
+        tokens = answer_tokens(load_tokenizer(description), description.name)
+        modules.append(
+            (
+                "1_LogitScore",
+                "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
+            )
+        )
+        answers = {
+            "true_token_id": tokens[1],
+            "false_token_id": tokens[0],
+            "module_input_name": "causal_logits",
+        }
+        write_json(folder / "1_LogitScore" / "config.json", answers)
+        prompts = {"query": description.query_prompt}
+    settings["modality_config"] = {
+        "text": {"method": "forward", "method_output_name": output}
+    }
+    settings["max_seq_length"] = description.max_length
+    write_json(folder / "sentence_bert_config.json", settings)
+    listed = []
+    for index, (path, kind) in enumerate(modules):
+        listed.append({"idx": index, "name": str(index), "path": path, "type": kind})
+    write_json(folder / "modules.json", listed)
+    card = {
+        "model_type": "CrossEncoder",
+        "activation_fn": "torch.nn.modules.activation.Sigmoid",
+        "prompts": prompts,
+        "default_prompt_name": None,
+    }
+    write_json(folder / "config_sentence_transformers.json", card)
 
 
 def refuse_unclaimed(owner: str, state: Mapping[str, Tensor]) -> None:

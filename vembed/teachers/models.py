@@ -18,10 +18,11 @@ from vembed.config.schema import ModelSection
 from vembed.data.cache import add_content
 from vembed.data.examples import Example, Item, Kind
 from vembed.data.features import Featuriser
+from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT, Pair
 from vembed.data.row_store import KEY_BYTES, lasting_identity
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
-from vembed.inference.reranker import YES_NO_END, YES_NO_PROMPT, Pair, Reranker
+from vembed.inference.reranker import Reranker
 from vembed.models.embedding_model import load_embedder
 from vembed.models.families.description import describe
 from vembed.models.families.model_files import model_folder
@@ -200,7 +201,7 @@ class PairTeacher:
             self.folder,
             role=f"teacher {teacher.label}",
             device=device,
-            kind=self.kind,
+            head="answer" if self.kind == "yes_no" else "label",
             instruction=teacher.instruction,
             max_length=teacher.max_length,
             query_prompt=teacher.query_prompt,
@@ -210,13 +211,16 @@ class PairTeacher:
         )
         if is_shard:
             # Every rank has read the file: weights that are tied would come apart on their way from rank 0.
-            shard_for_use(reranker.model, (), device, one_reads=False)
+            layers = reranker.description.layer_classes
+            reranker.model = shard_for_use(
+                reranker.model, layers, device, one_reads=False
+            )
             self._world_size = self.session.world_size
         log.info(
             "teacher %s: %s (%s)",
             teacher.label,
             "reranker" if self.kind == "reranker" else "asked for yes or no",
-            type(reranker.model).__name__,
+            reranker.description.layer_classes[0],
         )
         self._reranker = reranker
         return reranker
@@ -256,7 +260,7 @@ def teacher_identity(folder: Path, teacher: Teacher, kind: str, arithmetic: str)
         teacher.max_length,
     ]
     if kind == "yes_no":
-        settings += [teacher.instruction, YES_NO_PROMPT, YES_NO_END]
+        settings += [teacher.instruction, ANSWER_PROMPT, ANSWER_END]
     digest.update(json.dumps(settings).encode())
     for path in sorted(folder.rglob("*")):
         if (

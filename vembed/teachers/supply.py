@@ -157,14 +157,17 @@ class Teachers:
         questions: dict[bytes, Any] = {}
         places: dict[bytes, int] = {}
         indices = []
-        for kind, inputs in (
-            ("query", rank_batch.query),
-            ("document", rank_batch.positive),
-            ("document", rank_batch.negative),
+        queries = [query for query, _ in rank_batch.row_items]
+        positives = [positive for _, positive in rank_batch.row_items]
+        negatives = [negative for _, negative in rank_batch.negative_items]
+        for kind, items in (
+            ("query", queries),
+            ("document", positives),
+            ("document", negatives),
         ):
-            index = np.empty(len(inputs), dtype=np.int64)
-            for position, number in enumerate(inputs.tolist()):
-                key, question = teacher.model.question(rank_batch.items[number], kind)
+            index = np.empty(len(items), dtype=np.int64)
+            for position, item in enumerate(items):
+                key, question = teacher.model.question(item, kind)
                 questions.setdefault(key, question)
                 index[position] = places.setdefault(key, len(places))
             indices.append(index)
@@ -179,24 +182,17 @@ class Teachers:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return a reranker's scores of this rank's rows [rows] and hard negatives [negatives], in float64, times its
         `scale`. Collective."""
-        # A hard negative names its example. Several rows of an example (its positives) have the same query.
-        queries = rank_batch.query.tolist()
-        query_of = dict(zip(rank_batch.example.tolist(), queries, strict=True))
-        for example in rank_batch.negative_example.tolist():
-            queries.append(query_of[example])
-        documents = [*rank_batch.positive.tolist(), *rank_batch.negative.tolist()]
-        items = rank_batch.items
         keys = []
         questions = {}
-        for query, document in zip(queries, documents, strict=True):
-            key, question = teacher.model.question(items[query], items[document])
+        for query, document in (*rank_batch.row_items, *rank_batch.negative_items):
+            key, question = teacher.model.question(query, document)
             keys.append(key)
             questions[key] = question
         answers = teacher.answers(list(questions), list(questions.values()))[:, 0]
         by_key = dict(zip(questions, answers.tolist(), strict=True))
         scores = np.array([by_key[key] for key in keys], dtype=np.float64)
         scores *= teacher.model.teacher.scale
-        num_rows = len(rank_batch.query)
+        num_rows = len(rank_batch.row_items)
         return scores[:num_rows], scores[num_rows:]
 
     def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,8 +13,7 @@ from torch.nn import functional
 
 from vembed.config.resolved import Decision
 from vembed.data.batching.feeding import ModelInputs
-from vembed.data.examples import Item, Kind
-from vembed.data.features import Featuriser
+from vembed.data.features import BaseFeaturiser
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.parallel import collectives
@@ -33,20 +33,20 @@ MAX_COSINE_DISTANCE_FLOAT32 = 1e-4
 
 
 def decide_compilation(
-    items: Sequence[tuple[Item, Kind]],
+    units: Sequence[Any],
     repeats: float,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     session: Session,
 ) -> None:
     """Decide `torch_compile: auto` on a GPU, by the arithmetic of the run.
 
-    `items`: a sample of the inputs. `repeats`: how many such samples the run passes through the model.
+    `units`: a sample of the inputs. `repeats`: how many such samples the run passes through the model.
     """
     placement = session.placement
     config = placement.run.config
     if config.model.torch_compile != "auto" or session.device.type != "cuda":
         return
-    features = featuriser.features(items)
+    features = featuriser.features(units)
     num_tokens = repeats * sum(feature.length for feature in features)
     size = placement.size or measure(config)
     session.placement = placement.for_work(
@@ -57,8 +57,8 @@ def decide_compilation(
 def check_compiled(
     model: nn.Module,
     embedder: EmbeddingModel,
-    featuriser: Featuriser,
-    items: Sequence[tuple[Item, Kind]],
+    featuriser: BaseFeaturiser[Any],
+    units: Sequence[Any],
     session: Session,
 ) -> None:
     """Log whether the layers of the model are compiled, where there is a choice. Collective.
@@ -78,7 +78,7 @@ def check_compiled(
         log.info(f"compiled layers: {session.placement.compilation}")
     if asked != "auto" or not session.placement.compilation.value:
         return
-    features = featuriser.features(items)
+    features = featuriser.features(units)
     inputs: ModelInputs = []
     for modality in featuriser.description.modalities:
         rows = [feature for feature in features if feature.modality == modality]

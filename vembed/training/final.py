@@ -6,7 +6,7 @@ import io
 import logging
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from vembed.data.language import MAX_TEXTS, is_english, language_of
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.report import write_report
 from vembed.evaluation.report.summary import RunSummary, collect_versions
-from vembed.inference.encoding import encode_items
+from vembed.inference.encoding import encode_features
 from vembed.models.precision import saved_dtype
 from vembed.models.quantized import is_quantized, store_rounded
 from vembed.parallel import collectives
@@ -222,13 +222,15 @@ def _not_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> str | None:
         with io.BytesIO() as file:
             Image.linear_gradient("L").convert("RGB").save(file, "PNG")
             items.append(Item(images=(ImageRef(data=file.getvalue()),)))
-    embeddings = encode_items(
+    units: list[Any] = [(item, "document") for item in items]
+    if embedder.description.scores is not None:
+        units = [(items[0], items[1])]
+    embeddings = encode_features(
         components.model,
         components.featuriser,
-        items,
-        "document",
-        session=writer.session,
-        normalize=False,
+        components.featuriser.features(units),
+        writer.session.device,
+        world_size=writer.session.world_size,
     )
     if not np.isfinite(embeddings).all():
         return "the trained model's embeddings"

@@ -39,8 +39,8 @@ from vembed.data.batching.feeding import Feeder
 from vembed.data.batching.rank_batch import RankBatchStream
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import ExampleStore
-from vembed.data.examples import Item, Kind
-from vembed.data.features import Features, Featuriser
+from vembed.data.features import BaseFeaturiser, Features
+from vembed.data.pair_features import build_featuriser
 from vembed.data_tools.datasets import Sets, open_sets
 from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
@@ -138,7 +138,7 @@ class TrainingComponents:
     """The model as it is called: replicated or sharded."""
     loss: EmbeddingLoss
     optimizer: torch.optim.Optimizer
-    featuriser: Featuriser
+    featuriser: BaseFeaturiser[Any]
     source: InputSource
     teachers: Teachers
     rates: LearningRates
@@ -309,7 +309,7 @@ def build_components(
         )
     # Both phases of Gradient Cache read the pixels of a batch: a large batch should fit.
     image_bytes = IMAGE_CACHE_SHARE * psutil.virtual_memory().available
-    featuriser = Featuriser(
+    featuriser = build_featuriser(
         description,
         image_cache_bytes=max(
             MIN_IMAGE_CACHE_BYTES, int(image_bytes) // session.local_world_size
@@ -318,14 +318,11 @@ def build_components(
     )
     # Before the model: compiled layers are chosen while it is built. The same inputs on every rank.
     num_first = max(min(NUM_COMPARED_EXAMPLES, len(data.examples)), 1)
-    first_items: list[tuple[Item, Kind]] = []
+    first_units: list[Any] = []
     for number in range(num_first):
-        example = data.examples[number]
-        first_items.append((example.query, "query"))
-        for document in (*example.positives, *example.negatives):
-            first_items.append((document, "document"))
+        first_units += featuriser.units(data.examples[number])
     num_examples = data.total_steps * data.examples_per_step
-    decide_compilation(first_items, num_examples / num_first, featuriser, session)
+    decide_compilation(first_units, num_examples / num_first, featuriser, session)
     placement = session.placement
     embedder = build_model(
         description,
@@ -358,7 +355,7 @@ def build_components(
 
     # The loss and the optimizer must see the parameters that `prepare` returns.
     model = session.prepare(embedder, description.layer_classes)
-    check_compiled(model, embedder, featuriser, first_items, session)
+    check_compiled(model, embedder, featuriser, first_units, session)
     loss_config = config
     if "temperature" in resumed_options:
         loss_config = config.changed(temperature=resumed_options["temperature"])
@@ -395,6 +392,7 @@ def build_components(
             config.data,
             config.model.model_name,
             None if scale is None else 1 / scale,
+            is_reranker=config.model.task == "rerank",
         ),
     )
 
@@ -427,7 +425,7 @@ def configured_hooks(run: Trainer) -> list[Hook]:
 
 
 def open_stream(
-    num_workers: Any, data: RunData, featuriser: Featuriser, session: Session
+    num_workers: Any, data: RunData, featuriser: BaseFeaturiser[Any], session: Session
 ) -> RankBatchStream:
     """Return the stream of this rank's batches. `num_workers`: the option."""
     if num_workers == "auto":
@@ -465,7 +463,7 @@ def log_truncated_texts(
 
 def start_projection(
     embedder: EmbeddingModel,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     examples: ExampleStore,
     session: Session,
 ) -> None:

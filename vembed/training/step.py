@@ -43,6 +43,7 @@ from torch import Tensor, nn
 from vembed.data.batching.feeding import MicroBatch, ModelInputs, row_index
 from vembed.data.batching.microbatches import LockstepSplit
 from vembed.data.batching.rank_batch import RankBatch
+from vembed.data.pair_features import PairFeaturiser
 from vembed.losses.batch import (
     INDEX_FIELDS,
     EmbeddingLoss,
@@ -395,6 +396,7 @@ class ContrastiveStep:
             rank_negatives=rank_slice(rank, counts.negatives),
             number=batch.batch_number,
             source=rank_batch.source,
+            holds_scores=isinstance(self.source.feeder.featuriser, PairFeaturiser),
             host_indices={name: on_host[name] for name in INDEX_FIELDS},
         )
         if self.teachers is None:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -345,7 +345,7 @@ class Editor:
             if self._map is not None:
                 matrix_DD, offset_D = self._map
                 # The map becomes the last Dense module of the saved model, in front of its normalisation.
-                modules = list(head or ())
+                modules = list(cast(Head, head) if head is not None else ())
                 prefix = f"head.{len(modules)}.linear"
                 weights[f"{prefix}.weight"] = matrix_DD
                 weights[f"{prefix}.bias"] = offset_D

@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from vembed.data.batching.schedule import BatchSchedule, rank_rows
 from vembed.data.distinct import distinct
-from vembed.data.examples import Example, Examples, Item, Kind
-from vembed.data.features import Features, Featuriser
+from vembed.data.examples import Example, Examples, Item
+from vembed.data.features import BaseFeaturiser, Features
 
 AHEAD = 2
 """Number of batches that each worker prepares ahead."""
@@ -39,8 +40,10 @@ class RankBatch:
     num_examples: int
     where: list[str]
     """File and line of each example, for messages."""
-    items: list[Item] = field(default_factory=list)
-    """The input of each of the features; teachers are asked about it."""
+    row_items: list[tuple[Item, Item]] = field(default_factory=list)
+    """[R] the query and the positive of each row. Teachers are asked about them."""
+    negative_items: list[tuple[Item, Item]] = field(default_factory=list)
+    """[H] the query and the document of each hard negative."""
     source: int = 0
     """Number of the source that the first example of the global batch comes from."""
     negative_scores: np.ndarray | None = None
@@ -57,32 +60,37 @@ def make_rank_batch(
     first: int,
     epoch: int,
     number: int,
-    featuriser: Featuriser,
+    featuriser: BaseFeaturiser[Any],
     source: int = 0,
 ) -> RankBatch:
     """Build a rank batch from a rank's examples. `first`: position of the first example in the global batch."""
-    items: list[tuple[Item, Kind]] = []
+    units: list[Any] = []
+    row_items: list[tuple[Item, Item]] = []
+    negative_items: list[tuple[Item, Item]] = []
     rows: list[tuple[int, int, int]] = []
     negatives: list[tuple[int, int]] = []
     scores: list[float] = []
     negative_scores: list[float] = []
     # Numbered over the global batch, so that all ranks name an example alike.
     for number_in_batch, example in enumerate(examples, start=first):
-        query = len(items)
-        items.append((example.query, "query"))
-        for positive in example.positives:
-            rows.append((query, len(items), number_in_batch))
-            items.append((positive, "document"))
-        for negative in example.negatives:
-            negatives.append((len(items), number_in_batch))
-            items.append((negative, "document"))
+        query = len(units)
+        units += featuriser.units(example)
+        negative = len(units) - len(example.negatives)
+        positive = negative - len(example.positives)
+        for position in range(positive, negative):
+            # A pair holds its query: there is no unit of the query, and the row points to the pair twice.
+            is_pair = query == positive
+            rows.append((position if is_pair else query, position, number_in_batch))
+        for position in range(negative, len(units)):
+            negatives.append((position, number_in_batch))
+        row_items += [(example.query, document) for document in example.positives]
+        negative_items += [(example.query, document) for document in example.negatives]
         scores.extend(example.scores or ())
         negative_scores.extend(example.negative_scores or ())
     # By key, not by text: a text as query and as document differs if the model has prompts.
     features, where_to = distinct(
-        featuriser.features(items), key=lambda feature: feature.key
+        featuriser.features(units), key=lambda feature: feature.key
     )
-    firsts = np.unique(where_to, return_index=True)[1].tolist()
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
     negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
     has_scores = bool(scores) and len(scores) == len(rows)
@@ -99,10 +107,11 @@ def make_rank_batch(
         negative=where_to[negative_table[:, 0]],
         negative_example=negative_table[:, 1],
         scores=np.array(scores) if has_scores else None,
-        num_inputs=len(items),
+        num_inputs=len(units),
         num_examples=len(examples),
         where=[example.where for example in examples],
-        items=[items[position][0] for position in firsts],
+        row_items=row_items,
+        negative_items=negative_items,
         source=source,
         negative_scores=np.array(negative_scores) if are_negatives_scored else None,
     )
@@ -115,7 +124,7 @@ class RankBatchStream:
         self,
         store: Examples,
         batch_schedule: BatchSchedule,
-        featuriser: Featuriser,
+        featuriser: BaseFeaturiser[Any],
         rank: int,
         world_size: int,
         num_workers: int,

@@ -14,9 +14,9 @@ from vembed.config.paths import (
     is_pattern,
     similar_path,
 )
-from vembed.data.columns import Columns, guess_mapping, refuse_repeated
+from vembed.data.columns import Columns, guess_mapping
 from vembed.data.formats.base import FILE_BITS, Block, Format
-from vembed.data.formats.class_folders import class_records, is_class_folder
+from vembed.data.formats.class_folders import class_records
 from vembed.data.formats.copies import (
     CODECS,
     fetched_copies,
@@ -131,7 +131,6 @@ def open_reader(path: str, columns: Columns | None, role: Role, cache: Path) -> 
     for reader in readers:
         if columns is None or reader.columns is None:
             continue
-        refuse_repeated(reader.name, reader.columns)
         try:
             columns.check(reader.columns)
         except UserError as error:
@@ -183,8 +182,8 @@ def _open_folder(folder: Path, role: Role, cache: Path) -> list[Format]:
         return [open_folder(folder, role)]
     if files := data_files(folder):
         return [_open_file(file, cache) for file in files]
-    if is_class_folder(folder):
-        reader = _open_file(class_records(folder, cache), cache, str(folder))
+    if records := class_records(folder, cache):
+        reader = _open_file(records, cache, str(folder))
         reader.folder = folder
         return [reader]
     paths = sorted(path for path in folder.iterdir() if path.name[0] != ".")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
@@ -140,16 +141,22 @@ def model_class(
 def language_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """Return the model class with the language-model head: causal for decoders, masked for encoders. None if
     Transformers has none."""
-    known = (
-        MODEL_FOR_CAUSAL_LM_MAPPING
-        if is_decoder_only(config)
-        else MODEL_FOR_MASKED_LM_MAPPING
-    )
-    return (
-        cast(type[PreTrainedModel], known[type(config)])
-        if type(config) in known
-        else None
-    )
+    if is_decoder_only(config):
+        return _class_of(MODEL_FOR_CAUSAL_LM_MAPPING, config)
+    return _class_of(MODEL_FOR_MASKED_LM_MAPPING, config)
+
+
+def score_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """Return the model class that classifies texts. None if Transformers has none."""
+    return _class_of(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, config)
+
+
+def _class_of(
+    known: Mapping[Any, Any], config: PretrainedConfig
+) -> type[PreTrainedModel] | None:
+    if type(config) not in known:
+        return None
+    return cast(type[PreTrainedModel], known[type(config)])
 
 
 def is_decoder_only(config: PretrainedConfig) -> bool:

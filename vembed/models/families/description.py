@@ -94,6 +94,9 @@ class ModelDescription:
     """Folder with the weights of a trained pooling. Not saved: the layout has it."""
     adds_projection: bool = False
     """True: this run adds a linear layer to `embedding_dim` for its Matryoshka sizes. Not saved."""
+    scores: Literal["label", "answer"] | None = None
+    """How a reranker gives the score of a pair: the logit of its one label, or of the answer `yes` less that of `no`.
+    None: an embedding model."""
     bidirectional_attention: bool = False
     min_pixels: Size | None = None
     max_pixels: Size | None = None
@@ -151,10 +154,17 @@ class ModelDescription:
             saved = replace(saved, image_source=str(Path(folder, saved.image_source)))
         return replace(saved, source=str(Path(folder, saved.source)))
 
+    @property
+    def output(self) -> str:
+        """What the model gives, in words."""
+        if self.scores is not None:
+            return "reranker"
+        return f"embedding of {self.embedding_dim:,d} dimensions"
+
     def summary(self) -> str:
         """Return the model's facts and their reasons, one line each, for the log."""
         lines = [
-            f"{self.name or self.source}: {self.family}, embedding of {self.embedding_dim:,d} dimensions, "
+            f"{self.name or self.source}: {self.family}, {self.output}, "
             f"modalities {', '.join(self.modalities)}, layers {', '.join(self.layer_classes)}"
         ]
         values = asdict(self)
@@ -208,6 +218,10 @@ PUBLISHED: tuple[tuple[str, str, str, str], ...] = (
     ),
 )
 """Pattern of the name's last part (lower case), query prompt, document prompt, model series."""
+RERANK_INSTRUCTION = (
+    "Given a web search query, retrieve relevant passages that answer the query"
+)
+"""What a decoder is asked about each pair, unless `query_prompt` says it: that of Qwen3-Reranker."""
 PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 """Kind of input -> names of its prompt in a model's files."""
 _FROM_SAVED = f"from {DESCRIPTION_FILE}"
@@ -316,21 +330,23 @@ def describe(
     adds_projection = False
     if matryoshka is not None and matryoshka.mrl_dims is not None:
         mrl_dims = _matryoshka_sizes(reading, matryoshka, size)
-        wanted = matryoshka.mrl_projection
-        adds_projection = max(mrl_dims) < size if wanted == "auto" else bool(wanted)
+        mrl_projection = matryoshka.mrl_projection
+        adds_projection = (
+            max(mrl_dims) < size if mrl_projection == "auto" else bool(mrl_projection)
+        )
         if adds_projection:
             reasons["embedding_dim"] = (
-                f"an MRL projection from {size} to max(mrl_dims), by mrl_projection: {wanted}"
+                f"an MRL projection from {size} to max(mrl_dims), by mrl_projection: {mrl_projection}"
             )
             size = max(mrl_dims)
-    truncate_dim = files.truncate_dim
+    truncate_dim = files.settings.truncate_dim
     if truncate_dim is not None and truncate_dim >= size:
         truncate_dim = None  # it cuts nothing
     if truncate_dim is not None:
         reasons["truncate_dim"] = "from config_sentence_transformers.json"
 
     # ---- similarity
-    of_files = files.similarity or saved.get("similarity")
+    of_files = files.settings.similarity_fn_name or saved.get("similarity")
     if for_inference and of_files in get_args(Similarity):
         reasons["similarity"] = "from the model's files"
         similarity = cast(Similarity, of_files)
@@ -367,14 +383,14 @@ def describe(
             reasons["padding_side"] = (
                 "its positions count from the first token, although the tokenizer pads on the left"
             )
-    default_prompt_name = files.default_prompt_name
+    default_prompt_name = files.settings.default_prompt_name
     if default_prompt_name in PROMPT_NAMES["document"]:
         default_prompt_name = "document"  # other names for it are not saved
     named = (*PROMPT_NAMES["query"], *PROMPT_NAMES["document"])
     other_prompts = {
         name: text for name, text in files.prompts.items() if name not in named
     }
-    return ModelDescription(
+    description = ModelDescription(
         family=family.name,
         source=str(located.backbone),
         embedding_dim=size,
@@ -406,6 +422,60 @@ def describe(
         trust_remote_code=trust,
         reasons=reasons,
         **image,
+    )
+    if model.task == "rerank":
+        return _as_reranker(description, reading)
+    return description
+
+
+def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescription:
+    """Return the description of a reranker from that of its tower."""
+    options = reading.options
+    family = description.traits
+    config = reading.config
+    if not family.reads_only_text or family.has_two_models or options.model_class:
+        raise UserError(
+            f"task: rerank: {description.name} is of the family {family.name}, and rerankers are models of texts here: "
+            "give a text model"
+        )
+    is_decoder = is_decoder_only(config)
+    classes = " ".join(config.architectures or ())
+    scores = options.reranker_head
+    reason = "reranker_head in the config"
+    if scores == "auto":
+        scores = "label"
+        reason = "a sequence classifier" if "Classif" in classes else "a new head"
+        if reading.saved.get("scores") is not None:
+            scores = reading.saved["scores"]
+            reason = _FROM_SAVED
+        elif is_decoder and "ForCausalLM" in classes:
+            scores = "answer"
+            reason = "a causal language model"
+    if scores == "answer" and not is_decoder:
+        raise UserError(
+            f"reranker_head: answer is for decoders, and {description.name} is an encoder: leave it out"
+        )
+    pooling = "last" if is_decoder else config.to_dict().get("classifier_pooling")
+    query_prompt = options.query_prompt
+    if query_prompt is None:
+        query_prompt = reading.saved.get("query_prompt")
+    if query_prompt is None:
+        query_prompt = RERANK_INSTRUCTION if scores == "answer" else ""
+    document_prompt = options.document_prompt
+    if document_prompt is None:
+        document_prompt = reading.saved.get("document_prompt", "")
+    return description.with_(
+        scores=scores,
+        embedding_dim=1,
+        pooling=pooling or "cls",
+        similarity="dot",
+        normalize=False,
+        padding_side="left" if scores == "answer" else description.padding_side,
+        query_prompt=query_prompt,
+        document_prompt=document_prompt,
+        other_prompts={},
+        default_prompt_name=None,
+        reasons={"scores": reason},
     )
 
 
@@ -462,7 +532,7 @@ def _family(reading: _Reading) -> Family:
         reason += ": its forward takes input_ids and pixel_values"
     elif "vision_config" in reading.config.to_dict():
         known = sorted(
-            kind for family in FAMILIES.values() for kind in family.model_types
+            kind for record in FAMILIES.values() for kind in record.model_types
         )
         raise UserError(
             f"{options.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
@@ -474,33 +544,33 @@ def _family(reading: _Reading) -> Family:
     else:
         detected = _recognised("text_input")
     assert detected is not None
-    wanted = FAMILIES.get(options.model_family, detected)
-    is_asked = options.model_family != "auto"
+    family = FAMILIES.get(options.model_family, detected)
+    is_in_config = options.model_family != "auto"
     if options.image_model_name is not None:
         takes_tower = detected.reads_only_text or detected.has_two_models
-        if not takes_tower or (is_asked and not wanted.has_two_models):
+        if not takes_tower or (is_in_config and not family.has_two_models):
             raise UserError(
                 f"image_model_name adds an image tower to a text model, but {options.model_name} is of the family "
-                f"{wanted.name}; leave image_model_name out"
+                f"{family.name}; leave image_model_name out"
             )
         reason = f"image_model_name: {options.image_model_name} is its second tower"
-        wanted = _recognised("image_model_name") or wanted
-    elif wanted.has_two_models and not detected.has_two_models:
+        family = _recognised("image_model_name") or family
+    elif family.has_two_models and not detected.has_two_models:
         raise UserError(
-            f"model_family: {wanted.name} needs image_model_name, the tower for images"
+            f"model_family: {family.name} needs image_model_name, the tower for images"
         )
     # Between encoder and decoder of texts the user may decide: a decoder may have been trained to see both sides.
-    elif wanted != detected and not (
-        wanted.reads_only_text and detected.reads_only_text
+    elif family != detected and not (
+        family.reads_only_text and detected.reads_only_text
     ):
         raise UserError(
-            f"model_family: {wanted.name} does not fit {options.model_name}, whose config.json makes it "
+            f"model_family: {family.name} does not fit {options.model_name}, whose config.json makes it "
             f"{detected.name} ({reason}); leave model_family out"
         )
-    elif is_asked:
+    elif is_in_config:
         reason = f"model_family in the config (detected: {detected.name}, {reason})"
     reading.reasons["family"] = reason
-    return wanted
+    return family
 
 
 def _pooling(
@@ -551,8 +621,8 @@ def _pooling(
         reason = (
             "a causal decoder's last token is the only one that has seen the whole text"
         )
-    asked = reading.options.pooling
-    if asked == "auto":
+    option = reading.options.pooling
+    if option == "auto":
         if problem is not None or pooling is None:
             raise UserError(
                 f"{path} of {name} {problem}; set pooling to {' or '.join(POOLINGS)}"
@@ -561,18 +631,18 @@ def _pooling(
         return pooling
     if gives_vectors or family.pools_itself:
         raise UserError(
-            f"pooling: {asked} is not available for {name}, which gives one vector for each input itself; leave pooling "
+            f"pooling: {option} is not available for {name}, which gives one vector for each input itself; leave pooling "
             "out"
         )
-    refusal = POOLINGS[asked].refusal(**facts)
+    refusal = POOLINGS[option].refusal(**facts)
     if refusal is not None:
-        raise UserError(f"pooling: {asked} on {name}: {refusal}")
-    reading.reasons["pooling"] = f"pooling: {asked}"
-    if problem is None and pooling != asked:
+        raise UserError(f"pooling: {option} on {name}: {refusal}")
+    reading.reasons["pooling"] = f"pooling: {option}"
+    if problem is None and pooling != option:
         reading.reasons["pooling"] += (
             f", although {pooling} is the model's own: {reason}"
         )
-    return asked
+    return option
 
 
 def _image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
@@ -661,18 +731,18 @@ def _matryoshka_sizes(
 
 
 def _prompt(
-    reading: _Reading, kind: Literal["query", "document"], asked: str | None
+    reading: _Reading, kind: Literal["query", "document"], option: str | None
 ) -> str:
     """Return the prompt of queries or documents: the option's, the files' or the one published for the model's name."""
     key = f"{kind}_prompt"
     files = reading.files
-    if asked is not None:
+    if option is not None:
         reading.reasons[key] = f"{key} in the config"
-        return asked
+        return option
     if reading.saved:
         reading.reasons[key] = _FROM_SAVED
         return str(reading.saved[key])
-    for name in (*PROMPT_NAMES[kind], files.default_prompt_name):
+    for name in (*PROMPT_NAMES[kind], files.settings.default_prompt_name):
         if name in files.prompts:
             reading.reasons[key] = (
                 f"prompt {name!r} in config_sentence_transformers.json"
@@ -707,7 +777,7 @@ def _max_length(
 ) -> int:
     """Return the maximum text length in tokens. `for_inference`: a length that the model's own files name is not limited by
     the family's default, which bounds the time and memory of training."""
-    asked = reading.options.max_length
+    option = reading.options.max_length
     name = reading.options.model_name
     text = reading.config.get_text_config()
     positions = text.to_dict().get("max_position_embeddings")
@@ -716,24 +786,24 @@ def _max_length(
     longest = family.longest_by_default
     if not family.reads_text:
         reading.reasons["max_length"] = "an image encoder reads no text"
-        return asked or longest
+        return option or longest
     if family.has_fixed_length:
-        if asked not in (None, positions):
+        if option not in (None, positions):
             raise UserError(
-                f"max_length: {asked} does not fit {name}: SigLIP pads every text to the {positions} tokens it was "
+                f"max_length: {option} does not fit {name}: SigLIP pads every text to the {positions} tokens it was "
                 "trained with; leave max_length out"
             )
         reading.reasons["max_length"] = (
             "SigLIP pads every text to its number of positions"
         )
         return int(positions)
-    if asked is not None:
-        if positions is not None and asked > positions:
+    if option is not None:
+        if positions is not None and option > positions:
             raise UserError(
-                f"max_length: {asked} is more than the {positions} positions of {name}; set it to {positions} or less"
+                f"max_length: {option} is more than the {positions} positions of {name}; set it to {positions} or less"
             )
         reading.reasons["max_length"] = "max_length in the config"
-        return asked
+        return option
     limits = {"positions in config.json": positions}
     of_files = reading.files.max_length
     if reading.saved:

@@ -581,11 +581,9 @@ class SentenceTransformersFiles:
     normalize: bool | None = None
     """Whether there is a Normalize module; None: there is no modules.json."""
     max_length: int | None = None
+    settings: ModelSettings = field(default_factory=ModelSettings)
     prompts: dict[str, str] = field(default_factory=dict)
-    default_prompt_name: str | None = None
-    """Name of the prompt for inputs whose kind has no prompt of its own."""
-    similarity: str | None = None
-    truncate_dim: int | None = None
+    """Name -> prompt. `settings.default_prompt_name` is for inputs whose kind has no prompt of its own."""
 
     @property
     def pooling(self) -> Pooling | None:
@@ -703,13 +701,13 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
                 f"{path}: unsupported module type {module.type} in this place (supported: Transformer, CLIPModel or "
                 "StaticEmbedding, then Pooling, Dense and Normalize, in this order)"
             )
-    values = (
-        read_settings(folder / "config_sentence_transformers.json", ModelSettings)
-        or ModelSettings()
-    )
+    path = folder / "config_sentence_transformers.json"
+    values = read_settings(path, ModelSettings) or ModelSettings()
     prompts = {
         name: text for name, text in (values.prompts or {}).items() if text is not None
     }
+    if values.default_prompt_name not in prompts:
+        values.default_prompt_name = None
     max_length = None
     # Older versions of Sentence Transformers named the file after other models.
     for settings_path in sorted(backbone.glob("sentence_*_config.json")):
@@ -724,14 +722,8 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
         dense=tuple(dense),
         normalize=normalize,
         max_length=max_length,
+        settings=values,
         prompts=prompts,
-        default_prompt_name=(
-            values.default_prompt_name
-            if values.default_prompt_name in prompts
-            else None
-        ),
-        similarity=values.similarity_fn_name,
-        truncate_dim=values.truncate_dim,
     )
 
 
@@ -748,11 +740,21 @@ class ModelFiles:
     sentence_transformers: SentenceTransformersFiles
 
 
-def read_model(name: str, revision: str | None = None) -> ModelFiles:
-    """Locate a model's files. For a folder with an adapter alone, follow the base model that it names."""
+def read_model(
+    name: str, revision: str | None = None, *, is_reranker: bool = False
+) -> ModelFiles:
+    """Locate a model's files. For a folder with an adapter alone, follow the base model that it names.
+
+    `is_reranker`: it is used as a reranker, of which modules after the Transformer do not count.
+    """
     folder = model_folder(name, revision)
     stated = _stated_class(folder)
     kind = "embedder" if stated is None else _KINDS[stated]
+    if is_reranker and kind in ("embedder", "reranker"):
+        check_weight_files(folder)
+        return ModelFiles(folder, folder, None, SentenceTransformersFiles(folder))
+    if is_reranker:
+        raise UserError(f"{folder} holds a {kind}: give a reranker or an encoder")
     if kind != "embedder":
         raise UserError(
             f"{folder} holds a {stated} of Sentence Transformers, a {kind}, and no embedding model: give an embedding "
@@ -824,7 +826,11 @@ def tokenizer_folder(backbone: Path, adapter: Path | None) -> Path:
 def files_of(options: ModelSection) -> ModelFiles:
     """Locate the files of the model that the options name: `model_name`, or `model_class` with the weights in it."""
     if options.model_class is None:
-        return read_model(options.model_name, options.model_revision)
+        return read_model(
+            options.model_name,
+            options.model_revision,
+            is_reranker=options.task == "rerank",
+        )
     from vembed.models.custom.folder import own_folder
 
     source = None

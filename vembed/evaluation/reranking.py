@@ -1,0 +1,221 @@
+"""Evaluation of rerankers: the first documents of a first stage, in the order of the reranker's scores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vembed.config.schema import EvaluationSection
+from vembed.data.examples import Item
+from vembed.data.near_duplicates import words
+from vembed.data.pair_features import Pair, PairFeaturiser
+from vembed.errors import UserError
+from vembed.evaluation.dataset import EvalData, RetrievalData
+from vembed.evaluation.query_results import NUM_FOUND, QueryResults
+from vembed.evaluation.retrieval import excluded_pairs, score_rankings
+from vembed.evaluation.top_k import Pairs, TopK, as_keys, documents_of
+from vembed.inference.embedder import Embedder
+from vembed.inference.encoding import Between, encode_features, encode_items
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
+from vembed.progress import ProgressReport
+
+BM25 = "bm25"
+FIRST = "first_stage/"
+"""Prefix of the scores of the first stage's own order."""
+QUERIES_AT_ONCE = 64
+"""Queries per process whose pairs are tokenised and scored together."""
+
+
+def evaluate_reranker(
+    model: nn.Module,
+    featuriser: PairFeaturiser,
+    data: EvalData,
+    evaluation: EvaluationSection,
+    session: Session | None,
+    *,
+    ks: Sequence[int],
+    active: bool = False,
+    log: Callable[[str], object] | None = None,
+    between: Between | None = None,
+    queries: QueryResults | None = None,
+) -> dict[str, float]:
+    """Return the scores of a reranker. Collective: every rank calls it and gets the same scores.
+
+    Of retrieval data: those of the first stage's documents in the reranker's order, and `first_stage/...` of those in
+    the first stage's own. Of scored pairs: the correlations with the scores of the data.
+    """
+
+    def score(pairs: Sequence[Pair]) -> np.ndarray:
+        """Return the scores [n] of this rank's pairs. Collective."""
+        longest = len(pairs)
+        if world_size > 1:
+            longest = collectives.max_ints([longest])[0]
+        if not longest:
+            return np.empty(0, np.float32)
+        scores = encode_features(
+            model,
+            featuriser,
+            featuriser.features(pairs),
+            device,
+            world_size=world_size,
+            between=between,
+        )[:, 0]
+        if not np.isfinite(scores).all():
+            raise UserError(
+                f"{featuriser.role} gives scores that are not finite: its weights are broken, or overflow in their dtype "
+                "(try torch_dtype: float32)"
+            )
+        return scores
+
+    rank = session.rank if session else 0
+    world_size = session.world_size if session else 1
+    device = session.device if session else next(model.parameters()).device
+    if not isinstance(data, RetrievalData):
+        return _correlations(
+            data.first, data.second, data.scores, score, rank, world_size
+        )
+
+    # ---- the first stage, once for all evaluations of these data
+    stage = f"{evaluation.first_stage} {evaluation.rerank_top_k}"
+    if stage not in data.first_stages:
+        data.first_stages[stage] = _first_stage(data, evaluation, session)
+    candidates = data.first_stages[stage]
+
+    # ---- queries are dealt to the ranks in turn
+    began = time.monotonic()
+    dealt = range(rank, len(candidates), world_size)
+    num_rounds = -(-len(candidates) // (world_size * QUERIES_AT_ONCE))
+    rankings = np.full((len(dealt), candidates.shape[1]), -1, np.int64)
+    with ProgressReport("scoring pairs", active=active, log=log) as progress:
+        for number in range(num_rounds):
+            rows = range(len(dealt))[number * QUERIES_AT_ONCE :][:QUERIES_AT_ONCE]
+            pairs = []
+            for row in rows:
+                query = data.queries[dealt[row]]
+                for document in candidates[dealt[row]].tolist():
+                    if document >= 0:
+                        pairs.append((query, data.documents[document]))
+            scores = torch.from_numpy(score(pairs))
+            start = 0
+            for row in rows:
+                documents = torch.from_numpy(candidates[dealt[row]])
+                documents = documents[documents >= 0]
+                of_query = scores[start : start + len(documents)].float()
+                start += len(documents)
+                # Of equal scores the earlier document comes first, as in a search of vectors.
+                keys = as_keys(of_query, documents).sort(descending=True).values
+                rankings[row, : len(documents)] = documents_of(keys).numpy()
+            progress(
+                min((number + 1) * world_size * QUERIES_AT_ONCE, len(candidates)),
+                len(candidates),
+            )
+    if log is not None and active:
+        seconds = (time.monotonic() - began) / max(1, len(candidates))
+        log(f"{1000 * seconds:,.1f} ms per query for {candidates.shape[1]} documents")
+    if world_size > 1:
+        gathered = collectives.all_gather_dealt(
+            torch.from_numpy(rankings).to(device), len(candidates)
+        )
+        rankings = gathered.cpu().numpy()
+    names, values = score_rankings(rankings, data.relevance, ks)
+    _, first_values = score_rankings(candidates, data.relevance, ks)
+    if queries is not None:
+        queries.names = names
+        queries.values = values
+        queries.found = rankings[:, :NUM_FOUND]
+    result = dict(zip(names, values.mean(axis=0).tolist(), strict=True))
+    before = dict(zip(names, first_values.mean(axis=0).tolist(), strict=True))
+    return result | {FIRST + name: value for name, value in before.items()}
+
+
+def _first_stage(
+    data: RetrievalData, evaluation: EvaluationSection, session: Session | None
+) -> np.ndarray:
+    """Return [Q, k] documents of the first stage, best first, -1 where it has fewer. The same on every rank."""
+    k = min(evaluation.rerank_top_k, len(data.documents))
+    if evaluation.first_stage == BM25:
+        return bm25_rankings(data, k)
+    embedder = Embedder(evaluation.first_stage, session=session)
+    options: dict[str, Any] = {"session": session}
+    model = embedder.model
+    featuriser = embedder.featuriser
+    normalize = embedder.description.similarity == "cosine"
+    options["normalize"] = normalize
+    queries = encode_items(model, featuriser, data.queries, "query", **options)
+    documents = encode_items(model, featuriser, data.documents, "document", **options)
+    search = TopK(torch.from_numpy(queries), k, _excluded(data))
+    search.add(torch.from_numpy(documents), torch.arange(len(documents)))
+    return search.rankings()
+
+
+def _excluded(data: RetrievalData) -> Pairs:
+    return excluded_pairs(data, range(len(data.queries)))
+
+
+def bm25_rankings(data: RetrievalData, k: int) -> np.ndarray:
+    """Return [Q, k] documents by BM25, best first, -1 where no word is in common."""
+    from vembed.mining.retrievers import check_bm25
+
+    check_bm25()
+    import bm25s
+
+    vocabulary: dict[str, int] = {}
+    tokens = []
+    for item in data.documents:
+        tokens.append(
+            [
+                vocabulary.setdefault(word, len(vocabulary))
+                for word in words(item.text or "")
+            ]
+        )
+    if not vocabulary:
+        raise UserError(
+            "first_stage: bm25 finds words in common, and the documents hold no text: name an embedding model"
+        )
+    index = bm25s.BM25()
+    index.index((tokens, vocabulary), show_progress=False)
+    numbers = torch.arange(len(tokens))
+    excluded = _excluded(data)
+    bounds = excluded.bounds(len(data.queries))
+    rankings = np.full((len(data.queries), k), -1, np.int64)
+    for row, query in enumerate(data.queries):
+        known = index.get_tokens_ids(words(query.text or ""))
+        if not known:
+            continue
+        scores = torch.tensor(index.get_scores_from_ids(known), dtype=torch.float32)
+        scores[excluded.documents[bounds[row] : bounds[row + 1]]] = 0.0
+        # A score of 0 means no word in common, and no candidate.
+        best = documents_of(as_keys(scores, numbers).topk(k).values)
+        best = best[scores[best] > 0]
+        rankings[row, : len(best)] = best.numpy()
+    return rankings
+
+
+def _correlations(
+    first: Sequence[Item],
+    second: Sequence[Item],
+    labels: Sequence[float],
+    score: Callable[[Sequence[Pair]], np.ndarray],
+    rank: int,
+    world_size: int,
+) -> dict[str, float]:
+    """Return `spearman` and `pearson` of a reranker's scores with those of the data."""
+    from scipy import stats  # takes a third of a second to import, and few runs need it
+
+    dealt = range(rank, len(labels), world_size)
+    scores = score([(first[pair], second[pair]) for pair in dealt])
+    if world_size > 1:
+        column = torch.from_numpy(np.ascontiguousarray(scores[:, None]))
+        scores = collectives.all_gather_dealt(column, len(labels)).numpy()[:, 0]
+    if np.ptp(scores) == 0:  # undefined for a constant; counted as 0
+        return {"spearman": 0.0, "pearson": 0.0}
+    return {
+        "spearman": float(stats.spearmanr(scores, labels).statistic),
+        "pearson": float(stats.pearsonr(scores, labels).statistic),
+    }
