@@ -14,7 +14,7 @@ from tests.losses.batches import SIZES, check, config_of, make_batch
 from tests.losses.test_ranks import rank_batches as rank_views
 from vembed.errors import UserError
 from vembed.losses.build import TermLoss, build_loss
-from vembed.losses.mixing import draw_mixtures, uniform_numbers
+from vembed.losses.mixing import draw_mixtures
 from vembed.losses.tiles import Tiling
 
 MRL = {"mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
@@ -195,18 +195,11 @@ def test_mixtures_are_a_function_of_seed_batch_and_example() -> None:
     assert torch.equal(drawn.share, draw_mixtures(batch, 42, 50).share)
     assert not torch.equal(drawn.share, draw_mixtures(batch, 43, 50).share)
     assert (drawn.left != drawn.right).all()
-    for one in (drawn.left, drawn.right):
-        assert torch.equal(batch.negative_example[one], drawn.example)
+    for parts in (drawn.left, drawn.right):
+        assert torch.equal(batch.negative_example[parts], drawn.example)
     # Beta(2, 2): mean 1/2, variance 1/20.
     assert float(drawn.share.mean()) == pytest.approx(0.5, abs=0.02)
     assert float(drawn.share.var()) == pytest.approx(0.05, abs=0.005)
-    numbers = uniform_numbers(
-        1, 2, torch.arange(4000), torch.zeros(4000, dtype=torch.int64)
-    )
-    assert (
-        float(numbers.mean()) == pytest.approx(0.5, abs=0.02)
-        and len(numbers.unique()) == 4000
-    )
 
 
 def test_scores_of_pairs_are_no_vectors() -> None:

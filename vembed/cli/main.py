@@ -53,9 +53,7 @@ COMMANDS = {
 }
 """Name -> module in `vembed/cli/commands`, heading and one line for `vembed --help`."""
 WITHOUT_JSON = ("score", "demo", "serve", "init", "schema")
-TAKE_CONFIGS = (
-    *("train", "mine", "judge", "audit", "generate", "plan", "data", "config"),
-)
+TAKE_CONFIGS = ["train", "mine", "judge", "audit", "generate", "plan", "data", "config"]
 """Commands that parse their arguments themselves, because every option of the config is a flag."""
 
 
@@ -83,13 +81,13 @@ def load_command(name: str) -> Any:
             "allow_extra_args": True,
             "help_option_names": [],
         }
-    single = typer.Typer(add_completion=False)
-    single.command(name, cls=Command, context_settings=settings)(function)
-    command = typer.main.get_command(single)
+    command_app = typer.Typer(add_completion=False)
+    command_app.command(name, cls=Command, context_settings=settings)(function)
+    command = typer.main.get_command(command_app)
     if name not in WITHOUT_JSON:
-        shared = typer.Typer(add_completion=False)
-        shared.command()(json_option)
-        command.params += typer.main.get_command(shared).params
+        json_app = typer.Typer(add_completion=False)
+        json_app.command()(json_option)
+        command.params += typer.main.get_command(json_app).params
     return command
 
 

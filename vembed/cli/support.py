@@ -20,6 +20,9 @@ from typer.core import TyperCommand
 from vembed.errors import RunError, Stopped, UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from vembed.config.arguments import TrainArguments
     from vembed.parallel.session import Session
 
@@ -216,6 +219,23 @@ def _print_error(text: str) -> None:
     with suppress(OSError):
         sys.stderr.write(text)
         sys.stderr.flush()
+
+
+def plain_console(*, stderr: bool = False) -> Console:
+    """Return a console that prints text as it is."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, soft_wrap=True, markup=False, highlight=False)
+
+
+def number_table(first: str, columns: Sequence[str], title: str | None = None) -> Table:
+    """Return a table of names and, to the right, numbers."""
+    from rich.table import Table
+
+    table = Table(first, box=None, pad_edge=False, title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="right")
+    return table
 
 
 def log_line(line: str) -> None:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
+from typing import Any
 
 from vembed.config.schema import (
     AdapterSection,
@@ -54,6 +55,27 @@ NEEDED_BY = {
     "image_model_name": "composed_dim",
 }
 """Map from an option to the options that have no effect without it."""
+RERANKER_OPTIONS = ("reranker_head", "first_stage", "rerank_top_k")
+EMBEDDER_OPTIONS = (
+    "mrl_dims",
+    "quantize_embeddings",
+    "image_model_name",
+    "model_class",
+    "mine",
+)
+"""Options that need vectors, or a model that is no reranker."""
+EMBEDDER_LOSS_OPTIONS = (
+    "bidirectional",
+    "query_query_negatives",
+    "document_document_negatives",
+    "mix_negatives",
+    "guide",
+    "hardness_alpha",
+    "focal_gamma",
+    "false_negative_margin",
+    "distill_candidates",
+)
+"""Options of losses that need a matrix of scores."""
 LOWEST_USUAL_ADAPTER_RATE = 1e-4
 """Learning rate below which adapters hardly learn in a usual run."""
 
@@ -77,6 +99,7 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
         ),
         *_loss_rules(objective, data, model, dims),
         *_task_rules(data, config.batch),
+        *_reranker_rules(config.model, config.given, config.options(), objective, data),
         *_evaluation_rules(config.evaluation, config.run, data),
         *_file_rules(config.run, data, config.logging.log_file),
     ]
@@ -230,6 +253,49 @@ def _loss_rules(
                 f"mine adds negatives that have no scores in the data, and teacher: {SCORES} follows these: name a model "
                 "as teacher, or leave mine out",
             )
+
+
+def _reranker_rules(
+    model: ModelSection,
+    given_options: set[str],
+    options: Mapping[str, Any],
+    objective: ObjectiveSection,
+    data: DataSection,
+) -> Rules:
+    """Options that go only with one of the two tasks."""
+    if model.task == "embed":
+        for name in RERANKER_OPTIONS:
+            if name in given_options and options[name] != "auto":
+                yield (
+                    name,
+                    f"{name} is for rerankers: set task: rerank, or leave it out",
+                )
+        return
+    for name in EMBEDDER_OPTIONS:
+        if options[name]:
+            yield (
+                f"task {name}",
+                f"{name}: {options[name]} is for embedding models, and task: rerank trains one score for each pair: leave "
+                "it out",
+            )
+    known = [name for name, loss in LOSSES.items() if loss.reads_lists]
+    for term in run_terms(objective, data, model.model_name):
+        name = term.loss.name
+        options_of_loss = dict(term.loss)
+        if name not in known:
+            yield (
+                "task loss losses",
+                f"loss: {name} compares vectors, and task: rerank has scores of a query's documents: use one of "
+                f"{', '.join(known)}",
+            )
+        for option in EMBEDDER_LOSS_OPTIONS:
+            default = LOSSES[name].model_fields.get(option)
+            if default is not None and options_of_loss[option] != default.default:
+                yield (
+                    f"task loss losses {option}",
+                    f"{option}: {options_of_loss[option]} needs candidates of the whole batch, and task: rerank reads "
+                    "the documents of each query: leave it out",
+                )
 
 
 def _names_twice(option: str, labels: list[str]) -> Rules:

@@ -45,12 +45,15 @@ def loss_terms(
     start_model: str,
     source: DataSource | None = None,
     model_temperature: float | None = None,
+    *,
+    is_reranker: bool = False,
 ) -> list[Term]:
     """Return the terms of the loss of one source of the data.
 
     `start_model`: `model_name`, the teacher of the anchor. `model_temperature`: the
     temperature with which the model was trained (CLIP, SigLIP). An option of an entry of
     `losses` comes before that of the source, and that before the option of the run.
+    `is_reranker`: the scores are logits, which need no temperature where none is given.
     """
     entries = objective.losses
     if source is not None and source.losses is not None:
@@ -80,6 +83,9 @@ def loss_terms(
                 reason = "given"
             elif is_given:
                 reason = "given"
+            elif is_reranker:
+                options["temperature"] = 1.0
+                reason = "default of task: rerank"
             elif loss_class.default_temperature is not None:
                 options["temperature"] = loss_class.default_temperature
                 reason = f"default of loss: {loss_class.name}"
@@ -114,6 +120,8 @@ def run_temperature(
     data: DataSection,
     start_model: str,
     model_temperature: float | None = None,
+    *,
+    is_reranker: bool = False,
 ) -> float:
     """Return the value of the option `temperature` for the files of the run.
 
@@ -123,7 +131,9 @@ def run_temperature(
     default: float = dict(objective)["temperature"]
     if not leaves_temperature(objective, data, start_model):
         return default
-    term = loss_terms(objective, start_model, None, model_temperature)[0]
+    term = loss_terms(
+        objective, start_model, None, model_temperature, is_reranker=is_reranker
+    )[0]
     return default if term.temperature is None else term.temperature
 
 
@@ -148,11 +158,16 @@ def source_terms(
     data: DataSection,
     start_model: str,
     model_temperature: float | None = None,
+    *,
+    is_reranker: bool = False,
 ) -> list[list[Term]]:
     """Return the terms of the loss of each source."""
     terms = []
     for source in data.sources():
-        terms.append(loss_terms(objective, start_model, source, model_temperature))
+        of_source = loss_terms(
+            objective, start_model, source, model_temperature, is_reranker=is_reranker
+        )
+        terms.append(of_source)
     return terms
 
 

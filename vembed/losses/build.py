@@ -209,7 +209,11 @@ def build_loss(
     )
     model_temperature = None if start_scale is None else 1.0 / start_scale
     terms = source_terms(
-        config.objective, config.data, config.model.model_name, model_temperature
+        config.objective,
+        config.data,
+        config.model.model_name,
+        model_temperature,
+        is_reranker=config.model.task == "rerank",
     )
     numbers = task_numbers(config.data) if has_tasks(config.data) else [0]
     tasks: dict[int, EmbeddingLoss] = {}

@@ -134,6 +134,7 @@ class InfoNCE(GuidedLoss, Temperature):
     """
 
     name = "infonce"
+    reads_lists = True
     is_cross_entropy = True
     summary = "the positive above all other candidates of the batch"
     records = "matches"
@@ -298,6 +299,7 @@ class Triplet(MaskedLoss):
     """
 
     name = "triplet"
+    reads_lists = True
     summary = "the positive closer than each given negative, by a margin"
     records = "matches"
     negatives = "each"

@@ -74,6 +74,8 @@ class Loss(Immutable):
     """With `similarity: cosine` the scores of the data must lie in [-1, 1]."""
     ranks_pairs: ClassVar[bool] = False
     """It compares the pairs of a batch with each other by their scores."""
+    reads_lists: ClassVar[bool] = False
+    """It needs no more than scores of a row's pair and of its example's hard negatives: a reranker can train by it."""
     is_of_model: ClassVar[bool] = False
     """It stands for the losses that the model itself returns."""
     is_cross_entropy: ClassVar[bool] = False

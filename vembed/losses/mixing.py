@@ -17,13 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vembed.losses.batch import LossBatch, TeacherVectors
+from vembed.losses.batch import LossBatch, TeacherVectors, copied_together
 from vembed.losses.similarity import arithmetic_dtype
-
-# Constants of SplitMix64, as signed integers.
-_GOLDEN = -7046029254386353131
-_MIX_1 = -4658895280553007687
-_MIX_2 = -7723592293110705685
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,46 +37,33 @@ class Mixtures:
 
 def draw_mixtures(batch: LossBatch, seed: int, count: int) -> Mixtures:
     """Draw `count` mixtures for each example that has two hard negatives or more."""
-    example, size = torch.unique_consecutive(batch.negative_example, return_counts=True)
-    # The hard negatives of an example are adjacent: `start` is the number of its first.
+    # On the host, where the numbers are the same on every device.
+    negative_example = batch.on_host().negative_example.cpu()
+    example, size = torch.unique_consecutive(negative_example, return_counts=True)
+    # The hard negatives of an example are adjacent: `start` is the place of its first.
     start = size.cumsum(0) - size
     has_two = size >= 2
-    example = example[has_two].repeat_interleave(count)
-    size = size[has_two].repeat_interleave(count)
-    start = start[has_two].repeat_interleave(count)
-    slot = torch.arange(count, device=size.device).repeat(int(has_two.sum()))
-    uniform = []
-    for draw in range(5):
-        uniform.append(uniform_numbers(seed, batch.number, example, slot * 5 + draw))
-    left = torch.minimum((uniform[0] * size).long(), size - 1)
-    right = torch.minimum((uniform[1] * (size - 1)).long(), size - 2)
+    example = example[has_two]
+    size = size[has_two, None]
+    start = start[has_two, None]
+    # A table for the whole batch, with a row for each place of an example in it.
+    num_examples = int(example.max()) + 1 if example.numel() else 0
+    draw = torch.Generator().manual_seed((seed * 0x9E3779B9 + batch.number) % 2**63)
+    table = torch.rand(num_examples, count, 5, generator=draw, dtype=torch.float64)
+    uniform = table[example]  # [examples, count, 5]
+    left = torch.minimum((uniform[:, :, 0] * size).long(), size - 1)
+    right = torch.minimum((uniform[:, :, 1] * (size - 1)).long(), size - 2)
     # k is drawn from m - 1 numbers and steps over j, so that j != k and every pair is equally likely.
     right = right + (right >= left)
     # The middle one of three uniform numbers has the distribution Beta(2, 2).
-    share = torch.stack(uniform[2:]).sort(0).values[1]
-    return Mixtures(start + left, start + right, share, example)
-
-
-def uniform_numbers(seed: int, batch: int, example: Tensor, slot: Tensor) -> Tensor:
-    """[X] float64 in [0, 1), a pure function of its arguments (SplitMix64)."""
-    # One round per argument, so that neighbouring seeds, batches and slots have unrelated numbers.
-    state = _scrambled(torch.full_like(example, (seed * 0x9E3779B9 + batch) % 2**62))
-    state = _scrambled(state + example * _GOLDEN)
-    state = _scrambled(state + slot * _GOLDEN)
-    # The upper 53 bits are what a float64 can hold. int64 has no unsigned shift, so the sign's copies are masked.
-    return ((state >> 11) & (2**53 - 1)).to(torch.float64) / 2.0**53
-
-
-def _scrambled(x: Tensor) -> Tensor:
-    x = x + _GOLDEN
-    x = (x ^ _shifted(x, 30)) * _MIX_1
-    x = (x ^ _shifted(x, 27)) * _MIX_2
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, bits: int) -> Tensor:
-    """x >> bits without its sign."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    share = uniform[:, :, 2:].sort(2).values[:, :, 1]
+    mixtures = {
+        "left": (start + left).flatten(),
+        "right": (start + right).flatten(),
+        "share": share.flatten(),
+        "example": example.repeat_interleave(count),
+    }
+    return Mixtures(**copied_together(mixtures, batch.negative.device))
 
 
 def with_mixtures(
@@ -123,7 +105,7 @@ def with_mixtures(
         negative_example=torch.cat((batch.negative_example, drawn.example)),
         negative_parts=torch.cat((twice, torch.stack((left, right), dim=1))),
         teachers=teachers,
-        host_indices=None,  # the mixtures are drawn on the device
+        host_indices=None,  # they lack the mixtures
     )
 
 

@@ -38,8 +38,8 @@ class RowStart:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
-    """Candidates of n rows: a tile of them, or single ones."""
+class CandidateLogits:
+    """Logits of candidates of n rows: those of a tile, or single ones."""
 
     logits: Tensor
     """[n, t], or [P] with `row`."""
@@ -63,7 +63,7 @@ class RowLoss(ABC):
         self.coefficient = start.coefficient
 
     @abstractmethod
-    def add(self, candidates: Candidates) -> None:
+    def add(self, candidates: CandidateLogits) -> None:
         """Add candidates. `candidates.out` must not be the logits."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class RowLoss(ABC):
         """Return coefficient * sum of the rows' losses. Call it once, after all candidates have been added."""
 
     @abstractmethod
-    def grad(self, candidates: Candidates) -> Tensor:
+    def grad(self, candidates: CandidateLogits) -> Tensor:
         """Return the gradient of the total with respect to the candidates' logits. `out` may be the logits."""
 
     @abstractmethod
@@ -142,11 +142,11 @@ class SoftmaxRows(RowLoss):
         # The positive is part of the maximum from the start.
         self.rest = _OnlineSum(self.positive, torch.zeros_like(self.positive))
 
-    def add(self, candidates: Candidates) -> None:
+    def add(self, candidates: CandidateLogits) -> None:
         """See RowLoss."""
         self.rest.add(self._stretched(candidates), candidates.row, candidates.out)
 
-    def _stretched(self, candidates: Candidates) -> Tensor:
+    def _stretched(self, candidates: CandidateLogits) -> Tensor:
         if self.stretch is None:
             return candidates.logits
         return torch.mul(candidates.logits, self.stretch, out=candidates.out)
@@ -173,7 +173,7 @@ class SoftmaxRows(RowLoss):
         self.shift = shift
         return self.coefficient * losses.sum()
 
-    def grad(self, candidates: Candidates) -> Tensor:
+    def grad(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
         # coefficient * focus * softmax = exp(logit - shift): one subtraction and one exp over the tile.
         logits = self._stretched(candidates)
@@ -205,18 +205,18 @@ class CircleRows(SoftmaxRows):
         scores = torch.mul(logits, self.temperature, out=out)
         return scores.add_(self.margin).clamp_(min=0.0)
 
-    def _weighted(self, candidates: Candidates) -> Candidates:
+    def _weighted(self, candidates: CandidateLogits) -> CandidateLogits:
         """Return b (s - m) / T as ((s + m) - 2 m) (s + m) / T, and EXCLUDED for excluded candidates."""
         excluded = is_excluded(candidates.logits)  # first, since `out` may be the tile
         weights = self._weights(candidates.logits, candidates.out)
         weighted = weights.mul_(weights - 2.0 * self.margin).div_(self.temperature)
         return replace(candidates, logits=weighted.masked_fill_(excluded, EXCLUDED))
 
-    def add(self, candidates: Candidates) -> None:
+    def add(self, candidates: CandidateLogits) -> None:
         """See RowLoss."""
         super().add(self._weighted(candidates))
 
-    def grad(self, candidates: Candidates) -> Tensor:
+    def grad(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
         # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own. Before `out`, which may
         # be the tile itself, is written.
@@ -236,7 +236,7 @@ class SigmoidRows(RowLoss):
         self.bias = self.positive.new_zeros(()) if start.bias is None else start.bias
         self.sum = _softplus(-(self.positive + self.bias)).sum()
 
-    def add(self, candidates: Candidates) -> None:
+    def add(self, candidates: CandidateLogits) -> None:
         """See RowLoss."""
         # No mask: softplus and sigmoid of EXCLUDED are exactly 0.
         logits = torch.add(candidates.logits, self.bias, out=candidates.out)
@@ -246,7 +246,7 @@ class SigmoidRows(RowLoss):
         """See RowLoss."""
         return self.coefficient * self.sum
 
-    def grad(self, candidates: Candidates) -> Tensor:
+    def grad(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
         logits = torch.add(candidates.logits, self.bias, out=candidates.out)
         return logits.sigmoid_().mul_(self.coefficient)
@@ -281,13 +281,13 @@ class DivergenceRows(RowLoss):
         self.difference = self.positive_target - self.positive
         """[n] sum of exp(t - largest t) * (t - s)"""
 
-    def _targets(self, candidates: Candidates) -> Tensor:
+    def _targets(self, candidates: CandidateLogits) -> Tensor:
         """Return the teacher's logits, with what the student leaves out left out too."""
         assert candidates.target is not None
         targets = candidates.target * self.target_scale
         return targets.masked_fill_(is_excluded(candidates.logits), EXCLUDED)
 
-    def add(self, candidates: Candidates) -> None:
+    def add(self, candidates: CandidateLogits) -> None:
         """See RowLoss."""
         targets = self._targets(candidates)
         row = candidates.row
@@ -305,7 +305,7 @@ class DivergenceRows(RowLoss):
         losses = cross - self.teacher_log_sum + self.student_log_sum
         return self.coefficient * losses.sum()
 
-    def grad(self, candidates: Candidates) -> Tensor:
+    def grad(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
         # coefficient * (softmax of the student - softmax of the teacher)
         row = candidates.row
@@ -330,13 +330,13 @@ class SquaredErrorRows(RowLoss):
         super().__init__(start)
         self.sum = self.positive.new_zeros(())
 
-    def _errors(self, candidates: Candidates) -> Tensor:
+    def _errors(self, candidates: CandidateLogits) -> Tensor:
         excluded = is_excluded(candidates.logits)  # first, since `out` may be the tile
         target = 0.0 if candidates.target is None else candidates.target
         errors = torch.sub(candidates.logits, target, out=candidates.out)
         return errors.masked_fill_(excluded, 0.0)
 
-    def add(self, candidates: Candidates) -> None:
+    def add(self, candidates: CandidateLogits) -> None:
         """See RowLoss."""
         self.sum = self.sum + self._errors(candidates).square_().sum()
 
@@ -344,7 +344,7 @@ class SquaredErrorRows(RowLoss):
         """See RowLoss."""
         return self.coefficient * self.sum
 
-    def grad(self, candidates: Candidates) -> Tensor:
+    def grad(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
         return self._errors(candidates).mul_(2 * self.coefficient)
 

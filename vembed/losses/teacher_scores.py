@@ -34,6 +34,8 @@ SCORES = "scores"
 class ListedLoss(MaskedLoss, TeacherLoss):
     """Base class of the losses on listed pairs."""
 
+    reads_lists = True
+
     def targets(
         self,
         batch: LossBatch,

@@ -35,8 +35,13 @@ import torch
 from torch import Tensor
 
 from vembed.losses.batch import TeacherVectors
-from vembed.losses.candidates import ExcludedScores, LossCandidates, shifted
-from vembed.losses.row_losses import EXCLUDED, Candidates, RowLoss, RowStart
+from vembed.losses.candidates import (
+    FORWARD,
+    ExcludedScores,
+    LossCandidates,
+    shifted,
+)
+from vembed.losses.row_losses import EXCLUDED, CandidateLogits, RowLoss, RowStart
 from vembed.losses.similarity import (
     RowVectors,
     Similarity,
@@ -178,9 +183,9 @@ class _ScoredPairs:
     target: Tensor | None
     """[P] the teacher's scores."""
 
-    def candidates(self, k: int, scale: Tensor) -> Candidates:
-        """Return them as candidates of the row losses of size k."""
-        return Candidates(self.scores[k] * scale, self.target, row=self.row)
+    def logits(self, k: int, scale: Tensor) -> CandidateLogits:
+        """Return what the row losses of size k read of them."""
+        return CandidateLogits(self.scores[k] * scale, self.target, row=self.row)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +335,7 @@ class _ScorePass:
                 target = self.teacher.pair_scores(left, right)
             scored = _ScoredPairs(row, left, right, scores, target)
             for k, by_direction in enumerate(losses):
-                by_direction[0].add(scored.candidates(k, self.scale))
+                by_direction[FORWARD].add(scored.logits(k, self.scale))
             explicit.append(scored)
         return _RowBlock(
             queries=queries,
@@ -359,8 +364,8 @@ class _ScorePass:
         for pairs in block.explicit:
             d_logits = []
             for k, by_direction in enumerate(block.losses):
-                candidates = pairs.candidates(k, self.scale)
-                d_logits.append(by_direction[0].grad(candidates))
+                logits = pairs.logits(k, self.scale)
+                d_logits.append(by_direction[FORWARD].grad(logits))
             self._add_pair_gradient(
                 pairs.row_entry, pairs.negative_entry, pairs.scores, d_logits
             )
@@ -432,7 +437,7 @@ class _ScorePass:
                 is_above = logits > block.ceilings[k, :, None]
                 logits.masked_fill_(is_above, EXCLUDED)
             row_loss = block.losses[k][tile.direction]
-            row_loss.add(Candidates(logits, tile.target, out=scratch))
+            row_loss.add(CandidateLogits(logits, tile.target, out=scratch))
 
     def _differentiate(self, tile: _Tile, block: _RowBlock) -> None:
         """Add the gradient of a tile with respect to the block's rows and to the columns."""
@@ -443,7 +448,7 @@ class _ScorePass:
             is_largest = k == self.num_sizes - 1
             out = logits if is_largest else self._scratch(0, logits)
             row_loss = block.losses[k][tile.direction]
-            d_logits = row_loss.grad(Candidates(logits, tile.target, out=out))
+            d_logits = row_loss.grad(CandidateLogits(logits, tile.target, out=out))
             if self.bias is not None:
                 self.d_bias += d_logits.sum()
             return d_logits

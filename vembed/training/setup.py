@@ -392,6 +392,7 @@ def build_components(
             config.data,
             config.model.model_name,
             None if scale is None else 1 / scale,
+            is_reranker=config.model.task == "rerank",
         ),
     )
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from vembed.cli.support import number_table, plain_console
 from vembed.errors import UserError
 
 if TYPE_CHECKING:
@@ -63,10 +64,7 @@ output_dir: {output}
 # tokens; longer texts are cut
 max_length: {size.max_length}
 
-# Matryoshka: the first coordinates are an embedding by themselves
-mrl_dims: auto
-
-# sizes to train and to measure
+# Matryoshka: sizes to which an embedding can be cut, all trained and measured
 mrl_dims: [384, 256, 128, 64]
 
 # the other positives of a batch are the negatives: larger is harder
@@ -122,14 +120,12 @@ def demo(
     """Train a small model on the functions of Python's standard library, without network access."""
     # Must be set before anything imports the Hub's client.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from rich.console import Console
-
     from vembed.cli.run_train import run_train
     from vembed.config.arguments import TrainArguments
     from vembed.config.loading import load_config
     from vembed.evaluation.report.record import read_run
 
-    console = Console(highlight=False, soft_wrap=True, markup=False)
+    console = plain_console()
     model = demo_model()
     folder = free_folder(Path(output))
     size = QUICK if quick else FULL
@@ -205,16 +201,12 @@ def demo_yaml(model: Path, folder: Path, size: Size) -> str:
 
 def before_and_after(record: RunRecord) -> Table:
     """Return a table of nDCG, MRR and Recall before and after, by embedding size."""
-    from rich.table import Table
     from rich.text import Text
 
     from vembed.evaluation.report.record import metric_name
 
     title = "Modules not trained on: before -> after"
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    table.add_column("dims", justify="right")
-    for key in METRICS:
-        table.add_column(metric_name(key), justify="right")
+    table = number_table("dims", [metric_name(key) for key in METRICS], title)
     for dim in record.dims or [0]:
         prefix = f"dim{dim}/" if dim else ""
         cells = []

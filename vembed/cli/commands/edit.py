@@ -13,8 +13,10 @@ from vembed.cli.support import (
     Strategy,
     TrustRemoteCode,
     WeightsDtype,
+    number_table,
     numbers,
     option,
+    plain_console,
     share,
 )
 
@@ -85,9 +87,6 @@ def edit(
     chosen_layers = numbers("--layers", layers) or None
     dtype = option("torch_dtype", torch_dtype)
     share(nproc)
-    from rich.console import Console
-    from rich.table import Table
-
     from vembed.parallel.session import start_command_session
     from vembed.weights.edit import edit as edit_model
 
@@ -114,12 +113,12 @@ def edit(
             session=session,
         )
         if session.is_main:
-            table = Table("", "before", "after", box=None, pad_edge=False)
+            table = number_table("", ["before", "after"])
             for key, name in METRICS.items():
                 if key in result.before:
                     before = f"{result.before[key]:.4f}"
                     table.add_row(name, before, f"{result.after[key]:.4f}")
-            console = Console(soft_wrap=True, markup=False, highlight=False)
+            console = plain_console()
             console.print(table)
             console.print(f"wrote {result.model_dir}")
     return result

@@ -25,6 +25,7 @@ from vembed.cli.support import (
     numbers,
     open_model,
     option,
+    plain_console,
     share,
 )
 from vembed.errors import UserError
@@ -164,7 +165,6 @@ def encode(
         )
     share(nproc)
     import numpy as np
-    from rich.console import Console
 
     from vembed.cli.encode_input import EncodeInput, broken_images
     from vembed.cli.vector_files import vector_writer
@@ -173,7 +173,7 @@ def encode(
     from vembed.inference.quantization import quantized, ranges_of, read_ranges
     from vembed.progress import ProgressReport, duration
 
-    console = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
+    console = plain_console(stderr=True)
     with ExitStack() as stack:
         model_path, session = stack.enter_context(
             open_model(model, strategy, trust_remote_code=trust_remote_code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,6 +17,7 @@ from vembed.cli.support import (
     Strategy,
     TrustRemoteCode,
     WeightsDtype,
+    number_table,
     numbers,
     open_model,
     option,
@@ -76,7 +76,6 @@ def eval(
         )
     share(nproc)
     from rich.console import Console
-    from rich.table import Table
 
     from vembed.evaluation.report.pictures import write_picture
     from vembed.evaluation.report.plots import stored_svg
@@ -108,9 +107,8 @@ def eval(
             for table in score_tables(scores):
                 console.print(table)
             if compressed is not None:
-                table = Table("vectors", box=None, pad_edge=False)
-                for name in ("size", "bytes", "nDCG@10", "of float32"):
-                    table.add_column(name, justify="right")
+                names = ("size", "bytes", "nDCG@10", "of float32")
+                table = number_table("vectors", names)
                 for row in rows_of(scores):
                     table.add_row(*row)
                 console.print(" ", table, sep="\n")
@@ -126,7 +124,7 @@ def score_tables(scores: dict[str, float]) -> list[Table]:
 
     whole = [key for key in scores if "/" not in key]
     columns = [key for key in whole if "@" not in key or key.endswith(f"@{REPORTED_K}")]
-    by_dim = _table("size", [metric_name(key) for key in columns])
+    by_dim = number_table("size", [metric_name(key) for key in columns])
     sizes = [match[0] for key in scores if (match := re.match(r"dim\d+/", key))]
     for prefix in ("", *dict.fromkeys(sizes)):
         name = prefix.removeprefix("dim").removesuffix("/") or "whole"
@@ -135,19 +133,10 @@ def score_tables(scores: dict[str, float]) -> list[Table]:
     if len(ks) < 2:
         return [by_dim]
     metrics = [key.split("@")[0] for key in columns]
-    by_cut = _table(
+    by_cut = number_table(
         "cut-off", [metric_name(key).split("@")[0] for key in columns], title=" "
     )
     for k in ks:
         values = (f"{scores[f'{metric}@{k}']:.4f}" for metric in metrics)
         by_cut.add_row(str(k), *values)
     return [by_dim, by_cut]
-
-
-def _table(first: str, names: Sequence[str], title: str | None = None) -> Table:
-    from rich.table import Table
-
-    table = Table(first, box=None, pad_edge=False, title=title)
-    for name in names:
-        table.add_column(name, justify="right")
-    return table

@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from vembed.cli.support import NewFolder, Nproc, numbers, share
+from vembed.cli.support import (
+    NewFolder,
+    Nproc,
+    number_table,
+    numbers,
+    plain_console,
+    share,
+)
 
 
 def merge(
@@ -80,9 +87,6 @@ def merge(
         scale=scale,
     )
     share(nproc)
-    from rich.console import Console
-    from rich.table import Table
-
     from vembed.parallel.session import start_command_session
     from vembed.weights.merge import merge as merge_models
 
@@ -106,9 +110,9 @@ def merge(
             session=session,
         )
         if session.is_main:
-            console = Console(soft_wrap=True, markup=False, highlight=False)
+            console = plain_console()
             if result.trials:
-                table = Table("at", "score", box=None, pad_edge=False)
+                table = number_table("at", ["score"])
                 for trial in result.trials:
                     table.add_row(f"{trial.at:g}", f"{trial.score:.4f}")
                 console.print(table)

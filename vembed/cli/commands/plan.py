@@ -11,6 +11,8 @@ from typer import Option
 
 from vembed.cli.support import (
     ConfigArguments,
+    number_table,
+    plain_console,
     read_config_arguments,
 )
 
@@ -62,9 +64,6 @@ def plan(
 
 def show(prediction: Prediction) -> dict[str, Any]:
     """Print a prediction in full, and return it as a dict."""
-    from rich.console import Console
-    from rich.table import Table
-
     from vembed.parallel.memory import GIB
     from vembed.parallel.step_memory import MemoryEstimate
 
@@ -81,11 +80,8 @@ def show(prediction: Prediction) -> dict[str, Any]:
         ("processes, shards", f"{num_processes}, {placement.num_shards}"),
         ("rows of each process", f"{placement.rows:,d}"),
     ]
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    title = "memory of each process"
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    table.add_column("what")
-    table.add_column("GB", justify="right")
+    console = plain_console()
+    table = number_table("what", ["GB"], "memory of each process")
     for row in rows:
         table.add_row(*row)
     console.print(table)

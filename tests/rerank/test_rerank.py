@@ -1,0 +1,164 @@
+"""task: rerank through the real command: trained, evaluated, saved, loaded by others, resumed, refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import vembed
+from tests.tiny import (
+    shared,
+    texts,
+    tiny_bert,
+    tiny_distilbert,
+    tiny_modernbert,
+    tiny_qwen3,
+    tiny_reranker,
+    tiny_roberta,
+)
+from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
+from vembed.errors import UserError
+from vembed.models.families.description import RERANK_INSTRUCTION
+
+PAIRS = [("red cat", "a red cat sleeps"), ("blue dog", "a red cat sleeps")]
+
+
+def written(folder: Path, *, rows: int = 24) -> Path:
+    words = texts(4 * rows, seed=5, longest=12)
+    lines = []
+    for row in range(rows):
+        query, positive, *negatives = words[4 * row : 4 * row + 4]
+        record = {"query": query, "positive": positive, "negatives": negatives}
+        lines.append(json.dumps(record) + "\n")
+    path = folder / "train.jsonl"
+    path.write_text("".join(lines))
+    return path
+
+
+def trained(folder: Path, model: Path, **options: Any) -> Path:
+    config = {
+        "model_name": str(model),
+        "task": "rerank",
+        "data_path": str(written(folder)),
+        "output_dir": str(folder / "out"),
+        "loss": "infonce",
+        "batch_size": 8,
+        "max_steps": 3,
+        "learning_rate": 1e-3,
+        "mixed_precision": "no",
+        "report_to": [],
+        **options,
+    }
+    return vembed.train(config).model_dir
+
+
+@pytest.mark.parametrize(
+    "make", [tiny_reranker, tiny_bert, tiny_distilbert, tiny_roberta, tiny_modernbert]
+)
+def test_a_trained_encoder_loads_in_cross_encoder(make: Any, tmp_path: Path) -> None:
+    from sentence_transformers import CrossEncoder
+
+    final = trained(tmp_path, shared(make))
+    scores = vembed.Reranker(final).predict(PAIRS)
+    other = CrossEncoder(str(final), device="cpu")
+    expected = other.predict(PAIRS, activation_fn=torch.nn.Identity())
+    assert np.abs(scores - expected).max() < 1e-5
+    assert scores[0] != scores[1]
+
+
+def test_a_trained_decoder_loads_as_it_was_published(tmp_path: Path) -> None:
+    folder = tmp_path / "published"
+    tokenizer = AutoTokenizer.from_pretrained(shared(tiny_qwen3))
+    tokenizer.add_tokens(["yes", "no"])
+    tokenizer.save_pretrained(folder)
+    config = AutoModelForCausalLM.from_pretrained(shared(tiny_qwen3)).config
+    config.max_position_embeddings = 1024
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(folder)
+    final = trained(tmp_path, folder, max_length=512)
+    scores = vembed.Reranker(final).predict(PAIRS)
+    model = AutoModelForCausalLM.from_pretrained(final).eval()
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    yes, no = (tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
+    for (query, document), score in zip(PAIRS, scores, strict=True):
+        question = f"<Instruct>: {RERANK_INSTRUCTION}\n<Query>: {query}"
+        ids: list[int] = []
+        for part in (ANSWER_PROMPT, f"{question}\n<Document>: {document}", ANSWER_END):
+            ids += tokenizer.encode(part, add_special_tokens=False)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        assert float(logits[yes] - logits[no]) == pytest.approx(float(score), abs=1e-5)
+
+
+def test_a_decoder_with_a_new_label(tmp_path: Path) -> None:
+    final = trained(tmp_path, shared(tiny_qwen3), reranker_head="label")
+    names = json.loads((final / "config.json").read_text())["architectures"]
+    assert names == ["Qwen3ForSequenceClassification"]
+    scores = vembed.Reranker(final).predict(PAIRS)
+    assert np.isfinite(scores).all()
+
+
+def test_it_is_evaluated_on_the_first_stage(tmp_path: Path) -> None:
+    pytest.importorskip("bm25s")
+    options = {"val_data_path": str(written(tmp_path)), "rerank_top_k": 5}
+    config_steps = {"eval_steps": 1, "eval_metric": "mrr@10"}
+    final = trained(tmp_path, shared(tiny_reranker), **options, **config_steps)
+    lines = (final.parent / "metrics.jsonl").read_text().splitlines()
+    scored = [json.loads(line)["eval"] for line in lines if '"eval"' in line]
+    first = {line["first_stage/ndcg@10"] for line in scored}
+    assert len(first) == 1, "the first stage stays the same in all evaluations"
+    assert 0.0 < first.pop() <= 1.0
+    assert len({line["ndcg@10"] for line in scored}) > 1
+
+
+def test_it_resumes_bit_by_bit(tmp_path: Path) -> None:
+    model = shared(tiny_reranker, dropout=0.1)
+    whole = trained(tmp_path, model, max_steps=4, save_steps=2)
+    scores = vembed.Reranker(whole).predict(PAIRS)
+    shutil.rmtree(whole)
+    shutil.rmtree(whole.parent / "checkpoint-4")
+    again = trained(tmp_path, model, max_steps=4, save_steps=2, resume=True)
+    assert vembed.Reranker(again).predict(PAIRS).tolist() == scores.tolist()
+
+
+def test_documents_are_ranked(tmp_path: Path) -> None:
+    reranker = vembed.Reranker(shared(tiny_reranker))
+    documents = texts(5, seed=9)
+    ranking = reranker.rank("a query", documents, top_k=3)
+    scores = [row["score"] for row in ranking]
+    assert scores == sorted(scores, reverse=True)
+    for row in ranking:
+        assert row["text"] == documents[row["index"]]
+        alone = reranker.predict([("a query", row["text"])])[0]
+        assert row["score"] == pytest.approx(float(alone), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"loss": "cosent"}, "cosent"),
+        ({"mrl_dims": [8]}, "mrl_dims"),
+        ({"bidirectional": True}, "bidirectional"),
+        ({"task": "embed", "rerank_top_k": 5}, "rerank_top_k"),
+        ({"reranker_head": "answer"}, "reranker_head"),
+    ],
+)
+def test_what_does_not_go_with_it_is_named(
+    options: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=named):
+        trained(tmp_path, shared(tiny_reranker), **options)
+
+
+def test_an_embedding_model_is_no_reranker() -> None:
+    with pytest.raises(UserError, match="no layer that gives a score"):
+        vembed.Reranker(shared(tiny_bert))
