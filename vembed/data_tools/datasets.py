@@ -63,7 +63,8 @@ def open_sets(
     for name, source in zip(tasks, options.sources(), strict=True):
         if source.val_data_path is not None:
             data = open_eval_data(options, source.val_data_path, objective)
-            by_task[_free_name(name, by_task)] = data.read_as(
+            free_name = f"{name} {len(by_task) + 1}" if name in by_task else name
+            by_task[free_name] = data.read_as(
                 ReadAs(source.query_prompt, source.document_prompt, source.max_length)
             )
     if options.val_split is not None:
@@ -105,29 +106,21 @@ def held_by_task(data: DataSection, parts: HeldOut) -> dict[str, EvalData]:
         return {}
     by_task: dict[str, EvalData] = {}
     for name in dict.fromkeys(names):
-        examples = [
-            example for source, example in parts.examples if names[source] == name
-        ]
+        examples = [each for source, each in parts.examples if names[source] == name]
         documents = [item for source, item in parts.documents if names[source] == name]
+        title = f"those held out of {name}"
         try:
-            by_task[name] = from_examples(
-                examples, f"those held out of {name}", documents=documents
-            )
+            by_task[name] = from_examples(examples, title, documents=documents)
         except UserError as error:  # too few for a score
             log.info("task %s is not scored by itself: %s", name, error)
     return by_task
 
 
-def _free_name(name: str, taken: Mapping[str, EvalData]) -> str:
-    return name if name not in taken else f"{name} {len(taken) + 1}"
-
-
 def eval_pairs(data: EvalData) -> list[tuple[Item, Item]]:
     """Return each query with each of its relevant documents; of scored pairs both sides."""
-    if isinstance(data, RetrievalData):
-        return [
-            (query, data.documents[document])
-            for query, relevant in zip(data.queries, data.relevance, strict=True)
-            for document in relevant
-        ]
-    return list(zip(data.first, data.second, strict=True))
+    if not isinstance(data, RetrievalData):
+        return list(zip(data.first, data.second, strict=True))
+    pairs = []
+    for query, relevant in zip(data.queries, data.relevance, strict=True):
+        pairs += [(query, data.documents[document]) for document in relevant]
+    return pairs

@@ -102,16 +102,6 @@ def add_adapters(
     )
 
 
-def leave_casts_to_autocast(model: nn.Module) -> None:
-    """Hand adapted layers' inputs to the adapters as they are, for a model whose forward runs under autocast.
-
-    Otherwise peft widens the input of each adapted layer to float32, for dropout, and autocast narrows it again.
-    """
-    for module in model.modules():
-        if "cast_input_dtype_enabled" in vars(module):
-            module.cast_input_dtype_enabled = False  # type: ignore[assignment]
-
-
 # ---- which layers ----------------------------------------------------------------------------------------------
 
 
@@ -124,24 +114,26 @@ def target_names(
     behind: list[str] = []
     for names in family.adapter_targets.values():
         behind += names
-    wanted = options.lora_target_modules
-    if wanted == "auto":
+    targets = options.lora_target_modules
+    if targets == "auto":
         inside = set(linear_names_inside_layers(backbone))
         # A module without layers, such as a bag of embeddings, has its linear layers anywhere.
         return [name for name in linear if name in inside or not inside] + behind
-    every = list(dict.fromkeys(linear + behind))
-    if wanted == "all-linear":
-        return every
+    linear_layers = list(dict.fromkeys(linear + behind))
+    if targets == "all-linear":
+        return linear_layers
     chosen: set[str] = set()
-    for name_end in wanted:
-        matches = [name for name in every if f".{name}".endswith(f".{name_end}")]
+    for name_end in targets:
+        matches = [
+            name for name in linear_layers if f".{name}".endswith(f".{name_end}")
+        ]
         if not matches:
-            known = sorted({name.rsplit(".", 1)[-1] for name in every})
+            known = sorted({name.rsplit(".", 1)[-1] for name in linear_layers})
             raise UserError(
                 f"lora_target_modules: {name_end} is not a linear layer of this model; it has {', '.join(known)}"
             )
         chosen.update(matches)
-    return [name for name in every if name in chosen]
+    return [name for name in linear_layers if name in chosen]
 
 
 def name_pattern(names: Sequence[str], every: Sequence[str]) -> str:

@@ -67,7 +67,7 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def attention_kernel(
-    asked: str, backbone: type[PreTrainedModel], device: torch.device, *, half: bool
+    option: str, backbone: type[PreTrainedModel], device: torch.device, *, half: bool
 ) -> tuple[str | None, str]:
     """Return the attention implementation to load and the reason; None: the model's default.
 
@@ -76,17 +76,17 @@ def attention_kernel(
     has_sdpa = bool(backbone._supports_sdpa)
     has_flash = bool(backbone._supports_flash_attn)
     is_supported = {"sdpa": has_sdpa, "flash_attention_2": has_flash}
-    if not is_supported.get(asked, True):
+    if not is_supported.get(option, True):
         raise UserError(
-            f"attn_implementation: {backbone.__name__} has no {asked}; use auto"
+            f"attn_implementation: {backbone.__name__} has no {option}; use auto"
         )
-    if asked == "flash_attention_2" and not is_flash_attn_2_available():
+    if option == "flash_attention_2" and not is_flash_attn_2_available():
         raise UserError(
             "attn_implementation: flash_attention_2 needs the package flash-attn and a CUDA GPU, and at least one "
             "is missing here; use sdpa (or auto)"
         )
-    if asked != "auto":
-        return asked, "attn_implementation in the config"
+    if option != "auto":
+        return option, "attn_implementation in the config"
     if device.type != "cuda":
         problem = "no CUDA GPU"
     elif not has_flash:

@@ -134,8 +134,10 @@ def _load(
     half = not computed.isdisjoint({torch.bfloat16, torch.float16})
 
     # ---- attention
-    asked = options.attn_implementation
-    kernel, reason = attention.attention_kernel(asked, base_class, device, half=half)
+    implementation = options.attn_implementation
+    kernel, reason = attention.attention_kernel(
+        implementation, base_class, device, half=half
+    )
     padded = attention.why_padded(options, config, device, half=half)
     own_kernel = "the model's own"
     notes = [f"attention: {kernel or own_kernel} ({reason})"]
@@ -146,13 +148,13 @@ def _load(
             )
         texts = "without padding" if padded is None else f"padded ({padded})"
         notes.append(f"texts: {texts}")
-    if half and device.type == "cuda" and asked in ("auto", "sdpa"):
+    if half and device.type == "cuda" and implementation in ("auto", "sdpa"):
         problem = attention.use_flash3(config.to_dict(), device)
         used = "used" if problem is None else f"not used ({problem})"
         notes.append(f"FlashAttention 3: {used}")
     if padded is None:
         kernel = attention.register(attention.PACKED_ATTENTION)
-    elif kernel == "sdpa" and asked == "auto" and device.type == "cpu":
+    elif kernel == "sdpa" and implementation == "auto" and device.type == "cpu":
         kernel = attention.register(attention.CPU_ATTENTION)
 
     # ---- weights
@@ -200,7 +202,7 @@ def _load(
             if vars(module).get("is_causal") is True:
                 vars(module)["is_causal"] = False
     reads_chats = description.traits.reads_chats
-    if reads_chats and asked == "auto" and kernel != "flash_attention_2":
+    if reads_chats and implementation == "auto" and kernel != "flash_attention_2":
         tower = tower_module(backbone, description.traits, "vision")
         by_image = vision.pack_images(tower, device, half=half)
         images = "attention over all at once"

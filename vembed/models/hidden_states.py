@@ -42,16 +42,16 @@ class HiddenStates(nn.Module):
         self._stack = layers_of(tower)
         self._packs = packs(tower)
         deepest = len(self._stack)
-        wanted = range(deepest + 1) if layers == "all" else layers
+        numbers = range(deepest + 1) if layers == "all" else layers
         wrong = [
-            number for number in wanted if not -deepest - 1 <= int(number) <= deepest
+            number for number in numbers if not -deepest - 1 <= int(number) <= deepest
         ]
         if wrong:
             raise UserError(
                 f"layers: this model has layers 0 (its embeddings) to {deepest}, and {wrong[0]} is asked for"
             )
         # Negative numbers count from the last layer, as in a Python list.
-        self.layers = [int(number) % (deepest + 1) for number in wanted]
+        self.layers = [int(number) % (deepest + 1) for number in numbers]
         of_model = description.pooling
         self.pooling = pooling or (of_model if of_model != MODEL_POOLING else "mean")
         if POOLINGS[self.pooling].is_trained:

@@ -51,8 +51,8 @@ def has_language_head(
 ) -> bool:
     """Return True if the run trains by the language-model head. Raise UserError if it asks for what cannot be."""
     alone = objective.losses is None and LOSSES[objective.loss].is_of_model
-    asked = objective.language_modelling
-    if asked is False or (asked == "auto" and not alone):
+    option = objective.language_modelling
+    if option is False or (option == "auto" and not alone):
         return False
     problem = None
     if description.scores is not None:
@@ -73,7 +73,7 @@ def has_language_head(
         problem = "has weights in 4 bits (use_qlora)"
     if problem is None:
         return True
-    if asked == "auto":
+    if option == "auto":
         return False
     raise UserError(
         f"language_modelling: true is not possible: {description.name} {problem}; leave it out"
@@ -148,16 +148,16 @@ class LanguageHead(nn.Module):
             both = is_token[:, 1:] & is_token[:, :-1]
             targets[:, :-1] = torch.where(both, ids[:, 1:], IGNORED_TARGET)
             return inputs, targets
-        may = is_token & ~torch.isin(ids, self.special_tokens.to(ids.device))
-        chosen = may & (torch.rand(ids.shape, device=ids.device) < HIDDEN_SHARE)
+        is_eligible = is_token & ~torch.isin(ids, self.special_tokens.to(ids.device))
+        chosen = is_eligible & (torch.rand(ids.shape, device=ids.device) < HIDDEN_SHARE)
         # As in BERT: 80% of the chosen tokens become the mask token, 10% another token, 10% stay and are predicted too.
-        how = torch.rand(ids.shape, device=ids.device)
+        draw = torch.rand(ids.shape, device=ids.device)
         others = torch.randint(self.vocab_size, ids.shape, device=ids.device)
         replacements = torch.full_like(ids, int(self.mask_token or 0))
         replacements = torch.where(
-            how < KEPT_SHARE + REPLACED_SHARE, others, replacements
+            draw < KEPT_SHARE + REPLACED_SHARE, others, replacements
         )
-        replacements = torch.where(how < KEPT_SHARE, ids, replacements)
+        replacements = torch.where(draw < KEPT_SHARE, ids, replacements)
         targets = torch.where(chosen, ids, IGNORED_TARGET)
         return {**inputs, "input_ids": torch.where(chosen, replacements, ids)}, targets
 
@@ -166,28 +166,28 @@ class LanguageHead(nn.Module):
 
         `states` [n, tokens, dim]: hidden states of the base model `base`.
         """
-        asked = targets != IGNORED_TARGET
-        counts = asked.sum(1)
-        if not bool(asked.any()):
+        is_asked_for = targets != IGNORED_TARGET
+        counts = is_asked_for.sum(1)
+        if not bool(is_asked_for.any()):
             # A dummy: its backward must reach the same parameters as that of the other ranks.
-            asked = torch.zeros_like(asked)
-            asked[:, 0] = True
-        rows = asked.nonzero()[:, 0]
+            is_asked_for = torch.zeros_like(is_asked_for)
+            is_asked_for[:, 0] = True
+        rows = is_asked_for.nonzero()[:, 0]
         entropies = []
-        for chunk, wanted in zip(
-            torch.split(states[asked], TOKENS_AT_ONCE),
-            torch.split(targets[asked], TOKENS_AT_ONCE),
+        for chunk, chunk_targets in zip(
+            torch.split(states[is_asked_for], TOKENS_AT_ONCE),
+            torch.split(targets[is_asked_for], TOKENS_AT_ONCE),
             strict=True,
         ):
             # Recomputed in the backward pass, so that the logits of all tokens are never held at once.
             recomputed = partial(checkpoint, self._entropy, use_reentrant=False)
             entropy = recomputed if torch.is_grad_enabled() else self._entropy
-            entropies.append(entropy(chunk, wanted, base))
+            entropies.append(entropy(chunk, chunk_targets, base))
         of_tokens = torch.cat(entropies)
         sums = of_tokens.new_zeros(len(states)).index_add(0, rows, of_tokens)
         return torch.stack([sums, counts.to(sums.dtype)])
 
-    def _entropy(self, states: Tensor, wanted: Tensor, base: nn.Module) -> Tensor:
+    def _entropy(self, states: Tensor, targets: Tensor, base: nn.Module) -> Tensor:
         """Return the cross-entropy of each of [m, dim] states; 0 where nothing is asked."""
         stand_in: Any = getattr(self.whole, self.prefix[:-1])
         stand_in.states = states[None]
@@ -199,14 +199,14 @@ class LanguageHead(nn.Module):
                 holder, name = _holder(self.whole, target)
                 holder._parameters[name] = origin._parameters[origin_name]
                 lent.append((holder, name))
-            logits = self.whole(input_ids=wanted[None].clamp(min=0)).logits[0]
+            logits = self.whole(input_ids=targets[None].clamp(min=0)).logits[0]
         finally:
             for holder, name in lent:
                 holder._parameters[name] = None
             stand_in.states = None
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return functional.cross_entropy(
-            logits, wanted, ignore_index=IGNORED_TARGET, reduction="none"
+            logits, targets, ignore_index=IGNORED_TARGET, reduction="none"
         )
 
     def _origin(self, source: str, base: nn.Module) -> tuple[nn.Module, str]:

@@ -28,7 +28,6 @@ from vembed.config.resolved import (
 )
 from vembed.config.schema import ModelSection, TrainConfig
 from vembed.errors import RunError, Stopped, UserError
-from vembed.models.adapters import leave_casts_to_autocast
 from vembed.parallel import collectives, sharding
 from vembed.parallel.batch_norms import share_batch_norms
 from vembed.parallel.devices import (
@@ -213,7 +212,11 @@ class Session:
         # would miss towers that are not part of the last micro-batch; all_reduce_gradients runs once per step instead.
         model = self.accelerator.prepare_model(model, evaluation_mode=True)
         if self.layout.computes_in_half:
-            leave_casts_to_autocast(model)
+            # The forward runs under autocast. Otherwise peft would widen the input of each adapted layer to float32,
+            # for dropout, and autocast would narrow it again.
+            for module in model.modules():
+                if "cast_input_dtype_enabled" in vars(module):
+                    vars(module)["cast_input_dtype_enabled"] = False
         collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
         return model
 

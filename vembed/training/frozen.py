@@ -137,6 +137,7 @@ class BatchInputs:
         """Yield the model's input for each forward pass."""
         towers = self.source.towers
         images = self.source.images
+        # Frozen slices are not collated: they are rows of the tables [n, width] that `encode_frozen` has made.
         trained = []
         for micro_batch in micro_batches:
             trained.append(
@@ -231,6 +232,7 @@ class FrozenTowers:
                 table[index] = to_device(values, table.device)
             for indices in splits.get(modality, []):
                 micro_batches.append([(modality, indices)])
+        # One modality per forward pass, and equally many of each on every rank.
         outputs = self._run(micro_batches, features)
         for ((modality, indices),), output in zip(micro_batches, outputs, strict=True):
             if indices:  # otherwise a dummy: it was run only for its collectives
@@ -297,6 +299,7 @@ class FrozenImages:
         parts = [part for part in inputs if part[0] == "multimodal"]
         if not parts:
             return None
+        # Without a graph: for the trained language model behind it the features are constants.
         with torch.no_grad():
             (features,) = self.model(parts, images_only=True)
         return features  # type: ignore[no-any-return]

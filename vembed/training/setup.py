@@ -549,8 +549,9 @@ def is_embedding_model(folder: Path) -> bool:
         loss = LOSSES.get(str(options.get("loss")))
         if loss is not None and loss.is_of_model and not options.get("losses"):
             return False
-    places = (folder, folder.parent)
-    return any((place / "modules.json").is_file() for place in places)
+    return (folder / "modules.json").is_file() or (
+        folder.parent / "modules.json"
+    ).is_file()
 
 
 def has_initial_norms(model: nn.Module) -> bool:

@@ -3,7 +3,6 @@ tokenizer."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -349,8 +348,8 @@ def _embedding_settings(folder: Path) -> dict[str, Any]:
     }
 
 
-def _vocabulary(folder: Path) -> str | None:
-    """Return a fingerprint of the tokens and their numbers; None for a model without a tokenizer."""
+def _vocabulary(folder: Path) -> list[Any] | None:
+    """Return the tokens and their numbers; None for a model without a tokenizer."""
     values = read_object(folder / "tokenizer.json")
     if values is not None and "vocab" in values.get("model", {}):
         added = [
@@ -358,17 +357,13 @@ def _vocabulary(folder: Path) -> str | None:
         ]
         vocabulary = values["model"]["vocab"]
         if not isinstance(vocabulary, dict):
-            return _digest([vocabulary, sorted(added)])
+            return [vocabulary, sorted(added)]
         # Added tokens are in it or not, depending on the library that wrote it.
         numbers = dict(vocabulary)
         for number, content in added:
             numbers[content] = number
-        return _digest(sorted(numbers.items()))
+        return sorted(numbers.items())
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         return None
     vocabulary = open_tokenizer(folder, trust_remote_code=False).get_vocab()
-    return _digest(sorted(vocabulary.items()))
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    return sorted(vocabulary.items())

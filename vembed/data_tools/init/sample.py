@@ -20,6 +20,8 @@ NUM_RECORDS = 1000
 COUNTED_BYTES = 64 * 2**20
 """Records of larger files are not counted but estimated, from the size of the first ones."""
 
+IMAGE_NAMES = ("image", "images", "bytes", "path")
+
 Record = dict[str, Any]
 
 
@@ -85,19 +87,17 @@ def _num_records(reader: Format) -> tuple[int, bool]:
 def texts_of(value: Any) -> list[str | None]:
     """Return the texts of a field, which may be a list and have objects; None for each entry that is not text alone."""
     entries: list[Any] = value if isinstance(value, list) else [value]
-    return [_text_of(entry) for entry in entries if entry is not None]
-
-
-def _text_of(entry: Any) -> str | None:
-    if not isinstance(entry, dict):
-        return entry if isinstance(entry, str) else None
-    text = entry.get("text")
-    title = entry.get("title")
-    if not isinstance(text, str) or any(
-        entry.get(name) is not None for name in ("image", "images", "bytes", "path")
-    ):
-        return None
-    return f"{title} {text}".strip() if isinstance(title, str) else text
+    texts: list[str | None] = []
+    for entry in entries:
+        text = entry
+        if isinstance(entry, dict):
+            has_image = any(entry.get(name) is not None for name in IMAGE_NAMES)
+            text = None if has_image else entry.get("text")
+            if isinstance(text, str) and isinstance(entry.get("title"), str):
+                text = f"{entry['title']} {text}".strip()
+        if entry is not None:
+            texts.append(text if isinstance(text, str) else None)
+    return texts
 
 
 DELIMITED = (".csv", ".tsv")
@@ -113,9 +113,23 @@ def utf8_copy(path: Path, *, force: bool = False) -> tuple[Path, str] | None:
     if path.stat().st_size > COUNTED_BYTES:  # each record is checked as it is read
         return None
     raw = path.read_bytes()
-    text, encoding = _decoded(path, raw)
-    if encoding is None:
-        return None
+    encoding = "utf-16" if raw.startswith(_UTF16) else "cp1252"
+    if encoding == "cp1252":
+        try:
+            raw.decode()
+            return None
+        except UnicodeDecodeError as error:
+            line = raw.count(b"\n", 0, error.start) + 1
+        # In UTF-8 with a damaged place the other letters beyond ASCII are whole; text in Windows-1252 has hardly any
+        # such. Some bytes are none of Windows-1252.
+        letters = raw.decode("utf-8", "surrogateescape")
+        num_broken = sum("\udc80" <= letter <= "\udcff" for letter in letters)
+        num_whole = sum(not letter.isascii() for letter in letters) - num_broken
+        if num_whole > num_broken or "\ufffd" in raw.decode("cp1252", "replace"):
+            raise UserError(
+                f"{path}, line {line}: not UTF-8 text; save the file as UTF-8"
+            )
+    text = raw.decode(encoding, "replace")
     copy = path.with_name(f"{path.stem}.utf8{path.suffix}")
     if copy.exists() and not force and copy.read_bytes() != text.encode():
         raise UserError(
@@ -124,23 +138,3 @@ def utf8_copy(path: Path, *, force: bool = False) -> tuple[Path, str] | None:
         )
     replace_text(copy, text)
     return copy, NAMES[encoding]
-
-
-def _decoded(path: Path, raw: bytes) -> tuple[str, str | None]:
-    """Return the text and its encoding; None as encoding for UTF-8."""
-    if raw.startswith(_UTF16):
-        return raw.decode("utf-16", "replace"), "utf-16"
-    try:
-        return raw.decode(), None
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-    # In UTF-8 with a damaged place the other letters beyond ASCII are whole; text in Windows-1252 has hardly any such.
-    read = raw.decode("utf-8", "surrogateescape")
-    broken = sum("\udc80" <= letter <= "\udcff" for letter in read)
-    whole = sum(not letter.isascii() for letter in read) - broken
-    if whole <= broken:
-        try:
-            return raw.decode("cp1252"), "cp1252"
-        except UnicodeDecodeError:
-            pass  # a byte that Windows-1252 does not have
-    raise UserError(f"{path}, line {line}: not UTF-8 text; save the file as UTF-8")

@@ -330,21 +330,23 @@ def describe(
     adds_projection = False
     if matryoshka is not None and matryoshka.mrl_dims is not None:
         mrl_dims = _matryoshka_sizes(reading, matryoshka, size)
-        wanted = matryoshka.mrl_projection
-        adds_projection = max(mrl_dims) < size if wanted == "auto" else bool(wanted)
+        mrl_projection = matryoshka.mrl_projection
+        adds_projection = (
+            max(mrl_dims) < size if mrl_projection == "auto" else bool(mrl_projection)
+        )
         if adds_projection:
             reasons["embedding_dim"] = (
-                f"an MRL projection from {size} to max(mrl_dims), by mrl_projection: {wanted}"
+                f"an MRL projection from {size} to max(mrl_dims), by mrl_projection: {mrl_projection}"
             )
             size = max(mrl_dims)
-    truncate_dim = files.truncate_dim
+    truncate_dim = files.settings.truncate_dim
     if truncate_dim is not None and truncate_dim >= size:
         truncate_dim = None  # it cuts nothing
     if truncate_dim is not None:
         reasons["truncate_dim"] = "from config_sentence_transformers.json"
 
     # ---- similarity
-    of_files = files.similarity or saved.get("similarity")
+    of_files = files.settings.similarity_fn_name or saved.get("similarity")
     if for_inference and of_files in get_args(Similarity):
         reasons["similarity"] = "from the model's files"
         similarity = cast(Similarity, of_files)
@@ -381,7 +383,7 @@ def describe(
             reasons["padding_side"] = (
                 "its positions count from the first token, although the tokenizer pads on the left"
             )
-    default_prompt_name = files.default_prompt_name
+    default_prompt_name = files.settings.default_prompt_name
     if default_prompt_name in PROMPT_NAMES["document"]:
         default_prompt_name = "document"  # other names for it are not saved
     named = (*PROMPT_NAMES["query"], *PROMPT_NAMES["document"])
@@ -530,7 +532,7 @@ def _family(reading: _Reading) -> Family:
         reason += ": its forward takes input_ids and pixel_values"
     elif "vision_config" in reading.config.to_dict():
         known = sorted(
-            kind for family in FAMILIES.values() for kind in family.model_types
+            kind for record in FAMILIES.values() for kind in record.model_types
         )
         raise UserError(
             f"{options.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
@@ -542,33 +544,33 @@ def _family(reading: _Reading) -> Family:
     else:
         detected = _recognised("text_input")
     assert detected is not None
-    wanted = FAMILIES.get(options.model_family, detected)
-    is_asked = options.model_family != "auto"
+    family = FAMILIES.get(options.model_family, detected)
+    is_in_config = options.model_family != "auto"
     if options.image_model_name is not None:
         takes_tower = detected.reads_only_text or detected.has_two_models
-        if not takes_tower or (is_asked and not wanted.has_two_models):
+        if not takes_tower or (is_in_config and not family.has_two_models):
             raise UserError(
                 f"image_model_name adds an image tower to a text model, but {options.model_name} is of the family "
-                f"{wanted.name}; leave image_model_name out"
+                f"{family.name}; leave image_model_name out"
             )
         reason = f"image_model_name: {options.image_model_name} is its second tower"
-        wanted = _recognised("image_model_name") or wanted
-    elif wanted.has_two_models and not detected.has_two_models:
+        family = _recognised("image_model_name") or family
+    elif family.has_two_models and not detected.has_two_models:
         raise UserError(
-            f"model_family: {wanted.name} needs image_model_name, the tower for images"
+            f"model_family: {family.name} needs image_model_name, the tower for images"
         )
     # Between encoder and decoder of texts the user may decide: a decoder may have been trained to see both sides.
-    elif wanted != detected and not (
-        wanted.reads_only_text and detected.reads_only_text
+    elif family != detected and not (
+        family.reads_only_text and detected.reads_only_text
     ):
         raise UserError(
-            f"model_family: {wanted.name} does not fit {options.model_name}, whose config.json makes it "
+            f"model_family: {family.name} does not fit {options.model_name}, whose config.json makes it "
             f"{detected.name} ({reason}); leave model_family out"
         )
-    elif is_asked:
+    elif is_in_config:
         reason = f"model_family in the config (detected: {detected.name}, {reason})"
     reading.reasons["family"] = reason
-    return wanted
+    return family
 
 
 def _pooling(
@@ -619,8 +621,8 @@ def _pooling(
         reason = (
             "a causal decoder's last token is the only one that has seen the whole text"
         )
-    asked = reading.options.pooling
-    if asked == "auto":
+    option = reading.options.pooling
+    if option == "auto":
         if problem is not None or pooling is None:
             raise UserError(
                 f"{path} of {name} {problem}; set pooling to {' or '.join(POOLINGS)}"
@@ -629,18 +631,18 @@ def _pooling(
         return pooling
     if gives_vectors or family.pools_itself:
         raise UserError(
-            f"pooling: {asked} is not available for {name}, which gives one vector for each input itself; leave pooling "
+            f"pooling: {option} is not available for {name}, which gives one vector for each input itself; leave pooling "
             "out"
         )
-    refusal = POOLINGS[asked].refusal(**facts)
+    refusal = POOLINGS[option].refusal(**facts)
     if refusal is not None:
-        raise UserError(f"pooling: {asked} on {name}: {refusal}")
-    reading.reasons["pooling"] = f"pooling: {asked}"
-    if problem is None and pooling != asked:
+        raise UserError(f"pooling: {option} on {name}: {refusal}")
+    reading.reasons["pooling"] = f"pooling: {option}"
+    if problem is None and pooling != option:
         reading.reasons["pooling"] += (
             f", although {pooling} is the model's own: {reason}"
         )
-    return asked
+    return option
 
 
 def _image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
@@ -729,18 +731,18 @@ def _matryoshka_sizes(
 
 
 def _prompt(
-    reading: _Reading, kind: Literal["query", "document"], asked: str | None
+    reading: _Reading, kind: Literal["query", "document"], option: str | None
 ) -> str:
     """Return the prompt of queries or documents: the option's, the files' or the one published for the model's name."""
     key = f"{kind}_prompt"
     files = reading.files
-    if asked is not None:
+    if option is not None:
         reading.reasons[key] = f"{key} in the config"
-        return asked
+        return option
     if reading.saved:
         reading.reasons[key] = _FROM_SAVED
         return str(reading.saved[key])
-    for name in (*PROMPT_NAMES[kind], files.default_prompt_name):
+    for name in (*PROMPT_NAMES[kind], files.settings.default_prompt_name):
         if name in files.prompts:
             reading.reasons[key] = (
                 f"prompt {name!r} in config_sentence_transformers.json"
@@ -775,7 +777,7 @@ def _max_length(
 ) -> int:
     """Return the maximum text length in tokens. `for_inference`: a length that the model's own files name is not limited by
     the family's default, which bounds the time and memory of training."""
-    asked = reading.options.max_length
+    option = reading.options.max_length
     name = reading.options.model_name
     text = reading.config.get_text_config()
     positions = text.to_dict().get("max_position_embeddings")
@@ -784,24 +786,24 @@ def _max_length(
     longest = family.longest_by_default
     if not family.reads_text:
         reading.reasons["max_length"] = "an image encoder reads no text"
-        return asked or longest
+        return option or longest
     if family.has_fixed_length:
-        if asked not in (None, positions):
+        if option not in (None, positions):
             raise UserError(
-                f"max_length: {asked} does not fit {name}: SigLIP pads every text to the {positions} tokens it was "
+                f"max_length: {option} does not fit {name}: SigLIP pads every text to the {positions} tokens it was "
                 "trained with; leave max_length out"
             )
         reading.reasons["max_length"] = (
             "SigLIP pads every text to its number of positions"
         )
         return int(positions)
-    if asked is not None:
-        if positions is not None and asked > positions:
+    if option is not None:
+        if positions is not None and option > positions:
             raise UserError(
-                f"max_length: {asked} is more than the {positions} positions of {name}; set it to {positions} or less"
+                f"max_length: {option} is more than the {positions} positions of {name}; set it to {positions} or less"
             )
         reading.reasons["max_length"] = "max_length in the config"
-        return asked
+        return option
     limits = {"positions in config.json": positions}
     of_files = reading.files.max_length
     if reading.saved:

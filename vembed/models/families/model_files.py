@@ -581,11 +581,9 @@ class SentenceTransformersFiles:
     normalize: bool | None = None
     """Whether there is a Normalize module; None: there is no modules.json."""
     max_length: int | None = None
+    settings: ModelSettings = field(default_factory=ModelSettings)
     prompts: dict[str, str] = field(default_factory=dict)
-    default_prompt_name: str | None = None
-    """Name of the prompt for inputs whose kind has no prompt of its own."""
-    similarity: str | None = None
-    truncate_dim: int | None = None
+    """Name -> prompt. `settings.default_prompt_name` is for inputs whose kind has no prompt of its own."""
 
     @property
     def pooling(self) -> Pooling | None:
@@ -703,13 +701,13 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
                 f"{path}: unsupported module type {module.type} in this place (supported: Transformer, CLIPModel or "
                 "StaticEmbedding, then Pooling, Dense and Normalize, in this order)"
             )
-    values = (
-        read_settings(folder / "config_sentence_transformers.json", ModelSettings)
-        or ModelSettings()
-    )
+    path = folder / "config_sentence_transformers.json"
+    values = read_settings(path, ModelSettings) or ModelSettings()
     prompts = {
         name: text for name, text in (values.prompts or {}).items() if text is not None
     }
+    if values.default_prompt_name not in prompts:
+        values.default_prompt_name = None
     max_length = None
     # Older versions of Sentence Transformers named the file after other models.
     for settings_path in sorted(backbone.glob("sentence_*_config.json")):
@@ -724,14 +722,8 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
         dense=tuple(dense),
         normalize=normalize,
         max_length=max_length,
+        settings=values,
         prompts=prompts,
-        default_prompt_name=(
-            values.default_prompt_name
-            if values.default_prompt_name in prompts
-            else None
-        ),
-        similarity=values.similarity_fn_name,
-        truncate_dim=values.truncate_dim,
     )
 
 

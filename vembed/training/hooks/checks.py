@@ -72,22 +72,45 @@ class Watch(Hook):
             log.info(
                 f"step {step}: float16 overflow, gradient scale halved, step skipped"
             )
-            return
-        if outcome.applied:
-            if outcome.grad_norm == 0.0 and abs(outcome.loss) > SMALLEST_LOSS:
-                # The run would go on and change nothing.
-                raise RunError(
-                    f"step {step}: the loss is {outcome.loss:g} and the gradient norm exactly 0, so nothing is "
-                    "trained: either all embeddings are the same, or no gradient reaches the weights; check pooling, "
-                    f"freeze and learning_rate (mean cosines are in metrics.jsonl); {self._checkpoint_note()}"
-                )
-            return
-        has_broken_weights = not bool(
-            torch.isfinite(report.embeddings).all(dim=1).any()
-        )
-        cause = self._cause(report, has_broken_weights=has_broken_weights)
+        elif not outcome.applied:
+            self._on_nonfinite(report)
+        elif outcome.grad_norm == 0.0 and abs(outcome.loss) > SMALLEST_LOSS:
+            # The run would go on and change nothing.
+            raise RunError(
+                f"step {step}: the loss is {outcome.loss:g} and the gradient norm exactly 0, so nothing is "
+                "trained: either all embeddings are the same, or no gradient reaches the weights; check pooling, "
+                f"freeze and learning_rate (mean cosines are in metrics.jsonl); {self._checkpoint_note()}"
+            )
+
+    def _on_nonfinite(self, report: StepReport) -> None:
+        """Raise RunError with the cause, or log it with `on_nonfinite: skip`. Collective."""
+        optimizer = self._run.config.optimizer
+        step = report.step
+        embeddings = report.embeddings
+        has_broken_weights = not bool(torch.isfinite(embeddings).all(dim=1).any())
+        examples: list[str] = []
+        for rank_batch, result in report.batches:
+            if not bool(result.is_finite):
+                examples += rank_batch.where
+        ranks = []
+        named = collectives.gather_objects_as_json(examples[:MAX_NAMED_EXAMPLES])
+        for rank, places in enumerate(named):
+            if places:
+                ranks.append(f"rank {rank}: {', '.join(places)}")
+        if has_broken_weights and step > 1:
+            cause = (
+                "all embeddings are non-finite, so the weights are: an earlier update with learning_rate: "
+                f"{optimizer.learning_rate:g} broke them"
+            )
+        elif ranks:
+            cause = f"non-finite embeddings on {'; '.join(ranks)}"
+        else:
+            # The embeddings were finite everywhere, so it was the gradient.
+            first = ", ".join(report.batches[0][0].where[:2])
+            cause = f"non-finite embeddings on no rank (the gradient overflowed; first examples: {first})"
+        outcome = report.outcome
         message = f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {cause}"
-        if self._run.config.optimizer.on_nonfinite == "stop":
+        if optimizer.on_nonfinite == "stop":
             advice = "Lower learning_rate or max_grad_norm"
             if self._run.session.mixed_precision == "fp16":
                 advice += ", use mixed_precision: bf16 instead of fp16"
@@ -102,29 +125,6 @@ class Watch(Hook):
                 "no longer change: lower learning_rate or max_grad_norm, or fix the examples that the log names; "
                 f"{self._checkpoint_note()}"
             )
-
-    def _cause(self, report: StepReport, *, has_broken_weights: bool) -> str:
-        """Return where the non-finite values come from. Collective."""
-        examples: list[str] = []
-        for rank_batch, result in report.batches:
-            if not bool(result.is_finite):
-                examples += rank_batch.where
-        ranks = []
-        named = collectives.gather_objects_as_json(examples[:MAX_NAMED_EXAMPLES])
-        for rank, places in enumerate(named):
-            if places:
-                ranks.append(f"rank {rank}: {', '.join(places)}")
-        if has_broken_weights and report.step > 1:
-            rate = self._run.config.optimizer.learning_rate
-            return (
-                "all embeddings are non-finite, so the weights are: an earlier update with learning_rate: "
-                f"{rate:g} broke them"
-            )
-        if ranks:
-            return f"non-finite embeddings on {'; '.join(ranks)}"
-        # The embeddings were finite everywhere, so it was the gradient.
-        first = ", ".join(report.batches[0][0].where[:2])
-        return f"non-finite embeddings on no rank (the gradient overflowed; first examples: {first})"
 
     def _compare_first_loss(self, report: StepReport) -> None:
         """Log how far the loss is from that of equal scores, the logarithm of the candidates. Collective."""
