@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vembed
+from tests.commands import command
 from tests.tiny import (
     shared,
     texts,
@@ -162,3 +163,28 @@ def test_what_does_not_go_with_it_is_named(
 def test_an_embedding_model_is_no_reranker() -> None:
     with pytest.raises(UserError, match="no layer that gives a score"):
         vembed.Reranker(shared(tiny_bert))
+
+
+def test_lists_are_sorted_by_the_command(tmp_path: Path) -> None:
+    documents = texts(4, seed=2)
+    lists = tmp_path / "lists.jsonl"
+    lists.write_text(json.dumps({"query": "a query", "documents": documents}) + "\n")
+    target = tmp_path / "sorted.jsonl"
+    model = str(shared(tiny_reranker))
+    words = ["rerank", model, str(lists), "-o", str(target)]
+    result = command(*words, "--top-k", "2")
+    assert result.returncode == 0, result.stderr
+    (row,) = map(json.loads, target.read_text().splitlines())
+    expected = vembed.Reranker(model).rank("a query", documents, top_k=2)
+    assert [entry["text"] for entry in row["results"]] == [
+        entry["text"] for entry in expected
+    ]
+    lists.write_text('{"query": "a query"}\n')
+    result = command(*words)
+    assert result.returncode != 0
+    assert "lists.jsonl, line 1" in result.stderr
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"query": "a query", "positive": documents[0]}) + "\n")
+    result = command("score", model, str(pairs))
+    score = vembed.Reranker(model).predict([("a query", documents[0])])[0]
+    assert float(result.stdout) == pytest.approx(float(score), abs=1e-5)

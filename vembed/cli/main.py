@@ -28,7 +28,8 @@ COMMANDS = {
     "eval": ("evaluate", USE, "Score a model: nDCG, MRR, Recall, or correlations."),
     "encode": ("encode", USE, "Turn texts, records or images into embeddings."),
     "tune": ("tune", TRAIN, "Search for better values of a few options."),
-    "score": ("score", USE, "Score given pairs by their similarity."),
+    "score": ("score", USE, "Score given pairs, by their similarity or a reranker."),
+    "rerank": ("rerank", USE, "Sort lists of documents by a reranker."),
     "merge": ("merge", CHANGE, "Merge models of one architecture into one."),
     "edit": ("edit", CHANGE, "Remove what tells two sets of texts apart."),
     "mine": ("make_data", DATA, "Find hard negatives in a corpus."),
@@ -52,7 +53,7 @@ COMMANDS = {
     "version": ("config", SETUP, "Print the versions."),
 }
 """Name -> module in `vembed/cli/commands`, heading and one line for `vembed --help`."""
-WITHOUT_JSON = ("score", "demo", "serve", "init", "schema")
+WITHOUT_JSON = ("score", "rerank", "demo", "serve", "init", "schema")
 TAKE_CONFIGS = ["train", "mine", "judge", "audit", "generate", "plan", "data", "config"]
 """Commands that parse their arguments themselves, because every option of the config is a flag."""
 

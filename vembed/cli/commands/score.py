@@ -1,4 +1,4 @@
-"""`vembed score`: a file of pairs in, the similarity of each pair out, in the order of the file."""
+"""`vembed score`: a file of pairs in, the score of each pair out, in the order of the file."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def score(
     strategy: Strategy = "ddp",
     nproc: Nproc = 1,
 ) -> None:
-    """Score given pairs: the similarity of each query with its positives, then its negatives.
+    """Score given pairs: each query with its positives, then its negatives.
 
-    The scores are in the order of the file.
+    An embedding model gives similarities, a reranker its own scores. The scores are in the order of the file.
     """
     dtype = option("torch_dtype", torch_dtype)
     mapping = option("column_mapping", column_mapping)
@@ -66,6 +66,8 @@ def score(
     from vembed.config.schema import DataSection
     from vembed.data.example_store import open_examples
     from vembed.inference.embedder import Embedder
+    from vembed.inference.reranker import Reranker
+    from vembed.models.families.model_files import kind_of, model_folder
     from vembed.saving.durability import replaced_file
 
     options = DataSection(
@@ -81,12 +83,18 @@ def score(
         if output != "-" and session.is_main:
             partial = stack.enter_context(replaced_file(target))
             file = stack.enter_context(partial.open("wb"))
-        embedder = Embedder(
-            model_path,
-            torch_dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            session=session,
-        )
+        judge: Embedder | Reranker
+        if kind_of(model_folder(str(model_path))) == "reranker":
+            judge = Reranker(
+                model_path, torch_dtype=dtype, trust_remote_code=trust_remote_code
+            )
+        else:
+            judge = Embedder(
+                model_path,
+                torch_dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                session=session,
+            )
         all_scores = [np.empty(0, np.float32)]
         for start in range(0, len(store), CHUNK):
             query_items = []
@@ -97,13 +105,13 @@ def score(
                     for item in getattr(example, f"{role}s"):
                         query_items.append((example.query, item))
                         roles.append((number, role))
-            similarities = embedder.score(query_items)
+            scores = judge.score(query_items).reshape(-1)
             if not session.is_main:
                 continue
             if target.suffix == ".npy":
-                all_scores.append(similarities)
+                all_scores.append(scores)
                 continue
-            for (number, role), value in zip(roles, similarities.tolist(), strict=True):
+            for (number, role), value in zip(roles, scores.tolist(), strict=True):
                 if output == "-":
                     file.write(f"{value:.6f}\n")
                     continue
