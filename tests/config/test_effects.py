@@ -769,10 +769,15 @@ ELSEWHERE = {
     "push_to_hub",
     "mine",
     "language_modelling",
+    "task",
+    "reranker_head",
+    "first_stage",
+    "rerank_top_k",
 }
 """Options of the tests above that take a preparation of their own; `ema` and `guards` are in
 tests/training/test_guards_and_average.py, `mine` in tests/training/test_epoch_mining.py, those of own models in
-tests/own, of language modelling in tests/models/test_language_head.py, of the Hub in tests/publish."""
+tests/own, of language modelling in tests/models/test_language_head.py, of the Hub in tests/publish, of
+rerankers in tests/rerank."""
 
 
 def test_every_option_has_a_row() -> None:

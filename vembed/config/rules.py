@@ -55,7 +55,8 @@ NEEDED_BY = {
     "image_model_name": "composed_dim",
 }
 """Map from an option to the options that have no effect without it."""
-RERANKER_OPTIONS = ("reranker_head", "first_stage", "rerank_top_k")
+RERANKER_OPTIONS = {"reranker_head": "auto", "first_stage": "bm25", "rerank_top_k": 50}
+"""Options that only task: rerank reads, with their defaults."""
 EMBEDDER_OPTIONS = (
     "mrl_dims",
     "quantize_embeddings",
@@ -99,7 +100,7 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
         ),
         *_loss_rules(objective, data, model, dims),
         *_task_rules(data, config.batch),
-        *_reranker_rules(config.model, config.given, config.options(), objective, data),
+        *_reranker_rules(config.model, config.options(), objective, data),
         *_evaluation_rules(config.evaluation, config.run, data),
         *_file_rules(config.run, data, config.logging.log_file),
     ]
@@ -257,15 +258,15 @@ def _loss_rules(
 
 def _reranker_rules(
     model: ModelSection,
-    given_options: set[str],
     options: Mapping[str, Any],
     objective: ObjectiveSection,
     data: DataSection,
 ) -> Rules:
     """Options that go only with one of the two tasks."""
     if model.task == "embed":
-        for name in RERANKER_OPTIONS:
-            if name in given_options and options[name] != "auto":
+        # A config that a run has written names every option.
+        for name, default in RERANKER_OPTIONS.items():
+            if options[name] != default:
                 yield (
                     name,
                     f"{name} is for rerankers: set task: rerank, or leave it out",
@@ -289,8 +290,8 @@ def _reranker_rules(
                 f"{', '.join(known)}",
             )
         for option in EMBEDDER_LOSS_OPTIONS:
-            default = LOSSES[name].model_fields.get(option)
-            if default is not None and options_of_loss[option] != default.default:
+            field = LOSSES[name].model_fields.get(option)
+            if field is not None and options_of_loss[option] != field.default:
                 yield (
                     f"task loss losses {option}",
                     f"{option}: {options_of_loss[option]} needs candidates of the whole batch, and task: rerank reads "

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from vembed.config.schema import MatryoshkaSection, ModelSection
 from vembed.errors import UserError
+from vembed.models.custom.folder import own_folder
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.families.backbones import (
     POSITIONS_AFTER_PADDING,
@@ -28,13 +29,14 @@ from vembed.models.families.backbones import (
 )
 from vembed.models.families.family import Evidence, Family, Modality
 from vembed.models.families.model_files import (
+    ModelFiles,
     SentenceTransformersFiles,
     TokenizerSettings,
     check_inside,
-    files_of,
     first_problem,
     model_folder,
     read_dense,
+    read_model,
     read_object,
     read_settings,
     tokenizer_folder,
@@ -239,6 +241,23 @@ class _Reading:
     config: PretrainedConfig
     model_class: type[PreTrainedModel]
     reasons: dict[str, str] = field(default_factory=dict)
+
+
+def files_of(options: ModelSection) -> ModelFiles:
+    """Locate the files of the model that the options name: `model_name`, or `model_class` with the weights in it."""
+    if options.model_class is None:
+        return read_model(
+            options.model_name,
+            options.model_revision,
+            is_reranker=options.task == "rerank",
+        )
+    source = None
+    if options.model_name != options.model_class:
+        source = model_folder(options.model_name, options.model_revision)
+    tokenizer = None
+    if options.tokenizer_name is not None:
+        tokenizer = model_folder(options.tokenizer_name, option="tokenizer_name")
+    return read_model(str(own_folder(options, source, tokenizer)))
 
 
 def describe(

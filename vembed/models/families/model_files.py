@@ -27,7 +27,6 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from vembed.config.paths import is_hub_model, similar_path
-from vembed.config.schema import ModelSection
 from vembed.errors import UserError
 from vembed.models.poolings.base import Pooling
 from vembed.models.poolings.table import MODE_FLAGS, POOLINGS
@@ -821,22 +820,3 @@ def tokenizer_folder(backbone: Path, adapter: Path | None) -> Path:
         if any((adapter / name).is_file() for name in _VOCABULARIES)
         else backbone
     )
-
-
-def files_of(options: ModelSection) -> ModelFiles:
-    """Locate the files of the model that the options name: `model_name`, or `model_class` with the weights in it."""
-    if options.model_class is None:
-        return read_model(
-            options.model_name,
-            options.model_revision,
-            is_reranker=options.task == "rerank",
-        )
-    from vembed.models.custom.folder import own_folder
-
-    source = None
-    if options.model_name != options.model_class:
-        source = model_folder(options.model_name, options.model_revision)
-    tokenizer = None
-    if options.tokenizer_name is not None:
-        tokenizer = model_folder(options.tokenizer_name, option="tokenizer_name")
-    return read_model(str(own_folder(options, source, tokenizer)))
