@@ -227,12 +227,14 @@ def decide(
                 "dist_timeout_minutes"
             )
         # The config is more specific than the environment, also with the default's value.
-        given = values.get("dist_timeout_minutes")
-        if given is None:
+        stated_timeout = values.get("dist_timeout_minutes")
+        if stated_timeout is None:
             reason_of_timeout = f"{TIMEOUT_VARIABLE}={limit}"
             timeout = Decision(seconds / 60, reason_of_timeout, "environment")
         elif seconds != 60 * minutes:
-            lines.append(f"{given} overrides {TIMEOUT_VARIABLE}={limit} (environment)")
+            lines.append(
+                f"{stated_timeout} overrides {TIMEOUT_VARIABLE}={limit} (environment)"
+            )
     return ResolvedRun(
         config=config,
         origins=origins,

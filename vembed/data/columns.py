@@ -76,7 +76,7 @@ _IMAGE = "<image>"
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RecordLayout:
     """Columns of a record by part."""
 
     query: str | None
@@ -113,7 +113,7 @@ class Columns:
         self._mapping = _roles(mapping)
         self._labels = [name for name, target in mapping.items() if target == LABEL]
         self._texts_alone = texts_alone
-        self._layouts: dict[tuple[str, ...], Layout] = {}
+        self._layouts: dict[tuple[str, ...], RecordLayout] = {}
         self._unused: dict[str, None] = {}
         self._may_miss = may_miss
         self._not_seen = set(self._mapping)
@@ -168,7 +168,7 @@ class Columns:
         read = self.layout(tuple(dict.fromkeys(fields.values()))).read
         return [name for name, field in fields.items() if field in read]
 
-    def layout(self, columns: tuple[str, ...]) -> Layout:
+    def layout(self, columns: tuple[str, ...]) -> RecordLayout:
         """Return the layout of a record with these columns (cached)."""
         return self._layouts.get(columns) or self._find(columns)
 
@@ -177,7 +177,7 @@ class Columns:
         if len(self._unused) < _LAYOUTS_KEPT:
             self._unused[printable(name)] = None
 
-    def _find(self, columns: tuple[str, ...]) -> Layout:
+    def _find(self, columns: tuple[str, ...]) -> RecordLayout:
         names_of: dict[str, list[str]] = {role: [] for role in (*COLUMNS, TEXT)}
         free = []
         for name in columns:
@@ -230,7 +230,7 @@ class Columns:
         named = dict.fromkeys([*single.values(), label, *negatives])
         read = tuple(name for name in named if name is not None)
         problem = None if label is not None else _problem(names_of, columns)
-        layout = Layout(
+        layout = RecordLayout(
             **single,
             negatives=negatives,
             label=label,

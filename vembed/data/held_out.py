@@ -263,14 +263,14 @@ def overlap_warnings(train: Examples, pairs: Iterable[tuple[Item, Item]]) -> lis
     for kind, contents in shared.items():
         if not contents:
             continue
-        shown = []
+        samples = []
         for content in list(contents)[:NUM_SHOWN]:
-            shown.append(" -> ".join(map(short_item, validation[kind][content])))
+            samples.append(" -> ".join(map(short_item, validation[kind][content])))
         share = len(contents) / len(validation[kind])
         percent = f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
         sentences.append(
             f"{len(contents):,d} of the {len(validation[kind]):,d} {kind} of the validation data ({percent}) are in "
-            f"the training data too, for example: {'; '.join(shown)}"
+            f"the training data too, for example: {'; '.join(samples)}"
         )
     consequence = "the score may be too high"
     if shared["pairs"]:

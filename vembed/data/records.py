@@ -14,7 +14,7 @@ from vembed.data.columns import (
     INSIDE,
     POSITIVE_MESSAGES,
     Columns,
-    Layout,
+    RecordLayout,
     as_fields,
     is_conversation,
 )
@@ -147,7 +147,7 @@ class RecordFormat:
             query, positives, negatives, scores, where, negative_scores
         ).naming_images()
 
-    def _query(self, record: dict[str, Any], layout: Layout) -> Item:
+    def _query(self, record: dict[str, Any], layout: RecordLayout) -> Item:
         name = layout.query
         value = record[name] if name is not None else None
         if isinstance(value, list):
@@ -266,7 +266,7 @@ class RecordFormat:
     def _all_scores(
         self,
         record: dict[str, Any],
-        layout: Layout,
+        layout: RecordLayout,
         num_positives: int,
         num_negatives: int,
     ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
@@ -329,7 +329,7 @@ class RecordFormat:
 
     def _check_losses(
         self,
-        layout: Layout,
+        layout: RecordLayout,
         negatives: tuple[Item, ...],
         scores: tuple[float, ...] | None,
     ) -> None:

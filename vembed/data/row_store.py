@@ -90,12 +90,12 @@ class _Places:
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """Return the place of each key, -1 where there is none."""
-        found = np.full(len(keys), -1)
+        places_of_keys = np.full(len(keys), -1)
         if len(self._keys) and len(keys):
             wanted = np.array(keys, self._keys.dtype)
             at = np.searchsorted(self._keys, wanted).clip(max=len(self._keys) - 1)
-            found = np.where(self._keys[at] == wanted, self._places[at], -1)
-        places: list[int] = found.tolist()
+            places_of_keys = np.where(self._keys[at] == wanted, self._places[at], -1)
+        places: list[int] = places_of_keys.tolist()
         return [
             self._recent.get(key, place)
             for key, place in zip(keys, places, strict=True)
