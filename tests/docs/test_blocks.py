@@ -48,8 +48,8 @@ OTHER_PROGRAMS = {
     ".venv/bin/python",
 }
 """Commands of others; of them only the paths of the checkout that they name are looked at."""
-NOT_RUN = ("import mteb", "localhost:8080")
-"""Python that needs a network, or a server; tests/docs/test_tutorial.py runs the tutorial's."""
+NOT_RUN = ("import mteb", "localhost:8080", "vembed.Reranker")
+"""Python that needs a network, a server, or a trained reranker (tests/rerank has one); tests/docs/test_tutorial.py runs the tutorial's."""
 
 DATA_COMMANDS = {
     "mine": mine,

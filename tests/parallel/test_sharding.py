@@ -75,11 +75,6 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
-    "fsdp1_flat": (
-        2,
-        {"strategy": "fsdp", "fsdp_version": 1, "fsdp_use_orig_params": False},
-        {},
-    ),
     "fsdp1_by_size": (
         2,
         {

@@ -24,13 +24,12 @@ from vembed.config.parsing import Node, parse_value, source_tree
 from vembed.config.schema import TrainConfig
 from vembed.config.stages import STAGES as STAGE_LIST
 from vembed.config.stages import training_blocks
+from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
 
 COMMAND_LINE = "command line"
 STAGES = "training_stages"
 USER_PRESETS = "distributed_examples"
-RESULT_OF = ", result of "
-"""Between a file and a stage, in the origin of a model_name that is the result of that stage."""
 
 REPLACES = {
     "global_batch_size": "batch_size",

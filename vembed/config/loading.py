@@ -24,7 +24,6 @@ from vembed.config.entries import DataSource
 from vembed.config.layers import (
     COMMAND_LINE,
     REPLACES,
-    RESULT_OF,
     USER_PRESETS,
     Layer,
     Level,
@@ -36,6 +35,7 @@ from vembed.config.options import all_options
 from vembed.config.parsing import CoreDumper, Node
 from vembed.config.resolved import DEFAULT, ResolvedRun, decide
 from vembed.config.schema import TrainConfig
+from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
 
 DEFAULT_PRESET = "accelerate_fsdp"

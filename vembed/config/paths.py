@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vembed.config.layers import RESULT_OF
 from vembed.config.options import nearest
 from vembed.config.schema import DataSection, ModelSection
+from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
 
 # user/name:config:split, where the user, the config and the split may be missing.

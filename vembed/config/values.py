@@ -59,3 +59,7 @@ class Immutable(BaseModel):
         use_attribute_docstrings=True,
         coerce_numbers_to_str=True,  # run_name: 2024 is a name
     )
+
+
+RESULT_OF = ", result of "
+"""Between a file and a stage, in the origin of a model_name that is the result of that stage."""

@@ -26,8 +26,9 @@ from vembed.models.families.model_files import (
     first_sentence,
     read_header,
 )
-from vembed.models.quantized import dequantized, is_quantized, quieten_bitsandbytes
+from vembed.models.quantized import dequantized, is_quantized
 from vembed.models.towers import TwoTowers, names_frozen_by
+from vembed.parallel.devices import quieten_bitsandbytes
 
 log = logging.getLogger(__name__)
 

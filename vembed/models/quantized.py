@@ -13,11 +13,7 @@ from transformers import BitsAndBytesConfig
 
 from vembed.errors import UserError
 from vembed.models.families.backbones import linear_names_inside_layers, plain_name
-
-
-def quieten_bitsandbytes() -> None:
-    """Silence bitsandbytes' import warning about a kernel on the Hub. Call this before bitsandbytes is imported."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+from vembed.parallel.devices import quieten_bitsandbytes
 
 
 def four_bit(dtype: torch.dtype, skip: list[str]) -> BitsAndBytesConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
@@ -69,3 +70,8 @@ def matmul_precision(precision: Literal["highest", "high"]) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def quieten_bitsandbytes() -> None:
+    """Silence bitsandbytes' import warning about a kernel on the Hub. Call this before bitsandbytes is imported."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -58,7 +58,7 @@ class AdamW8Bit(OptimizerKind):
     def _of_bitsandbytes(
         self, inputs: OptimizerInputs, arguments: dict[str, Any], *, is_paged: bool
     ) -> Optimizer:
-        from vembed.models.quantized import quieten_bitsandbytes
+        from vembed.parallel.devices import quieten_bitsandbytes
 
         quieten_bitsandbytes()
         try:
