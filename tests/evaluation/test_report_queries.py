@@ -16,7 +16,6 @@ from PIL import Image
 import vembed
 from tests.data.pictures import encoded
 from tests.training.test_run import settings
-from vembed.config.paths import short_name
 from vembed.data.examples import ImageRef, Item
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
@@ -31,6 +30,7 @@ from vembed.evaluation.report.query_changes import (
 )
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.report.report import changed_table, curves, write_report
+from vembed.names import short_name
 from vembed.saving.card import calls_of
 from vembed.training.hooks.base import Evaluation
 from vembed.training.hooks.evaluations import QueryRecord

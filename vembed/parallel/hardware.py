@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from vembed.config.options import nearest
 from vembed.errors import UserError
+from vembed.names import nearest
 from vembed.parallel.memory import GIB
 
 VISIBLE_SHARE = 0.97

@@ -22,14 +22,7 @@ from vembed.config.arguments import TrainArguments
 from vembed.config.entries import DataSource
 from vembed.config.layers import shared_layer
 from vembed.config.loading import resolve_run
-from vembed.config.options import nearest
-from vembed.config.paths import (
-    is_hub_model,
-    is_inside,
-    missing_path,
-    require_paths,
-    similar_path,
-)
+from vembed.config.paths import is_inside, missing_path, require_paths
 from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
 from vembed.config.stages import MINED, Pipeline, Step, read_pipeline
@@ -37,6 +30,7 @@ from vembed.config.terms import needed_teachers
 from vembed.data.cache import add_content
 from vembed.errors import RunError, UserError
 from vembed.files import read_json_object, read_state_text
+from vembed.names import is_hub_model, nearest, similar_path
 from vembed.progress import duration
 from vembed.saving.durability import replace_text
 from vembed.training.checkpoint.resume import MAY_CHANGE

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from vembed.config.paths import short_name
 from vembed.models.custom.folder import own_class
 from vembed.models.families.description import ModelDescription
+from vembed.names import short_name
 from vembed.saving.masking import is_secret, masked
 
 _NOT_SHOWN = {

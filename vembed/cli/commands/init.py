@@ -14,8 +14,7 @@ from typer import Option
 from vembed.cli.commands.demo import demo_model
 from vembed.cli.support import ColumnMapping, option
 from vembed.config.loading import load_config, one_line_yaml, resolve_run
-from vembed.config.options import join_words, nearest
-from vembed.config.paths import is_pattern
+from vembed.config.options import join_words
 from vembed.data.columns import Columns, as_fields, is_conversation
 from vembed.data.example_store import open_examples
 from vembed.data.examples import BadRecord
@@ -38,6 +37,7 @@ from vembed.losses.declaration import Loss, Records
 from vembed.losses.table import LOSSES
 from vembed.models.families.family import Family
 from vembed.models.families.table import FAMILIES
+from vembed.names import is_pattern, nearest
 
 GUESSED = "# GUESSED, please check: "
 """Beginning of a line about a guess."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import pyarrow as pa
 
-from vembed.config.paths import is_pattern
 from vembed.data.cache import short_hash, stamp, written_aside
 from vembed.data.messages import ROOM
 from vembed.errors import UserError
+from vembed.names import is_pattern
 from vembed.progress import ProgressReport
 
 log = logging.getLogger("vembed")

@@ -8,12 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vembed.config.paths import (
-    is_address,
-    is_hub_dataset,
-    is_pattern,
-    similar_path,
-)
+from vembed.config.paths import is_hub_dataset
 from vembed.data.columns import Columns, guess_mapping
 from vembed.data.formats.base import FILE_BITS, Block, Format
 from vembed.data.formats.class_folders import class_records
@@ -32,6 +27,7 @@ from vembed.data.formats.table import ENDINGS, described_formats, ending_of
 from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.messages import listed
 from vembed.errors import UserError
+from vembed.names import is_address, is_pattern, similar_path
 
 log = logging.getLogger("vembed")
 

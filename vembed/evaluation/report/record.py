@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from vembed.config.paths import short_name
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.evaluation.report.summary import RunSummary, read_summary
 from vembed.files import read_state_text
+from vembed.names import short_name
 
 NAMES = {
     "ndcg": "nDCG",

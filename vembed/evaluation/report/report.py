@@ -10,7 +10,6 @@ from typing import Any
 import yaml
 from markupsafe import Markup
 
-from vembed.config.paths import short_name
 from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.plots import (
     Curve,
@@ -35,6 +34,7 @@ from vembed.evaluation.report.record import (
 )
 from vembed.evaluation.report.stored_forms import points, rows_of
 from vembed.evaluation.report.thumbnails import thumbnail
+from vembed.names import short_name
 from vembed.progress import duration
 from vembed.saving.card import calls_of
 from vembed.saving.durability import replace_text

@@ -26,10 +26,10 @@ from huggingface_hub.errors import (
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from vembed.config.paths import is_hub_model, similar_path
 from vembed.errors import UserError
 from vembed.models.poolings.base import Pooling
 from vembed.models.poolings.table import MODE_FLAGS, POOLINGS
+from vembed.names import is_hub_model, similar_path
 
 if TYPE_CHECKING:
     from torch import nn
