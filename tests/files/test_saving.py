@@ -334,6 +334,7 @@ def test_final_that_is_a_link_keeps_what_else_its_target_holds(tmp_path):
     assert link.is_symlink() and (target / "thesis.txt").read_text() == "years of work"
     assert sorted(path.name for path in target.iterdir()) == [
         "1_Pooling",
+        "checksums.json",
         "model.safetensors",
         "thesis.txt",
     ]

@@ -250,6 +250,40 @@ def test_stages_run_once_in_order_and_again_where_something_changed(place, capsy
     assert "done already" not in capsys.readouterr().err
 
 
+def test_a_stage_runs_again_where_what_it_left_is_damaged(place, capsys):
+    mine = {"data_path": "train.jsonl", "num_negatives": 2}
+    stages = [{"name": "broad"}, {"name": "hard", "mine": mine}]
+    soup = {"models": ["broad", str(shared(tiny_bert_st))]}
+    stages.append({"name": "soup", "merge": soup})
+    written(stages)
+    assert train() == 0
+    weights = Path("output/broad/final/model.safetensors")
+    mined = Path("output/hard/mined.jsonl")
+    merged = Path("output/soup/final/model.safetensors")
+    whole = {path: path.read_bytes() for path in (weights, mined, merged)}
+
+    def repairs(*stages_that_run):
+        capsys.readouterr()
+        assert train() == 0
+        log = capsys.readouterr().err
+        assert log.count("done already") == 3 - len(stages_that_run)
+        for stage in stages_that_run:
+            assert f"stage {stage}: output/{stage}" in log
+        assert {path: path.read_bytes() for path in whole} == whole
+
+    flipped = bytearray(whole[weights])
+    flipped[-5] ^= 1
+    weights.write_bytes(flipped)
+    repairs("broad")
+    assert Path("output/broad/final.damaged/model.safetensors").read_bytes() == flipped
+    shutil.rmtree("output/broad/final")
+    mined.write_bytes(whole[mined][: len(whole[mined]) // 2])
+    repairs("broad", "hard")
+    merged.unlink()
+    repairs("soup")
+    repairs()
+
+
 def test_a_stage_runs_again_where_what_ends_it_or_its_teacher_has_changed(
     place, capsys
 ):

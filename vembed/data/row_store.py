@@ -24,6 +24,7 @@ import numpy as np
 from vembed.data.cache import stamp
 from vembed.data.examples import ImageRef
 from vembed.errors import UserError
+from vembed.files import open_regular
 
 if TYPE_CHECKING:
     from vembed.data.features import Features
@@ -268,13 +269,13 @@ class RowStore:
 
     def _opened(self, path: Path) -> _File | None:
         try:
-            descriptor = os.open(path, os.O_RDONLY)
-        except OSError as error:
+            descriptor = open_regular(path)
+        except (OSError, UserError) as error:
             log.warning(
                 "%s: %s cannot be read (%s), and is left out",
                 self.kind.option,
                 path,
-                error.strerror,
+                getattr(error, "strerror", error),
             )
             return None
         file = _File(path, descriptor)

@@ -20,6 +20,7 @@ from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import quiet_transformers
 from vembed.models.families.description import describe
 from vembed.models.families.model_files import check_attention, check_whole_weights
+from vembed.saving.checksums import check_weights
 
 
 class Reranker:
@@ -126,6 +127,7 @@ def read_weights(
 ) -> Any:
     """Return a model of an Auto class, from safetensors alone: reading pickled weights would run their code."""
     check_whole_weights(folder)
+    check_weights(folder)
     check_attention(folder, trust_remote_code=trust_remote_code)
     with quiet_transformers():
         return kind.from_pretrained(

@@ -29,6 +29,7 @@ from vembed.models.families.model_files import (
 from vembed.models.quantized import dequantized, is_quantized
 from vembed.models.towers import TwoTowers, names_frozen_by
 from vembed.parallel.devices import quieten_bitsandbytes
+from vembed.saving.checksums import check_weights
 
 log = logging.getLogger(__name__)
 
@@ -217,6 +218,7 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
     from peft.tuners.lora import LoraLayer
 
     read_header(folder / ADAPTER_WEIGHTS)  # says what is wrong with a damaged file
+    check_weights(folder)
     weights = {
         key.removeprefix(_PREFIX): tensor
         for key, tensor in load_file(folder / ADAPTER_WEIGHTS).items()

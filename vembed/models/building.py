@@ -39,6 +39,7 @@ from vembed.models.families.model_files import (
 )
 from vembed.models.quantized import four_bit, rounded_to_four_bits
 from vembed.models.towers import TwoTowers, frozen_towers, tower_module
+from vembed.saving.checksums import check_weights
 
 log = logging.getLogger(__name__)
 
@@ -225,6 +226,7 @@ def _load_weights(
 ) -> PreTrainedModel:
     """Return a model with the weights of a folder. Raise UserError unless all that an embedding depends on are there."""
     check_whole_weights(folder)
+    check_weights(folder)
     try:
         with quiet_transformers():
             model, info = built_class.from_pretrained(

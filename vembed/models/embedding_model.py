@@ -52,6 +52,7 @@ from vembed.models.towers import (
     names_frozen_by,
     tower_module,
 )
+from vembed.saving.checksums import check_weights
 
 ModalitySlice = tuple[Modality, dict[str, Tensor]]
 FEATURES = "features"
@@ -132,6 +133,7 @@ def load_dense(folder: Path) -> Dense:
         )
     except UserError as error:
         raise UserError(f"{folder / 'config.json'}: {error}") from error
+    check_weights(folder)
     weights = load_file(folder / "model.safetensors")
     dense.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     return dense
@@ -443,6 +445,7 @@ def build_model(
             pooling = declared.build(description.token_dim)
             folder = description.pooling_folder
             if folder is not None:
+                check_weights(folder)
                 pooling.load_state_dict(load_file(folder / "model.safetensors"))
         # The model's own Dense modules, then this run's MRL projection.
         modules = [load_dense(folder) for folder in description.dense]

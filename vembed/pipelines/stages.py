@@ -7,6 +7,7 @@ import json
 import operator
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from vembed.errors import RunError, UserError
 from vembed.files import read_json_object, read_state_text
 from vembed.names import is_hub_model, nearest, similar_path
 from vembed.progress import duration
+from vembed.saving.checksums import checksums_of, damage_of
 from vembed.saving.durability import replace_text
 from vembed.training.checkpoint.resume import MAY_CHANGE
 from vembed.training.fingerprints import of_model
@@ -188,11 +190,17 @@ class _Stage:
         is_same = state.get("fingerprint") == fingerprint
         is_main = _is_main()
         if is_same and state.get("state") == "done":
-            if is_main:
+            damage = self._damage(state.get("outputs", {}))
+            if damage is not None:
+                if is_main:
+                    self._set_final_aside()
+                    log_line(f"stage {name}: {damage}, so it runs again")
+            elif is_main:
                 log_line(
                     f"stage {name}: done already (nothing that it depends on has changed)"
                 )
-            return 0
+            if damage is None:
+                return 0
         if is_main:
             if state and not is_same:
                 number = 1
@@ -223,8 +231,40 @@ class _Stage:
             code, result = self._run_between()
         if code == 0:
             seconds = round(time.time() - began, 1)
-            self._write_state({**facts, "state": "done", **result, "seconds": seconds})
+            done = {**facts, "state": "done", **result, "seconds": seconds}
+            if is_main:
+                done["outputs"] = self._outputs()
+            self._write_state(done)
         return code
+
+    def _outputs(self) -> dict[str, dict[str, Any]]:
+        """Return the checksums of what the steps after this one read."""
+        names = {"mine": MINED, "evaluate": SCORES_FILE}
+        if self.step.kind in names:
+            return checksums_of(self.folder, [self.folder / names[self.step.kind]])
+        paths = []
+        for path in (self.folder / "final").rglob("*"):
+            # Users edit the card.
+            if path.is_file() and path.name != "README.md":
+                paths.append(path)
+        return checksums_of(self.folder, paths)
+
+    def _damage(self, outputs: Mapping[str, Any]) -> str | None:
+        """Return what is wrong with the first damaged output; None if all are as they were when the step was done."""
+        for name, checksum in outputs.items():
+            damage = damage_of(self.folder, name, checksum)
+            if damage is not None:
+                return f"{self.folder}: {damage}"
+        return None
+
+    def _set_final_aside(self) -> None:
+        """Rename a damaged model: the user may have changed it on purpose."""
+        final = self.folder / "final"
+        if final.is_dir():
+            aside = self.folder / "final.damaged"
+            shutil.rmtree(aside, ignore_errors=True)
+            final.rename(aside)
+            log_line(f"stage {self.step.name}: the damaged model is now {aside}")
 
     def command(self) -> tuple[str, list[str]]:
         """Return the command of a step between, and its arguments."""

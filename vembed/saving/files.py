@@ -27,6 +27,7 @@ from vembed.models.language_head import save_with_head
 from vembed.models.processors import save_processors
 from vembed.models.score_head import save_reranker
 from vembed.saving.card import Card, render_card
+from vembed.saving.checksums import write_weight_checksums
 from vembed.saving.durability import sync, sync_folder
 from vembed.saving.layout import (
     refuse_unclaimed,
@@ -163,6 +164,7 @@ def replaced_folder(target: Path) -> Iterator[Path]:
     new.mkdir(parents=True)
     try:
         yield new
+        write_weight_checksums(new)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
         error.add_note(str(target))  # errors of a full disk name no file

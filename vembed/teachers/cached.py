@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from vembed.data.row_store import RowStore, StoreKind
-from vembed.files import cache_folder
+from vembed.errors import UserError
+from vembed.files import cache_folder, read_json_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport, duration
@@ -71,8 +72,8 @@ class CachedTeacher(Generic[Q]):
         is_complete = False
         if self.session.is_main:
             # Where the note is not there, or damaged, the data are gone through again.
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                note = json.loads(self._note(what).read_text(encoding="utf-8"))
+            with suppress(UserError, KeyError, TypeError):
+                note = read_json_object(self._note(what))
                 num_noted = note["num_answers"]
                 is_complete = len(self.store) >= num_noted
                 if not is_complete:

@@ -19,6 +19,7 @@ from typing import Any, Self
 import psutil
 
 from vembed.errors import UserError
+from vembed.files import read_state_bytes
 from vembed.parallel.environment import machine_name
 
 log = logging.getLogger("vembed")
@@ -112,7 +113,7 @@ class OutputLock:
         age = now - self.path.stat().st_mtime
         owner: dict[str, Any] = {**UNKNOWN, "started": 0.0}
         with suppress(ValueError, TypeError):
-            owner.update(json.loads(self.path.read_bytes()))
+            owner.update(json.loads(read_state_bytes(self.path)))
         if owner["machine"] == _machine():
             is_dead = _has_ended(owner)
             sign = "which has ended" if is_dead else "which is running"

@@ -23,6 +23,7 @@ from vembed.models.families.backbones import file_dtype, read_config
 from vembed.models.families.model_files import read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
+from vembed.saving.checksums import CHECKSUMS
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
 from vembed.saving.layout import write_json
 from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
@@ -44,7 +45,9 @@ log = logging.getLogger("vembed")
 
 RECIPE_FILE = "merge.json"
 """File in a merged model's folder that lists its sources."""
-NOT_COPIED = frozenset({ADAPTER_FOLDER, RECIPE_FILE, "README.md", "onnx", "openvino"})
+NOT_COPIED = frozenset(
+    {ADAPTER_FOLDER, CHECKSUMS, RECIPE_FILE, "README.md", "onnx", "openvino"}
+)
 """In a model's folder: what is of this model alone."""
 SlerpOf = Literal["auto", "weights", "differences"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

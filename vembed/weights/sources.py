@@ -26,6 +26,7 @@ from vembed.models.families.model_files import (
     read_sentence_transformers,
 )
 from vembed.models.processors import open_tokenizer
+from vembed.saving.checksums import check_weights
 from vembed.saving.files import ADAPTER_FOLDER
 from vembed.weights.methods import Read
 
@@ -206,6 +207,8 @@ def open_source(name: str, folder: Path | None = None) -> Source:
         reader = TensorReader(path)
         tensors = files.setdefault(subfolder, {})
         tensors |= dict.fromkeys(reader.entries, reader)
+    for subfolder in files:
+        check_weights(root / subfolder)
     if "" not in files and not any(files.values()):
         raise UserError(
             f"{name} has no .safetensors file, and vembed merges no pickled weights"

@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.evaluation.report.summary import RunSummary, read_summary
-from vembed.files import read_state_text
+from vembed.files import read_state_text, read_yaml
 from vembed.names import short_name
 
 NAMES = {
@@ -122,7 +120,7 @@ def read_run(output_dir: str | Path) -> RunRecord:
         raise UserError(
             f"{folder} has no config.yaml, so it is not the folder of a run"
         )
-    config = _read_yaml(read_state_text(config_file)) or {}
+    config = read_yaml(config_file)
     steps: list[dict[str, Any]] = []
     evaluations: list[RecordedEvaluation] = []
     metrics = ""
@@ -186,12 +184,3 @@ def scores_line(
         del cells[-1]
         line = f"evaluation {when}: {', '.join(cells)}"
     return line
-
-
-def _read_yaml(text: str) -> Any:
-    if yaml.__with_libyaml__:
-        try:
-            return yaml.load(text, Loader=yaml.CSafeLoader)  # ten times as fast
-        except yaml.YAMLError:  # it refuses lone surrogates, which a path may hold
-            pass
-    return yaml.safe_load(text)

@@ -40,6 +40,7 @@ from vembed.files import read_json_object
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
 from vembed.parallel.session import Session
+from vembed.saving.checksums import sha256_of
 from vembed.saving.durability import way_out, write_durably
 from vembed.training.checkpoint import folder as folders
 from vembed.training.checkpoint.folder import (
@@ -169,7 +170,7 @@ class Checkpointer:
                 f"intact ({reasons}); restore one, or start anew with resume: auto or in another output_dir"
             )
         # A path to resume from may be a folder of each machine's own.
-        seal = None if chosen is None else folders.sha256_of(chosen / MANIFEST)
+        seal = None if chosen is None else sha256_of(chosen / MANIFEST)
         require_equal(
             "the checkpoint to resume from", seal, "give every machine the same one"
         )

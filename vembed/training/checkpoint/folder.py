@@ -22,6 +22,7 @@ from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.files import read_json_object, read_state_bytes
 from vembed.models.families.model_files import WEIGHTS, Stored, read_header
+from vembed.saving.checksums import damage_of, sha256_of
 from vembed.saving.durability import sync, write_durably
 
 MANIFEST = "manifest.json"
@@ -35,7 +36,6 @@ ABANDONED = ".abandoned"
 """Suffix of a checkpoint later than the one resumed from. It is kept until the user removes it."""
 _NAME = re.compile(r"checkpoint-(\d+)")
 _FORMAT = 1
-_READ_BYTES = 8 * 2**20
 MAX_STEPS = 10**10
 CODES = {
     "float64": "F64",
@@ -97,15 +97,6 @@ def irregular(directory: Path, name: str) -> str | None:
     return None if stat.S_ISREG(mode) else f"{name} is not a regular file"
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 checksum of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def write_manifest(directory: Path, checksums: Mapping[str, str]) -> None:
     """List every file below a folder with size and checksum. Files named in `checksums` are not read again."""
     files = {}
@@ -164,23 +155,14 @@ def verify_files(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[
         files: dict[str, Any] = content["files"]
         # Of each file the size and the checksum, both of which must be there.
         expected = {
-            name: (int(files[name]["bytes"]), files[name]["sha256"])
+            name: {"bytes": int(files[name]["bytes"]), "sha256": files[name]["sha256"]}
             for name in sorted(files)[part::num_parts]
         }
     except (UserError, ValueError, KeyError, TypeError, AttributeError):
         return [f"{MANIFEST} is damaged"]
     problems = []
-    for name, (size, checksum) in expected.items():
-        problem = irregular(directory, name)
-        try:
-            if problem is None:
-                num_bytes = (directory / name).stat().st_size
-                if num_bytes != size:
-                    problem = f"{name} has {num_bytes:,d} bytes instead of {size:,d}"
-                elif sha256_of(directory / name) != checksum:
-                    problem = f"{name} does not match its checksum"
-        except OSError as error:
-            problem = f"{name} cannot be read ({error.strerror or error})"
+    for name, checksum in expected.items():
+        problem = irregular(directory, name) or damage_of(directory, name, checksum)
         if problem is not None:
             problems.append(problem)
     return problems
