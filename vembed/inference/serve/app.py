@@ -233,7 +233,9 @@ class Service:
             async with self._body(request) as body:
                 values = await asyncio.to_thread(parse_object, body)
                 if path.endswith(SCORE_ROUTES) != self.batcher.encoder.gives_scores:
-                    raise Refusal(400, f"{path} is of another kind of model; {self._routes()}")
+                    raise Refusal(
+                        400, f"{path} is of another kind of model; {self._routes()}"
+                    )
                 answer = await self.answers[path](request, values)
                 response = await asyncio.to_thread(json_response, 200, answer)
         except Refusal as refusal:
@@ -342,9 +344,7 @@ class Service:
         inputs = read_inputs(values, key, kind_key, self.batcher.encoder, self.limits)
         return await self.compute(request, inputs)
 
-    async def compute(
-        self, request: Request, inputs: Sequence[ServedInput]
-    ) -> Encoded:
+    async def compute(self, request: Request, inputs: Sequence[ServedInput]) -> Encoded:
         """Return what the model gives for the inputs of a request when its turn has come."""
         result = self.batcher.submit(inputs)
         encoded = asyncio.wrap_future(result)
