@@ -14,5 +14,5 @@ if __name__ == "__main__":
         host="127.0.0.1",
         port=0,
         limits=RequestLimits(**json.loads(sys.argv[2])),
-        on_ready=lambda port: print(f"http://127.0.0.1:{port}:", flush=True),
+        on_ready=lambda port, _: print(f"http://127.0.0.1:{port}:", flush=True),
     )

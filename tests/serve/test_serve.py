@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from scipy.special import expit
 from typer.testing import CliRunner
 
 import vembed
-from tests.tiny import shared, tiny_bert_st, tiny_vit
+from tests.tiny import shared, tiny_bert_st, tiny_reranker, tiny_vit
 from vembed.cli.commands.serve import serve as run_serve
 from vembed.cli.main import app
 from vembed.errors import UserError
@@ -125,6 +126,14 @@ def limited() -> Iterator[Server]:
     module = "tests.serve.start_server"
     command = ["-m", module, str(model_folder()), json.dumps(SMALL_LIMITS)]
     with started(command) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def reranking() -> Iterator[Server]:
+    """A server of a reranker."""
+    model = str(shared(tiny_reranker))
+    with started(["-m", "vembed", "serve", model, "--port", "0"]) as running:
         yield running
 
 
@@ -241,6 +250,84 @@ def test_a_key_is_needed(server: Server, route: str) -> None:
         status, answer = server.send(route, values, key=key)
         assert status == 401 and "Authorization" in answer["error"]["message"]
     assert server.send("/health", key="")[0] == 200
+
+
+# ---- rerankers -----------------------------------------------------------------------------------------------------
+
+
+QUERY = "a bird"
+DOCUMENTS = ["red", "a small bird in the garden", "blue"]
+
+
+def reranker_logits() -> np.ndarray:
+    reranker = vembed.Reranker(shared(tiny_reranker))
+    return reranker.predict([(QUERY, document) for document in DOCUMENTS])
+
+
+def test_tei_reranks(reranking: Server) -> None:
+    logits = reranker_logits()
+    values = {"query": QUERY, "texts": DOCUMENTS}
+    status, rows = reranking.send("/rerank", values)
+    assert status == 200
+    order = [row["index"] for row in rows]
+    assert order == np.argsort(-logits).tolist()
+    assert_close([row["score"] for row in rows], expit(logits)[order])
+    assert all("text" not in row for row in rows)
+
+    options = {"raw_scores": True, "return_text": True}
+    _, rows = reranking.send("/rerank", values | options)
+    assert_close([row["score"] for row in rows], logits[order])
+    assert [row["text"] for row in rows] == [DOCUMENTS[index] for index in order]
+
+
+@pytest.mark.parametrize("route", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_cohere_reranks(reranking: Server, route: str) -> None:
+    logits = reranker_logits()
+    values = {"model": "tiny", "query": QUERY, "documents": DOCUMENTS, "top_n": 2}
+    status, answer = reranking.send(route, values | {"return_documents": True})
+    assert status == 200 and answer["usage"]["total_tokens"] > 9
+    best = np.argsort(-logits)[:2].tolist()
+    rows = answer["results"]
+    assert [row["index"] for row in rows] == best
+    assert_close([row["relevance_score"] for row in rows], expit(logits)[best])
+    documents = [{"text": DOCUMENTS[index]} for index in best]
+    assert [row["document"] for row in rows] == documents
+    _, answer = reranking.send(route, values | {"documents": documents})
+    assert [row["index"] for row in answer["results"]] == [0, 1]
+
+
+def test_vllm_scores(reranking: Server) -> None:
+    expected = expit(reranker_logits())
+    for queries in (QUERY, [QUERY] * 3):
+        _, answer = reranking.send("/score", {"text_1": queries, "text_2": DOCUMENTS})
+        assert_close([row["score"] for row in answer["data"]], expected)
+
+
+@pytest.mark.parametrize(
+    ("route", "values", "words"),
+    [
+        ("/rerank", {"texts": DOCUMENTS}, "query"),
+        ("/rerank", {"query": QUERY}, "documents"),
+        ("/rerank", {"query": QUERY, "texts": []}, "texts"),
+        ("/rerank", {"query": ["a", "b"], "texts": DOCUMENTS}, "2 queries"),
+        ("/rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": 0}, "top_n"),
+        ("/rerank", {"query": QUERY, "documents": [{"title": "a"}]}, "documents"),
+        ("/score", {"text_1": ["a", "b"], "text_2": DOCUMENTS}, "3 documents"),
+        ("/embed", {"inputs": TEXTS}, "/rerank"),
+        ("/v1/embeddings", {"input": TEXTS}, "/rerank"),
+    ],
+)
+def test_what_clients_of_a_reranker_get_wrong(
+    reranking: Server, route: str, values: Any, words: str
+) -> None:
+    status, answer = reranking.send(route, values)
+    assert status == 400 and words in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("route", ["/rerank", "/v2/rerank", "/score"])
+def test_an_embedding_model_reranks_nothing(server: Server, route: str) -> None:
+    status, answer = server.send(route, {"query": QUERY, "texts": DOCUMENTS})
+    assert status == 400 and "/embed" in answer["error"]["message"]
 
 
 # ---- mistakes of clients -------------------------------------------------------------------------------------------

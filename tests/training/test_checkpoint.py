@@ -31,7 +31,7 @@ from vembed.parallel.session import start_session
 from vembed.training.checkpoint import folder as integrity
 from vembed.training.checkpoint.checkpointer import Checkpointer, read_state
 from vembed.training.optimizer import build_optimizer
-from vembed.training.trainer import LoopState
+from vembed.training.state import LoopState
 
 
 class Run:

@@ -22,7 +22,7 @@ from vembed.training.checkpoint.resume import (
     refuse,
     trim_metrics,
 )
-from vembed.training.trainer import LoopState
+from vembed.training.state import LoopState
 
 
 def names(paths):

@@ -98,7 +98,7 @@ def log_parameter_summary(model: nn.Module) -> None:
     for name, count in counts.items():
         log.info("  %s: %s", name, f"{count:,d} ({count / 1e9:.2f}B)")
     if collectives.world_size() > 1:
-        local = sum(_local(parameter).numel() for parameter in model.parameters())
+        local = sum(local_tensor(parameter).numel() for parameter in model.parameters())
         held = [f"{row[0]:,d}" for row in collectives.all_gather_ints([local])]
         log.info("  Held by each rank: %s", ", ".join(held))
 
@@ -134,17 +134,18 @@ def local_bytes(
     reshard(model)
     sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for parameter in model.parameters():
-        sizes["parameters"] += _local(parameter).nbytes
+        sizes["parameters"] += local_tensor(parameter).nbytes
         if parameter.grad is not None:
-            sizes["gradients"] += _local(parameter.grad).nbytes
+            sizes["gradients"] += local_tensor(parameter.grad).nbytes
     for state in optimizer.state.values() if optimizer is not None else ():
         for value in state.values():
             if isinstance(value, Tensor):
-                sizes["optimizer"] += _local(value).nbytes
+                sizes["optimizer"] += local_tensor(value).nbytes
     return sizes
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of a tensor: its shard of a DTensor, or all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -291,7 +292,9 @@ def global_grad_norm(
 def clip_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients in place by a factor, which is equal on all ranks."""
     gradients = [
-        _local(parameter.grad) for parameter in parameters if parameter.grad is not None
+        local_tensor(parameter.grad)
+        for parameter in parameters
+        if parameter.grad is not None
     ]
     if gradients:
         torch._foreach_mul_(gradients, factor)  # on GPUs one kernel for many tensors
@@ -362,13 +365,13 @@ def edit_weights(
                 edited = distribute_tensor(
                     edited, parameter.device_mesh, parameter.placements
                 ).to_local()
-            _local(parameter).copy_(edited)
+            local_tensor(parameter).copy_(edited)
 
 
 def copy_local_shards(model: nn.Module) -> dict[str, Tensor]:
     """Return a copy of what this rank holds of each parameter, for `restore_local_shards`."""
     return {
-        name: _local(parameter).detach().clone()
+        name: local_tensor(parameter).detach().clone()
         for name, parameter in model.named_parameters()
     }
 
@@ -378,7 +381,7 @@ def restore_local_shards(model: nn.Module, shards: Mapping[str, Tensor]) -> None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in shards:
-                _local(parameter).copy_(shards[name])
+                local_tensor(parameter).copy_(shards[name])
 
 
 @contextmanager

@@ -24,12 +24,15 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def checksums_of(folder: Path, paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Return size and checksum of files of a folder, by their names in it."""
+def checksums_of(
+    folder: Path, paths: Iterable[Path], known: Mapping[str, str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return size and checksum of files of a folder, by their names in it. Files in `known` are not read again."""
     checksums = {}
     for path in sorted(paths):
         name = path.relative_to(folder).as_posix()
-        checksums[name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+        checksum = (known or {}).get(name) or sha256_of(path)
+        checksums[name] = {"bytes": path.stat().st_size, "sha256": checksum}
     return checksums
 
 

@@ -34,7 +34,7 @@ from vembed.training.checkpoint.folder import list_checkpoints
 from vembed.training.setup import RunData, TrainingComponents
 
 if TYPE_CHECKING:
-    from vembed.training.trainer import LoopState
+    from vembed.training.state import LoopState
 
 log = logging.getLogger("vembed")
 

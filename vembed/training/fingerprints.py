@@ -38,18 +38,14 @@ def of_option(name: str, value: Any, revision: str | None) -> Any:
         return {key: of_option(name, entry, revision) for key, entry in value.items()}
     if not isinstance(value, str):
         return value
-    fingerprint = None
     kind = FILE_OPTIONS[name]
     if kind == "model":
         fingerprint = of_model(value, revision)
-    elif kind == "data":
-        path = _existing(value)
-        if path is not None:
-            fingerprint = _content(path)
-    else:  # code: path/to/file.py:Name
-        path = _existing(value.rpartition(":")[0] or value)
-        if path is not None and path.is_file():
-            fingerprint = _content(path)
+    else:
+        # Code is named as path/to/file.py:Name.
+        file = value if kind == "data" else value.rpartition(":")[0] or value
+        path = _existing(file)
+        fingerprint = None if path is None else _content(path)
     return value if fingerprint is None else f"content {fingerprint}"
 
 

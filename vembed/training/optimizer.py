@@ -27,6 +27,7 @@ from vembed.parallel.parameters import clip_gradients, global_grad_norm
 from vembed.parallel.session import Session
 from vembed.training.optimizers.declaration import OptimizerInputs
 from vembed.training.optimizers.table import OPTIMIZERS
+from vembed.training.state import GradientScale
 
 log = logging.getLogger("vembed")
 
@@ -261,35 +262,6 @@ class Schedule:
 
 
 # ---- update ------------------------------------------------------------------
-
-FIRST_SCALE = 2.0**16
-GROWTH_STEPS = 2000
-
-
-@dataclass
-class GradientScale:
-    """Loss scale that keeps float16 gradients from underflowing. Constant 1 for every other dtype."""
-
-    value: float = 1.0
-    good_steps: int = 0
-    is_started: bool = False
-    """True if the first float16 value was set. A value that overflows reduced to 1 must not be reset."""
-
-    def start(self) -> None:
-        """Set the first value, unless a checkpoint has restored a later one."""
-        if not self.is_started:
-            self.value = FIRST_SCALE
-            self.is_started = True
-
-    def adapt(self, is_finite: bool) -> None:
-        """Halve the scale after an overflow, and double it after many good steps."""
-        self.good_steps += 1
-        if not is_finite:
-            self.value = max(self.value / 2, 1.0)
-            self.good_steps = 0
-        elif self.good_steps == GROWTH_STEPS:
-            self.value *= 2
-            self.good_steps = 0
 
 
 @dataclass(frozen=True, slots=True)

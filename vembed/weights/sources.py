@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from vembed.errors import UserError
 from vembed.models.families.backbones import is_never_used
 from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.families.model_files import (
+    CODES,
     METADATA,
     read_header,
     read_model,
@@ -32,20 +32,7 @@ from vembed.weights.methods import Read
 
 # ---- safetensors files, so that no tensor has to be whole in memory ------------------------------------------------
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+_DTYPES = {code: getattr(torch, name) for name, code in CODES.items()}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _ALIGNMENT = 8
 """Bytes: the data of a safetensors file begin at a multiple of it."""
@@ -90,21 +77,9 @@ class TensorReader:
             return torch.empty(0, dtype=entry.dtype)
         width = entry.dtype.itemsize
         buffer = bytearray((stop - start) * width)
-        # preadv gives at most 2 GiB at once, and less over a network file system.
-        view = memoryview(buffer)
-        done = 0
-        offset = entry.begin + start * width
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            while done < len(buffer):
-                count = os.preadv(descriptor, [view[done:]], offset + done)
-                if count == 0:
-                    raise UserError(
-                        f"{self.path} ends within {name}: the file is incomplete; copy it again"
-                    )
-                done += count
-        finally:
-            os.close(descriptor)
+        with self.path.open("rb") as file:
+            file.seek(entry.begin + start * width)
+            file.readinto(buffer)
         return torch.frombuffer(buffer, dtype=entry.dtype)
 
 

@@ -52,9 +52,9 @@ def serve(
     truncate_dim: TruncateDim = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Serve embeddings over HTTP: OpenAI's /v1/embeddings and TEI's /embed.
+    """Serve a model over HTTP: OpenAI's /v1/embeddings and TEI's /embed, or /rerank and /score of a reranker.
 
-    The vectors are those of `vembed.Embedder`.
+    The vectors are those of `vembed.Embedder`, the scores those of `vembed.Reranker`.
     """
     for package in ("uvicorn", "starlette"):
         if find_spec(package) is None:
@@ -75,10 +75,13 @@ def serve(
                 trust_remote_code=trust_remote_code,
             )
 
-        def announce(port: int) -> None:
+        def announce(port: int, gives_scores: bool) -> None:
+            routes = "/v1/embeddings (OpenAI) or /embed (TEI)"
+            if gives_scores:
+                routes = "/rerank (TEI, Cohere) or /score (vLLM)"
             # A program that starts the server waits for this line.
             sys.stdout.write(
-                f"{model_path} at http://{host}:{port}: POST /v1/embeddings (OpenAI) or /embed (TEI); Ctrl-C stops it\n"
+                f"{model_path} at http://{host}:{port}: POST {routes}; Ctrl-C stops it\n"
             )
             sys.stdout.flush()
 

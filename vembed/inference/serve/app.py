@@ -1,4 +1,8 @@
-"""Service: the routes of the server as a Starlette application, for OpenAI's `/v1/embeddings` and TEI's `/embed`."""
+"""Service: the routes of the server as a Starlette application.
+
+OpenAI's `/v1/embeddings` and TEI's `/embed` for embedding models, `/rerank` of TEI and Cohere and vLLM's `/score` for
+rerankers.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,14 @@ import logging
 import reprlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import numpy as np
+from scipy.special import expit
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -33,6 +39,7 @@ BUSY = {"Retry-After": "1"}
 DISCARD_SECONDS = 2.0
 """Time in which the body of a refused request is read and thrown away, so that its client gets to read the answer."""
 
+SCORE_ROUTES = ("/rerank", "/score")
 SECONDS_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 
 Values = Mapping[str, Any]
@@ -91,11 +98,14 @@ class Service:
         self.num_within: Counter[float] = Counter()
         """Answered requests that took at most each of SECONDS_BUCKETS."""
         self.total_seconds = 0.0
-        # A route for rerankers is one more line here.
         self.answers = {
             "/v1/embeddings": self.openai_embeddings,
             "/embeddings": self.openai_embeddings,
             "/embed": self.tei_embeddings,
+            "/rerank": self.rerank,
+            "/v1/rerank": self.rerank,
+            "/v2/rerank": self.rerank,
+            "/score": self.score,
         }
 
     def app(self) -> Starlette:
@@ -122,6 +132,71 @@ class Service:
         embeddings, _ = await self.encode(request, values, "inputs", "prompt_name")
         return await asyncio.to_thread(embeddings.tolist)
 
+    async def rerank(self, request: Request, values: Values) -> Any:
+        """Return the scores of the documents of a query, best first: `texts` as TEI has them, `documents` as Cohere."""
+        is_tei = "texts" in values
+        key = "texts" if is_tei else "documents"
+        documents = texts_of(values, key, self.limits)
+        queries = texts_of(values, "query", self.limits)
+        top_n = values.get("top_n")
+        if top_n is not None and (type(top_n) is not int or top_n < 1):
+            raise Refusal(
+                400, f"top_n is {reprlib.repr(top_n)}; give a whole number from 1"
+            )
+        scores, num_tokens = await self.scores(request, queries, documents)
+        if not (is_tei and values.get("raw_scores")):
+            scores = expit(scores)
+        rows: list[dict[str, Any]] = []
+        for index in np.argsort(-scores, kind="stable").tolist()[:top_n]:
+            score = float(scores[index])
+            if is_tei:
+                row = {"index": index, "score": score}
+                if values.get("return_text"):
+                    row["text"] = documents[index]
+            else:
+                row = {"index": index, "relevance_score": score}
+                if values.get("return_documents"):
+                    row["document"] = {"text": documents[index]}
+            rows.append(row)
+        if is_tei:
+            return rows
+        return {
+            "model": self.name,
+            "results": rows,
+            "usage": {"total_tokens": num_tokens},
+        }
+
+    async def score(self, request: Request, values: Values) -> Any:
+        """Return the scores of pairs, as vLLM: `text_1`, one text or as many as `text_2`, are the queries."""
+        queries = texts_of(values, "text_1", self.limits)
+        documents = texts_of(values, "text_2", self.limits)
+        scores, num_tokens = await self.scores(request, queries, documents)
+        rows = []
+        for index, score in enumerate(expit(scores).tolist()):
+            rows.append({"index": index, "object": "score", "score": score})
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"object": "list", "model": self.name, "data": rows, "usage": usage}
+
+    async def scores(
+        self, request: Request, queries: Sequence[str], documents: Sequence[str]
+    ) -> Encoded:
+        """Return the [n] scores of pairs, before any logistic function, and the number of their tokens.
+
+        One query goes with all documents.
+        """
+        if len(queries) == 1:
+            queries = [*queries] * len(documents)
+        if len(queries) != len(documents):
+            raise Refusal(
+                400,
+                f"there are {len(queries):,d} queries and {len(documents):,d} documents; send one query, or as many",
+            )
+        inputs = []
+        for query, document in zip(queries, documents, strict=True):
+            inputs.append(ServedInput(document, query=query))
+        scores, num_tokens = await self.compute(request, inputs)
+        return scores[:, 0].astype(np.float64), num_tokens
+
     async def health(self, request: Request) -> Response:  # noqa: ARG002
         """Say that the server runs. It needs no key."""
         return json_response(200, {"status": "ok"})
@@ -143,7 +218,7 @@ class Service:
         """Answer a request for another path or with another method."""
         assert isinstance(error, HTTPException)
         path = request.url.path
-        message = f"there is no {request.method} {path:.200}; POST to /v1/embeddings or /embed"
+        message = f"there is no {request.method} {path:.200}; {self._routes()}"
         await discard_body(request)
         return refusal_response(Refusal(error.status_code, message, CLOSE))
 
@@ -157,6 +232,10 @@ class Service:
                 raise refusal
             async with self._body(request) as body:
                 values = await asyncio.to_thread(parse_object, body)
+                if path.endswith(SCORE_ROUTES) != self.batcher.encoder.gives_scores:
+                    raise Refusal(
+                        400, f"{path} is of another kind of model; {self._routes()}"
+                    )
                 answer = await self.answers[path](request, values)
                 response = await asyncio.to_thread(json_response, 200, answer)
         except Refusal as refusal:
@@ -197,6 +276,11 @@ class Service:
         lines.append("# TYPE vembed_waiting_requests gauge")
         lines.append(f"vembed_waiting_requests {self.batcher.num_waiting}")
         return "\n".join(lines) + "\n"
+
+    def _routes(self) -> str:
+        if self.batcher.encoder.gives_scores:
+            return f"{self.name} is a reranker: POST to /rerank or /score"
+        return f"{self.name} is an embedding model: POST to /v1/embeddings or /embed"
 
     def _key_refusal(self, request: Request) -> Refusal | None:
         if self.api_key is None:
@@ -256,8 +340,12 @@ class Service:
     async def encode(
         self, request: Request, values: Values, key: str, kind_key: str
     ) -> Encoded:
-        """Return the embeddings of a request when its turn has come. `key`, `kind_key`: of its inputs and their kind."""
+        """Return the embeddings of a request. `key`, `kind_key`: of its inputs and their kind."""
         inputs = read_inputs(values, key, kind_key, self.batcher.encoder, self.limits)
+        return await self.compute(request, inputs)
+
+    async def compute(self, request: Request, inputs: Sequence[ServedInput]) -> Encoded:
+        """Return what the model gives for the inputs of a request when its turn has come."""
         result = self.batcher.submit(inputs)
         encoded = asyncio.wrap_future(result)
         client_gone = asyncio.create_task(wait_for_disconnect(request))
@@ -348,11 +436,7 @@ def read_inputs(
             400, f"{kind_key} is {said}; give query or document, or leave it out"
         )
     contents = _contents(values, key)
-    if len(contents) > limits.inputs:
-        raise Refusal(
-            400,
-            f"{key} has {len(contents):,d} texts; send at most {limits.inputs:,d} in one request",
-        )
+    _check_count(key, contents, limits)
     for number, content in enumerate(contents):
         name = f"{key}[{number}]"
         if not isinstance(content, str):
@@ -362,14 +446,45 @@ def read_inputs(
                     400,
                     f"{kind_key} puts a prompt before texts, and {name} is token ids; leave it out",
                 )
-        elif len(content) > limits.text_characters:
-            raise Refusal(
-                413,
-                f"{name} has {len(content):,d} characters; send at most {limits.text_characters:,d}",
-            )
-        elif has_lone_surrogate(content):
-            raise Refusal(400, f"{name} {LONE_SURROGATE}: cut texts between characters")
+        else:
+            _check_text(name, content, limits)
     return [ServedInput(content, kind) for content in contents]
+
+
+def texts_of(values: Values, key: str, limits: RequestLimits) -> list[str]:
+    """Return the text under `key`, or its list of texts. Cohere's documents may be objects with a `text`."""
+    content: Any = values.get(key)
+    entries = content if isinstance(content, list) else [content]
+    _check_count(key, entries, limits)
+    texts = []
+    for number, entry in enumerate(entries):
+        text = entry.get("text") if isinstance(entry, dict) else entry
+        if not isinstance(text, str):
+            raise Refusal(
+                400,
+                f"{key} must be a text or a list of texts, and has {reprlib.repr(entry)}",
+            )
+        _check_text(f"{key}[{number}]", text, limits)
+        texts.append(text)
+    return texts
+
+
+def _check_count(key: str, contents: Sequence[Any], limits: RequestLimits) -> None:
+    if not 1 <= len(contents) <= limits.inputs:
+        raise Refusal(
+            400,
+            f"{key} has {len(contents):,d} texts; send 1 to {limits.inputs:,d} in one request",
+        )
+
+
+def _check_text(name: str, text: str, limits: RequestLimits) -> None:
+    if len(text) > limits.text_characters:
+        raise Refusal(
+            413,
+            f"{name} has {len(text):,d} characters; send at most {limits.text_characters:,d}",
+        )
+    if has_lone_surrogate(text):
+        raise Refusal(400, f"{name} {LONE_SURROGATE}: cut texts between characters")
 
 
 def _check_token_ids(name: str, ids: list[int], encoder: TextEncoder) -> None:

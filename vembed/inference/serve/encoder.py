@@ -1,4 +1,4 @@
-"""TextEncoder: what the server encodes with, an Embedder or an export in its own runtime, and the Batcher that asks it."""
+"""TextEncoder: what the server asks, an Embedder, a Reranker or an export in its own runtime, and the Batcher that asks it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from vembed.export.exporting import EXPORT_FORMATS
 from vembed.export.onnx_format import GraphReader
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
-from vembed.models.families.model_files import EXPORT_FILE, read_object
+from vembed.inference.reranker import Reranker
+from vembed.models.families.model_files import (
+    EXPORT_FILE,
+    kind_of,
+    model_folder,
+    read_object,
+)
 
 SERVED_RUNTIMES = ("onnx", "openvino")
 """Formats of exports that the server runs in their own runtime."""
@@ -27,7 +33,7 @@ MAX_BATCH_INPUTS = 512
 """Inputs of several requests that are encoded together. A longer request is encoded alone."""
 
 Encoded = tuple[np.ndarray, int]
-"""[n, d] float32 embeddings of a request, and the number of its tokens."""
+"""[n, d] float32 embeddings or [n, 1] scores of a request, and the number of its tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,8 @@ class ServedInput:
     content: str | list[int]
     kind: Kind | None = None
     """Whose prompt is put before the text. None: no prompt."""
+    query: str | None = None
+    """Query that a reranker reads with the text, a document."""
 
 
 class TextEncoder(Protocol):
@@ -46,14 +54,18 @@ class TextEncoder(Protocol):
     """Tokens of the longest input. Longer texts are truncated."""
     vocab_size: int | None
     """Token ids are below this number. None: the model takes texts only."""
+    gives_scores: bool
+    """True: a reranker. Its inputs have queries."""
 
     def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
-        """Return [n, d] float32 embeddings and the number of tokens of each input."""
+        """Return [n, d] float32 embeddings, or [n, 1] scores, and the number of tokens of each input."""
         ...
 
 
 class ModelEncoder:
     """A model in this process."""
+
+    gives_scores = False
 
     def __init__(self, embedder: Embedder) -> None:
         self.embedder = embedder
@@ -104,8 +116,33 @@ class ModelEncoder:
         return finished, num_tokens
 
 
+class PairScorer:
+    """A reranker in this process."""
+
+    gives_scores = True
+    vocab_size: int | None = None
+
+    def __init__(self, reranker: Reranker) -> None:
+        self.reranker = reranker
+        self.max_length = reranker.description.max_length
+
+    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
+        """See TextEncoder."""
+        pairs = []
+        for served in inputs:
+            pairs.append((Item(text=served.query), Item(text=str(served.content))))
+        featuriser = self.reranker.featuriser
+        features = featuriser.features(pairs)
+        scores = encode_features(
+            self.reranker.model, featuriser, features, self.reranker.device
+        )
+        return scores, [feature.length for feature in features]
+
+
 class ExportEncoder:
     """An export to ONNX or OpenVINO, in that runtime."""
+
+    gives_scores = False
 
     def __init__(self, folder: Path, format_name: str) -> None:
         export_format = EXPORT_FORMATS[format_name]  # type: ignore[index]
@@ -139,6 +176,15 @@ def open_encoder(
     facts = read_object(folder / EXPORT_FILE) or {}
     format_name = str(facts.get("format"))
     if format_name not in SERVED_RUNTIMES:
+        if kind_of(model_folder(model)) in ("reranker", "yes_no"):
+            if truncate_dim is not None:
+                raise UserError(
+                    f"--truncate-dim {truncate_dim}: {model} is a reranker and gives scores; leave it out"
+                )
+            reranker = Reranker(
+                model, device=device, trust_remote_code=trust_remote_code
+            )
+            return PairScorer(reranker)
         embedder = Embedder(
             model,
             device=device,

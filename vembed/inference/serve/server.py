@@ -100,17 +100,18 @@ def serve(
     port: int,
     api_key: str | None = None,
     limits: RequestLimits | None = None,
-    on_ready: Callable[[int], object],
+    on_ready: Callable[[int, bool], object],
 ) -> None:
     """Answer requests until SIGINT or SIGTERM, and then those that have arrived.
 
     `load` gives the encoder, after the address is known to be free. `on_ready` gets the port, also where 0 asked for a
-    free one, when connections are taken.
+    free one, and whether the model gives scores, when connections are taken.
     """
     limits = limits or RequestLimits()
     listener = bound_socket(host, port)
     try:
-        batcher = Batcher(load())
+        encoder = load()
+        batcher = Batcher(encoder)
         service = Service(batcher, name, limits, api_key)
         config = uvicorn.Config(
             service.app(),
@@ -130,7 +131,7 @@ def serve(
             timeout_graceful_shutdown=int(limits.drain_seconds),
         )
         listener.listen(BACKLOG)
-        on_ready(listener.getsockname()[1])
+        on_ready(listener.getsockname()[1], encoder.gives_scores)
         # uvicorn, having answered, raises the signals again that ended it. The process lives on.
         before = {}
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -46,6 +46,23 @@ PICKLED = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
 METADATA = "__metadata__"
 
 
+CODES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+"""torch's name of a type -> that of safetensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor in a file: type and shape, and the bytes of the file where it begins and ends."""

@@ -21,7 +21,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -557,9 +557,7 @@ class Checkpointer:
         )
         if point.state.get("precision") == self.session.mixed_precision:
             # `auto` and what it came to are the same.
-            for number, entry in enumerate(differences):
-                if entry.name == "mixed_precision":
-                    differences[number] = replace(entry, is_allowed=True)
+            return [entry for entry in differences if entry.name != "mixed_precision"]
         return differences
 
     def _agree(self, step: int, error: Exception | None) -> None:

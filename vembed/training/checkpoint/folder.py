@@ -21,9 +21,10 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.files import read_json_object, read_state_bytes
-from vembed.models.families.model_files import WEIGHTS, Stored, read_header
-from vembed.saving.checksums import damage_of, sha256_of
+from vembed.models.families.model_files import CODES, WEIGHTS, Stored, read_header
+from vembed.saving.checksums import checksums_of, damage_of
 from vembed.saving.durability import sync, write_durably
+from vembed.training.state import Count, LoopState
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -36,22 +37,6 @@ ABANDONED = ".abandoned"
 """Suffix of a checkpoint later than the one resumed from. It is kept until the user removes it."""
 _NAME = re.compile(r"checkpoint-(\d+)")
 _FORMAT = 1
-MAX_STEPS = 10**10
-CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""torch's name of a type -> that of safetensors."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -99,14 +84,8 @@ def irregular(directory: Path, name: str) -> str | None:
 
 def write_manifest(directory: Path, checksums: Mapping[str, str]) -> None:
     """List every file below a folder with size and checksum. Files named in `checksums` are not read again."""
-    files = {}
-    for path in sorted(directory.rglob("*")):
-        if path.is_file():
-            name = path.relative_to(directory).as_posix()
-            files[name] = {
-                "bytes": path.stat().st_size,
-                "sha256": checksums.get(name) or sha256_of(path),
-            }
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    files = checksums_of(directory, paths, checksums)
     missing = sorted(set(checksums) - set(files))
     if missing:
         raise OSError(
@@ -197,42 +176,8 @@ def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
 # ---- contents ----------------------------------------------------------------
 
 
-Step = Annotated[int, Field(ge=0, le=MAX_STEPS)]
-Count = Annotated[int, Field(ge=0)]
-Scores = dict[str, float]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
 class _Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class ScaleSchema(_Schema):
-    """The values of `GradientScale`."""
-
-    value: Positive
-    good_steps: Count
-    is_started: bool
-
-
-class LoopSchema(_Schema):
-    """The values of `LoopState`: every one is there, and no other."""
-
-    step: Step
-    num_skipped: Count
-    skipped_in_a_row: Count
-    best: float | None
-    best_step: Step | None
-    best_scores: Scores
-    held_step: Step | None
-    held_scores: Scores
-    fell: str | None
-    scale: ScaleSchema
-    before: Scores
-    scores: Scores
-    scored_step: Step | None
-    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    hooks: dict[str, dict[str, Any]]
 
 
 class IdentitySchema(BaseModel):
@@ -248,7 +193,7 @@ class StateSchema(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
-    loop: LoopSchema
+    loop: LoopState
     config: dict[str, Any]
     identity: IdentitySchema
     optimizer: str

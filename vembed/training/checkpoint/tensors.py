@@ -63,6 +63,7 @@ from vembed.errors import UserError
 from vembed.files import read_json_object
 from vembed.models.families.backbones import plain_name
 from vembed.parallel import collectives
+from vembed.parallel.parameters import local_tensor
 from vembed.saving.durability import write_durably
 from vembed.training.checkpoint.folder import INDEX, STATE, commit
 
@@ -421,7 +422,7 @@ def _leaves(state: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[Leaf]:
             pieces = {name: torch.tensor(value)}
         else:
             shard = f"rank{collectives.rank()}of{collectives.world_size()}"
-            local: Any = value.to_local() if isinstance(value, DTensor) else value
+            local: Any = local_tensor(value)
             if is_traceable_wrapper_subclass(local):
                 pieces = {}
                 for part in local.__tensor_flatten__()[0]:

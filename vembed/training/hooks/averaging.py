@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from vembed.errors import UserError
 from vembed.models.families.backbones import plain_name
-from vembed.parallel.parameters import reshard
+from vembed.parallel.parameters import local_tensor, reshard
 from vembed.training.hooks.base import Hook, StepReport
 
 if TYPE_CHECKING:
@@ -55,9 +54,11 @@ class WeightAverage(Hook):
         decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
         with torch.no_grad():
             for name, average in self._averages.items():
-                local = _local(average)
+                local = local_tensor(average)
                 # On shards or copies alike: the average of a shard is the shard of the average.
-                local.lerp_(_local(self._trained[name]).to(local.dtype), 1 - decay)
+                local.lerp_(
+                    local_tensor(self._trained[name]).to(local.dtype), 1 - decay
+                )
 
     @override
     def state(self) -> dict[str, Any]:
@@ -78,16 +79,16 @@ class WeightAverage(Hook):
         trained = {}
         with torch.no_grad():
             for name, weight in self._trained.items():
-                local = _local(weight)
+                local = local_tensor(weight)
                 trained[name] = local.clone()
-                local.copy_(_local(self._averages[name]))
+                local.copy_(local_tensor(self._averages[name]))
         try:
             yield
         finally:
             reshard(self._model)
             with torch.no_grad():
                 for name, weight in self._trained.items():
-                    _local(weight).copy_(trained[name])
+                    local_tensor(weight).copy_(trained[name])
 
 
 def averages_of(model: nn.Module) -> dict[str, Tensor]:
@@ -106,7 +107,3 @@ def put_averages(model: nn.Module, averages: Mapping[str, Tensor]) -> None:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(averages[f"{WeightAverage.name}.{plain_name(name)}"])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

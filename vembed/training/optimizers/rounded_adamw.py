@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from vembed.parallel.parameters import local_tensor
+
 _BITS = 16
 """Bits that float32 has after those of bfloat16."""
 
@@ -60,12 +62,13 @@ class RoundedAdamW(torch.optim.Optimizer):
         step = int(state["step"])
         beta1, beta2 = group["betas"]
         learning_rate = float(group["lr"])
-        weight = _local(parameter)
-        first = _local(state["exp_avg"])
-        second = _local(state["exp_avg_sq"])
+        weight = local_tensor(parameter)
+        first = local_tensor(state["exp_avg"])
+        second = local_tensor(state["exp_avg_sq"])
         if weight.numel() == 0:
             return
-        gradient = _local(parameter.grad).float()
+        assert parameter.grad is not None
+        gradient = local_tensor(parameter.grad).float()
         mean = first.float().lerp_(gradient, 1 - beta1)
         square = second.float().mul_(beta2)
         square.addcmul_(gradient, gradient, value=1 - beta2)
@@ -96,10 +99,6 @@ def rounded(value: Tensor, bits: Tensor) -> Tensor:
     # have no bits below, or keep one that says what they are.
     carried = torch.where(torch.isfinite(value), whole + (bits & mask), whole) & ~mask
     return carried.view(torch.float32).to(torch.bfloat16)
-
-
-def _local(tensor: Any) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _shard_of(parameter: Tensor) -> int:
