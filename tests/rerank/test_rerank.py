@@ -74,8 +74,8 @@ def test_a_trained_encoder_loads_in_cross_encoder(make: Any, tmp_path: Path) -> 
     assert scores[0] != scores[1]
 
 
-def test_a_trained_decoder_loads_as_it_was_published(tmp_path: Path) -> None:
-    folder = tmp_path / "published"
+def published(folder: Path) -> Path:
+    """A Qwen3-Reranker: a causal language model with the tokens yes and no."""
     tokenizer = AutoTokenizer.from_pretrained(shared(tiny_qwen3))
     tokenizer.add_tokens(["yes", "no"])
     tokenizer.save_pretrained(folder)
@@ -85,19 +85,33 @@ def test_a_trained_decoder_loads_as_it_was_published(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(config)
     model.resize_token_embeddings(len(tokenizer))
     model.save_pretrained(folder)
-    final = trained(tmp_path, folder, max_length=512)
-    scores = vembed.Reranker(final).predict(PAIRS)
-    model = AutoModelForCausalLM.from_pretrained(final).eval()
-    tokenizer = AutoTokenizer.from_pretrained(final)
+    return folder
+
+
+def answer_scores(folder: Path) -> list[float]:
+    """Return the scores of PAIRS as Qwen3-Reranker's page computes them in Transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     yes, no = (tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))
-    for (query, document), score in zip(PAIRS, scores, strict=True):
+    scores = []
+    for query, document in PAIRS:
         question = f"<Instruct>: {RERANK_INSTRUCTION}\n<Query>: {query}"
         ids: list[int] = []
         for part in (ANSWER_PROMPT, f"{question}\n<Document>: {document}", ANSWER_END):
             ids += tokenizer.encode(part, add_special_tokens=False)
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, -1]
-        assert float(logits[yes] - logits[no]) == pytest.approx(float(score), abs=1e-5)
+        scores.append(float(logits[yes] - logits[no]))
+    return scores
+
+
+def test_a_trained_decoder_loads_as_it_was_published(tmp_path: Path) -> None:
+    model = published(tmp_path / "published")
+    expected = answer_scores(model)
+    assert vembed.Reranker(model).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
+    final = trained(tmp_path, model, max_length=512)
+    expected = answer_scores(final)
+    assert vembed.Reranker(final).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_decoder_with_a_new_label(tmp_path: Path) -> None:
@@ -163,6 +177,36 @@ def test_what_does_not_go_with_it_is_named(
 def test_an_embedding_model_is_no_reranker() -> None:
     with pytest.raises(UserError, match="no layer that gives a score"):
         vembed.Reranker(shared(tiny_bert))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_score_as_one(strategy: str, tmp_path: Path) -> None:
+    model = str(published(tmp_path / "published"))
+    documents = texts(5, seed=2)
+    lists = tmp_path / "lists.jsonl"
+    records = [{"query": "red", "documents": documents[:count]} for count in (5, 1)]
+    lists.write_text("".join(json.dumps(record) + "\n" for record in records))
+    shares = ["--nproc", "2", "--strategy", strategy]
+    result = command("rerank", model, str(lists), *shares)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert len(rows) == 2
+    reranker = vembed.Reranker(model)
+    for row, record in zip(rows, records, strict=True):
+        expected = reranker.rank("red", record["documents"])
+        assert [entry["index"] for entry in row["results"]] == [
+            entry["index"] for entry in expected
+        ]
+    pairs = written(tmp_path, rows=3)
+    result = command("score", model, str(pairs), *shares)
+    assert result.returncode == 0, result.stderr
+    asked = []
+    for line in pairs.read_text().splitlines():
+        record = json.loads(line)
+        for document in (record["positive"], *record["negatives"]):
+            asked.append((record["query"], document))
+    scores = [float(line) for line in result.stdout.splitlines()]
+    assert scores == pytest.approx(reranker.predict(asked).tolist(), abs=1e-5)
 
 
 def test_lists_are_sorted_by_the_command(tmp_path: Path) -> None:

@@ -15,11 +15,14 @@ from vembed.config.schema import ModelSection
 from vembed.data.examples import Item
 from vembed.data.pair_features import Pair, PairFeaturiser
 from vembed.errors import UserError
+from vembed.inference.embedder import to_item
 from vembed.inference.encoding import encode_features
 from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import quiet_transformers
 from vembed.models.families.description import describe
 from vembed.models.families.model_files import check_attention, check_whole_weights
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
 from vembed.saving.checksums import check_weights
 
 
@@ -44,14 +47,20 @@ class Reranker:
         torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
         trust_remote_code: bool = False,
         holds: torch.device | str | None = None,
+        session: Session | None = None,
     ) -> None:
         """`role` names it in messages, as "judges: NAME". `head`: the layer that gives the score, by default that of its
         files. `instruction`: what a decoder is asked about each pair. `max_length`: tokens of a pair, at most those that
         the model takes. `holds`: where the weights are put, for a model
-        that will be sharded; by default `device`."""
-        if device is None:
+        that will be sharded; by default `device`. `session`: of processes that make each call of `predict` together,
+        with the same pairs, as in Embedder."""
+        if session is not None:
+            device = session.device
+            holds = session.model_device
+        elif device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
+        self.session = session
         options = ModelSection(
             model_name=str(model),
             task="rerank",
@@ -73,6 +82,7 @@ class Reranker:
             options,
             device=holds or self.device,
             computes_on=self.device,
+            meta=session is not None and session.builds_empty,
             for_inference=True,
         )
         if getattr(built.head, "is_new", False):
@@ -81,6 +91,8 @@ class Reranker:
                 "rerank"
             )
         self.model: nn.Module = built.eval().requires_grad_(False)
+        if session is not None and session.fsdp is not None:
+            self.model = session.prepare(built, description.layer_classes).eval()
         self.description = description
 
     def score(self, pairs: Sequence[Pair], world_size: int = 1) -> np.ndarray:
@@ -96,12 +108,19 @@ class Reranker:
             self.model, self.featuriser, features, self.device, world_size=world_size
         )
 
-    def predict(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
-        """Return [n] float32 scores of (query, document) texts, before any logistic function."""
-        items = []
-        for query, document in pairs:
-            items.append((Item(text=query), Item(text=document)))
-        scores: np.ndarray = self.score(items)[:, 0]
+    def predict(self, pairs: Sequence[tuple[str | Item, str | Item]]) -> np.ndarray:
+        """Return [n] float32 scores of (query, document) pairs, before any logistic function."""
+        if not pairs:
+            return np.empty(0, np.float32)
+        items = [(to_item(query), to_item(document)) for query, document in pairs]
+        scores: np.ndarray
+        if self.session is None or self.session.world_size == 1:
+            scores = self.score(items)[:, 0]
+            return scores
+        world_size = self.session.world_size
+        dealt = self.score(items[self.session.rank :: world_size], world_size)
+        rows = torch.from_numpy(dealt).to(self.device)
+        scores = collectives.all_gather_dealt(rows, len(items))[:, 0].cpu().numpy()
         return scores
 
     def rank(
@@ -109,17 +128,18 @@ class Reranker:
     ) -> list[dict[str, Any]]:
         """Return {"index", "score", "text"} of the documents, best first; the first `top_k` if given."""
         scores = self.predict([(query, document) for document in documents])
-        order = np.argsort(-scores, kind="stable")[:top_k]
-        ranking = []
-        for index in order.tolist():
-            ranking.append(
-                {
-                    "index": index,
-                    "score": float(scores[index]),
-                    "text": documents[index],
-                }
-            )
-        return ranking
+        return sorted_documents(documents, scores, top_k)
+
+
+def sorted_documents(
+    documents: Sequence[str], scores: np.ndarray, top_k: int | None = None
+) -> list[dict[str, Any]]:
+    """Return {"index", "score", "text"} of the documents, best first."""
+    ranking = []
+    for index in np.argsort(-scores, kind="stable")[:top_k].tolist():
+        row = {"index": index, "score": float(scores[index]), "text": documents[index]}
+        ranking.append(row)
+    return ranking
 
 
 def read_weights(

@@ -67,7 +67,7 @@ def score(
     from vembed.data.example_store import open_examples
     from vembed.inference.embedder import Embedder
     from vembed.inference.reranker import Reranker
-    from vembed.models.families.model_files import kind_of, model_folder
+    from vembed.models.families.model_files import is_reranker
     from vembed.saving.durability import replaced_file
 
     options = DataSection(
@@ -83,18 +83,15 @@ def score(
         if output != "-" and session.is_main:
             partial = stack.enter_context(replaced_file(target))
             file = stack.enter_context(partial.open("wb"))
-        judge: Embedder | Reranker
-        if kind_of(model_folder(str(model_path))) == "reranker":
-            judge = Reranker(
-                model_path, torch_dtype=dtype, trust_remote_code=trust_remote_code
-            )
+        options_of_use: dict[str, Any] = {
+            "torch_dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "session": session,
+        }
+        if is_reranker(model_path):
+            score_pairs = Reranker(model_path, **options_of_use).predict
         else:
-            judge = Embedder(
-                model_path,
-                torch_dtype=dtype,
-                trust_remote_code=trust_remote_code,
-                session=session,
-            )
+            score_pairs = Embedder(model_path, **options_of_use).score
         all_scores = [np.empty(0, np.float32)]
         for start in range(0, len(store), CHUNK):
             query_items = []
@@ -105,7 +102,7 @@ def score(
                     for item in getattr(example, f"{role}s"):
                         query_items.append((example.query, item))
                         roles.append((number, role))
-            scores = judge.score(query_items).reshape(-1)
+            scores = score_pairs(query_items)
             if not session.is_main:
                 continue
             if target.suffix == ".npy":

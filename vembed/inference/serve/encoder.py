@@ -22,8 +22,7 @@ from vembed.inference.encoding import encode_features
 from vembed.inference.reranker import Reranker
 from vembed.models.families.model_files import (
     EXPORT_FILE,
-    kind_of,
-    model_folder,
+    is_reranker,
     read_object,
 )
 
@@ -176,7 +175,7 @@ def open_encoder(
     facts = read_object(folder / EXPORT_FILE) or {}
     format_name = str(facts.get("format"))
     if format_name not in SERVED_RUNTIMES:
-        if kind_of(model_folder(model)) in ("reranker", "yes_no"):
+        if is_reranker(model):
             if truncate_dim is not None:
                 raise UserError(
                     f"--truncate-dim {truncate_dim}: {model} is a reranker and gives scores; leave it out"

@@ -655,6 +655,11 @@ def kind_of(folder: Path) -> ModelKind:
     return "yes_no" if "ForCausalLM" in names else "embedder"
 
 
+def is_reranker(name: str) -> bool:
+    """Return whether a model gives scores of pairs: a classifier, or a causal language model that answers yes or no."""
+    return kind_of(model_folder(name)) in ("reranker", "yes_no")
+
+
 def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None:
     """Read the Sentence Transformers files of a folder; None if it has none."""
     path = folder / "modules.json"
