@@ -113,6 +113,37 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(
     assert "10% of the queries of faq.csv" in report
 
 
+@pytest.mark.parametrize("has_negatives", [True, False])
+def test_a_reranker_is_trained_in_two_commands(
+    vembed: Command, start: Start, faq: str, has_negatives: bool
+) -> None:
+    """Pairs alone get hard negatives in a stage before the training."""
+    pytest.importorskip("bm25s")
+    data = faq
+    if has_negatives:
+        rows = []
+        for number in range(60):
+            texts = {"query": f"where is {number}?", "positive": f"{number} is here"}
+            rows.append({**texts, "negatives": [f"{number + 1} is here"]})
+        data = write_rows("train.jsonl", rows)
+    config = start(data, "--task", "rerank")
+    assert config.model.task == "rerank" and config.objective.loss == "bce"
+    assert "mrl_dims" not in text() and "(measured)" in text()
+    assert ("num_negatives: 7" in text()) != has_negatives
+    done = vembed("train vembed.yaml max_steps=2 report_to=none")
+    assert done.code == 0, done.err
+    folder = Path("output") if has_negatives else Path("output/reranker")
+    assert (folder / "final").is_dir()
+    metrics = (folder / "metrics.jsonl").read_text().splitlines()
+    scores = json.loads(metrics[-1])["eval"]
+    assert 0 < scores["first_stage/ndcg@10"] <= 1
+
+
+def test_images_get_no_reranker(vembed: Command) -> None:
+    write_rows("train.jsonl", [{"query": "a", "positive": "b"}] * 3)
+    refused(vembed("init --task rerank --family clip"), "--task rerank", "text_encoder")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_for_each_family_loads(start: Start, family: str) -> None:
     write_rows("train.jsonl", [{"query": "a", "positive": "b"}] * 3)

@@ -29,6 +29,7 @@ from vembed.config.values import (
     Number,
     PositiveFloat,
     PositiveInt,
+    Task,
 )
 from vembed.errors import UserError
 from vembed.losses.table import LOSSES, loss_options, with_constraints
@@ -54,7 +55,7 @@ class ModelSection(Section, title="model"):
 
     model_name: Annotated[str, NamesFiles("model")]
     """The model to start from: a Hub name or a local folder (Transformers or Sentence Transformers layout)."""
-    task: Literal["embed", "rerank"] = "embed"
+    task: Task = "embed"
     """What is trained: `embed`, a model that gives a vector for each input, or `rerank`, one that reads a query and a
     document together and gives a score."""
     reranker_head: Literal["auto", "label", "answer"] = "auto"

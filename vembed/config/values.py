@@ -24,6 +24,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0, allow_inf_nan=False), Number]
 Momentum = Annotated[float, Field(ge=0.0, lt=1.0, allow_inf_nan=False), Number]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False), Number]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Task = Literal["embed", "rerank"]
 
 
 class NamesFiles(str):

@@ -9,6 +9,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vembed.data.pair_features import pair_template
 from vembed.files import write_json
 from vembed.models.embedding_model import Head
 from vembed.models.families.backbones import STATIC_TYPE
@@ -96,15 +97,19 @@ def write_layout(
 def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
     """Write the files by which Sentence Transformers loads a CrossEncoder, beside weights and tokenizer."""
     modules = [("", "sentence_transformers.base.modules.transformer.Transformer")]
-    output = "logits"
+    text = {"method": "forward", "method_output_name": "logits"}
     settings: dict[str, Any] = {
         "transformer_task": "sequence-classification",
+        "modality_config": {"text": text},
         "module_output_name": "scores",
     }
     prompts: dict[str, str] = {}
     if description.scores == "answer":
         settings["transformer_task"] = "text-generation"
+        settings["modality_config"]["message"] = {**text, "format": "flat"}
         settings["module_output_name"] = "causal_logits"
+        template = folder / "chat_template.jinja"
+        template.write_text(pair_template(description), encoding="utf-8")
         tokens = answer_tokens(load_tokenizer(description), description.name)
         modules.append(
             (
@@ -119,9 +124,6 @@ def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
         }
         write_json(folder / "1_LogitScore" / "config.json", answers)
         prompts = {"query": description.query_prompt}
-    settings["modality_config"] = {
-        "text": {"method": "forward", "method_output_name": output}
-    }
     settings["max_seq_length"] = description.max_length
     write_json(folder / "sentence_bert_config.json", settings)
     _write_modules(folder, modules)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -15,6 +16,7 @@ from vembed.cli.commands.demo import demo_model
 from vembed.cli.support import ColumnMapping, option
 from vembed.config.loading import load_config, one_line_yaml, resolve_run
 from vembed.config.options import join_words
+from vembed.config.values import Task
 from vembed.data.columns import Columns, as_fields, is_conversation
 from vembed.data.example_store import open_examples
 from vembed.data.examples import BadRecord
@@ -33,9 +35,9 @@ from vembed.data_tools.init.columns import (
 )
 from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
 from vembed.errors import UserError
-from vembed.losses.declaration import Loss, Records
+from vembed.losses.declaration import Loss
 from vembed.losses.table import LOSSES
-from vembed.models.families.family import Family
+from vembed.models.families.family import Family, Starter
 from vembed.models.families.table import FAMILIES
 from vembed.names import is_pattern, nearest
 
@@ -67,6 +69,9 @@ class DataSummary:
     loss: type[Loss]
     about: str
     """One line on the records."""
+    has_negatives: bool = True
+    is_scored: bool = False
+    """The pairs have scores."""
     guesses: Mapping[str, str] = field(default_factory=dict)
     """Columns that were guessed -> why."""
     queries: list[str] = field(default_factory=list)
@@ -85,6 +90,7 @@ def init(
         str, Option(help="Training data. Its first records are read.")
     ] = "train.jsonl",
     val_data: Annotated[str | None, Option(help="Validation data.")] = None,
+    task: Annotated[Task, Option(help="An embedding model, or a reranker.")] = "embed",
     model: Annotated[
         str | None,
         Option(
@@ -144,7 +150,8 @@ def init(
     if val_data is not None:
         val_data, more = _in_utf8(val_data, force)
         comment += more
-    text = starter(FAMILIES[family], train_data, model, val_data, mapping) + comment
+    text = starter(FAMILIES[family], train_data, model, val_data, mapping, task)
+    text += comment
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -180,9 +187,16 @@ def starter(
     model: str | None = None,
     val_data: str | None = None,
     mapping: Mapping[str, str] | None = None,
+    task: Task = "embed",
 ) -> str:
     """Return the text of the config. `mapping`: columns that the user names; only the others are guessed."""
     kind = family.starter
+    if task == "rerank":
+        if family.reranker_starter is None:
+            raise UserError(
+                f"--task rerank --family {family.name}: rerankers read texts: give text_encoder or text_decoder"
+            )
+        kind = family.reranker_starter
     if val_data is None and has_validation_split(Path(data)):
         val_data = data
     if Path(data).is_dir() and any(
@@ -193,7 +207,7 @@ def starter(
             'records name them, such as {"query": "a cat", "positive": {"image": "cat.jpg"}} (docs/data.md)'
         )
     mode = cast(Mode, kind.retrieval_mode or "auto")
-    summary = look_at(read_sample(Path(data)), data, mapping or {}, mode)
+    summary = look_at(read_sample(Path(data)), data, mapping or {}, mode, task)
     is_foreign = not is_english([*summary.queries, *summary.documents])
     name = model or kind.model_name
     about = kind.about
@@ -207,7 +221,7 @@ def starter(
     elif model is None and kind.multilingual is not None and is_foreign:
         name = kind.multilingual
         about += " of many languages: the texts are not English"
-    facts = values.model_facts(name)
+    facts = values.model_facts(name, task)
     lines = [
         "# A starter config for vembed. Train with:   vembed train <this file>",
         "# What the data are:                        vembed data <this file>",
@@ -216,6 +230,8 @@ def starter(
         "",
         _line("model_name", name, f"a name on the Hub or a local folder ({about})"),
     ]
+    if task == "rerank":
+        lines.append(_line("task", task, "one score for a query and a document"))
     if kind.image_model_name:
         lines += [
             _line("model_family", family.name, "two towers"),
@@ -223,14 +239,21 @@ def starter(
         ]
     num_records = summary.sample.num_records
     # A correlation needs more pairs, and different scores among them.
-    is_enough = summary.loss.records != "scores" or num_records >= SMALLEST_SCORED
+    is_enough = not summary.is_scored or num_records >= SMALLEST_SCORED
     held_out = None
     if is_enough and not val_data:
         held_out = values.held_out_share(num_records)
-    lines += _data_lines(family, summary, data, val_data, held_out, facts)
+    texts = [*summary.queries, *summary.documents]
+    if task == "rerank":
+        pairs = zip(cycle(summary.queries), summary.documents, strict=False)
+        texts = [f"{query} {document}" for query, document in pairs]
+    lengths = values.measure(texts, facts)
+    lines += _data_lines(
+        family, kind, summary, data, val_data, held_out, lengths, facts
+    )
     num_train = int(num_records * (1 - (held_out or 0.0)))
-    is_scored = bool(val_data or held_out)
-    lines += _training_lines(family, summary.loss, num_train, is_scored, facts)
+    is_evaluated = bool(val_data or held_out)
+    lines += _training_lines(family, kind, summary.loss, num_train, is_evaluated, facts)
     lines += _bad_record_lines(summary, "\n".join(lines))
     if facts is None:
         lines += [
@@ -239,18 +262,33 @@ def starter(
         ]
     else:
         lines += ["", *_memory_lines("\n".join(lines))]
+    if task == "rerank" and not (summary.is_scored or summary.has_negatives):
+        configured = yaml.safe_load("\n".join(lines))
+        options = {"model_name": "bm25", "num_negatives": 7}
+        for option in ("data_path", "column_mapping", "on_bad_record"):
+            if option in configured:
+                options[option] = configured[option]
+        lines += [
+            "",
+            "# The data have no hard negatives, which a reranker learns from. BM25 finds them first, which needs",
+            '# pip install "vembed[mine]"; model_name may also be an embedding model.',
+            "stages:",
+            f"  - {one_line_yaml({'name': 'negatives', 'mine': options})}",
+            "  - {name: reranker}  # all of the above",
+        ]
     return "\n".join(lines) + "\n"
 
 
 def _data_lines(
     family: Family,
+    kind: Starter,
     summary: DataSummary,
     data: str,
     val_data: str | None,
     held_out: float | None,
+    lengths: values.Lengths | None,
     facts: values.ModelFacts | None,
 ) -> list[str]:
-    kind = family.starter
     formats = "JSONL, CSV, TSV, Parquet, a folder of `datasets`, a Hub name"
     lines = ["", f"# Data: {summary.about}", _line("data_path", data, formats)]
     if summary.mapping:
@@ -279,7 +317,6 @@ def _data_lines(
             "# image_root: images              # where relative image paths start; default: beside the data file"
         )
     if kind.max_length is not None:
-        lengths = values.measure([*summary.queries, *summary.documents], facts)
         limit = None if facts is None else facts.max_length
         comment = "tokens; longer texts are cut"
         if lengths is not None:
@@ -300,12 +337,12 @@ def _data_lines(
 
 def _training_lines(
     family: Family,
+    kind: Starter,
     loss: type[Loss],
     num_train: int,
-    is_scored: bool,
+    is_evaluated: bool,
     facts: values.ModelFacts | None,
 ) -> list[str]:
-    kind = family.starter
     batch = values.fitting_batch(num_train, kind.batch_size)
     epochs = values.fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
     total = max(num_train // batch, 1) * epochs if num_train else 0
@@ -319,7 +356,7 @@ def _training_lines(
     passes = "passes over the data by their number"
     if total:
         passes = f"{epochs} passes over {num_train:,d} examples, {total:,d} steps"
-    if is_scored:
+    if is_evaluated:
         passes += "; auto ends early where the score stops rising"
     memory = "per process; memory is bounded by micro-batches, so larger is fine"
     lines += [
@@ -333,14 +370,19 @@ def _training_lines(
     evaluation = _line("eval_steps", between or 100, "needs validation data")
     checkpoints = _line("save_steps", between or 100, "checkpoints, for --resume")
     files = "settings, logs, checkpoints, the model in final/, report.html"
+    sizes = [
+        "# mrl_dims: auto                  # Matryoshka: embeddings that can be cut to fewer numbers"
+    ]
+    if kind is family.reranker_starter:
+        sizes = []
     return [
         *lines,
-        "# mrl_dims: auto                  # Matryoshka: embeddings that can be cut to fewer numbers",
+        *sizes,
         "# use_fsdp: true                  # shard a large model over several GPUs",
         "",
         "# Output",
         _line("output_dir", "output", files),
-        evaluation if is_scored and between else f"# {evaluation}",
+        evaluation if is_evaluated and between else f"# {evaluation}",
         checkpoints if between else f"# {checkpoints}",
     ]
 
@@ -410,14 +452,18 @@ def _memory_lines(text: str) -> list[str]:
 
 
 def look_at(
-    sample: FileSample, data: str, named: Mapping[str, str], mode: Mode = "auto"
+    sample: FileSample,
+    data: str,
+    named: Mapping[str, str],
+    mode: Mode = "auto",
+    task: Task = "embed",
 ) -> DataSummary:
     """Return what the first records show. `named`: columns that the user names."""
     records = [_fields(record) for record in sample.records]
     sample = replace(sample, records=records)
     if not records:
         about = "not looked at (no file of that name here)"
-        return DataSummary(sample, dict(named), starter_loss("matches"), about)
+        return DataSummary(sample, dict(named), starter_loss(task), about)
     names = sample.columns
     for name in named:
         if name not in names:
@@ -441,8 +487,8 @@ def look_at(
     layout = Columns(mapping).layout(names)
     if layout.problem:
         raise UserError(f"{data}: {layout.problem}, or with --query and --positive")
-    has_scores = layout.score is not None and not layout.negatives
-    loss = starter_loss("scores" if has_scores else "matches")
+    is_scored = layout.score is not None and not layout.negatives
+    loss = starter_loss(task, is_scored=is_scored)
     about = "about " if sample.is_estimate else ""
     about += f"{sample.num_records:,d} records; the first {len(records):,d} records have {', '.join(layout.read)}"
     return DataSummary(
@@ -450,6 +496,8 @@ def look_at(
         mapping,
         loss,
         about,
+        bool(layout.negatives),
+        is_scored,
         guesses.reasons if confirmed is None else {},
         _texts(records, (layout.query,)),
         _texts(records, (layout.positive, *layout.negatives)),
@@ -458,8 +506,11 @@ def look_at(
     )
 
 
-def starter_loss(records: Records) -> type[Loss]:
-    """Return the first loss of the table that learns from such records."""
+def starter_loss(task: Task, *, is_scored: bool = False) -> type[Loss]:
+    """Return bce for rerankers, else the first loss of the table that learns from such records."""
+    if task == "rerank":
+        return LOSSES["bce"]
+    records = "scores" if is_scored else "matches"
     return next(loss for loss in LOSSES.values() if loss.records == records)
 
 

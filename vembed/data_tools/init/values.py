@@ -10,6 +10,7 @@ from pathlib import Path
 
 from vembed.config.auto import epochs_for
 from vembed.config.schema import ModelSection
+from vembed.config.values import Task
 from vembed.errors import UserError
 
 SMALLEST_SPLIT = 50
@@ -66,7 +67,7 @@ def local_model(name: str) -> Path | None:
         return None
 
 
-def model_facts(name: str) -> ModelFacts | None:
+def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:
     """Return the facts of a model that is on this machine, else None."""
     if local_model(name) is None:
         return None
@@ -75,7 +76,7 @@ def model_facts(name: str) -> ModelFacts | None:
     )
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    description = describe(ModelSection(model_name=name))
+    description = describe(ModelSection(model_name=name, task=task))
     tokens = None
     if description.modalities != ("image",):
         from vembed.models.processors import load_tokenizer

@@ -94,6 +94,8 @@ class Family:
     Versions before 5.4 have a class for CLIP; later ones read it as a Transformer.
     """
     starter: Starter
+    reranker_starter: Starter | None = None
+    """The same for `task: rerank`; None: the family has no rerankers."""
 
     @property
     def modalities(self) -> tuple[Modality, ...]:

@@ -20,6 +20,13 @@ _RECORDS = (
             multilingual="intfloat/multilingual-e5-base",
             about="BERT-like text model",
         ),
+        reranker_starter=Starter(
+            model_name="Alibaba-NLP/gte-reranker-modernbert-base",
+            multilingual="BAAI/bge-reranker-v2-m3",
+            about="text encoder with one label",
+            batch_size=32,
+            learning_rate=2e-5,
+        ),
     ),
     Family(
         name="text_decoder",
@@ -31,6 +38,12 @@ _RECORDS = (
         starter=Starter(
             model_name="Qwen/Qwen3-Embedding-0.6B",
             about="LLM-based text model",
+            use_lora=True,
+        ),
+        reranker_starter=Starter(
+            model_name="Qwen/Qwen3-Reranker-0.6B",
+            about="LLM that answers yes or no",
+            batch_size=32,
             use_lora=True,
         ),
     ),
