@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from sentence_transformers import CrossEncoder
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    XLMRobertaForSequenceClassification,
+)
 
 import vembed
 from tests.commands import command
@@ -23,10 +29,25 @@ from tests.tiny import (
     tiny_qwen3,
     tiny_reranker,
     tiny_roberta,
+    tiny_xlmr,
 )
 from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
 from vembed.errors import UserError
 from vembed.models.families.description import RERANK_INSTRUCTION
+
+
+def tiny_xlmr_reranker(folder: Path) -> Path:
+    """As bge-reranker is published: an XLM-R with one label."""
+    torch.manual_seed(0)
+    model = XLMRobertaForSequenceClassification.from_pretrained(
+        shared(tiny_xlmr), num_labels=1
+    )
+    torch.nn.init.normal_(model.classifier.dense.weight, std=0.3)
+    torch.nn.init.normal_(model.classifier.out_proj.weight, std=0.3)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(shared(tiny_xlmr)).save_pretrained(folder)
+    return folder
+
 
 PAIRS = [("red cat", "a red cat sleeps"), ("blue dog", "a red cat sleeps")]
 
@@ -64,8 +85,6 @@ def trained(folder: Path, model: Path, **options: Any) -> Path:
     "make", [tiny_reranker, tiny_bert, tiny_distilbert, tiny_roberta, tiny_modernbert]
 )
 def test_a_trained_encoder_loads_in_cross_encoder(make: Any, tmp_path: Path) -> None:
-    from sentence_transformers import CrossEncoder
-
     final = trained(tmp_path, shared(make))
     scores = vembed.Reranker(final).predict(PAIRS)
     other = CrossEncoder(str(final), device="cpu")
@@ -88,7 +107,7 @@ def published(folder: Path) -> Path:
     return folder
 
 
-def answer_scores(folder: Path) -> list[float]:
+def answer_scores(folder: Path, document_prompt: str = "") -> list[float]:
     """Return the scores of PAIRS as Qwen3-Reranker's page computes them in Transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -97,7 +116,11 @@ def answer_scores(folder: Path) -> list[float]:
     for query, document in PAIRS:
         question = f"<Instruct>: {RERANK_INSTRUCTION}\n<Query>: {query}"
         ids: list[int] = []
-        for part in (ANSWER_PROMPT, f"{question}\n<Document>: {document}", ANSWER_END):
+        for part in (
+            ANSWER_PROMPT,
+            f"{question}\n<Document>: {document_prompt}{document}",
+            ANSWER_END,
+        ):
             ids += tokenizer.encode(part, add_special_tokens=False)
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0, -1]
@@ -109,9 +132,56 @@ def test_a_trained_decoder_loads_as_it_was_published(tmp_path: Path) -> None:
     model = published(tmp_path / "published")
     expected = answer_scores(model)
     assert vembed.Reranker(model).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
-    final = trained(tmp_path, model, max_length=512)
-    expected = answer_scores(final)
+    prompts = {"document_prompt": 'a "document": '}
+    final = trained(tmp_path, model, max_length=512, **prompts)
+    expected = answer_scores(final, **prompts)
     assert vembed.Reranker(final).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
+    scores = CrossEncoder(str(final), device="cpu").predict(PAIRS)
+    assert torch.logit(torch.tensor(scores)).tolist() == pytest.approx(
+        expected, abs=1e-4
+    )
+
+
+def classifier_scores(folder: Path) -> list[float]:
+    """Return the logits of PAIRS in Transformers, as FlagEmbedding's page computes them."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    inputs = tokenizer(PAIRS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        return model(**inputs).logits[:, 0].tolist()
+
+
+def as_cross_encoder(folder: Path) -> Path:
+    """Save a reranker as Sentence Transformers 6 does."""
+    target = folder.with_name(folder.name + "-saved")
+    CrossEncoder(str(folder), device="cpu").save_pretrained(str(target))
+    return target
+
+
+def as_older_cross_encoder(folder: Path) -> Path:
+    """Save a reranker as Sentence Transformers 2 to 5 did: settings in config.json."""
+    config = json.loads((folder / "config.json").read_text())
+    config["sbert_ce_default_activation_function"] = "torch.nn.modules.linear.Identity"
+    config["sentence_transformers"] = {"version": "4.1.0"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("layout", [Path, as_cross_encoder, as_older_cross_encoder])
+@pytest.mark.parametrize("make", [tiny_reranker, tiny_xlmr_reranker])
+def test_published_classifiers_are_read(make: Any, layout: Any, tmp_path: Path) -> None:
+    folder = layout(make(tmp_path / "published"))
+    expected = classifier_scores(folder)
+    assert vembed.Reranker(folder).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
+    final = trained(tmp_path, folder, learning_rate=1e-12)
+    assert vembed.Reranker(final).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_published_decoder_in_the_layout_of_cross_encoder(tmp_path: Path) -> None:
+    model = published(tmp_path / "published")
+    expected = answer_scores(model)
+    saved = as_cross_encoder(model)
+    assert vembed.Reranker(saved).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_decoder_with_a_new_label(tmp_path: Path) -> None:

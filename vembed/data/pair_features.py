@@ -5,6 +5,7 @@ A pair takes the place of an input: it is tokenised whole, counts by its length,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from threading import Lock
 from typing import Any
@@ -140,6 +141,31 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
                 f"{self.role} scores texts, and the data have images: use an embedding model"
             )
         return item.text
+
+
+def pair_template(description: ModelDescription) -> str:
+    """Return the question of `_questions` as a chat template, by which other libraries ask a decoder about a pair.
+
+    Its messages have the roles query and document, and system for another instruction.
+    """
+    lines = []
+    for name in ("system", "query", "document"):
+        of_role = f"messages | selectattr('role', 'equalto', '{name}')"
+        lines.append(
+            f"{{%- set {name} = {of_role} | map(attribute='content') | first %}}"
+        )
+    instruction = f"system | default({json.dumps(description.query_prompt)}, true)"
+    parts = [
+        json.dumps(ANSWER_PROMPT + "<Instruct>: "),
+        f"({instruction})",
+        json.dumps("\n<Query>: "),
+        "query",
+        json.dumps("\n<Document>: " + description.document_prompt),
+        "document",
+        json.dumps(ANSWER_END),
+    ]
+    lines.append("{{- " + " ~ ".join(parts) + " }}")
+    return "\n".join(lines)
 
 
 def build_featuriser(
