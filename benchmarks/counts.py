@@ -82,13 +82,13 @@ def counting(
     def around(original: Callable[..., Any], *, first: bool) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             if first:
-                collectives.reset_collective_counts()
+                collectives.calls.clear()
             reads.is_in_step = True
             with reads:
                 result = original(*args, **options)
             reads.is_in_step = False
             if not first:
-                steps.append(Counter(collectives.collective_counts()))
+                steps.append(Counter(collectives.calls))
             return result
 
         return call

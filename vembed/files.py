@@ -29,6 +29,12 @@ def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
     return Path(base) / "vembed" if base else Path("~/.cache/vembed").expanduser()
 
 
+def write_json(path: Path, values: Any) -> None:
+    """Write a JSON file and create its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
 def open_regular(path: str | Path) -> int:
     """Return a descriptor for reading. Raise UserError if the path names a pipe, a device or a folder."""
     # Not blocking: opening a pipe would wait for its other end.

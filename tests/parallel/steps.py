@@ -168,7 +168,7 @@ def sharded_step(
                 parameters.set_keep_gathered(model, not last)
             outputs = kept[number] if kept is not None else model(parts)
             (share_of_loss(outputs) * session.world_size).backward()
-        collectives.reset_collective_counts()
+        collectives.calls.clear()
         if session.strategy == "ddp":
             collectives.all_reduce_gradients(model.parameters())
         norm = float(parameters.global_grad_norm(model))

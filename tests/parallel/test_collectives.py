@@ -62,10 +62,10 @@ def everything(counts: list[int]) -> dict[str, Any]:
         {"rank": rank, "text": "x" * (10 * rank)}
     )
     collectives.barrier()
-    collectives.reset_collective_counts()
+    collectives.calls.clear()
     collectives.all_gather_rows(own, counts)
     collectives.all_gather_rows(own)
-    seen["counts"] = collectives.collective_counts()
+    seen["counts"] = dict(collectives.calls)
     return seen
 
 
@@ -121,9 +121,9 @@ def averaged_gradients(average: bool) -> tuple[list[Tensor | None], dict[str, in
     parameters[5].grad = torch.full(
         (6,), 1 / 256 if rank else 1.0, dtype=torch.bfloat16
     )
-    collectives.reset_collective_counts()
+    collectives.calls.clear()
     collectives.all_reduce_gradients(parameters, average=average)
-    return [parameter.grad for parameter in parameters], collectives.collective_counts()
+    return [parameter.grad for parameter in parameters], dict(collectives.calls)
 
 
 @pytest.mark.parametrize("average", [True, False])

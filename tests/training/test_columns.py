@@ -25,9 +25,9 @@ def gathered():
         name: Column(part(name, collectives.rank()).numpy(), counts)
         for name, counts in COUNTS.items()
     }
-    collectives.reset_collective_counts()
+    collectives.calls.clear()
     found = gather_columns(columns)
-    return found, sum(collectives.collective_counts().values())
+    return found, collectives.calls.total()
 
 
 def test_columns_arrive_bit_for_bit():

@@ -183,12 +183,6 @@ def sharded(tmp_path, model_name, version):
                 )
             except UserError as error:
                 refused[optim] = str(error)
-        if version == 2:
-            wide = session.prepare(TinyModel(dim=8, num_outputs=2), ("Layer",))
-            eight_bit = config.changed(**{"optim": "adamw_8bit"})
-            assert isinstance(
-                build_optimizer(wide, loss, eight_bit.optimizer), torch.optim.AdamW
-            )
     return groups, state, held, refused
 
 
@@ -215,11 +209,6 @@ def test_shards_step_as_the_whole_does(tmp_path, version):
             r"pip install 'vembed[fsdp]'" if version == 2 else "use fsdp_version: 2"
         )
         assert way_out in refused["adamw_8bit"]
-        too_few = (
-            "one of shape [1, 8] has too few rows for all"
-            if version == 2
-            else "use fsdp_version: 2"
-        )
-        assert too_few in refused["paged_adamw_8bit"]
+        assert ("paged_adamw_8bit" in refused) == (version == 1)
     # The optimizer's state is sharded with the parameters; the loss's scale is on both.
     assert num_values <= sum(held for _, _, held, _ in results) <= num_values + 10

@@ -48,13 +48,13 @@ from vembed.export.rerankers import ScoreCheck, export_reranker
 from vembed.export.safetensors_format import SafetensorsFormat
 from vembed.export.servers import ServerName, check_served, write_server_files
 from vembed.export.static_format import StaticFormat
+from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.models.families.backbones import file_dtype, read_config
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import EXPORT_FILE, is_reranker
 from vembed.saving.card import Card, render_card
 from vembed.saving.files import replaced_folder
-from vembed.saving.layout import write_json
 
 MAX_STUDENT_EXAMPLES = 10_000
 """Examples whose texts train a student; of more, as many spread over all."""

@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 
 from vembed.data.examples import Kind
 from vembed.data.processing import CHARACTERS_PER_TOKEN, cut_words
+from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.models.families.model_files import read_object
-from vembed.saving.layout import write_json
 
 FormatName = Literal["safetensors", "onnx", "static", "openvino", "gguf"]
 WeightPrecision = Literal["float32", "float16", "bfloat16", "int8"]

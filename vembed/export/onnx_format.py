@@ -30,6 +30,7 @@ from vembed.export.formats import (
     WeightPrecision,
     write_texts,
 )
+from vembed.files import write_json
 from vembed.inference.embedder import Embedder, to_item
 from vembed.models.families.backbones import is_decoder_only
 from vembed.models.families.description import IMAGE_TOWER_FOLDER
@@ -38,7 +39,6 @@ from vembed.models.families.model_files import read_object
 from vembed.models.modalities import pool, project, tower_features
 from vembed.models.processors import save_processors
 from vembed.models.towers import tower_module
-from vembed.saving.layout import write_json
 
 ONNX_FILE = "model.onnx"
 IMAGE_FILE = "image_model.onnx"

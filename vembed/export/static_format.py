@@ -19,6 +19,7 @@ from vembed.config.terms import Term
 from vembed.data.examples import Kind
 from vembed.export.check import encode_all
 from vembed.export.formats import ExportFormat, ExportJob, ExportReader, write_texts
+from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.losses.batch import EmbeddingLoss, LossBatch, TeacherVectors
 from vembed.losses.build import TermLoss
@@ -26,7 +27,7 @@ from vembed.losses.vectors import Relational
 from vembed.models.families.backbones import StaticConfig, quiet_transformers
 from vembed.models.families.model_files import STATIC
 from vembed.models.processors import load_tokenizer
-from vembed.saving.layout import MODULE, write_json
+from vembed.saving.layout import MODULE
 
 MAX_DIMS = 256
 """Most dimensions of a student."""

@@ -15,6 +15,7 @@ from tokenizers.normalizers import Sequence as NormalizerSequence
 from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedTokenizerBase
 
 from vembed.errors import UserError
+from vembed.files import write_json
 from vembed.models.families.backbones import POSITIONS_AFTER_PADDING, quiet_transformers
 from vembed.models.families.description import IMAGE_TOWER_FOLDER, ModelDescription
 from vembed.models.families.model_files import (
@@ -264,6 +265,4 @@ def _copy_image_processor(description: ModelDescription, folder: Path) -> None:
         for old_name in ("min_pixels", "max_pixels"):
             settings.pop(old_name, None)
         settings["size"] = size
-        (folder / name).write_text(
-            json.dumps(values, indent=2) + "\n", encoding="utf-8"
-        )
+        write_json(folder / name, values)

@@ -24,7 +24,14 @@ log = logging.getLogger("vembed")
 BUCKET_BYTES = 64 * 2**20
 """Size in bytes of the buckets in which tensors are sent: large enough for the network, small beside the model."""
 
-_counts: Counter[str] = Counter()
+calls: Counter[str] = Counter()
+"""Calls of each collective in this process, without no-ops."""
+# torch 2.13 renamed these two functions, and warns of the old names.
+_IS_RENAMED = torch.__version__ >= "2.13"
+_all_gather = dist.all_gather_single if _IS_RENAMED else dist.all_gather_into_tensor
+_reduce_scatter = (
+    dist.reduce_scatter_single if _IS_RENAMED else dist.reduce_scatter_tensor
+)
 
 
 def world_size() -> int:
@@ -37,19 +44,9 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def collective_counts() -> dict[str, int]:
-    """Return the number of calls of each collective since the last reset, without no-ops."""
-    return dict(_counts)
-
-
 def num_calls() -> int:
     """Return the number of all these calls."""
-    return sum(list(_counts.values()))  # a copy: another thread may ask
-
-
-def reset_collective_counts() -> None:
-    """Reset the counts."""
-    _counts.clear()
+    return sum(list(calls.values()))  # a copy: another thread may ask
 
 
 def log_from(rank: int, line: str) -> None:
@@ -65,12 +62,12 @@ def log_from(rank: int, line: str) -> None:
 @contextmanager
 def _collective(name: str) -> Iterator[None]:
     """Count a call, and add rank and collective to the traceback if it fails."""
-    _counts[name] += 1
+    calls[name] += 1
     try:
         yield
     except Exception as error:
         error.add_note(
-            f"rank {rank()} of {world_size()}, in the collective {name} (call {_counts[name]:,d})"
+            f"rank {rank()} of {world_size()}, in the collective {name} (call {calls[name]:,d})"
         )
         raise
 
@@ -80,21 +77,6 @@ def number_device(group: dist.ProcessGroup | None = None) -> torch.device:
     if world_size() == 1 or "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def _all_gather_single(output: Tensor, local: Tensor) -> None:
-    # torch 2.13 renamed these two functions; the old names give a warning.
-    if torch.__version__ >= "2.13":
-        dist.all_gather_single(output, local)
-    else:
-        dist.all_gather_into_tensor(output, local)
-
-
-def _reduce_scatter_single(output: Tensor, full: Tensor) -> None:
-    if torch.__version__ >= "2.13":
-        dist.reduce_scatter_single(output, full)
-    else:
-        dist.reduce_scatter_tensor(output, full)
 
 
 def barrier() -> None:
@@ -112,7 +94,7 @@ def all_gather_ints(values: Sequence[int]) -> list[list[int]]:
         )
         # [world size * n], by rank.
         gathered = local_rows.new_empty(world_size() * local_rows.numel())
-        _all_gather_single(gathered, local_rows)
+        _all_gather(gathered, local_rows)
         by_rank: list[list[int]] = gathered.view(world_size(), -1).tolist()
         return by_rank
 
@@ -164,7 +146,7 @@ def all_gather_rows(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Ten
             zeros = local_rows.new_zeros(padding, *local_rows.shape[1:])
             local_rows = torch.cat([local_rows, zeros])
         padded = local_rows.new_empty(world_size() * longest, *local_rows.shape[1:])
-        _all_gather_single(padded, local_rows.contiguous())
+        _all_gather(padded, local_rows.contiguous())
         if min(counts) == longest:
             return padded
         parts = []
@@ -200,7 +182,7 @@ def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
                 start = number * longest
                 full[start : start + part.shape[0]] = part
         local_rows = full.new_empty(longest, *full.shape[1:])
-        _reduce_scatter_single(local_rows, full.contiguous())
+        _reduce_scatter(local_rows, full.contiguous())
         return local_rows[: counts[rank()]]
 
 

@@ -24,15 +24,8 @@ def write_durably(path: Path, data: bytes) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Write a text file as a whole or not at all: a full disk leaves the earlier one. What UTF-8 cannot hold (lone
     surrogates, as in paths under LANG=C) is escaped."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with replaced_file(path) as partial:
         write_durably(partial, text.encode("utf-8", "backslashreplace"))
-        partial.replace(path)
-    except OSError as error:
-        error.add_note(str(path))
-        raise
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from vembed.files import write_json
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.building import empty_backbone
 from vembed.models.custom.folder import save_code
@@ -31,7 +32,6 @@ from vembed.saving.checksums import write_weight_checksums
 from vembed.saving.durability import sync, sync_folder
 from vembed.saving.layout import (
     refuse_unclaimed,
-    write_json,
     write_layout,
     write_reranker_layout,
 )

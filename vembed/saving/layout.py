@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vembed.data.pair_features import pair_template
+from vembed.files import write_json
 from vembed.models.embedding_model import Head
 from vembed.models.families.backbones import STATIC_TYPE
 from vembed.models.families.description import ModelDescription
@@ -74,13 +74,7 @@ def write_layout(
         modules.append((path, MODULE + "Normalize"))
         # Normalize has no file; modules.json names a folder for every module.
         (folder / path).mkdir()
-    write_json(
-        folder / "modules.json",
-        [
-            {"idx": index, "name": str(index), "path": path, "type": kind}
-            for index, (path, kind) in enumerate(modules)
-        ],
-    )
+    _write_modules(folder, modules)
     settings = {
         "model_type": "SentenceTransformer",
         "prompts": {
@@ -132,10 +126,7 @@ def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
         prompts = {"query": description.query_prompt}
     settings["max_seq_length"] = description.max_length
     write_json(folder / "sentence_bert_config.json", settings)
-    listed = []
-    for index, (path, kind) in enumerate(modules):
-        listed.append({"idx": index, "name": str(index), "path": path, "type": kind})
-    write_json(folder / "modules.json", listed)
+    _write_modules(folder, modules)
     card = {
         "model_type": "CrossEncoder",
         "activation_fn": "torch.nn.modules.activation.Sigmoid",
@@ -145,6 +136,14 @@ def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
     write_json(folder / "config_sentence_transformers.json", card)
 
 
+def _write_modules(folder: Path, modules: Sequence[tuple[str, str]]) -> None:
+    """Write modules.json. `modules`: folder and type of each."""
+    entries = []
+    for index, (path, kind) in enumerate(modules):
+        entries.append({"idx": index, "name": str(index), "path": path, "type": kind})
+    write_json(folder / "modules.json", entries)
+
+
 def refuse_unclaimed(owner: str, state: Mapping[str, Tensor]) -> None:
     """Raise RuntimeError if state is left that no part has written."""
     if state:
@@ -152,12 +151,6 @@ def refuse_unclaimed(owner: str, state: Mapping[str, Tensor]) -> None:
             f"no part of a saved model takes this state of {owner}: {', '.join(state)}; save it with a part, or "
             "register it with persistent=False"
         )
-
-
-def write_json(path: Path, values: Any) -> None:
-    """Write a JSON file and create its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def _backbone_settings(folder: Path, description: ModelDescription) -> dict[str, Any]:

@@ -34,7 +34,7 @@ class Interrupts:
 
     Before the first call of `must_stop`, a signal ends the run at once: there is nothing to save. From then on it sets a
     flag that the ranks share in `must_stop` and, during an evaluation, in `check`, so that the run can finish the step and
-    save. After `training_is_over` the flag has no effect: only final/ is left to write. A second signal ends the
+    save. Once `is_over` is set, the flag has no effect: only final/ is left to write. A second signal ends the
     process at once, even while it waits for other ranks, because a separate thread reads the signals.
     """
 
@@ -45,7 +45,9 @@ class Interrupts:
         """Signal that stops the run, or _TIME_IS_UP, once all ranks know of it; 0: none."""
         self.ends_early = False
         """True once all ranks know that a rank asked for the end of the run. The run then ends well: with final/."""
-        self._wants_end = False
+        self.wants_end = False
+        """Set on a rank that asks for the end of the run. After the next `must_stop` or `share_end_request`,
+        `ends_early` is true on every rank."""
         self._number = 0
         self._first_at = 0.0
         self._began = time.monotonic()
@@ -53,7 +55,8 @@ class Interrupts:
         self._longest_step = 0.0
         self._is_armed = False
         """True from the first `must_stop` on."""
-        self._is_over = False
+        self.is_over = False
+        """Set when training is over: signals have no effect any more. A second one still ends the process at once."""
         self._num_checks = 0
         self._save_seconds = 0.0
         self._before: dict[signal.Signals, Any] = {}
@@ -77,14 +80,9 @@ class Interrupts:
         self._save_seconds = save_seconds
         return self._ask_ranks(self._longest_step)
 
-    def end_early(self) -> None:
-        """Ask for the end of the run. After the next `must_stop` or `share_end_request`, `ends_early` is true on every
-        rank."""
-        self._wants_end = True
-
     def share_end_request(self) -> None:
         """Set `ends_early` on every rank if one of them has asked, between two steps. Collective."""
-        self.ends_early = bool(collectives.max_ints([int(self._wants_end)])[0])
+        self.ends_early = bool(collectives.max_ints([int(self.wants_end)])[0])
 
     def check(self) -> None:
         """Raise EvaluationStopped if the run is to stop. All ranks call it between two micro-batches of an evaluation.
@@ -98,10 +96,6 @@ class Interrupts:
             and self._ask_ranks()
         ):
             raise EvaluationStopped
-
-    def training_is_over(self) -> None:
-        """Stop reacting to signals. A second one still ends the process at once."""
-        self._is_over = True
 
     def stopped(self, step: int, checkpoint: Path) -> Stopped:
         """Return the exception to raise after `must_stop` returned True."""
@@ -129,7 +123,7 @@ class Interrupts:
             if time.monotonic() - self._began + reserved >= self.max_seconds:
                 number = _TIME_IS_UP
         # One collective for both questions, as it is called after every step.
-        self.reason_to_stop, ends = collectives.max_ints([number, int(self._wants_end)])
+        self.reason_to_stop, ends = collectives.max_ints([number, int(self.wants_end)])
         self.ends_early = bool(ends)
         return bool(self.reason_to_stop)
 
@@ -194,7 +188,7 @@ class Interrupts:
                 self._number = _counted_as(number)
                 self._first_at = now
                 action = "finishing the step and saving"
-                if self._is_over:
+                if self.is_over:
                     action = "training is over, writing final/"
                 if self._is_armed:
                     name = signal.Signals(number).name

@@ -27,7 +27,7 @@ from vembed.parallel.parameters import clip_gradients, global_grad_norm
 from vembed.parallel.session import Session
 from vembed.training.optimizers.declaration import OptimizerInputs
 from vembed.training.optimizers.table import OPTIMIZERS
-from vembed.training.state import GradientScale
+from vembed.training.state import FIRST_SCALE, GradientScale
 
 log = logging.getLogger("vembed")
 
@@ -307,8 +307,10 @@ class Update:
         self.max_grad_norm = max_grad_norm
         self.uses_scale = session.mixed_precision == "fp16"
         self.scale = scale
-        if self.uses_scale:
-            scale.start()
+        # Unless a checkpoint has restored a later value.
+        if self.uses_scale and not scale.is_started:
+            scale.value = FIRST_SCALE
+            scale.is_started = True
 
     def apply(self, loss_share: torch.Tensor) -> Outcome:
         """Take one optimizer step with the current gradients, then clear them. Collective."""

@@ -29,12 +29,6 @@ class GradientScale:
     is_started: bool = False
     """True if the first float16 value was set. A value that overflows reduced to 1 must not be reset."""
 
-    def start(self) -> None:
-        """Set the first value, unless a checkpoint has restored a later one."""
-        if not self.is_started:
-            self.value = FIRST_SCALE
-            self.is_started = True
-
     def adapt(self, is_finite: bool) -> None:
         """Halve the scale after an overflow, and double it after many good steps."""
         self.good_steps += 1

@@ -260,7 +260,7 @@ class Trainer:
             step_batches = []
             self._update_weights(report)
             if self.hooks.on_step(report):
-                interrupts.end_early()
+                interrupts.wants_end = True
             # The ranks decide together, once per step, so that all stop after the same one.
             must_stop = interrupts.must_stop(self.checkpointer.save_seconds)
             is_logged = _is_due(state.step, self.intervals.logging_steps)
@@ -343,7 +343,7 @@ class Trainer:
         epoch = self.data.epoch_at(state.step)
         evaluation = Evaluation(state.step, epoch, scores, metric, is_best, queries)
         if self.hooks.on_evaluation(evaluation):
-            self.interrupts.end_early()
+            self.interrupts.wants_end = True
         self.interrupts.share_end_request()
 
     def save(self) -> None:
@@ -375,7 +375,7 @@ class Trainer:
         # loaded.
         for hook in self.hooks:
             hook.on_finish(self)
-        self.interrupts.training_is_over()
+        self.interrupts.is_over = True
         log_use(components.source.towers.stores)
         components.teachers.log_use()
         self.checkpointer.wait()

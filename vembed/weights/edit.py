@@ -25,6 +25,7 @@ from vembed.evaluation.report.pictures import write_picture
 from vembed.evaluation.report.plots import front_svg
 from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
+from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.models.embedding_model import Dense, EmbeddingModel, Head
@@ -41,7 +42,6 @@ from vembed.parallel.parameters import (
 from vembed.parallel.session import Session
 from vembed.saving.card import Card
 from vembed.saving.files import save_model
-from vembed.saving.layout import write_json
 from vembed.weights.directions import (
     Direction,
     directions,

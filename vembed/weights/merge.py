@@ -19,13 +19,13 @@ from vembed.evaluation.report.pictures import write_picture
 from vembed.evaluation.report.plots import sweep_svg
 from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
+from vembed.files import write_json
 from vembed.models.families.backbones import file_dtype, read_config
 from vembed.models.families.model_files import read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.saving.checksums import CHECKSUMS
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
-from vembed.saving.layout import write_json
 from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
 from vembed.weights.merge_rules import MergeMethod, check_merge
 from vembed.weights.methods import Recipe, merged_pieces

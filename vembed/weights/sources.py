@@ -20,6 +20,7 @@ from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.families.model_files import (
     CODES,
     METADATA,
+    has_tokenizer_files,
     read_header,
     read_model,
     read_object,
@@ -133,14 +134,6 @@ class TensorWriter:
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
-
-_VOCABULARIES = (
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-)
 
 
 @dataclass(frozen=True)
@@ -341,7 +334,7 @@ def _vocabulary(folder: Path) -> list[Any] | None:
         for number, content in added:
             numbers[content] = number
         return sorted(numbers.items())
-    if not any((folder / name).is_file() for name in _VOCABULARIES):
+    if not has_tokenizer_files(folder):
         return None
     vocabulary = open_tokenizer(folder, trust_remote_code=False).get_vocab()
     return sorted(vocabulary.items())

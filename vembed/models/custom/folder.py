@@ -27,7 +27,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from vembed.config.schema import ModelSection
 from vembed.errors import UserError
-from vembed.files import cache_folder
+from vembed.files import cache_folder, write_json
 from vembed.models.custom import modeling
 from vembed.models.custom.classes import (
     OwnCode,
@@ -135,10 +135,8 @@ def own_folder(
         if reads_images and "image_size" in settings and not processor.is_file():
             side = settings["image_size"]
             values = {**IMAGE_PROCESSOR, "size": {"height": side, "width": side}}
-            processor.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        (partial / "config.json").write_text(
-            json.dumps(settings, indent=2) + "\n", encoding="utf-8"
-        )
+            write_json(processor, values)
+        write_json(partial / "config.json", settings)
         try:
             partial.rename(folder)
         except OSError:  # another process was faster, and has written the same

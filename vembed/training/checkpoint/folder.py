@@ -6,7 +6,6 @@ Does not import torch, and reads no weights.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import re
@@ -21,7 +20,13 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.files import read_json_object, read_state_bytes
-from vembed.models.families.model_files import CODES, WEIGHTS, Stored, read_header
+from vembed.models.families.model_files import (
+    CODES,
+    WEIGHTS,
+    Stored,
+    first_problem,
+    read_header,
+)
 from vembed.saving.checksums import checksums_of, damage_of
 from vembed.saving.durability import sync, write_durably
 from vembed.training.state import Count, LoopState
@@ -245,7 +250,7 @@ def _state_problems(directory: Path) -> Iterator[str]:
         state = StateSchema.model_validate_json(read_state_bytes(directory / STATE))
         TrainConfig(**state.config)
     except ValidationError as error:
-        yield f"{STATE}: {_first_problem(error)}"
+        yield f"{STATE}: {first_problem(error)}"
         return
     except (ValueError, UserError) as error:
         yield f"{STATE}: {error}"
@@ -259,21 +264,11 @@ def _state_problems(directory: Path) -> Iterator[str]:
             yield f"{STATE}: loop.{name} is {value}, later than its step {loop.step}"
 
 
-def _first_problem(error: ValidationError) -> str:
-    """Return the first problem that pydantic found: where it is, what is wrong, and the value."""
-    first = error.errors()[0]
-    place = ".".join(map(str, first["loc"])) or "its content"
-    value = first["input"]
-    is_simple = isinstance(value, str | int | float | None)
-    value_text = f" ({value!r:.60})" if is_simple else ""
-    return f"{place}: {first['msg'][:1].lower()}{first['msg'][1:]}{value_text}"
-
-
 def _index_problems(directory: Path) -> Iterator[str]:
     try:
         index = _INDEX.validate_json(read_state_bytes(directory / INDEX))
     except ValidationError as error:
-        yield f"{INDEX}: {_first_problem(error)}"
+        yield f"{INDEX}: {first_problem(error)}"
         return
     unnamed: dict[tuple[str, str], Stored] = {}
     for path in sorted(directory.glob("rank*" + WEIGHTS)):
@@ -298,24 +293,17 @@ def _tensor_problem(
     if entry.dtype not in CODES:
         return f"{entry.dtype} is not the name of a type"
     shape = entry.shape
-    num_stored = 0
-    for chunk in entry.chunks:
-        if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
-            return "offsets, sizes and shape have different lengths"
-        for start, count, size in zip(chunk.offsets, chunk.sizes, shape, strict=True):
-            if start + count > size:
-                return f"a chunk of {chunk.sizes} at {chunk.offsets} is outside of the shape {shape}"
-        num_stored += math.prod(chunk.sizes)
-    # Equal numbers and no overlap together mean: every element once.
-    if num_stored != math.prod(shape):
-        return f"its chunks hold {num_stored:,d} of {math.prod(shape):,d} elements"
-    # Pieces are cut along the first dimension. In order of their offsets they overlap only with their neighbours.
     chunks = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
     chunks.sort(key=lambda chunk: chunk.offsets)
-    for left, right in itertools.pairwise(chunks):
-        spans = zip(left.offsets, left.sizes, right.offsets, right.sizes, strict=True)
-        if all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans):
-            return "two chunks overlap"
+    # Tensors are cut along their first dimension: each piece begins in the row where the one before it ends.
+    num_rows = 0
+    for chunk in chunks:
+        begin = [num_rows, *(0 for _ in shape[1:])] if shape else []
+        if chunk.offsets != begin or chunk.sizes[1:] != shape[1:]:
+            return f"its chunk of {chunk.sizes} at {chunk.offsets} does not continue those before it"
+        num_rows += chunk.sizes[0] if shape else 0
+    if math.prod(shape) and num_rows != sum(shape[:1]):
+        return f"its chunks hold {num_rows:,d} of {shape[0]:,d} rows"
     for chunk in entry.chunks:
         stored = pieces.get((chunk.file, chunk.key))
         if stored is None:

@@ -20,7 +20,7 @@ from vembed.errors import UserError
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.report.summary import SUMMARY_FILE, read_summary
 from vembed.files import read_json_object, read_state_bytes
-from vembed.saving.durability import write_durably
+from vembed.saving.durability import replaced_file, write_durably
 from vembed.training.checkpoint.folder import MANIFEST, STATE, list_checkpoints, step_of
 
 log = logging.getLogger("vembed")
@@ -401,8 +401,6 @@ def trim_metrics(
             if line.endswith(b"\n") and position <= (step, is_scored):
                 kept.append(line)
     if len(kept) != len(lines):
-        # Written to a temporary file and renamed, so that a crash loses nothing.
-        partial = path.with_name(METRICS + ".partial")
-        write_durably(partial, b"".join(kept))
-        partial.replace(path)
+        with replaced_file(path) as partial:
+            write_durably(partial, b"".join(kept))
     return len(lines) - len(kept)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from typing import TYPE_CHECKING, Any
 
 from vembed.errors import UserError
@@ -14,7 +13,6 @@ from vembed.training.optimizers.declaration import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer
 
 log = logging.getLogger("vembed")
@@ -81,14 +79,6 @@ class AdamW8Bit(OptimizerKind):
                 f"optim: {self.name} needs torchao on sharded parameters ({error}): pip install 'vembed[fsdp]', or use "
                 "optim: adamw"
             ) from error
-        for tensor in inputs.tensors():
-            # torchao 0.18 on torch 2.13 aborts the process without a message here.
-            if tensor.device.type == "cpu" and leaves_a_rank_empty(tensor):
-                raise UserError(
-                    f"optim: {self.name} of torchao crashes on the CPU where a process holds nothing of a parameter, "
-                    f"and one of shape {list(tensor.shape)} has too few rows for all: use optim: adamw, or fewer "
-                    "processes"
-                )
         optimizer: Optimizer = AdamW8bit(inputs.groups, **arguments)
         return optimizer
 
@@ -100,22 +90,3 @@ class PagedAdamW8Bit(AdamW8Bit):
     summary = "The same, with state that moves to host memory where a GPU has no room."
     spellings = "paged_adamw8bit"
     is_paged = True
-
-
-def leaves_a_rank_empty(tensor: Tensor) -> bool:
-    """Return whether some rank's shard of the parameter has no rows. The same on every rank."""
-    from torch.distributed.tensor import DTensor, Shard
-
-    if not isinstance(tensor, DTensor):
-        return False
-    for axis, placement in enumerate(tensor.placements):
-        if not isinstance(placement, Shard):
-            continue
-        num_shards = tensor.device_mesh.size(axis)
-        num_rows = tensor.shape[placement.dim]
-        # torch.chunk semantics: shards of ceil(rows / shards) rows, so the last ranks may get none (5 rows on 4
-        # ranks: 2, 2, 1, 0).
-        rows_per_shard = math.ceil(num_rows / num_shards)
-        if math.ceil(num_rows / rows_per_shard) < num_shards:
-            return True
-    return False
