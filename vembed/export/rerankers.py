@@ -30,12 +30,13 @@ from vembed.export.onnx_format import (
     save_graph,
     write_in,
 )
+from vembed.files import write_json
 from vembed.inference.reranker import Reranker, read_weights
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import read_object
 from vembed.models.modalities import SEGMENTS
 from vembed.models.processors import load_tokenizer, save_processors
-from vembed.saving.layout import write_json, write_reranker_layout
+from vembed.saving.layout import write_reranker_layout
 
 SCORE_TOLERANCE: dict[WeightPrecision, float] = {
     "float32": 1e-4,
