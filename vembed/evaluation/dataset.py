@@ -274,11 +274,11 @@ def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> Retrieval
         notes.append(f"joined {corpus.num_joined:,d} documents with equal content")
     name = f"{folder} ({qrels.name})"
     data = judgements.retrieval_data(name, corpus.documents, notes)
-    index_of = {query.key(): index for index, query in enumerate(data.queries)}
+    index_of = {item.key(): index for index, item in enumerate(data.queries)}
     query_ids = {}
-    for identity, query in queries.items():
-        if query.key() in index_of:
-            query_ids[identity] = index_of[query.key()]
+    for identity, item in queries.items():
+        if item.key() in index_of:
+            query_ids[identity] = index_of[item.key()]
     return replace(data, query_ids=query_ids, find_document=corpus.find)
 
 
