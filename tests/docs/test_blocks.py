@@ -66,6 +66,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name in ("examples", "configs", "vembed", "Makefile"):
         (workdir / name).symlink_to(ROOT / name)
     (workdir / "data").mkdir()
+    (workdir / "demo").mkdir()
+    (workdir / "demo" / "data").symlink_to(workdir / "data")
     texts = tiny.texts(24)
     rows = [
         {"query": text, "positive": f"found {text}", "negatives": ["none"]}

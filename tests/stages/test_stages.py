@@ -108,10 +108,10 @@ def test_steps_of_a_list_and_where_each_starts():
     ]
     assert pipeline.model_before("broad") is None
     assert pipeline.model_before("hard").name == "broad"
-    assert pipeline.mined_before("hard").name == "sharp"
+    assert pipeline.data_step_before("hard").name == "sharp"
     assert pipeline.model_before("evaluate-5").name == "soup"
     assert pipeline.model_before("last").name == "broad"
-    assert pipeline.mined_before("last") is None
+    assert pipeline.data_step_before("last") is None
     assert str(pipeline.folder("soup")) == "out/soup"
 
 

@@ -14,23 +14,25 @@ from vembed.errors import UserError
 STAGES = "stages"
 TRAINING_STAGES = "training_stages"
 DEFAULT_ROOT = "output"
-MINED = "mined.jsonl"
-"""Output file of a mining step, in its folder."""
+DATA_FILES = {"mine": "mined.jsonl", "judge": "judged.jsonl"}
+"""Kind of a step that leaves training data -> their file in its folder."""
 
-Kind = Literal["train", "mine", "merge", "evaluate"]
-OTHER_KINDS: tuple[Kind, ...] = ("mine", "merge", "evaluate")
+Kind = Literal["train", "mine", "judge", "merge", "evaluate"]
+OTHER_KINDS: tuple[Kind, ...] = ("mine", "judge", "merge", "evaluate")
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step: a training stage, or a mining, a merge or an evaluation between stages."""
+    """One step: a training stage, or a mining, a judgement, a merge or an evaluation between stages."""
 
     name: str
     kind: Kind
     block: dict[str, Node]
     """Its options."""
     start: str | None = None
-    """The step whose model it starts from, where that is not the last one before it that has a model."""
+    """The step whose model it starts from, where that is not the last one before it that has a model of its task."""
+    task: str = "embed"
+    """Task of the model that it trains, or starts from."""
 
     @property
     def has_model(self) -> bool:
@@ -81,18 +83,26 @@ class Pipeline:
         if step.start is not None:
             return by_name[step.start]
         for earlier in reversed(self.before(name)):
-            if earlier.has_model:
+            if earlier.has_model and earlier.task == step.task:
                 return earlier
         return None
 
-    def mined_before(self, name: str) -> Step | None:
-        """Return the mining step whose data a training stage gets: the last one since the stage before."""
+    def data_step_before(self, name: str) -> Step | None:
+        """Return the step whose data a training stage gets: the last one since the stage before. A judgement gets the
+        last of all."""
+        is_training = any(
+            step.name == name and step.kind == "train" for step in self.steps
+        )
         for step in reversed(self.before(name)):
-            if step.kind == "mine":
+            if step.kind in DATA_FILES:
                 return step
-            if step.kind == "train":
+            if step.kind == "train" and is_training:
                 return None
         return None
+
+    def data_of(self, step: Step) -> Path:
+        """Return the file of a step that leaves training data."""
+        return self.folder(step.name) / DATA_FILES[step.kind]
 
 
 def option_in(keys: Mapping[str, Node], option: str) -> Node | None:
@@ -134,10 +144,12 @@ def pipeline_of(
     if root is None:
         named = option_in(keys, "output_dir")
         root = DEFAULT_ROOT if named is None else str(named.plain())
+    task = option_in(keys, "task")
+    shared_task = "embed" if task is None else str(task.plain())
     steps: list[Step] = []
     for number, (step_name, block) in enumerate(_blocks(keys, name), start=1):
         earlier = [step.name for step in steps]
-        step = _step(step_name, block, number, name, earlier)
+        step = _step(step_name, block, number, name, earlier, shared_task)
         steps.append(step)
     return Pipeline(name, root, tuple(steps))
 
@@ -155,20 +167,23 @@ def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:
             continue
         block = dict(step.block)
         before = pipeline.model_before(step.name)
-        mined = pipeline.mined_before(step.name)
-        # A training stage right before is found by those who read the blocks, and named as the place of the model.
-        implied = before is not None and (
-            step.start is not None or before.kind != "train"
-        )
-        # What the block says itself holds.
-        if before is not None and implied and step.option("model_name") is None:
-            block["model_name"] = Node(
-                str(pipeline.folder(before.name) / "final"), keys[STAGES].line
-            )
-        if mined is not None and step.option("data_path") is None:
-            block["data_path"] = Node(
-                str(pipeline.folder(mined.name) / MINED), keys[STAGES].line
-            )
+        data_step = pipeline.data_step_before(step.name)
+        trainings = [
+            step for step in pipeline.before(step.name) if step.kind == "train"
+        ]
+        start_model = option_in(keys, "model_name")
+        # What the block says itself holds. A training stage right before is found by those who read the blocks, and
+        # named as the place of the model.
+        if step.option("model_name") is None and trainings[-1:] != [before]:
+            if before is not None:
+                folder = str(pipeline.folder(before.name) / "final")
+                block["model_name"] = Node(folder, keys[STAGES].line)
+            elif trainings and start_model is not None:
+                # The stages before it train models of the other task.
+                block["model_name"] = start_model
+        if data_step is not None and step.option("data_path") is None:
+            path = str(pipeline.data_of(data_step))
+            block["data_path"] = Node(path, keys[STAGES].line)
         blocks[step.name] = Node(block, keys[STAGES].line)
     return Node(blocks, keys[STAGES].line)
 
@@ -210,6 +225,7 @@ def _step(
     number: int,
     name: str,
     earlier: list[str],
+    shared_task: str,
 ) -> Step:
     # A step between has its kind as its only key, beside `from`; among other keys `mine` is the option of a training.
     kinds = [
@@ -243,4 +259,11 @@ def _step(
         if not isinstance(inner.value, dict):
             raise UserError(f"{name}: stage {step_name}: {kind} must hold options")
         block = dict(inner.value)
-    return Step(step_name, kind, block, start_name)
+    task = shared_task
+    if kind == "train" and (option := option_in(block, "task")) is not None:
+        task = str(option.plain())
+    if kind in ("mine", "evaluate"):
+        task = "embed"
+    if kind == "judge":
+        task = "rerank"
+    return Step(step_name, kind, block, start_name, task)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from vembed.export.formats import (
 )
 from vembed.export.gguf_format import GgufFormat
 from vembed.export.onnx_format import OnnxFormat, OpenvinoFormat
+from vembed.export.rerankers import ScoreCheck, export_reranker
 from vembed.export.safetensors_format import SafetensorsFormat
 from vembed.export.servers import ServerName, check_served, write_server_files
 from vembed.export.static_format import StaticFormat
@@ -51,7 +52,7 @@ from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.models.families.backbones import file_dtype, read_config
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.model_files import EXPORT_FILE
+from vembed.models.families.model_files import EXPORT_FILE, is_reranker
 from vembed.saving.card import Card, render_card
 from vembed.saving.files import replaced_folder
 
@@ -71,7 +72,7 @@ class Exported:
     """Result: the folder, and the check if it was made."""
 
     path: Path
-    check: Check | None
+    check: Check | ScoreCheck | None
     description: ModelDescription
     facts: dict[str, Any]
     """Content of export.json."""
@@ -102,12 +103,32 @@ def export_model(
         raise UserError(
             f"--precision {precision}: --format {format_name} takes {', '.join(export_format.precisions)}"
         )
+    if format_name != "onnx" and is_reranker(model):
+        raise UserError(
+            f"--format {format_name}: {model} is a reranker, which is exported to onnx; servers such as TEI and vLLM read "
+            "its folder as it is"
+        )
     missing = export_format.missing()
     if missing is not None and (check or format_name != "safetensors"):
         raise UserError(f"--format {format_name}: {missing}")
     evaluation = None
     if check:
         evaluation = evaluation_data(model, data)
+    if is_reranker(model):
+        precision = precision or "float32"
+        with replaced_folder(target) as folder:
+            description, scores = export_reranker(
+                model,
+                folder,
+                precision,
+                check=check,
+                data=evaluation,
+                tolerance=tolerance,
+                trust_remote_code=trust_remote_code,
+                log=log,
+            )
+            facts = _describe(folder, description, format_name, precision, scores)
+        return Exported(target, scores, description, facts)
     # Float32 for every precision: each format rounds the weights itself, and the check compares with unrounded ones.
     embedder = Embedder(
         model,
@@ -139,12 +160,13 @@ def export_model(
             )
         else:
             _write(export_format, format_name, job, folder)
-        facts = _describe(folder, embedder, format_name, precision, result)
+        size = embedder.truncate_dim or description.embedding_dim
+        vectors = {"embedding_dim": size, "normalized": description.normalize}
+        facts = _describe(folder, description, format_name, precision, result, vectors)
         if is_student:
             facts["num_training_texts"] = len(texts)
         if server is not None:
-            dim = embedder.truncate_dim or description.embedding_dim
-            write_server_files(server, folder, description, dim)
+            write_server_files(server, folder, description, size)
     return Exported(target, result, description, facts)
 
 
@@ -330,18 +352,17 @@ def _write_and_check(
 
 def _describe(
     folder: Path,
-    embedder: Embedder,
+    description: ModelDescription,
     format_name: FormatName,
     precision: WeightPrecision,
-    check: Check | None,
+    check: Check | ScoreCheck | None,
+    vectors: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write export.json and the card; return the content of the first."""
-    description = embedder.description
+    """Write export.json and the card; return the content of the first. `vectors`: facts about embeddings."""
     facts = {
         "format": format_name,
         "precision": precision,
-        "embedding_dim": embedder.truncate_dim or description.embedding_dim,
-        "normalized": description.normalize,
+        **(vectors or {}),
         "check": None if check is None else check.to_dict(),
     }
     write_json(folder / EXPORT_FILE, facts)

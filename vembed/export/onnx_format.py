@@ -164,8 +164,9 @@ def save_graph(
     example: tuple[Tensor, ...],
     shapes: Mapping[str, Mapping[int, Any]],
     target: Path,
+    output: str = OUTPUT,
 ) -> None:
-    """Trace a module and save it. `shapes`: the dimensions of each input that vary."""
+    """Trace a module and save it. `shapes`: the dimensions of each input that vary. `output`: name of its output."""
     exporter = logging.getLogger("torch.onnx")
     level_before = exporter.level
     # It names every operator library that is not installed.
@@ -178,7 +179,7 @@ def save_graph(
                 example,
                 dynamo=True,
                 input_names=list(shapes),
-                output_names=[OUTPUT],
+                output_names=[output],
                 dynamic_shapes={name: dict(shape) for name, shape in shapes.items()},
                 verbose=False,
             )
@@ -275,7 +276,7 @@ def run_batches(
     operators among them, which is slower where these are small."""
     num_threads = torch.get_num_threads()
     with ThreadPoolExecutor(num_threads, thread_name_prefix="vembed-onnx") as pool:
-        return list(pool.map(lambda batch: session.run([OUTPUT], batch)[0], batches))
+        return list(pool.map(lambda batch: session.run(None, batch)[0], batches))
 
 
 # ---- texts ---------------------------------------------------------------------------------------------------------
@@ -398,7 +399,7 @@ class OnnxReader(GraphReader):
 
     def encode_ids(self, rows: Sequence[list[int]]) -> np.ndarray:
         """Return [n, d] embeddings. Texts of similar length share a batch, because padding costs time."""
-        batches = _batches([self.fixed_length or len(row) for row in rows])
+        batches = batches_of([self.fixed_length or len(row) for row in rows])
         inputs = []
         for numbers in batches:
             batch = [rows[number] for number in numbers]
@@ -410,7 +411,7 @@ class OnnxReader(GraphReader):
         return embeddings
 
 
-def _batches(lengths: Sequence[int]) -> list[list[int]]:
+def batches_of(lengths: Sequence[int]) -> list[list[int]]:
     """Return the rows of each batch, the longest texts first: BATCH_TOKENS padded tokens, or a single longer text."""
     batches: list[list[int]] = []
     longest = 0

@@ -13,6 +13,7 @@ from torch import nn
 
 from vembed.config.schema import ModelSection
 from vembed.data.examples import Item
+from vembed.data.features import Features
 from vembed.data.pair_features import Pair, PairFeaturiser
 from vembed.errors import UserError
 from vembed.inference.embedder import to_item
@@ -103,7 +104,12 @@ class Reranker:
         """
         if not pairs and world_size == 1:
             return np.empty((0, 1), np.float32)
-        features = self.featuriser.features(pairs)
+        return self.scores_of(self.featuriser.features(pairs), world_size)
+
+    def scores_of(
+        self, features: Sequence[Features], world_size: int = 1
+    ) -> np.ndarray:
+        """Return [n, 1] float32 scores of tokenized pairs. `world_size`: as in `score`."""
         return encode_features(
             self.model, self.featuriser, features, self.device, world_size=world_size
         )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from vembed.config.schema import ObjectiveSection
 from vembed.errors import UserError
@@ -228,19 +228,34 @@ class GivenStates(nn.Module):
 
     states: Tensor | None = None
 
-    def forward(self, *_: Any, **__: Any) -> BaseModelOutputWithPastAndCrossAttentions:
+    def __init__(self, pooler: nn.Module | None = None) -> None:
+        """`pooler`: the base model's layer over the first token, which only classifiers use."""
+        super().__init__()
+        self.pooler = pooler
+
+    def forward(
+        self, *_: Any, **__: Any
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
         """Return them."""
-        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=self.states)
+        pooled = None
+        if self.pooler is not None and self.states is not None:
+            pooled = self.pooler(self.states)
+        return BaseModelOutputWithPoolingAndCrossAttentions(
+            last_hidden_state=self.states, pooler_output=pooled
+        )
 
 
 def save_with_head(
-    folder: Path, backbone: Any, state: Mapping[str, Tensor], head: Mapping[str, Tensor]
+    folder: Path,
+    kind: type[PreTrainedModel],
+    config: PretrainedConfig,
+    state: Mapping[str, Tensor],
+    head: Mapping[str, Tensor],
 ) -> None:
-    """Write the model with its language-model head, as Transformers does. `state`: the base model's full state dict;
-    `head`: that of a LanguageHead."""
-    kind = class_with_head(backbone.config)
+    """Write a model with its head as Transformers does. `kind`: the class of both. `state`: the base model's full state
+    dict. `head`: that of the head."""
     with torch.device("meta"):
-        whole = kind(backbone.config)
+        whole = kind(config)
     prefix = f"{whole.base_model_prefix}."
     weights = {f"{prefix}{name}": tensor for name, tensor in state.items()}
     weights |= {name.removeprefix("whole."): tensor for name, tensor in head.items()}

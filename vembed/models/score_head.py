@@ -15,16 +15,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from vembed.errors import UserError
 from vembed.models.families.backbones import (
     language_class,
-    quiet_transformers,
     score_class,
 )
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import read_tensors
+from vembed.models.language_head import GivenStates, save_with_head
 from vembed.models.processors import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -55,28 +54,6 @@ def class_with_scores(
     return chosen
 
 
-class PooledStates(nn.Module):
-    """Stands in the place of the base model and gives the pooled states that it was handed, as texts of one token."""
-
-    states: Tensor | None = None
-
-    def __init__(self, pooler: nn.Module | None) -> None:
-        """`pooler`: the base model's layer over the first token, which only classifiers use."""
-        super().__init__()
-        self.pooler = pooler
-
-    def forward(
-        self, *_: Any, **__: Any
-    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
-        """Return them."""
-        pooled = None
-        if self.pooler is not None and self.states is not None:
-            pooled = self.pooler(self.states)
-        return BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=self.states, pooler_output=pooled
-        )
-
-
 class ScoreHead(nn.Module):
     """The layers of a sequence classifier behind its base model."""
 
@@ -88,7 +65,7 @@ class ScoreHead(nn.Module):
         pooler = getattr(base, "pooler", None)
         if pooler is not None:
             base.pooler = None
-        setattr(whole, name, PooledStates(pooler))
+        setattr(whole, name, GivenStates(pooler))
         self.whole = whole
         self.is_new = False
         """True: its weights are not those of files."""
@@ -180,19 +157,13 @@ def save_reranker(
     """Write the whole model as Transformers does: base model and head. `state`, `head`: their full state dicts."""
     config = backbone.config
     kind = class_with_scores(description, config)
-    with torch.device("meta"):
-        whole = kind(config)
-    prefix = f"{whole.base_model_prefix}."
-    weights = {f"{prefix}{name}": tensor for name, tensor in state.items()}
-    if description.scores == "label":
-        for name, tensor in head.items():
-            weights[name.removeprefix("whole.")] = tensor
-    elif not config.tie_word_embeddings:
+    if description.scores == "answer":
         # The language-model head is not trained: that of the files, of which training reads two rows.
+        head = {}
         name = "lm_head.weight"
-        for path in sorted(Path(description.source).glob("*.safetensors")):
+        files = sorted(Path(description.source).glob("*.safetensors"))
+        for path in files if not config.tie_word_embeddings else ():
             with safe_open(path, framework="pt") as file:
                 if name in set(file.keys()):
-                    weights[name] = file.get_tensor(name)
-    with quiet_transformers():
-        whole.save_pretrained(folder, state_dict=weights)
+                    head[name] = file.get_tensor(name)
+    save_with_head(folder, kind, config, state, head)

@@ -26,7 +26,7 @@ from vembed.config.loading import resolve_run
 from vembed.config.paths import is_inside, missing_path, require_paths
 from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
-from vembed.config.stages import MINED, Pipeline, Step, read_pipeline
+from vembed.config.stages import DATA_FILES, Pipeline, Step, read_pipeline
 from vembed.config.terms import needed_teachers
 from vembed.data.cache import add_content
 from vembed.errors import RunError, UserError
@@ -177,11 +177,11 @@ class _Stage:
         elif run.processes.value != "auto":
             world_size = int(run.processes.value) * run.machines.value
         fingerprint = of_training(run.config, start, world_size)
-        mined = self.pipeline.mined_before(self.step.name)
-        if mined is None:
+        data_step = self.pipeline.data_step_before(self.step.name)
+        if data_step is None:
             return fingerprint
-        # Mined data are made anew with the step that mines them; their file need not be there yet.
-        return of_options({"training": fingerprint}, [known[mined.name]])
+        # Such data are made anew with their step; their file need not be there yet.
+        return of_options({"training": fingerprint}, [known[data_step.name]])
 
     def run(self, fingerprint: str, train: Callable[[TrainArguments], int]) -> int:
         """Run the step unless it is done, and remember that it is."""
@@ -239,7 +239,7 @@ class _Stage:
 
     def _outputs(self) -> dict[str, dict[str, Any]]:
         """Return the checksums of what the steps after this one read."""
-        names = {"mine": MINED, "evaluate": SCORES_FILE}
+        names = {**DATA_FILES, "evaluate": SCORES_FILE}
         if self.step.kind in names:
             return checksums_of(self.folder, [self.folder / names[self.step.kind]])
         paths = []
@@ -274,13 +274,17 @@ class _Stage:
             flags = _flags({"nproc": options.pop("nproc", None)})
             if "retrievers" not in options and "model_name" not in options:
                 options["model_name"] = self._model()
-            options["output_path"] = str(self.folder / MINED)
-            pairs = [
-                f"{key}={_as_word(value)}"
-                for key, value in options.items()
-                if value is not None
-            ]
-            return "mine", pairs + flags
+            options["output_path"] = str(self.folder / DATA_FILES["mine"])
+            return "mine", [*_pairs(options), *flags]
+        if self.step.kind == "judge":
+            flags = _flags({"nproc": options.pop("nproc", None)})
+            data_step = self.pipeline.data_step_before(self.step.name)
+            if "data_path" not in options and data_step is not None:
+                options["data_path"] = str(self.pipeline.data_of(data_step))
+            if "judges" not in options:
+                options["judges"] = [{"model": self._model()}]
+            options["output_path"] = str(self.folder / DATA_FILES["judge"])
+            return "judge", [*_pairs(options), *flags]
         if self.step.kind == "evaluate":
             data = options.pop("data", None)
             name = options.pop("model", None)
@@ -313,7 +317,7 @@ class _Stage:
             raise UserError(
                 f"{final} exists already; remove it, or give the merge another name"
             )
-        files = {"mine": MINED, "merge": "final/merge.json", "evaluate": SCORES_FILE}
+        files = {**DATA_FILES, "merge": "final/merge.json", "evaluate": SCORES_FILE}
         path = self.folder / files[self.step.kind]
         if is_main:
             # Of an earlier start: nobody may take it for the result.
@@ -364,9 +368,9 @@ class _Stage:
         if "output_dir" in options and self.step.kind == "train":
             if self.model_before is not None and self.step.option("model_name") is None:
                 kept.append(f"model_name={self._model()}")
-            mined = self.pipeline.mined_before(self.step.name)
-            if mined is not None and self.step.option("data_path") is None:
-                kept.append(f"data_path={self.pipeline.folder(mined.name) / MINED}")
+            data_step = self.pipeline.data_step_before(self.step.name)
+            if data_step is not None and self.step.option("data_path") is None:
+                kept.append(f"data_path={self.pipeline.data_of(data_step)}")
             kept.append(f"output_dir={self.folder}")
         if "resume" not in options:
             # A stage that was stopped goes on; its folder is of this very fingerprint.
@@ -462,6 +466,14 @@ def _by_option(overrides: Sequence[str]) -> dict[str, str]:
 def _option_of(override: str) -> str:
     key = override.partition("=")[0]
     return option_of(key) or key
+
+
+def _pairs(options: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key}={_as_word(value)}"
+        for key, value in options.items()
+        if value is not None
+    ]
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
@@ -793,11 +805,11 @@ def estimates(
         run = resolve_run(stage.source, stage.overrides, stage=step.name)
         models[step.name] = run.config.model.model_name
         remark = ""
-        mined = pipeline.mined_before(step.name)
+        mined = pipeline.data_step_before(step.name)
         if mined is not None and step.option("data_path") is None:
             # Until its data are mined, those that they come from stand for them.
             unmined = mined.options().get("data_path")
-            is_mined = (pipeline.folder(mined.name) / MINED).is_file()
+            is_mined = pipeline.data_of(mined).is_file()
             if not is_mined and isinstance(unmined, str):
                 path = f"data_path={unmined}"
                 stage = replace(stage, overrides=(*stage.overrides, path))

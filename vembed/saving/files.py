@@ -24,7 +24,7 @@ from vembed.models.embedding_model import EmbeddingModel, Head
 from vembed.models.families.backbones import plain_name, quiet_transformers, read_config
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import is_own
-from vembed.models.language_head import save_with_head
+from vembed.models.language_head import class_with_head, save_with_head
 from vembed.models.processors import save_processors
 from vembed.models.score_head import save_reranker
 from vembed.saving.card import Card, render_card
@@ -216,7 +216,8 @@ def _write_backbone(
         if description.scores is not None:
             save_reranker(folder, description, backbone, state, head)
         elif language_head:
-            save_with_head(folder, backbone, state, language_head)
+            kind = class_with_head(backbone.config)
+            save_with_head(folder, kind, backbone.config, state, language_head)
         else:
             backbone.save_pretrained(folder, state_dict=state)
     # save_pretrained writes the module's dtype to config.json, and loading uses it. Write the widest stored dtype, so

@@ -28,19 +28,11 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET_NAME.search(name)) and not _TOKEN_COUNTS.search(name)
 
 
-def secret_variables() -> list[str]:
-    """Return the values of secret environment variables."""
-    return [
-        value
-        for name, value in os.environ.items()
-        if _SECRET_VARIABLE.search(name) and len(value) >= MIN_SECRET_LENGTH
-    ]
-
-
 def masked(text: str) -> str:
     """Return a text without the values of secret environment variables and what looks like a key."""
-    for secret in secret_variables():
-        text = text.replace(secret, MASK)
+    for name, secret in os.environ.items():
+        if _SECRET_VARIABLE.search(name) and len(secret) >= MIN_SECRET_LENGTH:
+            text = text.replace(secret, MASK)
     return _SECRET_VALUE.sub(MASK, text)
 
 

@@ -19,7 +19,7 @@ from vembed.config.schema import LoggingSection
 from vembed.errors import UserError
 from vembed.evaluation.report.record import scores_line
 from vembed.files import require_regular
-from vembed.saving.masking import MASK, secret_variables
+from vembed.saving.masking import masked
 
 log = logging.getLogger("vembed")
 
@@ -230,14 +230,10 @@ class SafeFormatter(logging.Formatter):
 
     def __init__(self, pattern: str) -> None:
         super().__init__(pattern, "%Y-%m-%d %H:%M:%S")
-        self.secrets = secret_variables()
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the line with secrets replaced."""
-        line = super().format(record)
-        for secret in self.secrets:
-            line = line.replace(secret, MASK)
-        return line
+        return masked(super().format(record))
 
 
 class RunLog:

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from vembed.config.schema import DataSection
 from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
@@ -20,8 +18,7 @@ from vembed.evaluation.report.plots import sweep_svg
 from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
 from vembed.files import write_json
-from vembed.models.families.backbones import file_dtype, read_config
-from vembed.models.families.model_files import read_object
+from vembed.models.families.model_files import CODES, read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.saving.checksums import CHECKSUMS
@@ -30,8 +27,8 @@ from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_mo
 from vembed.weights.merge_rules import MergeMethod, check_merge
 from vembed.weights.methods import Recipe, merged_pieces
 from vembed.weights.sources import (
+    DTYPES,
     Source,
-    TensorEntry,
     TensorReader,
     TensorWriter,
     check_pooling,
@@ -177,7 +174,7 @@ def merge(
                 )
             log.info("base: %s", base_name)
         merger = Merge(sources, None if base_name is None else open_source(base_name))
-        merger.dtype = None if dtype == "auto" else getattr(torch, dtype)
+        merger.dtype = None if dtype == "auto" else dtype
 
         def scores_of_merge(numbers: Sequence[int], recipe: Recipe) -> dict[str, float]:
             """Return all metrics of the merge of some of the models. Collective: the first process writes."""
@@ -282,7 +279,7 @@ class Merge:
         """Raise where the models are not of one architecture, tokenizer and pooling."""
         self.sources = list(sources)
         self.base = base
-        self.dtype: torch.dtype | None = None
+        self.dtype: str | None = None
         """Of the stored weights. None: the first model's."""
         first = self.sources[0]
         self._names = [matched(first, source) for source in self.sources]
@@ -325,8 +322,11 @@ class Merge:
             shutil.copytree(root, folder, dirs_exist_ok=True, ignore=not_copied)
             for path in sorted(files):
                 self._write_file(recipe, path, folder / path.relative_to(root))
-            if self.dtype is not None:
-                _write_dtype(folder, self.dtype)
+            settings = read_object(folder / "config.json")
+            if self.dtype is not None and settings is not None:
+                # The key's older name would contradict.
+                settings.pop("torch_dtype", None)
+                write_json(folder / "config.json", {**settings, "dtype": self.dtype})
             write_json(folder / RECIPE_FILE, {**described, **asdict(recipe)})
             card = _card(described, recipe, (root / "vembed.json").is_file())
             (folder / "README.md").write_text(card, encoding="utf-8")
@@ -338,13 +338,13 @@ class Merge:
         reader = TensorReader(path)
         entries = {}
         for name, entry in reader.entries.items():
-            dtype = entry.dtype
-            if self.dtype is not None and entry.dtype.is_floating_point:
-                dtype = self.dtype
-            entries[name] = TensorEntry(dtype, entry.shape)
+            is_cast = self.dtype is not None and DTYPES[entry.dtype].is_floating_point
+            code = CODES[self.dtype] if self.dtype and is_cast else entry.dtype
+            entries[name] = replace(entry, dtype=code)
         target.parent.mkdir(parents=True, exist_ok=True)
         with TensorWriter(target, entries, reader.metadata) as writer:
             for name, entry in entries.items():
+                dtype = DTYPES[entry.dtype]
                 models = []
                 for source, names in zip(self.sources, self._names, strict=True):
                     if name in names[subfolder]:
@@ -354,27 +354,12 @@ class Merge:
                     base_name = self._base_names[subfolder][name]
                     base = self.base.reader(subfolder, base_name)
                 # Counts and tables of positions have no mean; a pooler that some lack is never used.
-                is_merged = entry.dtype.is_floating_point and len(models) == len(
-                    self.sources
-                )
+                is_merged = dtype.is_floating_point and len(models) == len(self.sources)
                 if not is_merged or (recipe.needs_base and base is None):
-                    writer.write(reader.read(name).to(entry.dtype))
+                    writer.write(reader.read(name).to(dtype))
                     continue
                 for piece in merged_pieces(recipe, name, entry.size, models, base):
-                    writer.write(piece.to(entry.dtype))
-
-
-def _write_dtype(folder: Path, dtype: torch.dtype) -> None:
-    """Name the dtype of the stored weights in config.json, for those that load them."""
-    if not (folder / "config.json").is_file():
-        return
-    if file_dtype(read_config(folder, trust_remote_code=False)) == dtype:
-        return
-    settings = read_object(folder / "config.json") or {}
-    # The key's older name would contradict.
-    settings.pop("torch_dtype", None)
-    settings["dtype"] = str(dtype).removeprefix("torch.")
-    write_json(folder / "config.json", settings)
+                    writer.write(piece.to(dtype))
 
 
 def _card(described: dict[str, Any], recipe: Recipe, has_vembed_file: bool) -> str:

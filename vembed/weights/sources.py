@@ -4,7 +4,6 @@ tokenizer."""
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.families.model_files import (
     CODES,
     METADATA,
+    Stored,
     has_tokenizer_files,
     read_header,
     read_model,
@@ -33,25 +33,9 @@ from vembed.weights.methods import Read
 
 # ---- safetensors files, so that no tensor has to be whole in memory ------------------------------------------------
 
-_DTYPES = {code: getattr(torch, name) for name, code in CODES.items()}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+DTYPES = {code: getattr(torch, name) for name, code in CODES.items()}
 _ALIGNMENT = 8
 """Bytes: the data of a safetensors file begin at a multiple of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A tensor in a file: its dtype and shape, and the bytes where it begins and ends."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int = 0
-    end: int = 0
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
 
 class TensorReader:
@@ -59,29 +43,26 @@ class TensorReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        stored, self.metadata = read_header(path)
-        self.entries: dict[str, TensorEntry] = {}
-        for name, entry in stored.items():
-            if entry.dtype not in _DTYPES:
+        self.entries, self.metadata = read_header(path)
+        for name, entry in self.entries.items():
+            if entry.dtype not in DTYPES:
                 raise UserError(
                     f"{path}: {name} is stored as {entry.dtype}, which vembed cannot compute with"
                 )
-            self.entries[name] = TensorEntry(
-                _DTYPES[entry.dtype], entry.shape, entry.begin, entry.end
-            )
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Return elements `start` to `stop` of the flattened tensor, as they are stored."""
         entry = self.entries[name]
+        dtype = DTYPES[entry.dtype]
         stop = entry.size if stop is None else min(stop, entry.size)
         if stop <= start:
-            return torch.empty(0, dtype=entry.dtype)
-        width = entry.dtype.itemsize
+            return torch.empty(0, dtype=dtype)
+        width = dtype.itemsize
         buffer = bytearray((stop - start) * width)
         with self.path.open("rb") as file:
             file.seek(entry.begin + start * width)
             file.readinto(buffer)
-        return torch.frombuffer(buffer, dtype=entry.dtype)
+        return torch.frombuffer(buffer, dtype=dtype)
 
 
 class TensorWriter:
@@ -90,7 +71,7 @@ class TensorWriter:
     def __init__(
         self,
         path: Path,
-        entries: Mapping[str, TensorEntry],
+        entries: Mapping[str, Stored],
         metadata: Mapping[str, str],
     ) -> None:
         """`entries`: what will be written, in this order; their offsets are set here."""
@@ -99,9 +80,9 @@ class TensorWriter:
         header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
         offset = 0
         for name, entry in entries.items():
-            end = offset + entry.size * entry.dtype.itemsize
+            end = offset + entry.size * DTYPES[entry.dtype].itemsize
             header[name] = {
-                "dtype": _CODES[entry.dtype],
+                "dtype": entry.dtype,
                 "shape": list(entry.shape),
                 "data_offsets": [offset, end],
             }
@@ -146,7 +127,7 @@ class Source:
     files: dict[str, dict[str, TensorReader]]
     """Subfolder (empty for the backbone's) -> tensor -> its file."""
 
-    def entry(self, part: str, name: str) -> TensorEntry:
+    def entry(self, part: str, name: str) -> Stored:
         """Return dtype and shape of a tensor."""
         return self.files[part][name].entries[name]
 

@@ -135,7 +135,7 @@ def export(
 def copy_model(model: str, target: Path, *, merge: bool = False) -> Path:
     """Copy a model, a run or an adapter to a new folder. A checkpoint is made into a model. With `merge`, write whole
     weights."""
-    from vembed.models.families.model_files import read_model
+    from vembed.models.families.model_files import is_reranker, read_model
     from vembed.saving.files import replaced_folder, save_model
     from vembed.weights.checkpoints import is_checkpoint, whole_model
 
@@ -143,7 +143,7 @@ def copy_model(model: str, target: Path, *, merge: bool = False) -> Path:
     if is_checkpoint(Path(model).expanduser()):
         whole_model(model, target)
         return target
-    files = read_model(model)
+    files = read_model(model, is_reranker=not merge and is_reranker(model))
     if not any(files.backbone.rglob("*.safetensors")) and files.adapter is None:
         raise UserError(
             f"{model} has no weights (*.safetensors), so there is no model to copy"

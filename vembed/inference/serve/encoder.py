@@ -17,6 +17,7 @@ from vembed.data.features import Features
 from vembed.errors import UserError
 from vembed.export.exporting import EXPORT_FORMATS
 from vembed.export.onnx_format import GraphReader
+from vembed.export.rerankers import OnnxReranker
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
 from vembed.inference.reranker import Reranker
@@ -116,12 +117,12 @@ class ModelEncoder:
 
 
 class PairScorer:
-    """A reranker in this process."""
+    """A reranker in this process, or its export to ONNX."""
 
     gives_scores = True
     vocab_size: int | None = None
 
-    def __init__(self, reranker: Reranker) -> None:
+    def __init__(self, reranker: Reranker | OnnxReranker) -> None:
         self.reranker = reranker
         self.max_length = reranker.description.max_length
 
@@ -130,11 +131,8 @@ class PairScorer:
         pairs = []
         for served in inputs:
             pairs.append((Item(text=served.query), Item(text=str(served.content))))
-        featuriser = self.reranker.featuriser
-        features = featuriser.features(pairs)
-        scores = encode_features(
-            self.reranker.model, featuriser, features, self.reranker.device
-        )
+        features = self.reranker.featuriser.features(pairs)
+        scores = self.reranker.scores_of(features)
         return scores, [feature.length for feature in features]
 
 
@@ -195,6 +193,8 @@ def open_encoder(
         raise UserError(
             f"{model} is an export to {format_name}: it runs on the CPU at its own size"
         )
+    if is_reranker(model):
+        return PairScorer(OnnxReranker(folder))
     return ExportEncoder(folder, format_name)
 
 

@@ -1,0 +1,56 @@
+"""examples/rerank: mining, a reranker, its judgement and an embedder that learns from it, by one command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.commands import command
+from tests.docs.pages import ROOT
+from tests.tiny import shared, texts, tiny_bert
+
+
+def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
+    folder = tmp_path / "demo" / "data"
+    folder.mkdir(parents=True)
+    words = texts(96, seed=5, longest=12)
+    for name, start, end in (("train", 0, 64), ("val", 64, 96)):
+        lines = []
+        for row in range(start, end, 2):
+            record = {"query": words[row], "positive": words[row + 1]}
+            lines.append(json.dumps(record) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    example = (ROOT / "examples" / "rerank" / "stages.yaml").read_text()
+    model = str(shared(tiny_bert))
+    example = example.replace("sentence-transformers/all-MiniLM-L6-v2", model)
+    example = example.replace("max_length: 128", "max_length: 64")
+    for size in (32, 64):
+        example = example.replace(f"batch_size: {size}", "batch_size: 8")
+    (tmp_path / "stages.yaml").write_text(example)
+
+    def train(*more: str) -> str:
+        options = ("max_steps=2", "report_to=none", "strategy=single")
+        done = command("train", "stages.yaml", *options, *more, folder=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    train("--dry-run")
+    train("--until", "reranker")
+    output = train()
+    assert output.count("done already") == 3
+    runs = tmp_path / "runs" / "rerank"
+    starts = {}
+    for name in ("retriever", "reranker", "distilled"):
+        config = (runs / name / "config.yaml").read_text().splitlines()
+        starts[name] = next(line for line in config if line.startswith("model_name"))
+    assert all(model in line for line in starts.values()), starts
+    rows = [
+        len(path.read_text().splitlines())
+        for path in (runs / "negatives/mined.jsonl", runs / "judged/judged.jsonl")
+    ]
+    assert rows == [32, 32]
+    last = (runs / "reranker" / "metrics.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["eval"]["first_stage/ndcg@10"] > 0
+    report = (runs / "stages.md").read_text()
+    assert "| judged | judge | done |" in report
+    assert "ndcg@10" in report.split("| distilled |")[1]
