@@ -206,6 +206,19 @@ def tiny_bert(
     return _save(directory, tokenizer, lambda: BertModel(config))
 
 
+def tiny_qwen3_reranker(directory: Path) -> Path:
+    """A Qwen3 whose tokenizer has `yes` and `no`, as Qwen3-Reranker is published."""
+    from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
+
+    base = shared(tiny_qwen3)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(["yes", "no"])
+    config = AutoConfig.from_pretrained(base)
+    config.max_position_embeddings = 1024
+    config.vocab_size = len(tokenizer)
+    return _save(directory, tokenizer, lambda: Qwen3ForCausalLM(config))
+
+
 def tiny_reranker(directory: Path, *, hidden: int = 16, dropout: float = 0.0) -> Path:
     """A BERT that scores pairs of texts, as Transformers saves it."""
     from transformers import BertConfig, BertForSequenceClassification

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoTokenizer, Qwen3ForSequenceClassificati
 from typer.testing import CliRunner, Result
 
 import vembed
-from tests.rerank.test_rerank import PAIRS, published, tiny_xlmr_reranker
-from tests.tiny import shared, tiny_qwen3, tiny_reranker
+from tests.rerank.test_rerank import PAIRS, tiny_xlmr_reranker
+from tests.tiny import shared, tiny_qwen3, tiny_qwen3_reranker, tiny_reranker
 from vembed.cli.main import app
 from vembed.inference.serve.encoder import ServedInput, open_encoder
 
@@ -76,7 +76,7 @@ def test_an_export_that_differs_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_not_exported_says_why(tmp_path: Path) -> None:
-    answers = published(tmp_path / "answers")
+    answers = shared(tiny_qwen3_reranker)
     done = run("export", answers, tmp_path / "onnx", "--format", "onnx")
     assert done.exit_code == 2 and "reranker_head: label" in done.output
     model = shared(tiny_reranker)

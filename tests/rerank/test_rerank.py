@@ -27,6 +27,7 @@ from tests.tiny import (
     tiny_distilbert,
     tiny_modernbert,
     tiny_qwen3,
+    tiny_qwen3_reranker,
     tiny_reranker,
     tiny_roberta,
     tiny_xlmr,
@@ -93,20 +94,6 @@ def test_a_trained_encoder_loads_in_cross_encoder(make: Any, tmp_path: Path) -> 
     assert scores[0] != scores[1]
 
 
-def published(folder: Path) -> Path:
-    """A Qwen3-Reranker: a causal language model with the tokens yes and no."""
-    tokenizer = AutoTokenizer.from_pretrained(shared(tiny_qwen3))
-    tokenizer.add_tokens(["yes", "no"])
-    tokenizer.save_pretrained(folder)
-    config = AutoModelForCausalLM.from_pretrained(shared(tiny_qwen3)).config
-    config.max_position_embeddings = 1024
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    model.resize_token_embeddings(len(tokenizer))
-    model.save_pretrained(folder)
-    return folder
-
-
 def answer_scores(folder: Path, document_prompt: str = "") -> list[float]:
     """Return the scores of PAIRS as Qwen3-Reranker's page computes them in Transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -129,7 +116,7 @@ def answer_scores(folder: Path, document_prompt: str = "") -> list[float]:
 
 
 def test_a_trained_decoder_loads_as_it_was_published(tmp_path: Path) -> None:
-    model = published(tmp_path / "published")
+    model = shared(tiny_qwen3_reranker)
     expected = answer_scores(model)
     assert vembed.Reranker(model).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
     prompts = {"document_prompt": 'a "document": '}
@@ -178,7 +165,7 @@ def test_published_classifiers_are_read(make: Any, layout: Any, tmp_path: Path) 
 
 
 def test_a_published_decoder_in_the_layout_of_cross_encoder(tmp_path: Path) -> None:
-    model = published(tmp_path / "published")
+    model = shared(tiny_qwen3_reranker)
     expected = answer_scores(model)
     saved = as_cross_encoder(model)
     assert vembed.Reranker(saved).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
@@ -304,7 +291,7 @@ def test_an_embedding_model_is_no_reranker() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_score_as_one(strategy: str, tmp_path: Path) -> None:
-    model = str(published(tmp_path / "published"))
+    model = str(shared(tiny_qwen3_reranker))
     documents = texts(5, seed=2)
     lists = tmp_path / "lists.jsonl"
     records = [{"query": "red", "documents": documents[:count]} for count in (5, 1)]
