@@ -89,9 +89,6 @@ class BaseFeaturiser(ABC, Generic[Unit]):
     def decode_ahead(self, features: Sequence[Features]) -> None:
         """Begin to decode the images of these features on other cores."""
 
-    def forget_images(self) -> None:
-        """Empty the cache of decoded images."""
-
 
 class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
     """Converter from items in the role of query or document to features and tensors. Thread-safe."""
@@ -206,7 +203,7 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
         return processing
 
     def forget_images(self) -> None:
-        """See BaseFeaturiser."""
+        """Empty the cache of decoded images."""
         if self._pixels is not None:
             self._pixels.forget()
 
