@@ -310,7 +310,7 @@ def test_several_processes_find_what_one_finds(
         assert isinstance(reader, SeveralFiles)
         results.append(as_plain(index_of(reader, with_keys=with_keys)))
     assert results[0] == results[1]
-    assert results[0]["num_bad"] == 2
+    assert results[0]["counts"]["bad"] == 2
     assert [Path(line).name.partition(".")[0] for line in results[0]["problems"]]
     assert len(results[0]["numbers"]) == 2 * (NUM_RECORDS - 1)
 
