@@ -39,10 +39,10 @@ def touch(path):
 
 
 CHANGES = {
-    "appended": (append, "has grown from"),
+    "appended": (append, "has been written to"),
     "replaced": (replace, "has been replaced"),
     "deleted": (lambda path: path.unlink(), "has been deleted or moved"),
-    "truncated": (truncate, "has shrunk from"),
+    "truncated": (truncate, "has been written to"),
     "written": (touch, "has been written to"),
 }
 

@@ -207,6 +207,50 @@ def test_it_is_evaluated_on_the_first_stage(tmp_path: Path) -> None:
     assert len({line["ndcg@10"] for line in scored}) > 1
 
 
+def test_a_run_file_is_the_first_stage(tmp_path: Path) -> None:
+    """Of ids and of texts: the relevant document is the second of each query's."""
+    words = texts(16, seed=8, longest=12)
+    queries = words[:8]
+    documents = words[8:]
+    beir = tmp_path / "beir"
+    (beir / "qrels").mkdir(parents=True)
+    corpus_lines = []
+    query_lines = []
+    qrels = ["query-id\tcorpus-id\tscore\n"]
+    run_of_ids = ["other Q0 d0 1 1.0 bm25\n"]
+    run_of_texts = []
+    for row in range(8):
+        corpus_lines.append(
+            json.dumps({"_id": f"d{row}", "text": documents[row]}) + "\n"
+        )
+        query_lines.append(json.dumps({"_id": f"q{row}", "text": queries[row]}) + "\n")
+        qrels.append(f"q{row}\td{row}\t1\n")
+        wrong = (row + 1) % 8
+        # By score, not by place in the file.
+        run_of_ids.append(f"q{row} Q0 d{row} 2 0.5 bm25\n")
+        run_of_ids.append(f"q{row} Q0 d{wrong} 1 0.9 bm25\n")
+        ranking = [documents[wrong], documents[row]]
+        line = json.dumps({"query": queries[row], "documents": ranking})
+        run_of_texts.append(line + "\n")
+    (beir / "corpus.jsonl").write_text("".join(corpus_lines))
+    (beir / "queries.jsonl").write_text("".join(query_lines))
+    (beir / "qrels" / "dev.tsv").write_text("".join(qrels))
+    (tmp_path / "run.trec").write_text("".join(run_of_ids))
+    (tmp_path / "run.jsonl").write_text("".join(run_of_texts))
+    for name in ("run.trec", "run.jsonl"):
+        options = {"val_data_path": str(beir), "overwrite": True}
+        options["first_stage"] = str(tmp_path / name)
+        final = trained(tmp_path, shared(tiny_reranker), max_steps=1, **options)
+        line = (final.parent / "metrics.jsonl").read_text().splitlines()[-1]
+        scores = json.loads(line)["eval"]
+        assert scores["first_stage/ndcg@10"] == pytest.approx(1 / np.log2(3), abs=1e-6)
+        assert scores["recall@10"] == 1.0
+    (tmp_path / "run.trec").write_text("q0 Q0 d9 1 1.0 bm25\n")
+    with pytest.raises(UserError, match=r"run\.trec, line 1: 'd9'"):
+        options["first_stage"] = str(tmp_path / "run.trec")
+        trained(tmp_path, shared(tiny_reranker), **options)
+
+
 def test_it_resumes_bit_by_bit(tmp_path: Path) -> None:
     model = shared(tiny_reranker, dropout=0.1)
     whole = trained(tmp_path, model, max_steps=4, save_steps=2)
@@ -234,6 +278,15 @@ def test_documents_are_ranked(tmp_path: Path) -> None:
     [
         ({"loss": "cosent"}, "cosent"),
         ({"mrl_dims": [8]}, "mrl_dims"),
+        ({"similarity": "dot"}, "similarity"),
+        ({"pooling": "mean"}, "pooling"),
+        ({"max_pixels": 10000}, "max_pixels"),
+        ({"language_modelling": True}, "language_modelling"),
+        ({"quantize_embeddings": "int8"}, "quantize_embeddings"),
+        ({"mine": {"every_epochs": 1}}, "mine"),
+        ({"hard_negatives_scope": "own"}, "hard_negatives_scope"),
+        ({"negatives_from": "own_rank"}, "negatives_from"),
+        ({"loss": "kl", "teacher": "scores", "distill_candidates": "batch"}, "distill"),
         ({"bidirectional": True}, "bidirectional"),
         ({"task": "embed", "rerank_top_k": 5}, "rerank_top_k"),
         ({"reranker_head": "answer"}, "reranker_head"),

@@ -42,7 +42,13 @@ DEFAULT_PRESET = "accelerate_fsdp"
 """Base of the FSDP options if no file is named."""
 CODE_OPTIONS = ("model_class", "fsdp_auto_wrap_policy")
 """Options that name a class or function in a file."""
-PATH_OPTIONS = ("data_path", "val_data_path", "image_root", *CODE_OPTIONS)
+PATH_OPTIONS = (
+    "data_path",
+    "val_data_path",
+    "image_root",
+    "first_stage",
+    *CODE_OPTIONS,
+)
 OUTPUT_DIR_FIELDS = ("model", "data", "seed", "time")
 """What a template of output_dir may contain, in braces."""
 _FIELD = re.compile(r"\{([^{}]*)\}")

@@ -412,7 +412,8 @@ class EvaluationSection(Section, title="evaluation"):
     eval_ks: list[PositiveInt] = Field(default_factory=lambda: [1, 5, 10, 100])
     """Cut-offs of nDCG, MRR, Recall and MAP."""
     first_stage: Annotated[str, NamesFiles("model")] = "bm25"
-    """task: rerank: what chooses the documents that are reranked: `bm25`, or an embedding model."""
+    """task: rerank: what chooses the documents that are reranked: `bm25`, an embedding model, or a run file (`.trec` with
+    the ids of a BEIR-style folder, `.jsonl` with texts)."""
     rerank_top_k: PositiveInt = 50
     """task: rerank: documents of the first stage that are reranked for each query."""
 

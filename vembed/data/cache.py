@@ -62,16 +62,12 @@ def change_since(path: Path, before: os.stat_result) -> str | None:
         return f"{path} can no longer be read ({error.strerror or error})"
     if not os.path.samestat(now, before):
         return f"{path} has been replaced since the run began; the run goes on with the file that it has open"
-    if now.st_size > before.st_size:
-        return (
-            f"{path} has grown from {before.st_size:,d} to {now.st_size:,d} bytes since the run began; what was added "
-            "is not read before the next start"
-        )
-    if now.st_size < before.st_size:
-        return f"{path} has shrunk from {before.st_size:,d} to {now.st_size:,d} bytes since the run began: start again"
-    if now.st_mtime_ns != before.st_mtime_ns:
-        return f"{path} has been written to since the run began: if its records are others now, start again"
-    return None
+    if now.st_size == before.st_size and now.st_mtime_ns == before.st_mtime_ns:
+        return None
+    return (
+        f"{path} has been written to since the run began ({before.st_size:,d} bytes then, {now.st_size:,d} now). What "
+        "was added is not read before the next start. If other records changed, start again"
+    )
 
 
 def refuse_truncated(files: Mapping[Path, os.stat_result]) -> None:

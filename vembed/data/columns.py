@@ -109,13 +109,13 @@ class Columns:
         """`mapping`: column_mapping, names in the file -> names in COLUMNS. `may_miss`: the mapping serves several
         sources, and a table need not have all of its names. `texts_alone`: a record may be a single `text`, which is
         query and positive then."""
-        mapping = mapping or {}
+        self.mapping = mapping = dict(mapping or {})
         self._mapping = _roles(mapping)
         self._labels = [name for name, target in mapping.items() if target == LABEL]
         self._texts_alone = texts_alone
         self._layouts: dict[tuple[str, ...], RecordLayout] = {}
         self._unused: dict[str, None] = {}
-        self._may_miss = may_miss
+        self.may_miss = may_miss
         self._not_seen = set(self._mapping)
 
     @property
@@ -147,7 +147,7 @@ class Columns:
             raise UserError(f"more than one column named {listed(repeated)}")
         names = tuple(dict.fromkeys(fields_of(counts).values()))
         layout = self.layout(names)
-        if self._not_seen and not self._may_miss:
+        if self._not_seen and not self.may_miss:
             raise UserError(
                 f"column_mapping names {listed(self.mapped_but_missing)}, but the file has {listed(names)}"
                 f"{self.nearest()}"

@@ -59,6 +59,8 @@ class Records:
     index: Index
     image_folder: str
     """Folder of relative paths of images."""
+    files: dict[Path, os.stat_result]
+    """Its files, as they were before they were read."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -95,8 +97,6 @@ class _Source(Records):
     size: int
     """Number of examples in use, the first ones of the index."""
     read_as: ReadAs
-    files: dict[Path, os.stat_result]
-    """Its files, as they were before they were read."""
     reads_scores: bool
     """True if a loss of the source reads scores of the data."""
 
@@ -433,38 +433,51 @@ def _open_source(
         LOSSES[loss].records == "texts" for loss in losses
     )
     columns = Columns(mapping, may_miss=may_miss, texts_alone=texts_alone)
+    records = open_records(
+        data, entry, columns, role, cache, with_keys=with_keys, **requirements
+    )
+    return _Source(
+        **vars(records),
+        weight=entry.weight,
+        size=len(records),
+        read_as=ReadAs(entry.query_prompt, entry.document_prompt, entry.max_length),
+        reads_scores=reads_scores(terms),
+    )
+
+
+def open_records(
+    options: Any,
+    entry: DataSource,
+    columns: Columns,
+    role: Role,
+    cache: Path,
+    *,
+    with_keys: bool = False,
+    **requirements: Any,
+) -> Records:
+    """Check every record of one source. `options`: `image_root`, `allow_image_urls` and `retrieval_mode` of a run or of
+    a command on data. `requirements`: of the losses, for `RecordFormat`."""
     reader = open_reader(entry.path, columns, role, cache)
     # Before reading: a change during the pass is noticed too.
     files = {path: path.stat() for path in reader.files()}
     images = ImageRoot(
-        data.image_root or str(reader.folder), allow_urls=data.allow_image_urls
+        options.image_root or str(reader.folder), allow_urls=options.allow_image_urls
     )
     form = RecordFormat(
         columns,
         images,
-        mode=data.retrieval_mode,
+        mode=options.retrieval_mode,
         numbers_in_text=reader.numbers_are_text,
         **requirements,
     )
-    options: list[Any] = [reader.name, mapping, data.retrieval_mode, images.folder]
-    options += [images.allow_urls, requirements]
-    index = cached_index(reader, form, cache, options, with_keys=with_keys)
-    if index.missing and not may_miss:
+    identity = [reader.name, columns.mapping, options.retrieval_mode, images.folder]
+    identity += [images.allow_urls, type(columns).__name__, requirements]
+    index = cached_index(reader, form, cache, identity, with_keys=with_keys)
+    if index.missing and not columns.may_miss:
         raise UserError(
             f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
         )
-    return _Source(
-        name=entry.name or entry.path,
-        reader=reader,
-        form=form,
-        index=index,
-        image_folder=images.folder,
-        weight=entry.weight,
-        size=len(index),
-        read_as=ReadAs(entry.query_prompt, entry.document_prompt, entry.max_length),
-        files=files,
-        reads_scores=reads_scores(terms),
-    )
+    return Records(entry.name or entry.path, reader, form, index, images.folder, files)
 
 
 def refuse_bad_records(

@@ -317,13 +317,12 @@ class RecordFormat:
             raise BadRecord(f"{name} is {description}, not a number")
         try:
             number = float(value)
-        except OverflowError as error:
-            raise BadRecord(f"{name} is too large a number") from error
-        if not math.isfinite(number):
-            raise BadRecord(f"{name} is {number}, which is no number to learn from")
-        if abs(number) > LARGEST_SCORE:
+        except OverflowError:
+            number = math.inf
+        # False for NaN too.
+        if not abs(number) <= LARGEST_SCORE:
             raise BadRecord(
-                f"{name} is {number:g}, and losses compute with numbers up to {LARGEST_SCORE:.1e}: scale it"
+                f"{name} is {number:g}, and losses compute with finite numbers up to {LARGEST_SCORE:.1e}: scale it"
             )
         return number
 

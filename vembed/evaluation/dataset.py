@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -52,6 +52,12 @@ class RetrievalData:
     """Per query: document index -> grade, 1 or more. Unlisted documents are not relevant."""
     notes: tuple[str, ...] = field(default=())
     """Notes for the log on records left out or joined while reading."""
+    query_ids: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Of a BEIR-style folder: id -> index of the query."""
+    find_document: Callable[[str], int | None] | None = field(
+        default=None, compare=False
+    )
+    """Of a BEIR-style folder: the index of the document of an id."""
     first_stages: dict[str, np.ndarray] = field(default_factory=dict, compare=False)
     """First stage -> [Q, k] its documents of each query. Filled when rerankers are evaluated, and kept for the next
     evaluation."""
@@ -267,7 +273,13 @@ def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> Retrieval
     if corpus.num_joined:
         notes.append(f"joined {corpus.num_joined:,d} documents with equal content")
     name = f"{folder} ({qrels.name})"
-    return judgements.retrieval_data(name, corpus.documents, notes)
+    data = judgements.retrieval_data(name, corpus.documents, notes)
+    index_of = {item.key(): index for index, item in enumerate(data.queries)}
+    query_ids = {}
+    for identity, item in queries.items():
+        if item.key() in index_of:
+            query_ids[identity] = index_of[item.key()]
+    return replace(data, query_ids=query_ids, find_document=corpus.find)
 
 
 class _Judgements:

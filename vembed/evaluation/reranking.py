@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 
 BM25 = "bm25"
+RUN_FILES = (".trec", ".jsonl")
+"""Endings of a first stage that is a file."""
 FIRST = "first_stage/"
 """Prefix of the scores of the first stage's own order."""
 QUERIES_AT_ONCE = 64
@@ -141,6 +145,8 @@ def _first_stage(
     k = min(evaluation.rerank_top_k, len(data.documents))
     if evaluation.first_stage == BM25:
         return bm25_rankings(data, k)
+    if evaluation.first_stage.endswith(RUN_FILES):
+        return run_file_rankings(data, Path(evaluation.first_stage), k)
     embedder = Embedder(evaluation.first_stage, session=session)
     options: dict[str, Any] = {"session": session}
     model = embedder.model
@@ -152,6 +158,64 @@ def _first_stage(
     search = TopK(torch.from_numpy(queries), k, _excluded(data))
     search.add(torch.from_numpy(documents), torch.arange(len(documents)))
     return search.rankings()
+
+
+def run_file_rankings(data: RetrievalData, path: Path, k: int) -> np.ndarray:
+    """Return [Q, k] documents of a run file, best first, -1 where it has fewer.
+
+    .trec: lines `query-id Q0 corpus-id rank score name` with the ids of a BEIR-style folder, by score. .jsonl: lines
+    {"query": ..., "documents": [...]} with texts, as `vembed rerank` reads them, the best first.
+    """
+    if path.suffix == ".trec" and data.find_document is None:
+        raise UserError(
+            f"first_stage: {path} names queries and documents by id, and {data.name} has none: give a BEIR-style folder "
+            "as val_data_path, or a run file of texts (.jsonl)"
+        )
+    texts: dict[str | None, int] = {}
+    query_texts: dict[str | None, int] = {}
+    if path.suffix == ".jsonl":
+        texts = {item.text: index for index, item in enumerate(data.documents)}
+        query_texts = {item.text: index for index, item in enumerate(data.queries)}
+    scored: dict[int, list[tuple[float, int]]] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"first_stage: {path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        where = f"first_stage: {path}, line {number:,d}"
+        names: list[str]
+        try:
+            if path.suffix == ".trec":
+                query, _, name, _, value, *_ = line.split()
+                names = [name]
+                score = float(value)
+                row = data.query_ids.get(query)
+            else:
+                record = json.loads(line)
+                names = record["documents"]
+                score = 0.0
+                row = query_texts.get(record["query"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{where} is no line of a run file: {error}") from error
+        if row is None:  # of another split
+            continue
+        for name in names:
+            document = texts.get(name)
+            if data.find_document is not None and path.suffix == ".trec":
+                document = data.find_document(name)
+            if document is None:
+                raise UserError(
+                    f"{where}: {name!r} is not in the corpus of {data.name}"
+                )
+            scored.setdefault(row, []).append((score, document))
+    if not scored:
+        raise UserError(f"first_stage: {path} has no query of {data.name}")
+    rankings = np.full((len(data.queries), k), -1, np.int64)
+    for row, entries in scored.items():
+        entries.sort(key=lambda entry: -entry[0])
+        best = list(dict.fromkeys(document for _, document in entries))[:k]
+        rankings[row, : len(best)] = best
+    return rankings
 
 
 def _excluded(data: RetrievalData) -> Pairs:

@@ -11,13 +11,10 @@ import numpy as np
 from vembed.config.entries import DataSource
 from vembed.data.columns import Columns
 from vembed.data.documents import document_id, document_text
-from vembed.data.example_store import Records, refuse_bad_records
+from vembed.data.example_store import Records, open_records, refuse_bad_records
 from vembed.data.examples import Example
-from vembed.data.first_pass import build_index
 from vembed.data.formats.base import Format
-from vembed.data.formats.opening import open_reader
 from vembed.data.images.files import ImageRoot
-from vembed.data.messages import listed
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import (
@@ -152,40 +149,20 @@ def open_rows(options: RowOptions) -> Rows:
         if is_beir_folder(folder):
             tables.append(BeirTable(folder, options.split))
         else:
-            tables.append(_open_file(options, source, alone=len(entries) == 1))
+            mapping = source.column_mapping
+            if mapping is None:
+                mapping = options.column_mapping
+            # A mapping for all sources may name columns that one of them lacks. A source's own may not.
+            may_miss = len(entries) > 1 and source.column_mapping is None
+            columns = AllColumns(mapping, may_miss=may_miss)
+            cache = cache_folder()
+            tables.append(open_records(options, source, columns, "train", cache))
     refuse_bad_records(
         [table for table in tables if isinstance(table, Records)],
         on_bad_record=options.on_bad_record,
         purpose="work",
     )
     return Rows(tables)
-
-
-def _open_file(options: RowOptions, source: DataSource, *, alone: bool) -> Records:
-    mapping = (
-        options.column_mapping
-        if source.column_mapping is None
-        else source.column_mapping
-    )
-    # A mapping for all sources may name columns that one of them lacks; a source's own may not.
-    may_miss = not alone and source.column_mapping is None
-    columns = AllColumns(mapping, may_miss=may_miss)
-    reader = open_reader(source.path, columns, "train", cache_folder())
-    images = ImageRoot(
-        options.image_root or str(reader.folder), allow_urls=options.allow_image_urls
-    )
-    form = RecordFormat(
-        columns,
-        images,
-        mode=options.retrieval_mode,
-        numbers_in_text=reader.numbers_are_text,
-    )
-    index = build_index(reader, form, with_keys=False)
-    if index.missing and not may_miss:
-        raise UserError(
-            f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has"
-        )
-    return Records(source.name or source.path, reader, form, index, images.folder)
 
 
 def qrels_file(folder: Path, split: str | None) -> Path:

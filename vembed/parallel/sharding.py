@@ -165,30 +165,20 @@ def shard(
     if not one_reads:
         collectives.sync_from_rank0(dict(model.named_parameters()))
     if fsdp.version == 1:
-        wrapped = _shard_by_fsdp1(model, accelerator, units, wide)
+        plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
+        plugin.ignored_modules = _unsharded(model)
+        for unit in wide:
+            unit._wrap_overrides = {"mixed_precision": None}  # type: ignore[assignment]  # read by FSDP1's wrapping
+        chosen = {*units, *wide}
+        plugin.auto_wrap_policy = partial(
+            lambda_auto_wrap_policy, lambda_fn=chosen.__contains__
+        )
+        wrapped: nn.Module = accelerator.prepare_model(model)
     else:
         wrapped = _shard_by_fsdp2(
             model, accelerator, fsdp, units, wide, one_reads=one_reads
         )
     log.info("FSDP%d: %s", fsdp.version, described)
-    return wrapped
-
-
-def _shard_by_fsdp1(
-    model: nn.Module,
-    accelerator: Accelerator,
-    units: Sequence[nn.Module],
-    wide: Sequence[nn.Module],
-) -> nn.Module:
-    plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
-    plugin.ignored_modules = _unsharded(model)
-    for unit in wide:
-        unit._wrap_overrides = {"mixed_precision": None}  # type: ignore[assignment]  # read by FSDP1's wrapping
-    chosen = {*units, *wide}
-    plugin.auto_wrap_policy = partial(
-        lambda_auto_wrap_policy, lambda_fn=chosen.__contains__
-    )
-    wrapped: nn.Module = accelerator.prepare_model(model)
     return wrapped
 
 

@@ -72,7 +72,7 @@ def of_examples(examples: ExampleStore | Sequence[Example]) -> str | None:
     """Return the fingerprint of the image files of examples, from a sample; None if they name none."""
     items: list[Item] = []
     for example in _sample(examples):
-        items += (example.query, *example.positives, *example.negatives)
+        items += example.items
     return _of_images(items)
 
 

@@ -580,8 +580,7 @@ def decide_intervals(
     num_counted = min(len(data.examples), NUM_COUNTED_EXAMPLES)
     num_inputs = 0
     for index in range(num_counted):
-        example = data.examples[index]
-        num_inputs += 1 + len(example.positives) + len(example.negatives)
+        num_inputs += len(data.examples[index].items)
     num_trained = num_parameters(model, trainable_only=True)
     size = RunSize(
         total_steps=data.total_steps,

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -102,14 +101,9 @@ class TensorWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         self._file.close()
-        assert error is not None or self._left == 0, (
+        assert kind is not None or self._left == 0, (
             f"{self.path}: {self._left:,d} elements were not written"
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Generic, TypeVar
@@ -34,7 +33,7 @@ def split(
     order = np.argsort(-values, kind="stable")
     ends = _cut(values[order], budget, max_rows)
     if len(ends) < at_least:
-        ends = _split_largest(ends, values[order].tolist(), at_least)
+        ends = _split_largest(ends, values[order], at_least)
     indices = order.tolist()
     parts = [indices[start:end] for start, end in pairwise([0, *ends])]
     # All ranks must run equally many forward passes: under FSDP each one is a collective.
@@ -134,7 +133,7 @@ def _cut(ordered: np.ndarray, budget: int, max_rows: int | None) -> list[int]:
     return chosen_ends
 
 
-def _split_largest(ends: list[int], widths: list[int], at_least: int) -> list[int]:
+def _split_largest(ends: list[int], widths: np.ndarray, at_least: int) -> list[int]:
     """Split the largest micro-batch in two parts of similar padded size until there are `at_least`."""
     # heapq is a min-heap, so sizes are negative; micro-batches of one row cannot be split.
     heap = []
@@ -145,28 +144,13 @@ def _split_largest(ends: list[int], widths: list[int], at_least: int) -> list[in
     cuts = set(ends)
     while heap and len(cuts) < at_least:
         _, start, end = heapq.heappop(heap)
-        cut = _middle(widths, start, end)
+        # Both parts are padded to their longest input, which comes first. The larger of the two is made smallest.
+        inner = np.arange(start + 1, end)
+        left = (inner - start) * widths[start]
+        right = (end - inner) * widths[inner]
+        cut = start + 1 + int(np.maximum(left, right).argmin())
         cuts.add(cut)
         for first, last in ((start, cut), (cut, end)):
             if last - first > 1:
                 heapq.heappush(heap, (-(last - first) * widths[first], first, last))
     return sorted(cuts)
-
-
-def _middle(widths: list[int], start: int, end: int) -> int:
-    """Return the cut that minimises the larger of both parts.
-
-    The padded size of the left part grows with the cut and that of the right part shrinks: binary search for the first
-    cut at which left >= right, then compare it with the cut before it.
-    """
-
-    def left(cut: int) -> int:
-        return (cut - start) * widths[start]
-
-    def right(cut: int) -> int:
-        return (end - cut) * widths[cut]
-
-    cuts = range(start + 1, end - 1)
-    cut = start + 1 + bisect_left(cuts, True, key=lambda at: left(at) >= right(at))
-    before = cut - 1
-    return before if before > start and right(before) <= left(cut) else cut

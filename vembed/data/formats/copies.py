@@ -23,9 +23,6 @@ CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """Endings of packed files, and pyarrow's names of their codecs."""
 VERSION_FACTS = ("size", "ETag", "etag", "md5", "mtime", "LastModified", "created")
 PIECE_BYTES = 4 * 2**20
-MAX_UNPACKED_BYTES = 2**30
-MAX_UNPACKED_RATIO = 200
-"""A file that unpacks to more than MAX_UNPACKED_BYTES and so many times its size is no text."""
 
 
 def unpacked_copy(path: Path, cache: Path) -> Path:
@@ -35,10 +32,9 @@ def unpacked_copy(path: Path, cache: Path) -> Path:
     if target.exists():
         return target
     codec = CODECS[path.suffix.lower()]
-    limit = max(MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO * path.stat().st_size)
     try:
         with pa.CompressedInputStream(pa.OSFile(str(path)), codec) as source:
-            _copy(source, target, str(path), limit)
+            _copy(source, target, str(path))
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
@@ -70,7 +66,7 @@ def fetched_copies(address: str, cache: Path) -> list[tuple[str, Path]]:
             target = cache / "fetched" / version / Path(path).name
             if not target.exists():
                 with files.open(path, "rb") as source:
-                    _copy(source, target, name, None)
+                    _copy(source, target, name)
             copies.append((name, target))
     except ImportError as error:
         scheme = address.partition("://")[0]
@@ -87,8 +83,8 @@ def fetched_copies(address: str, cache: Path) -> list[tuple[str, Path]]:
     return copies
 
 
-def _copy(source: Any, target: Path, name: str, limit: int | None) -> None:
-    """Copy an open file. Raise UserError if it has more bytes than the limit."""
+def _copy(source: Any, target: Path, name: str) -> None:
+    """Copy an open file."""
     num_bytes = 0
     with (
         new_copy(target, name) as partial,
@@ -98,10 +94,6 @@ def _copy(source: Any, target: Path, name: str, limit: int | None) -> None:
         while piece := source.read(PIECE_BYTES):
             file.write(piece)
             num_bytes += len(piece)
-            if limit is not None and num_bytes > limit:
-                raise UserError(
-                    f"{name} unpacks to more than {limit:,d} bytes, which no texts do"
-                )
             progress(num_bytes, None)
 
 

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from vembed.config.schema import ModelSection, RunSection
 from vembed.errors import RunError, UserError
+from vembed.evaluation.report.summary import SUMMARY_FILE
 from vembed.files import read_json_object
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
@@ -59,7 +60,6 @@ from vembed.training.checkpoint.resume import (
     candidates,
     compare_resume,
     finished_run,
-    forget_finished,
     refuse,
     refuse_own_model,
     trim_metrics,
@@ -266,7 +266,9 @@ class Checkpointer:
                     self.output,
                     len(checkpoints),
                 )
-            forget_finished(self.output)
+            # Without summary and report the folder no longer counts as finished.
+            for name in (SUMMARY_FILE, "report.html", "report.md"):
+                (self.output / name).unlink(missing_ok=True)
             checkpoints = []
         # Checkpoints later than the chosen one must not be taken for the resumed run's. All steps here are later than a
         # checkpoint of another folder.

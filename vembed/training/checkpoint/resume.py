@@ -109,15 +109,6 @@ def finished_run(output_dir: Path) -> FinishedRun | None:
     return FinishedRun(output_dir, summary.num_steps or 0, summary.finished)
 
 
-def forget_finished(output_dir: Path) -> None:
-    """Remove summary and report, so that the folder no longer counts as finished.
-
-    `final/` stays until the new model replaces it.
-    """
-    for name in (SUMMARY_FILE, "report.html", "report.md"):
-        (output_dir / name).unlink(missing_ok=True)
-
-
 # ---- the checkpoint to resume from -------------------------------------------
 
 
