@@ -55,18 +55,25 @@ NEEDED_BY = {
     "image_model_name": "composed_dim",
 }
 """Map from an option to the options that have no effect without it."""
-RERANKER_OPTIONS = {"reranker_head": "auto", "first_stage": "bm25", "rerank_top_k": 50}
-"""Options that only task: rerank reads, with their defaults."""
-EMBEDDER_OPTIONS = (
-    "mrl_dims",
-    "quantize_embeddings",
-    "image_model_name",
-    "model_class",
-    "mine",
-)
-"""Options that need vectors, or a model that is no reranker."""
+RERANKER_OPTIONS = ("reranker_head", "first_stage", "rerank_top_k")
+"""Options that only task: rerank reads."""
+EMBEDDER_OPTIONS = {
+    "mrl_dims": "a score has no smaller sizes",
+    "quantize_embeddings": "no vectors are stored",
+    "similarity": "the model gives the score itself",
+    "pooling": "the layer that gives the score has a token of its own",
+    "image_model_name": "rerankers read texts",
+    "min_pixels": "rerankers read texts",
+    "max_pixels": "rerankers read texts",
+    "model_class": "rerankers are sequence classifiers or language models of Transformers",
+    "language_modelling": "the layer over the tokens is not trained",
+    "mine": "mining compares vectors; a `mine` stage before this one finds the negatives",
+}
+"""Options that do not go with task: rerank -> why."""
 EMBEDDER_LOSS_OPTIONS = (
     "bidirectional",
+    "hard_negatives_scope",
+    "negatives_from",
     "query_query_negatives",
     "document_document_negatives",
     "mix_negatives",
@@ -263,21 +270,21 @@ def _reranker_rules(
     data: DataSection,
 ) -> Rules:
     """Options that go only with one of the two tasks."""
+    # By value: a config that a run has written names every option.
+    defaults = TrainConfig(model_name="-", data_path="-").options()
     if model.task == "embed":
-        # A config that a run has written names every option.
-        for name, default in RERANKER_OPTIONS.items():
-            if options[name] != default:
+        for name in RERANKER_OPTIONS:
+            if options[name] != defaults[name]:
                 yield (
                     name,
                     f"{name} is for rerankers: set task: rerank, or leave it out",
                 )
         return
-    for name in EMBEDDER_OPTIONS:
-        if options[name]:
+    for name, reason in EMBEDDER_OPTIONS.items():
+        if options[name] != defaults[name]:
             yield (
                 f"task {name}",
-                f"{name}: {options[name]} is for embedding models, and task: rerank trains one score for each pair: leave "
-                "it out",
+                f"{name}: {options[name]} does not go with task: rerank, because {reason}: leave it out",
             )
     known = [name for name, loss in LOSSES.items() if loss.reads_lists]
     for term in run_terms(objective, data, model.model_name):
