@@ -142,6 +142,11 @@ def as_plain(index: Any) -> dict[str, Any]:
     }
 
 
+@all_formats
+def test_each_format_has_a_writer(form: type[Format]) -> None:
+    assert callable(writer_of(form))
+
+
 def test_each_format_is_in_the_table() -> None:
     named = unlisted_classes(vembed.data.formats, Format, FORMATS)
     missing = [name for name in named if pydoc.locate(name).endings]  # type: ignore[union-attr]
