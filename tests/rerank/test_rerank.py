@@ -349,6 +349,24 @@ def test_two_processes_score_as_one(strategy: str, tmp_path: Path) -> None:
     assert scores == pytest.approx(reranker.predict(asked).tolist(), abs=1e-5)
 
 
+def test_a_checkpoint_is_exported_and_used(tmp_path: Path) -> None:
+    model = published(tmp_path / "published")
+    options = {"use_lora": True, "max_length": 512, "save_steps": 2, "max_steps": 2}
+    final = trained(tmp_path, model, **options)
+    checkpoint = str(final.parent / "checkpoint-2")
+    result = command("export", checkpoint, str(tmp_path / "model"))
+    assert result.returncode == 0, result.stderr
+    scores = vembed.Reranker(tmp_path / "model").predict(PAIRS)
+    assert scores == pytest.approx(vembed.Reranker(final).predict(PAIRS), abs=1e-6)
+    lists = tmp_path / "lists.jsonl"
+    query, document = PAIRS[0]
+    lists.write_text(json.dumps({"query": query, "documents": [document]}) + "\n")
+    result = command("rerank", checkpoint, str(lists))
+    assert result.returncode == 0, result.stderr
+    (row,) = json.loads(result.stdout)["results"]
+    assert row["score"] == pytest.approx(float(scores[0]), abs=1e-6)
+
+
 def test_lists_are_sorted_by_the_command(tmp_path: Path) -> None:
     documents = texts(4, seed=2)
     lists = tmp_path / "lists.jsonl"
