@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
 
 import vembed
+from tests.commands import command
 from tests.tiny import shared, tiny_qwen3_vl
 from vembed.data.pair_features import ANSWER_PROMPT, IMAGE_ANSWER_END
 from vembed.errors import UserError
@@ -35,6 +36,8 @@ def published(folder: Path) -> Path:
     torch.nn.init.normal_(model.lm_head.weight)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    settings = {"model_type": "CrossEncoder"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
     return folder
 
 
@@ -130,6 +133,26 @@ def test_it_is_trained_on_images_and_saved(tmp_path: Path) -> None:
     scores = vembed.Reranker(final).predict([(QUERY, document) for document in listed])
     assert scores == pytest.approx(expected, abs=1e-5)
     assert expected != pytest.approx(plain_scores(model, listed), abs=1e-4)
+
+
+def test_two_processes_score_texts_and_images(tmp_path: Path) -> None:
+    model = published(tmp_path / "published")
+    (picture,) = images(tmp_path, 1)
+    # One process has the only image: with shards, the other runs a made one.
+    records = [
+        {"query": QUERY, "positive": "a red cat sleeps"},
+        {"query": QUERY, "positive": {"image": str(picture)}},
+        {"query": "blue", "positive": "a dog"},
+    ]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ["score", str(model), str(pairs), "--nproc", "2", "--strategy", "fsdp"]
+    result = command(*words)
+    assert result.returncode == 0, result.stderr
+    scores = [float(line) for line in result.stdout.splitlines()]
+    expected = plain_scores(model, ["a red cat sleeps", picture])
+    assert scores[:2] == pytest.approx(expected, abs=1e-5)
+    assert len(scores) == 3
 
 
 def test_the_question_is_saved_as_a_template(tmp_path: Path) -> None:
