@@ -196,29 +196,40 @@ def test_lines_that_end_with_a_carriage_return_alone(tmp_path: Path) -> None:
         open_path(tmp_path / "a.csv")
 
 
-def test_quotes_in_tsv_may_be_letters(tmp_path: Path) -> None:
-    path = write_lines(
-        tmp_path / "a.tsv",
-        "query\tpositive",
-        '"The Godfather" cast\ta',
-        '"quoted\ttab"\tb',
-        '"unclosed\tb',
-        "c\td",
-        '"e\tf',
-        '"two\nlines"\tg',
-        'h\t5"',
-    )
-    store = open_path(path, on_bad_record="skip")
-    found = [
-        (store[i].query.text, store[i].positives[0].text) for i in range(len(store))
-    ]
-    assert found == [
-        ('"The Godfather" cast', "a"),
-        ("quoted\ttab", "b"),
-        ('"unclosed', "b"),
-        ("c", "d"),
-        ('"e', "f"),
-        ("two\nlines", "g"),
-        ("h", '5"'),
-    ]
-    assert store.num_skipped == 0
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (
+            [
+                '"The Godfather" cast\ta',
+                '"quoted\ttab"\tb',
+                '"unclosed\tb',
+                "c\td",
+                '"e\tf',
+                '"two\nlines"\tg',
+                'h\t5"',
+            ],
+            [
+                ('"The Godfather" cast', "a"),
+                ("quoted\ttab", "b"),
+                ('"unclosed', "b"),
+                ("c", "d"),
+                ('"e', "f"),
+                ("two\nlines", "g"),
+                ("h", '5"'),
+            ],
+        ),
+        # Lines that are rows are not joined by quotes.
+        (
+            ['a\t"he said', "b\tc", 'd\tthe end"', '"e"\t"two\nlines"'],
+            [("a", '"he said'), ("b", "c"), ("d", 'the end"'), ("e", "two\nlines")],
+        ),
+    ],
+)
+def test_quotes_in_tsv_may_be_letters(
+    tmp_path: Path, lines: list[str], expected: list[tuple[str, str]]
+) -> None:
+    store = open_path(write_lines(tmp_path / "a.tsv", "query\tpositive", *lines))
+    examples = [store[number] for number in range(len(store))]
+    pairs = [(example.query.text, example.positives[0].text) for example in examples]
+    assert pairs == expected

@@ -23,17 +23,6 @@ from tests.data.files import (
 from tests.data.pictures import write
 from vembed.data import first_pass
 
-# ---- Parquet -------------------------------------------------------------------------------------------------------
-
-
-def test_a_damaged_page_of_parquet(tmp_path: Path) -> None:
-    path = write_format(tmp_path, "parquet", RECORDS)
-    data = bytearray(path.read_bytes())
-    data[100:400] = b"\xff" * 300
-    path.write_bytes(data)
-    assert "cannot be read as Parquet" in refused(path)
-
-
 # ---- the cache of the first pass -----------------------------------------------------------------------------------
 
 

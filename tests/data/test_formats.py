@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import vembed.data.formats
-from tests.data.files import config, open_examples, open_path, pair
+from tests.data.files import open_path, pair
 from tests.parts import from_its_test, unlisted_classes
 from vembed.data import first_pass
 from vembed.data.columns import Columns
@@ -315,7 +315,7 @@ def test_several_processes_find_what_one_finds(
         assert isinstance(reader, SeveralFiles)
         results.append(as_plain(index_of(reader, with_keys=with_keys)))
     assert results[0] == results[1]
-    assert results[0]["num_bad"] == 2
+    assert results[0]["counts"]["bad"] == 2
     assert [Path(line).name.partition(".")[0] for line in results[0]["problems"]]
     assert len(results[0]["numbers"]) == 2 * (NUM_RECORDS - 1)
 
@@ -410,9 +410,10 @@ def test_a_line_over_several_parts(tmp_path: Path) -> None:
     ],
 )
 def test_arrays_and_lines(tmp_path: Path, text: str, num_records: int) -> None:
-    path = tmp_path / "a.json"
-    path.write_text(text, encoding="utf-8")
-    assert len(open_path(path, on_bad_record="skip")) == num_records
+    for name in ("a.json", "a.jsonl"):
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8")
+        assert len(open_path(path, on_bad_record="skip")) == num_records
 
 
 # ---- tables ----------------------------------------------------------------------
@@ -541,9 +542,3 @@ def test_a_full_disk_leaves_nothing(
     with pytest.raises(UserError, match="No space left"):
         open_path(path)
     assert not list((cache_home / "vembed" / "parquet").rglob("*.*"))
-
-
-def test_options_of_the_run_reach_the_index(tmp_path: Path) -> None:
-    path = written(JsonLines, tmp_path)
-    store = open_examples(config(no_duplicates=True), str(path))
-    assert len(store.all_keys().starts) == NUM_RECORDS + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -145,23 +144,6 @@ def test_classes_that_are_taken_for_scores_are_warned_of(
     )
 
 
-def test_lines_of_a_tsv_that_are_rows_are_not_joined_by_quotes(tmp_path: Path) -> None:
-    path = tmp_path / "a.tsv"
-    path.write_text(
-        'query\tpositive\na\t"he said\nb\tc\nd\tthe end"\n"e"\t"two\nlines"\n'
-    )
-    store = open_path(path)
-    found = [
-        (store[n].query.text, store[n].positives[0].text) for n in range(len(store))
-    ]
-    assert found == [
-        ("a", '"he said'),
-        ("b", "c"),
-        ("d", 'the end"'),
-        ("e", "two\nlines"),
-    ]
-
-
 def test_a_name_of_the_mapping_that_no_source_has(tmp_path: Path) -> None:
     first = write_jsonl(
         tmp_path / "a.jsonl", [{"frage": "q", "positive": "p", "falsch": ["n"]}]
@@ -192,9 +174,3 @@ def test_scores_beyond_a_cosine_are_found_before_training(tmp_path: Path) -> Non
         open_path(path, loss="cosine")
     for options in ({"loss": "cosent"}, {"loss": "cosine", "similarity": "dot"}):
         assert len(open_path(path, **options)) == 3
-
-
-def test_an_array_is_read_whatever_the_file_is_called(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(RECORDS, indent=1))
-    assert len(open_path(path)) == len(RECORDS)

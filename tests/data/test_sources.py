@@ -297,13 +297,6 @@ def test_a_file_that_changes_while_it_is_used(tmp_path: Path, kind: str) -> None
         store[30]
 
 
-def test_a_file_that_is_replaced_is_still_the_old_one(tmp_path: Path) -> None:
-    path = write_format(tmp_path, "jsonl", RECORDS)
-    store = open_path(path)
-    write_jsonl(tmp_path / "new", []).replace(path)
-    assert store[39].query.text == RECORDS[39]["query"]
-
-
 # ---- paths and names -----------------------------------------------------------------------------------------------
 
 

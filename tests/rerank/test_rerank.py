@@ -165,10 +165,25 @@ def test_published_classifiers_are_read(make: Any, layout: Any, tmp_path: Path) 
 
 
 def test_a_published_decoder_in_the_layout_of_cross_encoder(tmp_path: Path) -> None:
-    model = shared(tiny_qwen3_reranker)
+    model = tiny_qwen3_reranker(tmp_path / "published")
     expected = answer_scores(model)
     saved = as_cross_encoder(model)
     assert vembed.Reranker(saved).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_trained_decoder_is_a_teacher(tmp_path: Path) -> None:
+    final = trained(tmp_path, shared(tiny_qwen3_reranker), max_length=512)
+    config = {
+        "model_name": str(shared(tiny_bert)),
+        "data_path": str(tmp_path / "train.jsonl"),
+        "output_dir": str(tmp_path / "embedder"),
+        "loss": "margin_mse",
+        "teacher": str(final),
+        "batch_size": 8,
+        "max_steps": 1,
+        "report_to": [],
+    }
+    assert vembed.train(config).model_dir.is_dir()
 
 
 def test_a_decoder_with_a_new_label(tmp_path: Path) -> None:
@@ -317,6 +332,24 @@ def test_two_processes_score_as_one(strategy: str, tmp_path: Path) -> None:
             asked.append((record["query"], document))
     scores = [float(line) for line in result.stdout.splitlines()]
     assert scores == pytest.approx(reranker.predict(asked).tolist(), abs=1e-5)
+
+
+def test_a_checkpoint_is_exported_and_used(tmp_path: Path) -> None:
+    model = shared(tiny_qwen3_reranker)
+    options = {"use_lora": True, "max_length": 512, "save_steps": 2, "max_steps": 2}
+    final = trained(tmp_path, model, **options)
+    checkpoint = str(final.parent / "checkpoint-2")
+    result = command("export", checkpoint, str(tmp_path / "model"))
+    assert result.returncode == 0, result.stderr
+    scores = vembed.Reranker(tmp_path / "model").predict(PAIRS)
+    assert scores == pytest.approx(vembed.Reranker(final).predict(PAIRS), abs=1e-6)
+    lists = tmp_path / "lists.jsonl"
+    query, document = PAIRS[0]
+    lists.write_text(json.dumps({"query": query, "documents": [document]}) + "\n")
+    result = command("rerank", checkpoint, str(lists))
+    assert result.returncode == 0, result.stderr
+    (row,) = json.loads(result.stdout)["results"]
+    assert row["score"] == pytest.approx(float(scores[0]), abs=1e-6)
 
 
 def test_lists_are_sorted_by_the_command(tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def open_examples(
         identity = [entry.column_mapping, entry.max_negatives]
         identities.append([*identity, *astuple(source.read_as)])
     for source in sources:
-        num_records = source.index.num_without_negatives
+        num_records = source.index.counts["without_negatives"]
         if num_records and not len(source):
             needing = [
                 name for name in source.form.losses if LOSSES[name].negatives == "each"

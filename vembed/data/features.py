@@ -89,9 +89,6 @@ class BaseFeaturiser(ABC, Generic[Unit]):
     def decode_ahead(self, features: Sequence[Features]) -> None:
         """Begin to decode the images of these features on other cores."""
 
-    def forget_images(self) -> None:
-        """Empty the cache of decoded images."""
-
 
 class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
     """Converter from items in the role of query or document to features and tensors. Thread-safe."""
@@ -120,7 +117,7 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
         }
         self._cache: dict[Address, Features] = {}
         self._cache_bytes_left = cache_bytes
-        self._chat: ChatProcessing | None = None
+        self.chat: ChatProcessing | None = None
         self._text: TextProcessing | None = None
         self._pixels: Pixels | None = None
         if description.modalities != ("text",):
@@ -129,7 +126,7 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
             )
         if "multimodal" in description.modalities:
             assert self._pixels is not None
-            self._chat = ChatProcessing(description, self._pixels)
+            self.chat = ChatProcessing(description, self._pixels)
         elif "text" in description.modalities:
             self._text = TextProcessing(description)
 
@@ -178,8 +175,8 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
                 rows.append(feature.token_ids)
         if not images:
             return self._processing.padding.pad(rows)
-        if self._chat is not None:
-            return self._chat.collate(rows, images)
+        if self.chat is not None:
+            return self.chat.collate(rows, images)
         assert self._pixels is not None
         return self._pixels.stack(images)
 
@@ -201,12 +198,12 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
 
     @property
     def _processing(self) -> ChatProcessing | TextProcessing:
-        processing = self._chat or self._text
+        processing = self.chat or self._text
         assert processing is not None
         return processing
 
     def forget_images(self) -> None:
-        """See BaseFeaturiser."""
+        """Empty the cache of decoded images."""
         if self._pixels is not None:
             self._pixels.forget()
 
@@ -261,13 +258,13 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
         else:
             fixed = self._processing.padding.fixed_length
             if modality == "multimodal":
-                assert self._chat is not None
+                assert self.chat is not None
                 plain_texts = [item.text for item in items.values()]
                 images = [item.images for item in items.values()]
                 # An image has no part to cut.
-                rows = self._chat.encode_with_images(prompts, plain_texts, images)
-            elif self._chat is not None:
-                rows = self._chat.encode_texts(prompts, texts, limits)
+                rows = self.chat.encode_with_images(prompts, plain_texts, images)
+            elif self.chat is not None:
+                rows = self.chat.encode_texts(prompts, texts, limits)
             else:
                 assert self._text is not None
                 prompted = [

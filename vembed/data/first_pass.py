@@ -65,12 +65,10 @@ class Index:
     as a class of its own, since two equal inputs are no pair to learn from."""
     counts: Counter[str]
     """Statistics of the good records: records, positives, negatives, scored (records with scores), text_queries,
-    image_queries, text_documents and image_documents. A query with text and image counts in both."""
+    image_queries, text_documents and image_documents. A query with text and image counts in both. And bad: the bad
+    records, of which without_negatives lack only a negative, which the loss needs."""
     fingerprint: str
     """Hash of the contents of the source's files, independent of their paths."""
-    num_bad: int = 0
-    num_without_negatives: int = 0
-    """Number of bad records that lack only a negative, which the loss needs."""
     problems: list[str] = field(default_factory=list)
     """The first bad records, with file and line."""
     unused: list[str] = field(default_factory=list)
@@ -81,6 +79,11 @@ class Index:
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    @property
+    def num_bad(self) -> int:
+        """Number of bad records."""
+        return self.counts["bad"]
 
     def subset(self, is_kept: np.ndarray) -> Index:
         """Return the index of the first records for which `is_kept` is true, with the statistics of all."""
@@ -210,8 +213,6 @@ def build_index(reader: Format, form: RecordFormat, *, with_keys: bool) -> Index
         labels=labels,
         counts=counts,
         fingerprint=fingerprint,
-        num_bad=counts.pop("bad", 0),
-        num_without_negatives=counts.pop("without_negatives", 0),
         problems=problems[:NUM_NAMED],
         unused=form.columns.unused,
         missing=form.columns.mapped_but_missing,

@@ -223,11 +223,6 @@ def _draw(seed: int, group: int) -> bytes:
     return hashlib.blake2b(f"{seed}:{group}".encode(), digest_size=8).digest()
 
 
-def named(store_names: Sequence[str], share: float) -> str:
-    """Return the name of the held-out data, for logs and the report."""
-    return f"{share:.0%} of the queries of {', '.join(store_names)}"
-
-
 def overlap_warnings(train: Examples, pairs: Iterable[tuple[Item, Item]]) -> list[str]:
     """Return sentences on the queries, positives and pairs of validation data that are in the training data too.
 

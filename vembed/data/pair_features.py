@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -14,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.data.examples import Example, Item
+from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.features import BaseFeaturiser, Features, Featuriser, input_key
+from vembed.data.images.pixels import blank_image
 from vembed.data.processing import Padding
 from vembed.errors import UserError
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
 from vembed.models.modalities import SEGMENTS
-from vembed.models.processors import load_tokenizer
+from vembed.models.processors import image_placeholder, load_tokenizer
 
 Pair = tuple[Item, Item]
 """A query and a document."""
@@ -31,16 +33,24 @@ ANSWER_PROMPT = (
 )
 ANSWER_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 """The form that Qwen3-Reranker was trained on."""
+IMAGE_ANSWER_END = "<|im_end|>\n<|im_start|>assistant\n"
+"""The same of Qwen3-VL-Reranker."""
 
 
 class PairFeaturiser(BaseFeaturiser[Pair]):
-    """Converter from pairs of texts to token ids, and to the tensors of a forward pass. Thread-safe."""
+    """Converter from pairs of texts (of vision-language models also images) to token ids, and to the tensors of a forward
+    pass. Thread-safe."""
 
-    modalities: tuple[Modality, ...] = ("text",)
-
-    def __init__(self, description: ModelDescription, role: str = "") -> None:
-        """`role` names the model in messages; by default its own name."""
+    def __init__(
+        self, description: ModelDescription, role: str = "", **options: Any
+    ) -> None:
+        """`role` names the model in messages; by default its own name. `options`: those of Featuriser, for images."""
         self.description = description
+        self.modalities: tuple[Modality, ...] = description.modalities
+        self._images: Featuriser | None = None
+        if description.traits.reads_chats:
+            self._images = Featuriser(description, **options)
+            self._placeholder = image_placeholder(description)
         self.role = role or description.name
         self._tokenizer = load_tokenizer(description)
         self._padding = Padding(self._tokenizer, description)
@@ -61,10 +71,11 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
         if not units:
             return []
         document_prompt = self.description.document_prompt
-        queries = [self._text(item) for item, _ in units]
-        documents = [document_prompt + self._text(item) for _, item in units]
+        queries = [self._content(item) for item, _ in units]
+        documents = [document_prompt + self._content(item) for _, item in units]
+        images = [(*query.images, *document.images) for query, document in units]
         if self.description.scores == "answer":
-            rows = self._questions(queries, documents)
+            rows = self._questions(queries, documents, images)
             segments = None
         else:
             query_prompt = self.description.query_prompt
@@ -83,13 +94,15 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
             segment = None
             if segments is not None:
                 segment = np.asarray(segments[number], dtype=np.int32)
+            modality: Modality = "multimodal" if images[number] else "text"
             features.append(
                 Features(
-                    modality="text",
+                    modality=modality,
                     length=len(token_ids),
-                    key=input_key("text", token_ids, ()),
+                    key=input_key(modality, token_ids, images[number]),
                     content=item.key(),
                     token_ids=token_ids,
+                    images=images[number],
                     segments=segment,
                 )
             )
@@ -97,6 +110,8 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
 
     def joined(self, features: Sequence[Features]) -> dict[str, Tensor]:
         """See BaseFeaturiser."""
+        if self._images is not None:
+            return self._images.joined(features)
         rows = []
         for feature in features:
             assert feature.token_ids is not None
@@ -110,59 +125,112 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
             batch[SEGMENTS] = segments
         return batch
 
+    def finished(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See BaseFeaturiser."""
+        return batch if self._images is None else self._images.finished(batch)
+
+    def decode_ahead(self, features: Sequence[Features]) -> None:
+        """See BaseFeaturiser."""
+        if self._images is not None:
+            self._images.decode_ahead(features)
+
+    def forget_images(self) -> None:
+        """See BaseFeaturiser."""
+        if self._images is not None:
+            self._images.forget_images()
+
     def dummy(self, modality: Modality) -> Features:
         """See BaseFeaturiser. Its texts have tokens: decoders' tokenizers make none of an empty text."""
-        del modality
-        return self.features([(Item(text="a"), Item(text="a"))])[0]
+        document = Item(text="a")
+        if modality == "multimodal":
+            document = Item(images=(blank_image(),))
+        return self.features([(Item(text="a"), document)])[0]
 
     def _questions(
-        self, queries: Sequence[str], documents: Sequence[str]
+        self,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        images: Sequence[tuple[ImageRef, ...]],
     ) -> list[list[int]]:
         """Return the token ids of the questions whose answer is yes or no. What is too long is cut at its end."""
+        form = answer_form(self.description)
         begin = self._tokenizer.encode(ANSWER_PROMPT, add_special_tokens=False)
-        end = self._tokenizer.encode(ANSWER_END, add_special_tokens=False)
-        room = self.description.max_length - len(begin) - len(end)
+        end = self._tokenizer.encode(form.end, add_special_tokens=False)
+        room = max(self.description.max_length - len(begin) - len(end), 1)
         bodies = []
         for query, document in zip(queries, documents, strict=True):
-            question = f"<Instruct>: {self.description.query_prompt}\n<Query>: {query}"
-            bodies.append(f"{question}\n<Document>: {document}")
+            bodies.append(form.begin + form.query + query + form.document + document)
         with self._lock:
             encoded = self._tokenizer(
                 bodies,
                 add_special_tokens=False,
-                truncation=True,
-                max_length=max(room, 1),
+                truncation=self._images is None,
+                max_length=room,
             )
-        return [[*begin, *body, *end] for body in encoded["input_ids"]]
+        rows = []
+        for body, pair_images in zip(encoded["input_ids"], images, strict=True):
+            row = body
+            if self._images is not None and self._images.chat is not None:
+                chat = self._images.chat
+                whole = chat.with_image_tokens(body, pair_images)
+                row = whole[:room]
+                chat.check_images(np.asarray(row), whole, len(pair_images))
+            rows.append([*begin, *row, *end])
+        return rows
 
-    def _text(self, item: Item) -> str:
+    def _content(self, item: Item) -> str:
+        """Return the text of an item, after what stands for its images."""
+        if self._images is not None:
+            return self._placeholder * len(item.images) + (item.text or "")
         if item.text is None or item.images:
             raise UserError(
-                f"{self.role} scores texts, and the data have images: use an embedding model"
+                f"{self.role} scores texts, and the data have images: use a vision-language model"
             )
         return item.text
 
 
-def pair_template(description: ModelDescription) -> str:
+@dataclass(frozen=True)
+class AnswerForm:
+    """Texts around the query and the document of a question, after ANSWER_PROMPT."""
+
+    begin: str
+    query: str
+    document: str
+    end: str
+
+
+def answer_form(description: ModelDescription) -> AnswerForm:
+    """Return the form that Qwen3-Reranker was trained on, or Qwen3-VL-Reranker."""
+    begin = f"<Instruct>: {description.query_prompt}"
+    if description.traits.reads_chats:
+        return AnswerForm(begin, "<Query>:", "\n<Document>:", IMAGE_ANSWER_END)
+    return AnswerForm(begin, "\n<Query>: ", "\n<Document>: ", ANSWER_END)
+
+
+def pair_template(description: ModelDescription, image_placeholder: str = "") -> str:
     """Return the question of `_questions` as a chat template, by which other libraries ask a decoder about a pair.
 
     Its messages have the roles query and document, and system for another instruction.
     """
-    lines = []
-    for name in ("system", "query", "document"):
-        of_role = f"messages | selectattr('role', 'equalto', '{name}')"
-        lines.append(
-            f"{{%- set {name} = {of_role} | map(attribute='content') | first %}}"
-        )
-    instruction = f"system | default({json.dumps(description.query_prompt)}, true)"
+    form = answer_form(description)
+    image = json.dumps(image_placeholder)
+    lines = [
+        "{%- macro content(role) -%}",
+        "{%- for message in messages if message['role'] == role -%}",
+        "{%- if message['content'] is string -%}{{- message['content'] -}}",
+        "{%- else -%}{%- for part in message['content'] -%}",
+        f"{{{{- {image} if part['type'] == 'image' else part['text'] -}}}}",
+        "{%- endfor -%}{%- endif -%}{%- endfor -%}{%- endmacro -%}",
+    ]
+    instruction = json.dumps(description.query_prompt)
     parts = [
         json.dumps(ANSWER_PROMPT + "<Instruct>: "),
-        f"({instruction})",
-        json.dumps("\n<Query>: "),
-        "query",
-        json.dumps("\n<Document>: " + description.document_prompt),
-        "document",
-        json.dumps(ANSWER_END),
+        f"(content('system') or {instruction})",
+        json.dumps(form.query),
+        "content('query')",
+        json.dumps(form.document + description.document_prompt),
+        "content('document')",
+        json.dumps(form.end),
     ]
     lines.append("{{- " + " ~ ".join(parts) + " }}")
     return "\n".join(lines)
@@ -171,7 +239,7 @@ def pair_template(description: ModelDescription) -> str:
 def build_featuriser(
     description: ModelDescription, **options: Any
 ) -> BaseFeaturiser[Any]:
-    """Return the featuriser of a model. `options`: those of `Featuriser`, which a reranker does not need."""
+    """Return the featuriser of a model. `options`: those of `Featuriser`."""
     if description.scores is not None:
-        return PairFeaturiser(description)
+        return PairFeaturiser(description, **options)
     return Featuriser(description, **options)

@@ -207,22 +207,9 @@ class ChatProcessing:
         for text, ids, item_images in zip(
             rendered, self._encode(rendered), images, strict=True
         ):
-            self._refuse_placeholders(ids, len(item_images))
-            counts = [
-                self._pixels.num_vision_tokens(image, *image_size(image))
-                for image in item_images
-            ]
-            # The template has one placeholder per image; the model expects one per image token.
-            compact = np.asarray(ids, dtype=np.int32)
-            repeats = np.ones(len(compact), dtype=np.int64)
-            repeats[compact == self.image_token_id] = counts
-            whole = np.repeat(compact, repeats).tolist()
+            whole = self.with_image_tokens(ids, item_images)
             row = np.asarray(self._cut(text, whole, longest), dtype=np.int32)
-            if int((row == self.image_token_id).sum()) != sum(counts):
-                raise UserError(
-                    f"an item with {len(item_images)} image(s) of {sum(counts):,d} tokens does not fit into max_length "
-                    f"{self._description.max_length:,d}: raise max_length or lower max_pixels"
-                )
+            self.check_images(row, whole, len(item_images))
             rows.append(row)
         return rows
 
@@ -251,6 +238,31 @@ class ChatProcessing:
             "mm_token_type_ids": is_image.long(),
             POSITIONS: positions,
         }
+
+    def with_image_tokens(
+        self, ids: list[int], images: Sequence[ImageRef]
+    ) -> list[int]:
+        """Return the ids of a rendered conversation with as many placeholders for each image as the model has tokens of
+        it. The template has one per image."""
+        self._refuse_placeholders(ids, len(images))
+        counts = [
+            self._pixels.num_vision_tokens(image, *image_size(image))
+            for image in images
+        ]
+        compact = np.asarray(ids, dtype=np.int32)
+        repeats = np.ones(len(compact), dtype=np.int64)
+        repeats[compact == self.image_token_id] = counts
+        whole: list[int] = np.repeat(compact, repeats).tolist()
+        return whole
+
+    def check_images(self, row: np.ndarray, whole: list[int], num_images: int) -> None:
+        """Raise UserError if the row, cut from `whole`, has lost tokens of an image."""
+        num_tokens = whole.count(self.image_token_id)
+        if int((row == self.image_token_id).sum()) != num_tokens:
+            raise UserError(
+                f"an item with {num_images} image(s) of {num_tokens:,d} tokens does not fit into max_length "
+                f"{self._description.max_length:,d}: raise max_length or lower max_pixels"
+            )
 
     def _refuse_placeholders(self, ids: list[int], num_images: int) -> None:
         if ids.count(self.image_token_id) != num_images:

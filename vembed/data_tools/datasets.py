@@ -10,7 +10,7 @@ from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.config.terms import task_names
 from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import Item, ReadAs
-from vembed.data.held_out import HeldOut, hold_out, named, overlap_warnings
+from vembed.data.held_out import HeldOut, hold_out, overlap_warnings
 from vembed.errors import UserError
 from vembed.evaluation.dataset import (
     EvalData,
@@ -73,7 +73,7 @@ def open_sets(
         store = parts.train
         evaluation = from_examples(
             [example for _, example in parts.examples],
-            named(names, options.val_split),
+            f"{options.val_split:.0%} of the queries of {', '.join(names)}",
             documents=[item for _, item in parts.documents],
             notes=parts.notes(),
         )

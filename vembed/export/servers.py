@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from vembed.errors import UserError
 from vembed.export.formats import FormatName
@@ -11,7 +11,6 @@ from vembed.models.families.description import ModelDescription
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 
 ServerName = Literal["tei", "vllm", "llama.cpp", "infinity", "fastembed"]
-SERVER_NAMES: tuple[ServerName, ...] = get_args(ServerName)
 FORMAT_OF: dict[ServerName, FormatName] = {
     "tei": "safetensors",
     "vllm": "safetensors",

@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from vembed.config.schema import ModelSection
-from vembed.data.examples import Item
 from vembed.data.features import Features
 from vembed.data.pair_features import Pair, PairFeaturiser
 from vembed.errors import UserError
-from vembed.inference.embedder import to_item
+from vembed.inference.embedder import Input, to_item
 from vembed.inference.encoding import encode_features
 from vembed.models.embedding_model import build_model
 from vembed.models.families.backbones import quiet_transformers
@@ -114,7 +113,7 @@ class Reranker:
             self.model, self.featuriser, features, self.device, world_size=world_size
         )
 
-    def predict(self, pairs: Sequence[tuple[str | Item, str | Item]]) -> np.ndarray:
+    def predict(self, pairs: Sequence[tuple[Input, Input]]) -> np.ndarray:
         """Return [n] float32 scores of (query, document) pairs, before any logistic function."""
         if not pairs:
             return np.empty(0, np.float32)
@@ -130,20 +129,23 @@ class Reranker:
         return scores
 
     def rank(
-        self, query: str, documents: Sequence[str], top_k: int | None = None
+        self, query: Input, documents: Sequence[Input], top_k: int | None = None
     ) -> list[dict[str, Any]]:
-        """Return {"index", "score", "text"} of the documents, best first; the first `top_k` if given."""
+        """Return {"index", "score", "text"} of the documents, best first; the first `top_k` if given. A document with
+        images has no "text"."""
         scores = self.predict([(query, document) for document in documents])
         return sorted_documents(documents, scores, top_k)
 
 
 def sorted_documents(
-    documents: Sequence[str], scores: np.ndarray, top_k: int | None = None
+    documents: Sequence[Input], scores: np.ndarray, top_k: int | None = None
 ) -> list[dict[str, Any]]:
     """Return {"index", "score", "text"} of the documents, best first."""
     ranking = []
     for index in np.argsort(-scores, kind="stable")[:top_k].tolist():
-        row = {"index": index, "score": float(scores[index]), "text": documents[index]}
+        row: dict[str, Any] = {"index": index, "score": float(scores[index])}
+        if isinstance(documents[index], str):
+            row["text"] = documents[index]
         ranking.append(row)
     return ranking
 

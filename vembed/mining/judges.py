@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
+from typing import Literal
 
 import numpy as np
 import torch
@@ -83,7 +84,7 @@ def load_judge(
         whole_model_folder(judge.model, option="judges"),
         role=f"judges: {judge.model}",
         device=device,
-        head="answer" if kind == "yes_no" else "label",
+        head=HEADS.get(kind, "auto"),
         instruction=judge.instruction,
         max_length=judge.max_length,
         torch_dtype=options.torch_dtype,
@@ -96,6 +97,13 @@ def load_judge(
         return enumerate(torch.sigmoid(scores).tolist())
 
     return score
+
+
+HEADS: dict[str, Literal["label", "answer"]] = {
+    "cross_encoder": "label",
+    "yes_no": "answer",
+}
+"""Kind of judge -> the layer that gives its score; of others, that of its files."""
 
 
 class CachedJudge:

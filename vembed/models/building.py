@@ -204,7 +204,7 @@ def _load(
                 vars(module)["is_causal"] = False
     reads_chats = description.traits.reads_chats
     if reads_chats and implementation == "auto" and kernel != "flash_attention_2":
-        tower = tower_module(backbone, description.traits, "vision")
+        tower = tower_module(backbone.base_model, description.traits, "vision")
         by_image = vision.pack_images(tower, device, half=half)
         images = "attention over all at once"
         if by_image is not None:

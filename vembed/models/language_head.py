@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,9 @@ def save_with_head(
 ) -> None:
     """Write a model with its head as Transformers does. `kind`: the class of both. `state`: the base model's full state
     dict. `head`: that of the head."""
+    config = deepcopy(config)
+    # Kernels of vembed, which Transformers does not know. The files name no kernel.
+    config._attn_implementation = "eager"
     with torch.device("meta"):
         whole = kind(config)
     prefix = f"{whole.base_model_prefix}."

@@ -217,6 +217,14 @@ def load_chat_template(description: ModelDescription, tokenizer: Any) -> ChatTem
     return ChatTemplate(template, {"add_generation_prompt": True})
 
 
+def image_placeholder(description: ModelDescription) -> str:
+    """Return what stands for an image in the conversations of a vision-language model."""
+    config = read_object(Path(description.source) / "config.json") or {}
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    tokenizer = load_tokenizer(description)
+    return "".join(tokenizer.convert_ids_to_tokens([config[name] for name in names]))
+
+
 def save_processors(description: ModelDescription, folder: Path) -> None:
     """Save tokenizer and image processor into the model's folder, with the settings that were used."""
     if "text" in description.modalities:

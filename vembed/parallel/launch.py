@@ -137,8 +137,8 @@ class _Ranks:
     ) -> None:
         self.command = command
         self.environments = environments
-        self.numbers = [int(environment["RANK"]) for environment in environments]
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        """By rank."""
         self.pumps: list[_Pump] = []
         self.stop_signal: signal.Signals | None = None
         self.stopped_at = 0.0
@@ -157,10 +157,10 @@ class _Ranks:
                 # All processes before the first thread: between fork and exec, other threads' locks could deadlock.
                 for environment in self.environments:
                     variables = {**environment, HANG_REPORTS: reports}
-                    self.processes.append(
-                        _start(self.command, variables, not self.processes)
+                    self.processes[int(environment["RANK"])] = _start(
+                        self.command, variables, not self.processes
                     )
-                for number, process in zip(self.numbers, self.processes, strict=True):
+                for number, process in self.processes.items():
                     if process.stdout is not None and process.stderr is not None:
                         self.pumps.append(_Pump(number, process.stdout, sys.stdout))
                         self.pumps.append(_Pump(number, process.stderr, sys.stderr))
@@ -176,7 +176,7 @@ class _Ranks:
                     pump.release(drop=self.code == 2)
         if self.code is not None:
             return self.code
-        codes = [process.returncode for process in self.processes]
+        codes = [process.returncode for process in self.processes.values()]
         if self.stop_signal is not None and any(codes):
             is_interrupt = self.stop_signal == signal.SIGINT
             return 128 + (signal.SIGINT if is_interrupt else signal.SIGTERM)
@@ -200,13 +200,7 @@ class _Ranks:
     def _update(self, reports: Path) -> bool:
         """Poll the ranks and handle those that ended; return True while any rank is running."""
         now = time.monotonic()
-        codes = dict(
-            zip(
-                self.numbers,
-                [process.poll() for process in self.processes],
-                strict=True,
-            )
-        )
+        codes = {rank: process.poll() for rank, process in self.processes.items()}
         for pump in self.pumps:
             if pump.held and now - pump.held_since > TRACEBACK_HOLD_SECONDS:
                 pump.release()
@@ -274,19 +268,19 @@ class _Ranks:
 
     def _fail(self, cause: str, code: int) -> None:
         self.code = code
-        num_left = sum(process.poll() is None for process in self.processes)
+        num_left = sum(process.poll() is None for process in self.processes.values())
         ending = f"; ending the other {num_left}" if num_left else ""
         with suppress(OSError):  # the terminal may be closed
             sys.stderr.write(f"vembed: {cause}{ending}\n")
             sys.stderr.flush()
 
     def _send(self, signum: signal.Signals) -> None:
-        for process in self.processes:
+        for process in self.processes.values():
             if process.poll() is None:
                 process.send_signal(signum)
 
     def _kill(self) -> None:
-        for process in self.processes:
+        for process in self.processes.values():
             if process.poll() is None:
                 # Each rank has its own session, so its process group is the rank and its children.
                 os.killpg(process.pid, signal.SIGKILL)

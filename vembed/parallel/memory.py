@@ -56,7 +56,13 @@ def fsdp_empty_cache() -> None:
     elif platform.libc_ver()[0] == "glibc":
         # What `keep_freed_memory` holds for the next step.
         ctypes.CDLL(None).malloc_trim(0)
-    reset_peak_memory()
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    switch = Path("/proc/self/clear_refs")
+    if switch.exists():
+        # Linux: 5 resets VmHWM, the peak of resident memory. Not all containers may.
+        with suppress(OSError):
+            switch.write_text("5")
     collectives.barrier()
 
 
@@ -125,17 +131,6 @@ def memory_snapshot(device: torch.device) -> dict[str, Any]:
         "rss_gb": round(resident / GIB, 4),
         "peak_gb": round(max(peak, resident) / GIB, 4),
     }
-
-
-def reset_peak_memory() -> None:
-    """Reset the peak counters. The peak of resident memory is kept if the system cannot reset it."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    switch = Path("/proc/self/clear_refs")
-    if switch.exists():
-        # Linux: 5 resets VmHWM, the peak of resident memory. Not all containers may.
-        with suppress(OSError):
-            switch.write_text("5")
 
 
 def keep_freed_memory() -> bool:

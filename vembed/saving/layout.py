@@ -16,7 +16,11 @@ from vembed.models.families.backbones import STATIC_TYPE
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import POOLING_MODULE, STATIC, read_object
 from vembed.models.poolings.table import MODE_FLAGS, MODEL_POOLING, POOLINGS
-from vembed.models.processors import load_chat_template, load_tokenizer
+from vembed.models.processors import (
+    image_placeholder,
+    load_chat_template,
+    load_tokenizer,
+)
 from vembed.models.score_head import answer_tokens
 
 MODULE = "sentence_transformers.models."
@@ -106,10 +110,16 @@ def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
     prompts: dict[str, str] = {}
     if description.scores == "answer":
         settings["transformer_task"] = "text-generation"
-        settings["modality_config"]["message"] = {**text, "format": "flat"}
+        placeholder = ""
+        message = {**text, "format": "flat"}
+        settings["modality_config"]["message"] = message
+        if description.traits.reads_chats:
+            settings["transformer_task"] = "any-to-any"
+            message["format"] = "structured"
+            placeholder = image_placeholder(description)
         settings["module_output_name"] = "causal_logits"
         template = folder / "chat_template.jinja"
-        template.write_text(pair_template(description), encoding="utf-8")
+        template.write_text(pair_template(description, placeholder), encoding="utf-8")
         tokens = answer_tokens(load_tokenizer(description), description.name)
         modules.append(
             (

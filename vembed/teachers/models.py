@@ -201,7 +201,7 @@ class PairTeacher:
             self.folder,
             role=f"teacher {teacher.label}",
             device=device,
-            head="answer" if self.kind == "yes_no" else "label",
+            head="answer" if self.kind == "yes_no" else "auto",
             instruction=teacher.instruction,
             max_length=teacher.max_length,
             query_prompt=teacher.query_prompt,

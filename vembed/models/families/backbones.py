@@ -23,6 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -139,8 +140,10 @@ def model_class(
 
 
 def language_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the model class with the language-model head: causal for decoders, masked for encoders. None if
-    Transformers has none."""
+    """Return the model class with the language-model head: causal for decoders and vision-language models, masked for
+    encoders. None if Transformers has none."""
+    if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return _class_of(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)
     if is_decoder_only(config):
         return _class_of(MODEL_FOR_CAUSAL_LM_MAPPING, config)
     return _class_of(MODEL_FOR_MASKED_LM_MAPPING, config)

@@ -224,6 +224,10 @@ RERANK_INSTRUCTION = (
     "Given a web search query, retrieve relevant passages that answer the query"
 )
 """What a decoder is asked about each pair, unless `query_prompt` says it: that of Qwen3-Reranker."""
+IMAGE_INSTRUCTION = (
+    "Given a search query, retrieve relevant candidates that answer the query."
+)
+"""The same for a vision-language model: that of Qwen3-VL-Reranker."""
 PROMPT_NAMES = {"query": ("query",), "document": ("document", "passage", "corpus")}
 """Kind of input -> names of its prompt in a model's files."""
 _FROM_SAVED = f"from {DESCRIPTION_FILE}"
@@ -452,12 +456,12 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
     options = reading.options
     family = description.traits
     config = reading.config
-    if not family.reads_only_text or family.has_two_models or options.model_class:
+    reads_pairs = family.reads_only_text or family.reads_chats
+    if not reads_pairs or family.has_two_models or options.model_class:
         raise UserError(
-            f"task: rerank: {description.name} is of the family {family.name}, and rerankers are models of texts here: "
-            "give a text model"
+            f"task: rerank: {description.name} is of the family {family.name}: give a text model or a vision-language model"
         )
-    is_decoder = is_decoder_only(config)
+    is_decoder = family.reads_chats or is_decoder_only(config)
     classes = " ".join(config.architectures or ())
     scores = options.reranker_head
     reason = "reranker_head in the config"
@@ -467,19 +471,27 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
         if reading.saved.get("scores") is not None:
             scores = reading.saved["scores"]
             reason = _FROM_SAVED
-        elif is_decoder and "ForCausalLM" in classes:
+        elif is_decoder and ("ForCausalLM" in classes or family.reads_chats):
             scores = "answer"
-            reason = "a causal language model"
+            reason = "a language model"
     if scores == "answer" and not is_decoder:
         raise UserError(
             f"reranker_head: answer is for decoders, and {description.name} is an encoder: leave it out"
+        )
+    if scores == "label" and family.reads_chats:
+        raise UserError(
+            f"reranker_head: label is for text models, and {description.name} is a vision-language model: leave it out"
         )
     pooling = "last" if is_decoder else config.to_dict().get("classifier_pooling")
     query_prompt = options.query_prompt
     if query_prompt is None:
         query_prompt = reading.saved.get("query_prompt")
     if query_prompt is None:
-        query_prompt = RERANK_INSTRUCTION if scores == "answer" else ""
+        query_prompt = ""
+        if scores == "answer":
+            query_prompt = (
+                IMAGE_INSTRUCTION if family.reads_chats else RERANK_INSTRUCTION
+            )
     document_prompt = options.document_prompt
     if document_prompt is None:
         document_prompt = reading.saved.get("document_prompt", "")

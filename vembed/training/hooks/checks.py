@@ -164,7 +164,9 @@ class Watch(Hook):
         loss_range = self._highest_loss - self._lowest_loss
         size = max(abs(self._highest_loss), 1e-12)
         cosine = mean_cosine(report.embeddings)
-        if cosine > COLLAPSED_COSINE and self._trains_embeddings:
+        # Of scores, which have one dimension, every cosine is 1 or -1.
+        is_vector = report.embeddings.shape[1] > 1
+        if cosine > COLLAPSED_COSINE and self._trains_embeddings and is_vector:
             self._warn_once(
                 "collapse",
                 f"embeddings collapse: the mean cosine between inputs is {cosine:.3f}; lower learning_rate, check that "

@@ -1,0 +1,178 @@
+"""task: rerank of a vision-language model: texts and images as documents, scored as Qwen3-VL-Reranker is published."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+import vembed
+from tests.commands import command
+from tests.tiny import shared, tiny_qwen3_vl
+from vembed.data.pair_features import ANSWER_PROMPT, IMAGE_ANSWER_END
+from vembed.errors import UserError
+from vembed.models.families.description import IMAGE_INSTRUCTION
+from vembed.saving.layout import write_reranker_layout
+
+QUERY = "red cat"
+
+
+def published(folder: Path) -> Path:
+    """A Qwen3-VL-Reranker: a vision-language model with the tokens yes and no."""
+    source = shared(tiny_qwen3_vl)
+    shutil.copytree(source, folder)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_tokens(["yes", "no"])
+    model = AutoModelForImageTextToText.from_pretrained(source)
+    torch.manual_seed(0)
+    model.resize_token_embeddings(len(tokenizer))
+    # New rows are nearly the mean of all, so all scores would be nearly 0.
+    torch.nn.init.normal_(model.lm_head.weight)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    settings = {"model_type": "CrossEncoder"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(settings))
+    return folder
+
+
+def images(folder: Path, count: int) -> list[Path]:
+    paths = []
+    for number in range(count):
+        path = folder / f"{number}.png"
+        size = (64 + 32 * (number % 3), 64)
+        Image.new("RGB", size, (40 * number % 255, 90, 200)).save(path)
+        paths.append(path)
+    return paths
+
+
+def documents(folder: Path) -> list[Any]:
+    first, second = images(folder, 2)
+    both = {"text": "a red cat sleeps", "image": str(second)}
+    return ["a red cat sleeps", first, both]
+
+
+def plain_scores(model_folder: Path, listed: list[Any]) -> list[float]:
+    """Return the scores of QUERY's documents in Transformers, each alone."""
+    model = AutoModelForImageTextToText.from_pretrained(model_folder).eval()
+    processor = AutoImageProcessor.from_pretrained(model_folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    yes, no = tokenizer.convert_tokens_to_ids(["yes", "no"])
+    scores = []
+    for document in listed:
+        text = document
+        image = None
+        if isinstance(document, Path):
+            text = ""
+            image = document
+        if isinstance(document, dict):
+            text = document["text"]
+            image = document["image"]
+        inputs: dict[str, Any] = {}
+        if image is not None:
+            inputs = dict(processor(images=[Image.open(image)], return_tensors="pt"))
+            # Four patches become one token.
+            num_tokens = int(inputs["image_grid_thw"].prod()) // 4
+            text = f"<|vision_start|>{'<|image_pad|>' * num_tokens}<|vision_end|>{text}"
+        body = f"<Instruct>: {IMAGE_INSTRUCTION}<Query>:{QUERY}\n<Document>:{text}"
+        whole = ANSWER_PROMPT + body + IMAGE_ANSWER_END
+        ids = tokenizer(whole, add_special_tokens=False, return_tensors="pt").input_ids
+        types = (ids == model.config.image_token_id).int()
+        inputs |= {"input_ids": ids, "mm_token_type_ids": types}
+        with torch.no_grad():
+            logits = model(**inputs).logits[0, -1]
+        scores.append(float(logits[yes] - logits[no]))
+    return scores
+
+
+def test_texts_and_images_are_scored_as_published(tmp_path: Path) -> None:
+    model = published(tmp_path / "published")
+    listed = documents(tmp_path)
+    expected = plain_scores(model, listed)
+    reranker = vembed.Reranker(model)
+    scores = reranker.predict([(QUERY, document) for document in listed])
+    assert scores == pytest.approx(expected, abs=1e-5)
+    best = max(range(3), key=lambda number: expected[number])
+    assert reranker.rank(QUERY, listed)[0]["index"] == best
+
+
+def test_it_is_trained_on_images_and_saved(tmp_path: Path) -> None:
+    model = published(tmp_path / "published")
+    paths = images(tmp_path, 12)
+    lines = []
+    for number, path in enumerate(paths):
+        other = str(paths[number - 1])
+        record = {
+            "query": f"picture {number}",
+            "positive": {"image": str(path)},
+            "negatives": [{"image": other}],
+        }
+        lines.append(json.dumps(record) + "\n")
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(lines))
+    config = {
+        "model_name": str(model),
+        "task": "rerank",
+        "data_path": str(data),
+        "output_dir": str(tmp_path / "out"),
+        "loss": "infonce",
+        "batch_size": 4,
+        "max_steps": 2,
+        "learning_rate": 1e-3,
+        "mixed_precision": "no",
+        "report_to": [],
+    }
+    final = vembed.train(config).model_dir
+    listed = documents(tmp_path)
+    expected = plain_scores(final, listed)
+    scores = vembed.Reranker(final).predict([(QUERY, document) for document in listed])
+    assert scores == pytest.approx(expected, abs=1e-5)
+    assert expected != pytest.approx(plain_scores(model, listed), abs=1e-4)
+
+
+def test_two_processes_score_texts_and_images(tmp_path: Path) -> None:
+    model = published(tmp_path / "published")
+    (picture,) = images(tmp_path, 1)
+    # One process has the only image: with shards, the other runs a made one.
+    records = [
+        {"query": QUERY, "positive": "a red cat sleeps"},
+        {"query": QUERY, "positive": {"image": str(picture)}},
+        {"query": "blue", "positive": "a dog"},
+    ]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ["score", str(model), str(pairs), "--nproc", "2", "--strategy", "fsdp"]
+    result = command(*words)
+    assert result.returncode == 0, result.stderr
+    scores = [float(line) for line in result.stdout.splitlines()]
+    expected = plain_scores(model, ["a red cat sleeps", picture])
+    assert scores[:2] == pytest.approx(expected, abs=1e-5)
+    assert len(scores) == 3
+
+
+def test_the_question_is_saved_as_a_template(tmp_path: Path) -> None:
+    reranker = vembed.Reranker(published(tmp_path / "published"))
+    write_reranker_layout(tmp_path, reranker.description)
+    template = (tmp_path / "chat_template.jinja").read_text()
+    content = [{"type": "image"}, {"type": "text", "text": 'a "cat"'}]
+    messages = [
+        {"role": "query", "content": [{"type": "text", "text": QUERY}]},
+        {"role": "document", "content": content},
+    ]
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "published")
+    rendered = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False
+    )
+    document = '<|vision_start|><|image_pad|><|vision_end|>a "cat"'
+    body = f"<Instruct>: {IMAGE_INSTRUCTION}<Query>:{QUERY}\n<Document>:{document}"
+    assert rendered == ANSWER_PROMPT + body + IMAGE_ANSWER_END
+
+
+def test_a_label_is_for_texts(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="reranker_head"):
+        vembed.Reranker(published(tmp_path / "published"), head="label")
