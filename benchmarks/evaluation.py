@@ -89,9 +89,7 @@ def result(folder: Path) -> dict[str, float]:
     """Evaluate in this process."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     tiny_bert_st(folder / "model")
-    config = TrainConfig(
-        model_name=str(folder / "model"), data_path="-", eval_ks=[10, 100]
-    )
+    config = TrainConfig(model_name=str(folder / "model"), data_path="-")
     featuriser = Featuriser(describe(config.model))
     began = time.perf_counter()
     data = open_eval_data(config.data, str(folder))
@@ -100,7 +98,12 @@ def result(folder: Path) -> dict[str, float]:
         "vocab_size"
     ]
     scores = evaluate_model(
-        TokenVectors(vocabulary), featuriser, data, config.evaluation, None
+        TokenVectors(vocabulary),
+        featuriser,
+        data,
+        config.evaluation,
+        None,
+        ks=[10, 100],
     )
     return {
         "open": opened - began,

@@ -73,12 +73,6 @@ BUILT: dict[str, Row] = {
         lambda one: "composed" in one.lines[0] + str(one.lines),
         True,
     ),
-    "composed_dim": (
-        "composed",
-        lambda one: one.trainer.components.embedder.description.embedding_dim,
-        6,
-        "composed_plainly",
-    ),
     "torch_dtype": (
         "frozen",
         lambda one: _weights_dtype(one, "vision_model"),
@@ -246,11 +240,6 @@ BUILT: dict[str, Row] = {
         lambda one: one.trainer.contrastive_step.budget.micro_batch_tokens,
         99,
     ),
-    "gradient_cache_chunk_size": (
-        "other",
-        lambda one: one.trainer.contrastive_step.budget.max_rows,
-        3,
-    ),
     "use_gradient_cache": (
         "many",
         lambda one: one.trainer.contrastive_step.budget.use_gradient_cache,
@@ -335,12 +324,9 @@ SCORED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "similarity": ({}, {"similarity": "dot"}),
     "temperature": ({}, {"temperature": 0.2}),
     "bidirectional": ({}, {"bidirectional": True}),
-    "query_query_negatives": ({}, {"query_query_negatives": True}),
-    "document_document_negatives": ({}, {"document_document_negatives": True}),
+    "same_side_negatives": ({}, {"same_side_negatives": "both"}),
     "false_negative_margin": ({}, {"false_negative_margin": -0.3}),
-    "mask_duplicates": ({}, {"mask_duplicates": False}),
     "hard_negatives_scope": ({}, {"hard_negatives_scope": "own"}),
-    "negatives_from": ({}, {"negatives_from": "own_rank"}),
     "margin": ({"loss": "triplet"}, {"margin": 0.9}),
     "hardness_alpha": ({}, {"hardness_alpha": 2.0}),
     "focal_gamma": ({}, {"focal_gamma": 2.0}),
@@ -399,19 +385,13 @@ WRITTEN: dict[str, tuple[str, Callable[[Path], Any], Any, str]] = {
         "mrr@3",
         "base",
     ),
-    "eval_ks": (
-        "many",
-        lambda run: any("recall@3" in one.get("eval", ()) for one in lines_of(run)),
-        True,
-        "base",
-    ),
     "save_steps": (
         "many",
         lambda run: bool(list(run.glob("checkpoint-*"))),
         True,
         "base",
     ),
-    "save_dtype": (
+    "torch_dtype": (
         "many",
         lambda run: str(_weight(run).dtype),
         "torch.bfloat16",
@@ -768,7 +748,6 @@ ELSEWHERE = {
     "from_scratch",
     "push_to_hub",
     "mine",
-    "language_modelling",
     "task",
     "reranker_head",
     "first_stage",

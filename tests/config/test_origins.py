@@ -152,7 +152,7 @@ def test_paths_start_here_or_else_beside_the_file(write_config: WriteConfig) -> 
         "global_batch_size: 64\nwarmup_steps: 5\nmax_steps: 10\n",
         "save_total_limit: null\nquery_prompt: '2e-5'\nrun_name: 'no'\ndocument_prompt: 'query: '\n",
         "column_mapping: {a: query, 'b c': positive}\nreport_to: none\nmixed_precision: no\nquery_prompt: a  # b\n",
-        "eval_ks: [1]\nresume: a/b\ngradient_cache_chunk_size: 8\nquery_prompt: ''\ndocument_prompt: \"x\\ny: #\"\n",
+        "resume: a/b\nmax_negatives: 8\nquery_prompt: ''\ndocument_prompt: \"x\\ny: #\"\n",
         "data_path: [a.jsonl, {path: b.jsonl, weight: 2, column_mapping: {q: query}}]\n",
         "use_fsdp: true\nfsdp_transformer_layer_cls_to_wrap: [A, B]\nwandb_tags: ['1', '0x1', '1:2', 'null', '~']\n",
     ],

@@ -136,7 +136,7 @@ class OnTwoRanks:
 def test_advice_on_memory_knows_what_is_on(
     options: dict[str, Any], proposed: list[str], not_proposed: list[str]
 ) -> None:
-    said = advice(OnTwoRanks(**options), Budget(4096, None, 4096, None))  # type: ignore[arg-type]
+    said = advice(OnTwoRanks(**options), Budget(4096, 4096, None))  # type: ignore[arg-type]
     assert all(name in said for name in proposed), said
     assert not any(
         name in said.partition("Change in this order")[2] for name in not_proposed

@@ -52,9 +52,7 @@ RECIPES = {
     "clip": Tiny(tiny.tiny_clip),
     "siglip": Tiny(tiny.tiny_siglip),
     "dinov2_i2i": Tiny(tiny.tiny_dinov2, ("freeze=embeddings,first_n_layers=1",)),
-    "composed_bert_dinov2": Tiny(
-        tiny.tiny_bert, ("composed_dim=16",), tiny.tiny_dinov2
-    ),
+    "composed_bert_dinov2": Tiny(tiny.tiny_bert, ("mrl_dims=[16]",), tiny.tiny_dinov2),
     "cosent_sts": Tiny(tiny.tiny_bert),
     "multi_task": Tiny(tiny.tiny_bert, ("max_length=64",)),
     "triplet": Tiny(tiny.tiny_bert, ("max_length=64",)),

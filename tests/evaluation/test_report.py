@@ -162,7 +162,9 @@ def test_page_and_markdown_tell_the_run(run):
         assert f"{title} " in text
     assert path.read_text().count("<svg") == 8, "six curves, the evaluations, the dims"
     assert "| 8 | 0.4600 | 0.5400 | +0.0800 | 93.1% |" in markdown
-    assert "eval_ks" in text, "all settings are there, not only those that were changed"
+    assert "eval_metric" in text, (
+        "all settings are there, not only those that were changed"
+    )
     assert all(link.startswith("#") for link in checker.links), "nothing is fetched"
 
 

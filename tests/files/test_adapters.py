@@ -193,7 +193,7 @@ def test_a_composed_model_with_adapters_is_saved_whole(tmp_path):
     options = {
         "model_family": "composed",
         "image_model_name": str(tiny.shared(tiny.tiny_vit)),
-        "composed_dim": 16,
+        "mrl_dims": [16],
     }
     model = tuned(tiny.shared(tiny.tiny_bert), **options)
     items = [Item(text=text) for text in TEXTS]

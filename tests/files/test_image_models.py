@@ -229,7 +229,7 @@ def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
 ):
     options: dict[str, Any] = {
         "image_model_name": str(tiny.shared(tiny.tiny_dinov2)),
-        "composed_dim": 20,
+        "mrl_dims": [20],
     }
     folder = save(
         tiny.shared(tiny.tiny_bert),

@@ -131,13 +131,13 @@ FP16 = {"mixed_precision": "fp16"}
 LORA = {"use_lora": True, "lora_r": 8}
 CHECKPOINTS = {"gradient_checkpointing": True}
 SIZES = {"mrl_dims": [24, 16, 8]}
-CACHE = {"use_gradient_cache": True, "gradient_cache_chunk_size": 4}
+CACHE = {"use_gradient_cache": True, "micro_batch_tokens": 144}
 MASKS = {"false_negative_margin": 0.1}
 ROUNDED = {"quantize_embeddings": "int8"}
 MIXED = {"mix_negatives": 2}
 HARDNESS = {"hardness_alpha": 1.0, "focal_gamma": 1.0}
 OWN_NEGATIVES = {"hard_negatives_scope": "own"}
-ALL_PAIRS = {"query_query_negatives": True, "document_document_negatives": True}
+ALL_PAIRS = {"same_side_negatives": "both"}
 BY_SCORES = {"loss": "kl", "teacher": "scores"}
 SEVERAL_LOSSES = {"losses": [{"loss": "infonce"}, {"loss": "kl", "teacher": "scores"}]}
 

@@ -153,9 +153,6 @@ class Rows:
         self.own = plain.own
         self.rows = range(len(self.query))
         self.negatives = range(len(self.negative))
-        if getattr(loss, "negatives_from", "all_ranks") == "own_rank":
-            self.rows = self.own
-            self.negatives = self.negatives[batch.rank_negatives]
 
     def forbidden(self, i: int) -> set[int]:
         """Contents that are no negatives of row i."""
@@ -167,7 +164,7 @@ class Rows:
 
     def documents(self, i: int) -> list[int]:
         """Embeddings of D_i, one entry per occurrence."""
-        forbidden = self.forbidden(i) if self.loss.mask_duplicates else set()
+        forbidden = self.forbidden(i)
         documents = []
         for j in self.rows:
             is_other = self.example[j] != self.example[i]
@@ -183,7 +180,7 @@ class Rows:
 
     def queries(self, i: int) -> list[int]:
         """Embeddings of Q_i."""
-        forbidden = self.forbidden(i) if self.loss.mask_duplicates else set()
+        forbidden = self.forbidden(i)
         return [
             self.query[j]
             for j in self.rows
@@ -197,8 +194,8 @@ class Rows:
         for j in self.rows:
             same_query = self.query_content[j] == self.query_content[i]
             is_known = self.positive_content[i] in self.forbidden(j)
-            is_masked = self.loss.mask_duplicates and (same_query or is_known)
-            if self.example[j] != self.example[i] and not is_masked:
+            is_other = self.example[j] != self.example[i]
+            if is_other and not same_query and not is_known:
                 queries.append(self.query[j])
         return queries
 
@@ -228,9 +225,9 @@ class Rows:
         """The own pair's score and those of all candidates of the forward direction."""
         query, positive = self.query[i], self.positive[i]
         scores = [self.scores(i, query, self.documents(i))]
-        if self.loss.query_query_negatives:
+        if self.loss.same_side_negatives in ("queries", "both"):
             scores.append(self.scores(i, query, self.queries(i)))
-        if self.loss.document_document_negatives:
+        if self.loss.same_side_negatives in ("documents", "both"):
             scores.append(self.scores(i, positive, self.documents(i)))
         own = self.x[query] @ self.x[positive]
         return own, self.in_reach(torch.cat(scores), own)
@@ -379,8 +376,7 @@ def own_negatives(plain: Plain, row: int) -> list[int]:
     negatives = []
     for h in range(batch.negative.numel()):
         is_duplicate = int(content[batch.negative[h]]) in forbidden
-        is_masked = plain.loss.mask_duplicates and is_duplicate
-        if batch.negative_example[h] == batch.example[row] and not is_masked:
+        if batch.negative_example[h] == batch.example[row] and not is_duplicate:
             negatives.append(h)
     return negatives
 
@@ -526,11 +522,9 @@ def relational(plain: Plain) -> Tensor:
 def spread_out(plain: Plain) -> Tensor:
     batch, x, total, num = plain.batch, plain.x, plain.zero, plain.batch.num_rows
     for index in (batch.query, batch.positive):
-        differ = ~torch.eye(num, dtype=torch.bool)
-        if plain.loss.mask_duplicates:
-            content = batch.content[index]
-            differ = content[:, None] != content
-            differ &= batch.example[:, None] != batch.example
+        content = batch.content[index]
+        differ = content[:, None] != content
+        differ &= batch.example[:, None] != batch.example
         squares = (x[index] @ x[index].T).square() * differ
         total = total + squares[batch.rank_rows].sum() / max(1, num * (num - 1))
     return total

@@ -26,8 +26,7 @@ from vembed.losses.tiles import MEBIBYTE, Tiling
 
 EVERYTHING = {
     "bidirectional": True,
-    "query_query_negatives": True,
-    "document_document_negatives": True,
+    "same_side_negatives": "both",
     "mrl_dims": [8, 3, 12],
     "learn_temperature": True,
 }

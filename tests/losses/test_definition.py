@@ -47,9 +47,8 @@ POSITIVES = [(0, A, B), (0, A, C), (0, A, D)]
 HARD = [(0, E), (1, F)]
 OWN = {"hard_negatives_scope": "own"}
 BOTH = {"bidirectional": True}
-QUERIES = {"query_query_negatives": True}
-DOCUMENTS = {"document_document_negatives": True}
-UNMASKED = {"mask_duplicates": False}
+QUERIES = {"same_side_negatives": "queries"}
+DOCUMENTS = {"same_side_negatives": "documents"}
 
 
 def mean(*sizes: float) -> float:
@@ -70,12 +69,10 @@ COUNTS = {
     "negatives that are positives": (THREE, [(2, F), (1, D), (0, B)], None, {}, 5),
     # Duplicates are masked by content, whatever the embedding.
     "equal positives": (TWO, [], [0, 7, 2, 7, 4, 5], {}, 1),
-    "equal positives, unmasked": (TWO, [], [0, 7, 2, 7, 4, 5], UNMASKED, 2),
     "negatives are the queries": (TWO, [(0, E), (0, F)], [0, 1, 2, 3, 0, 2], {}, 3),
     "equal queries": (TWO, [], [0, 1, 0, 3, 4, 5], {}, 2),
     # Several positives of an example are a row each, and no negatives of each other.
     "several positives": (POSITIVES, [], None, {}, 1),
-    "several positives, unmasked": (POSITIVES, [], None, UNMASKED, 1),
     "several and one": ([*POSITIVES, (1, E, F)], [], None, {}, mean(2, 2, 2, 4)),
     # The own positive counts once and is never left out.
     "query and positive equal": (TWO, [], [0, 0, 2, 2, 4, 5], {}, 2),
@@ -131,13 +128,13 @@ def test_equal_scores_are_not_above() -> None:
     embeddings[D] = embeddings[B]
     embeddings[C] = embeddings[A]
     batch = batch_of(TWO, embeddings=embeddings)
-    config = config_of(temperature=1.0, false_negative_margin=0.0, **UNMASKED)
+    config = config_of(temperature=1.0, false_negative_margin=0.0)
     loss = build_loss(config)(batch)
     assert float(loss.detach()) == pytest.approx(math.log(2))
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bidirectional": True, "query_query_negatives": True}], ids=str
+    "options", [{}, {"bidirectional": True, "same_side_negatives": "queries"}], ids=str
 )
 def test_no_candidate_left_means_no_loss_and_no_gradient(
     options: dict[str, object],

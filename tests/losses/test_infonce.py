@@ -13,8 +13,7 @@ from vembed.losses.tiles import Tiling
 MRL = {"mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 EVERYTHING = {
     "bidirectional": True,
-    "query_query_negatives": True,
-    "document_document_negatives": True,
+    "same_side_negatives": "both",
     "false_negative_margin": 0.1,
     **MRL,
 }
@@ -23,19 +22,16 @@ OPTIONS = [
     {"temperature": 0.007},
     {"learn_temperature": True},
     {"bidirectional": True},
-    {"query_query_negatives": True},
-    {"document_document_negatives": True},
+    {"same_side_negatives": "queries"},
+    {"same_side_negatives": "documents"},
     {"false_negative_margin": 0.05},
     {"false_negative_margin": -0.1},
-    {"mask_duplicates": False},
     {"hard_negatives_scope": "own"},
     {"similarity": "dot", "temperature": 1.0},
     MRL,
     EVERYTHING,
     {**EVERYTHING, "learn_temperature": True},
     {**EVERYTHING, "hard_negatives_scope": "own", "learn_temperature": True},
-    {**EVERYTHING, "mask_duplicates": False},
-    {**EVERYTHING, "mask_duplicates": False, "hard_negatives_scope": "own"},
     {**EVERYTHING, "similarity": "dot", "learn_temperature": True, "temperature": 0.9},
 ]
 
@@ -59,9 +55,9 @@ def test_each_option_equals_the_reference(
         {
             "loss": st.sampled_from(["infonce", "infonce", "sigmoid"]),
             "bidirectional": st.booleans(),
-            "query_query_negatives": st.booleans(),
-            "document_document_negatives": st.booleans(),
-            "mask_duplicates": st.booleans(),
+            "same_side_negatives": st.sampled_from(
+                ["none", "queries", "documents", "both"]
+            ),
             "learn_temperature": st.booleans(),
             "false_negative_margin": st.sampled_from([None, 0.0, 0.2, -0.3]),
             "hard_negatives_scope": st.sampled_from(["all", "own"]),

@@ -41,7 +41,6 @@ def test_equals_the_reference(
     max_negatives=st.integers(0, 3),
     num_contents=st.sampled_from([1, 3, None]),
     margin=st.sampled_from([0.0, 0.2, 1.5]),
-    mask_duplicates=st.booleans(),
     learn_temperature=st.booleans(),
     seed=st.integers(0, 1000),
 )
@@ -51,14 +50,12 @@ def test_any_size_equals_the_reference(
     max_negatives: int,
     num_contents: int | None,
     margin: float,
-    mask_duplicates: bool,
     learn_temperature: bool,
     seed: int,
 ) -> None:
     config = config_of(
         loss=loss,
         margin=margin,
-        mask_duplicates=mask_duplicates,
         learn_temperature=learn_temperature,
     )
     check(

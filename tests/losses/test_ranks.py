@@ -22,16 +22,15 @@ CASES = [
     {},
     {
         "bidirectional": True,
-        "query_query_negatives": True,
-        "document_document_negatives": True,
+        "same_side_negatives": "both",
     },
     {
         "mrl_dims": [4, 12],
         "false_negative_margin": 0.1,
         "learn_temperature": True,
     },
-    {"hard_negatives_scope": "own", "document_document_negatives": True},
-    {"mask_duplicates": False, "bidirectional": True},
+    {"hard_negatives_scope": "own", "same_side_negatives": "documents"},
+    {"bidirectional": True},
     {"loss": "sigmoid", "mrl_dims": [4, 12]},
     {"loss": "cosent", "learn_temperature": True},
     {"loss": "angle", "learn_temperature": True},
@@ -92,19 +91,6 @@ def test_each_share_is_that_of_the_definition(options: dict[str, object]) -> Non
         make_batch(9, max_positives=2, num_contents=50), [3, 3, 7]
     ):
         check(part, config_of(**options))
-
-
-@pytest.mark.parametrize(
-    "options", [case for case in CASES if "loss" not in case], ids=str
-)
-def test_negatives_from_the_own_rank_alone(options: dict[str, object]) -> None:
-    config = config_of(negatives_from="own_rank", **options)
-    batch = make_batch(9, max_positives=2, num_contents=50)
-    found = []
-    for part in rank_batches(batch, [3, 3, 7]):
-        check(part, config)
-        found.append(build_loss(config)(part).detach())
-    assert torch.stack(found).sum() < build_loss(config_of(**options))(batch).detach()
 
 
 def test_a_row_split_from_its_example_is_no_different() -> None:

@@ -152,8 +152,7 @@ def test_gist(
         "guide": "guide",
         "guide_margin": "5%" if strategy == "relative" else 0.05,
         "temperature": 0.05,
-        "query_query_negatives": contrast,
-        "document_document_negatives": contrast,
+        "same_side_negatives": "both" if contrast else "none",
     }
     compare(embeddings, options, {"guide": teacher_vectors(guided)}, theirs, 1.0)
 

@@ -20,8 +20,7 @@ from vembed.losses.tiles import Tiling
 MRL = {"mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 ALL_TERMS = {
     "bidirectional": True,
-    "query_query_negatives": True,
-    "document_document_negatives": True,
+    "same_side_negatives": "both",
 }
 TERMS: dict[str, dict[str, Any]] = {
     # Single options are those of test_contract.py; these go together.
@@ -150,11 +149,10 @@ def test_each_loss_equals_its_formula(name: str, mrl: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_without_masking_and_with_dot_products(name: str) -> None:
+def test_with_dot_products(name: str) -> None:
     options: dict[str, Any] = {
         "temperature": 1.0,
         **TERMS[name],
-        "mask_duplicates": False,
         "similarity": "dot",
         "mrl_dims": [5, 12],
     }

@@ -91,7 +91,7 @@ def test_composed_models_have_two_towers_in_the_smaller_space():
     )
     assert (description.text_hidden_dim, description.image_hidden_dim) == (32, 48)
     assert description.hidden_dim == description.embedding_dim == 32
-    assert described(config_for(COMPOSED, composed_dim=40)).embedding_dim == 40
+    assert described(config_for(COMPOSED, mrl_dims=[40])).embedding_dim == 40
     with pytest.raises(UserError, match="not an image encoder"):
         described(
             config_for(COMPOSED, image_model_name=str(tiny.shared(tiny.tiny_bert)))

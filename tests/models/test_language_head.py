@@ -313,19 +313,19 @@ def test_what_cannot_be_is_refused():
         config = config_of(folder, **options)
         return has_language_head(config.objective, described(config))
 
-    assert (
-        asks(bert)
-        and asks(qwen)
-        and not asks(bert, language_modelling=False)
-        and not asks(vit)
-    )
-    assert asks(qwen, loss="infonce", language_modelling=True) and not asks(
-        qwen, loss="infonce"
-    )
-    for folder, options, said in (
-        (bert, {"loss": "infonce"}, "is an encoder, and tokens that are hidden"),
-        (qwen, {"bidirectional_attention": True}, "each token sees the next one"),
-        (vit, {}, "only text models"),
+    assert asks(bert) and asks(qwen) and not asks(vit)
+    assert asks(
+        qwen, loss="infonce", auxiliary_losses={"next_token": 0.1}
+    ) and not asks(qwen, loss="infonce")
+    for folder, name, options, said in (
+        (bert, "masked_token", {"loss": "infonce"}, "is an encoder, and tokens that"),
+        (
+            qwen,
+            "next_token",
+            {"bidirectional_attention": True},
+            "each token sees the next one",
+        ),
+        (vit, "next_token", {}, "only text models"),
     ):
         with pytest.raises(vembed.UserError, match=said):
-            asks(folder, language_modelling=True, **options)
+            asks(folder, auxiliary_losses={name: 1.0}, **options)

@@ -112,7 +112,7 @@ def options(place: Path, name: str, **more: Any) -> dict[str, Any]:
         "max_steps": 2,
         "report_to": [],
         "output_dir": str(place / name),
-        "gradient_cache_chunk_size": 3,
+        "micro_batch_tokens": 16,
         "use_gradient_cache": True,
         "learning_rate": 1e-2,
         "logging_steps": 1,

@@ -244,7 +244,7 @@ def test_the_revision_of_the_text_model_is_not_asked_of_the_image_model(
     monkeypatch.setattr(model_files, "snapshot_download", download)
     options = {
         "image_model_name": "org/image",
-        "composed_dim": 8,
+        "mrl_dims": [8],
         "model_revision": "v2",
     }
     assert measure(config_of("org/text", **options)).total > 0

@@ -76,7 +76,7 @@ class Case:
     def budget(self) -> Budget:
         """Micro-batches of one row, of an odd size, or everything at once."""
         tokens = {"row": 1, "odd": 73, "whole": 10**9}[self.micro]
-        return Budget(tokens, None, 10**9, self.cache)
+        return Budget(tokens, 10**9, self.cache)
 
 
 def examples(case: Case) -> list[Example]:

@@ -184,7 +184,7 @@ def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
                     featuriser,
                     session,
                     examples(modalities),
-                    Budget(45, None, 10**9, cached),
+                    Budget(45, 10**9, cached),
                     frozen=frozen,
                     image_bytes=image_bytes,
                 )

@@ -115,7 +115,7 @@ def step_on_rank(strategy: str, cache: bool) -> dict[str, Tensor]:
             loss,
             InputSource(model, Feeder(featuriser, session.device), session),
             session,
-            Budget(40, None, 10**9, cache),
+            Budget(40, 10**9, cache),
             MemoryGuard(session),
             SEED,
         )

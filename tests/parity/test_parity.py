@@ -20,10 +20,10 @@ CASES = [
     Case("hard-negatives-kept-graphs", micro="odd", cache=False),
     Case("own-negatives", {"hard_negatives_scope": "own"}, micro="whole"),
     Case("bidirectional", {"bidirectional": True}, data="several", micro="odd"),
-    Case("query-query", {"query_query_negatives": True}, micro="odd"),
+    Case("query-query", {"same_side_negatives": "queries"}, micro="odd"),
     Case(
         "document-document",
-        {"document_document_negatives": True},
+        {"same_side_negatives": "documents"},
         data="several",
         micro="row",
         cache=False,
@@ -32,8 +32,7 @@ CASES = [
         "everything",
         {
             "bidirectional": True,
-            "query_query_negatives": True,
-            "document_document_negatives": True,
+            "same_side_negatives": "both",
             "false_negative_margin": 0.05,
             "learn_temperature": True,
             **MRL,

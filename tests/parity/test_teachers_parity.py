@@ -40,8 +40,7 @@ from vembed.teachers.supply import Teachers
 MRL = {"mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
 EVERY_NEGATIVE = {
     "bidirectional": True,
-    "query_query_negatives": True,
-    "document_document_negatives": True,
+    "same_side_negatives": "both",
 }
 GUIDED = {
     "loss": "infonce",

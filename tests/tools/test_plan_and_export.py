@@ -90,12 +90,8 @@ def test_plan_reads_the_options_of_the_batch() -> None:
     size = measure(placed().run.config)
     assert placed(2, global_batch_size=16).rows == 8
     one_row = MemoryEstimate(
-        placed(gradient_cache_chunk_size=1, use_gradient_cache=True), size
-    ).in_step()
-    same = MemoryEstimate(
         placed(micro_batch_tokens=size.max_length, use_gradient_cache=True), size
     ).in_step()
-    assert one_row.activations == pytest.approx(same.activations)
     whole = MemoryEstimate(
         placed(use_gradient_cache=False, batch_size=64), size
     ).in_step()

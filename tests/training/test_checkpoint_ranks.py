@@ -5,7 +5,7 @@ import resource
 import pytest
 import torch
 
-from tests.harness import rank_outcomes, run_ranks
+from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
 from tests.training.test_checkpoint import Run
 from tests.training.tiny_run import assert_same, config_for
@@ -145,18 +145,3 @@ def test_what_is_wrong_with_output_dir_is_said_on_every_rank(tmp_path):
         assert "process 1: Not a directory" in not_writable
         assert "holds no checkpoint" in nothing_there
     assert not list(tmp_path.rglob(".probe*"))
-
-
-def own_negatives(output_dir, resume):
-    strategy = {"strategy": "ddp"} if resume else {}
-    options = {"negatives_from": "own_rank", "resume": resume, **strategy}
-    with start_session(config_for(output_dir, **options)) as session:
-        identity = {"data": "abc", "world_size": session.world_size}
-        run = Run(session, output_dir, **options).resume(identity).train().save()
-    return run.state["step"]
-
-
-def test_negatives_of_the_own_rank_fix_the_number_of_ranks(tmp_path):
-    assert run_ranks(own_negatives, 1, tmp_path, False, process_group=False) == [1]
-    for outcome in rank_outcomes(own_negatives, 2, tmp_path, True, process_group=False):
-        assert "world_size 1 -> 2" in (outcome.error or "")

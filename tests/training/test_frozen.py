@@ -47,7 +47,7 @@ def options(folder, output, **more):
         "learning_rate": 1e-2,
         "freeze": ["vision"],
         "use_gradient_cache": True,
-        "gradient_cache_chunk_size": 1,
+        "micro_batch_tokens": 1,
         "logging_steps": 1,
         "report_to": [],
         "cache_frozen_features": True,
@@ -191,7 +191,6 @@ def with_evaluations(folder, output, **more):
         "eval_before": True,
         "eval_steps": 4,
         "micro_batch_tokens": 1,
-        "gradient_cache_chunk_size": None,
     }
     return options(folder, output, **val | more)
 

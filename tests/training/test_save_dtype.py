@@ -66,7 +66,7 @@ def test_a_bfloat16_model_stays_one_and_scores_what_was_reported(
         == "bfloat16"
     )
     assert (
-        "weights: stored in torch.bfloat16 (save_dtype: auto)"
+        "weights: stored in torch.bfloat16 (torch_dtype: auto)"
         in (tmp_path / "run/training_log.txt").read_text()
     )
     assert {
@@ -82,14 +82,12 @@ def test_a_bfloat16_model_stays_one_and_scores_what_was_reported(
     ).shape == (1, 16)
     masters = {
         **options,
-        "resume": True,
+        "resume": "force",  # goes on from the checkpoint, which holds the masters
         "output_dir": str(tmp_path / "run"),
         "max_steps": 9,
-        "save_dtype": "float32",
+        "torch_dtype": "float32",
     }
-    exact = vembed.train(
-        masters
-    )  # goes on from the checkpoint, which holds the masters
+    exact = vembed.train(masters)
     assert stored(exact.model_dir) == {torch.float32}
     scores = vembed.evaluate(exact.model_dir, options["val_data_path"])
     assert scores["ndcg@10"] == pytest.approx(exact.metrics["ndcg@10"], abs=1e-6)
@@ -110,7 +108,7 @@ def test_a_float32_model_stays_one_unless_asked_otherwise(tmp_path):
         torch.float32
     }
     asked = settings(
-        tmp_path, max_steps=1, save_dtype="float16", output_dir=str(tmp_path / "asked")
+        tmp_path, max_steps=1, torch_dtype="float16", output_dir=str(tmp_path / "asked")
     )
     assert stored(vembed.train(asked).model_dir) == {torch.float16}
 
@@ -146,7 +144,7 @@ def test_a_weight_that_is_too_large_for_float16_keeps_the_model_in_float32(
     weights["embeddings.LayerNorm.bias"][0] = 1e5
     save_file(weights, source / "model.safetensors", {"format": "pt"})
     result = vembed.train(
-        settings(tmp_path, model_name=str(source), max_steps=1, save_dtype="float16")
+        settings(tmp_path, model_name=str(source), max_steps=1, torch_dtype="float16")
     )
     assert stored(result.model_dir) == {torch.float32}
     said = (tmp_path / "run" / "training_log.txt").read_text()
@@ -171,9 +169,9 @@ def test_the_files_decide_whatever_the_config_says(tmp_path):
         settings = TrainConfig(
             data_path=[], **{name: str(value) for name, value in options.items()}
         )
-        return saved_dtype(settings.run.save_dtype, described(settings))
+        return saved_dtype(settings.model.torch_dtype, described(settings))
 
     assert decided(model_name=text, image_model_name=image) == torch.bfloat16
     assert decided(model_name=text, image_model_name=shared(tiny_dinov2)) is None
     assert decided(model_name=clip) == torch.float16
-    assert decided(model_name=clip, save_dtype="float32") == torch.float32
+    assert decided(model_name=clip, torch_dtype="float32") == torch.float32

@@ -143,27 +143,6 @@ def test_no_budget_is_small_enough(tmp_path, monkeypatch, watched):
         )
 
 
-def test_chunks_of_rows_got_advice_about_tokens_without_a_limit(
-    tmp_path, monkeypatch, watched
-):
-    # The chunk was halved to one row, and the step replayed 30 times more until the tokens were few too.
-    fail_at(monkeypatch, set(range(1, 100)))
-    with pytest.raises(
-        RunError, match=r"gradient_cache_chunk_size: 1 \(now 1\)"
-    ) as caught:
-        vembed.train(
-            settings(
-                tmp_path,
-                gradient_cache_chunk_size=4,
-                val_data_path=None,
-                use_gradient_cache=False,
-            )
-        )
-    assert "micro_batch_tokens" not in str(caught.value)
-    said = (tmp_path / "run" / "training_log.txt").read_text()
-    assert "of 2 rows instead of 4" in said and said.count("the step is replayed") == 2
-
-
 @pytest.mark.parametrize(
     ("options", "ranks", "wanted", "absent"),
     [
@@ -206,6 +185,6 @@ def test_under_fsdp_the_advice_named_what_does_not_go_there(
         strategy="fsdp",
         keeps_gathered=placement.keeps_gathered(1.0),
     )
-    said = advice(session, Budget(8192, None, 8192, None))
+    said = advice(session, Budget(8192, 8192, None))
     assert wanted in said and absent not in said
     assert "micro_batch_tokens: 4096 (now 8,192)" in said

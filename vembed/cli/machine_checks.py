@@ -242,6 +242,4 @@ def _check_batch(
     if batch.use_gradient_cache is False:
         return False, f"{line} at once, as use_gradient_cache: false keeps all graphs"
     micro_batch = f"micro_batch_tokens: {batch.micro_batch_tokens}"
-    if batch.gradient_cache_chunk_size is not None:
-        micro_batch = f"{batch.gradient_cache_chunk_size:,d} rows"
     return True, f"{line}, in micro-batches of {micro_batch}"

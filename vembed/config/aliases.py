@@ -199,7 +199,6 @@ ALIASES: dict[str, str] = {
     "global_batch_size": "effective_batch_size",  # includes gradient accumulation: loading divides
     "gradient_accumulation_steps": "accumulate_grad_batches accumulation_steps",
     "use_gradient_cache": "gradient_cache grad_cache",
-    "gradient_cache_chunk_size": "gc_chunk_size mini_batch_size",
     # optimisation
     "epochs": "num_train_epochs num_epochs max_epochs",
     "max_steps": "max_train_steps",
@@ -353,8 +352,6 @@ TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
     "use_flash_attention_2": _flag("attn_implementation", "flash_attention_2"),
     "sampling_alpha": lambda value: [("sampling", f"temperature({value})")],
     "scale": lambda value: [("temperature", 1.0 / _number(value))],
-    "negatives_cross_device": _flag("negatives_from", "all_ranks", "own_rank"),
-    "gather_across_devices": _flag("negatives_from", "all_ranks", "own_rank"),
     "ddp_timeout": lambda value: [("dist_timeout_minutes", _number(value) / 60)],
     "fsdp": _fsdp_switch,
     "use_fsdp": _shard_switch,
@@ -405,7 +402,7 @@ BLOCKS: dict[str, dict[str, Target]] = {
     "distributed": {},
     "fsdp": {"enabled": _shard_switch, "config": "accelerate_config"},
     "fsdp_config": {},
-    "evaluation": {"steps": "eval_steps", "metric": "eval_metric", "ks": "eval_ks"},
+    "evaluation": {"steps": "eval_steps", "metric": "eval_metric"},
     "eval": {"data": "val_data_path"},
     "logging": {"steps": "logging_steps", "file": "log_file"},
     "wandb": {"enabled": _wandb_switch, "name": "run_name"},
@@ -466,11 +463,41 @@ REFUSED = {
     "drop_last": "the last incomplete batch of an epoch is left out, unless it is the only one",
     "layer_lr_decay": "freeze: [first_n_layers=6] or head_learning_rate treats parts of a model differently",
     "guide_margin_kind": "guide_margin: 5% is a share of the score, guide_margin: 0.05 a difference",
+    **dict.fromkeys(
+        ("eval_ks", "ks"),
+        "evaluations have the cut-offs 1, 5, 10, 100 and that of eval_metric, such as ndcg@20; `vembed eval --ks` takes others",
+    ),
+    **dict.fromkeys(
+        ("gradient_cache_chunk_size", "gc_chunk_size", "mini_batch_size"),
+        "micro_batch_tokens bounds a micro-batch by its padded tokens, so that its memory is the same for short and long "
+        "texts: for 8 rows of at most 512 tokens write micro_batch_tokens: 4096",
+    ),
+    "save_dtype": "torch_dtype is the dtype of final/ too: torch_dtype: bfloat16 stores it in bfloat16",
+    **dict.fromkeys(
+        ("negatives_from", "negatives_cross_device", "gather_across_devices"),
+        "candidates are always those of the whole global batch, so that the loss is the same on any number of processes",
+    ),
+    "mask_duplicates": "candidates that equal the row's query or one of its positives are always left out",
+    **dict.fromkeys(
+        ("query_query_negatives", "document_document_negatives"),
+        "write same_side_negatives: queries, documents or both",
+    ),
+    "language_modelling": "loss: none trains by the language-model head, and auxiliary_losses: {next_token: 0.1} beside a loss",
+    "composed_dim": "mrl_dims: [512] gives the shared space of a composed model 512 dimensions",
     "stage": "it chooses one of the blocks under training_stages, and this config has none",
 }
 """Known keys for features that vembed does not have, with the message."""
 FORMER_DEFAULTS = {
     "drop_last": True,
+    "language_modelling": "auto",
+    "negatives_from": "all_ranks",
+    "negatives_cross_device": True,
+    "gather_across_devices": True,
+    "mask_duplicates": True,
+    "query_query_negatives": False,
+    "document_document_negatives": False,
+    "save_dtype": "auto",
+    "eval_ks": [1, 5, 10, 100],
     "layer_lr_decay": 1.0,
     "guide_margin_kind": "absolute",
 }

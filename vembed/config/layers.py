@@ -35,7 +35,6 @@ USER_PRESETS = "distributed_examples"
 REPLACES = {
     "global_batch_size": "batch_size",
     "max_steps": "epochs",
-    "gradient_cache_chunk_size": "micro_batch_tokens",
 }
 """Option -> the option that it replaces, which says the same in another unit. A source that gives one of the two overrides
 both of a weaker source."""

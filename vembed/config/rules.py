@@ -52,7 +52,6 @@ NEEDED_BY = {
     "use_lora": "lora_r lora_alpha lora_dropout lora_target_modules lora_variant save_merged",
     "model_class": "model_arguments tokenizer_name",
     "save_steps": "async_save",
-    "image_model_name": "composed_dim",
 }
 """Map from an option to the options that have no effect without it."""
 RERANKER_OPTIONS = ("reranker_head", "first_stage", "rerank_top_k")
@@ -66,16 +65,14 @@ EMBEDDER_OPTIONS = {
     "min_pixels": "rerankers read texts",
     "max_pixels": "rerankers read texts",
     "model_class": "rerankers are sequence classifiers or language models of Transformers",
-    "language_modelling": "the layer over the tokens is not trained",
+    "auxiliary_losses": "the layer over the tokens is not trained",
     "mine": "mining compares vectors; a `mine` stage before this one finds the negatives",
 }
 """Options that do not go with task: rerank -> why."""
 EMBEDDER_LOSS_OPTIONS = (
     "bidirectional",
     "hard_negatives_scope",
-    "negatives_from",
-    "query_query_negatives",
-    "document_document_negatives",
+    "same_side_negatives",
     "mix_negatives",
     "guide",
     "hardness_alpha",
@@ -147,13 +144,6 @@ def _model_rules(
             "batch_size global_batch_size",
             f"batch_size: {batch.batch_size:,d} (per process) and global_batch_size: {batch.global_batch_size:,d} (over "
             "all processes) are two ways to say one thing: keep one of them",
-        )
-    rows = batch.gradient_cache_chunk_size
-    if rows is not None and batch.micro_batch_tokens != "auto":
-        yield (
-            "micro_batch_tokens gradient_cache_chunk_size",
-            f"micro_batch_tokens: {batch.micro_batch_tokens:,d} and gradient_cache_chunk_size: {rows:,d} (rows) are two "
-            "ways to say one thing: keep one of them",
         )
     warmup = optimizer.warmup_steps
     if isinstance(warmup, int) and warmup > (optimizer.max_steps or warmup):
@@ -420,13 +410,6 @@ def _evaluation_rules(
         )
     labels = [guard.label for guard in evaluation.listed_guards()]
     yield from _names_twice("guards", labels)
-    metric = evaluation.eval_metric
-    cutoff = re.fullmatch(r"(?:dim\d+/)?(?:ndcg|mrr|recall|map)@(\d+)", metric)
-    if cutoff is not None and int(cutoff[1]) not in evaluation.eval_ks:
-        yield (
-            "eval_metric eval_ks",
-            f"eval_metric: {metric} is not computed, since {cutoff[1]} is not among eval_ks: {evaluation.eval_ks}: add it",
-        )
 
 
 def _file_rules(run: RunSection, data: DataSection, log_file: str) -> Rules:
@@ -501,7 +484,7 @@ def remarks(config: TrainConfig) -> list[str]:
     trackers = ", ".join(config.logging.report_to) or "none"
     unread[f"with report_to: {trackers}"] = of_trackers
     if data.val_data_path is None and data.val_split is None:
-        of_evaluation = {"eval_before", "eval_metric", "eval_ks"}
+        of_evaluation = {"eval_before", "eval_metric"}
         for name in ("eval_steps", "patience"):
             if isinstance(values[name], int):
                 of_evaluation.add(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -77,14 +78,13 @@ class ModelSection(Section, title="model"):
     from_scratch: bool = False
     """Start from random weights with the config of `model_name`, whose weights are not read."""
     image_model_name: Annotated[str | None, NamesFiles("model")] = None
-    """Model of a second tower for images. `model_name` then encodes text (model_family: composed)."""
-    composed_dim: PositiveInt | None = None
-    """Size of the shared space of a composed model. Default: the smaller of the two towers' sizes."""
+    """Model of a second tower for images. `model_name` then encodes text (model_family: composed). Their shared space has
+    max(mrl_dims) dimensions. Default: the smaller of the two towers' sizes."""
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16", "pure_bfloat16"] = (
         "auto"
     )
-    """Dtype in which weights are loaded. Trainable weights are kept as float32 master weights. `auto`: float32 for
-    towers with trained weights, the file's own dtype for frozen ones. `pure_bfloat16`: no master weights, half the
+    """Dtype of frozen weights, and of all weights in `final/`. Trained weights are kept as float32 master weights.
+    `auto`: that of the model's own files. `pure_bfloat16`: no master weights, half the
     memory of training. Needs optim: adamw, whose updates are then rounded stochastically, so that few vanish."""
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Dtype of computation. `auto`: bf16 on GPUs that support it, and on CPUs with AMX or AVX512-BF16 for models with a
@@ -224,11 +224,9 @@ class _Objective(Section, title="loss"):
 
     loss: LossName = "infonce"
     auxiliary_losses: dict[str, float] | None = None
-    """Weight of each loss that an own model returns, by name. Default: 1 for each. 0: logged only."""
-    language_modelling: Literal["auto"] | bool = "auto"
-    """Train by the model's language-model head: `next_token` for decoders, `masked_token` for encoders. `auto`: with
-    loss: none. true: beside another loss too, for decoders, with the weight that `auxiliary_losses` gives. An encoder's
-    tokens are hidden with probability 0.15."""
+    """Weight of each loss that the model itself returns, by name. Default: 1 for each. 0: logged only. An own model names
+    them. Others have a language-model head: `next_token` of decoders, which is trained beside `loss` if it has a weight
+    here, and alone with loss: none, as `masked_token` of encoders is, whose tokens are hidden with probability 0.15."""
     losses: Annotated[list[LossTerm] | None, NamesFiles("model")] = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
     own `temperature`, `teacher`, `guide` and other options of this section."""
@@ -271,8 +269,6 @@ class BatchSection(Section, title="batch"):
     micro_batch_tokens: Literal["auto"] | PositiveInt = "auto"
     """Padded tokens (and image patches) per micro-batch, in evaluations too. Affects memory and speed, not the
     result."""
-    gradient_cache_chunk_size: PositiveInt | None = None
-    """Rows per micro-batch. Replaces `micro_batch_tokens`."""
     use_gradient_cache: Literal["auto"] | bool = "auto"
     """Gradient Cache: run every micro-batch twice instead of keeping its autograd graph, so that the memory of one
     micro-batch is enough. `auto`: only if the graphs of the batch do not fit in memory. The gradient is the same."""
@@ -405,17 +401,23 @@ class EvaluationSection(Section, title="evaluation"):
     eval_before: bool = True
     """Evaluate before the first step, for the comparison in the report."""
     eval_metric: str = "auto"
-    """Metric that selects the best checkpoint. `auto`: ndcg@10 for retrieval, spearman for scored pairs."""
+    """Metric that selects the best checkpoint: ndcg, mrr, recall or map at any cut-off, such as mrr@20. `auto`: ndcg@10
+    for retrieval, spearman for scored pairs. Evaluations have the cut-offs 1, 5, 10, 100, and that of this metric."""
     guards: Annotated[list[str | Guard] | None, NamesFiles("data")] = None
     """Evaluation data of other abilities, scored with each evaluation. A run that falls on one of them by more than its
     `max_drop` ends, and `final/` is the last checkpoint that held. Needs val_data_path, eval_steps and save_steps."""
-    eval_ks: list[PositiveInt] = Field(default_factory=lambda: [1, 5, 10, 100])
-    """Cut-offs of nDCG, MRR, Recall and MAP."""
     first_stage: Annotated[str, NamesFiles("model")] = "bm25"
     """task: rerank: what chooses the documents that are reranked: `bm25`, an embedding model, or a run file (`.trec` with
     the ids of a BEIR-style folder, `.jsonl` with texts)."""
     rerank_top_k: PositiveInt = 50
     """task: rerank: documents of the first stage that are reranked for each query."""
+
+    def cutoffs(self) -> list[int]:
+        """Return the k of nDCG, MRR, Recall and MAP, in ascending order."""
+        metric = re.fullmatch(
+            r"\S*(?:ndcg|mrr|recall|map)@([1-9]\d{0,5})", self.eval_metric
+        )
+        return sorted({1, 5, 10, 100, int(metric[1]) if metric else 10})
 
     def listed_guards(self) -> list[Guard]:
         """Return an entry for each of `guards`."""
@@ -475,8 +477,6 @@ class RunSection(Section, title="run"):
     `auto`: with validation data, where every checkpoint is evaluated."""
     async_save: bool = False
     """Write checkpoints in the background while training continues."""
-    save_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Dtype of the weights in `final/`. `auto`: that of the original model's files, although training uses float32."""
     resume: Literal["auto", "force"] | bool | str = False
     """true: continue from the newest valid checkpoint of output_dir. auto: the same if there is one, or a path. force: as
     true, although model, data, batch or seed have changed."""

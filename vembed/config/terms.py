@@ -147,12 +147,6 @@ def leaves_temperature(
     return not term.loss.learns_temperature() and not has_tasks(data)
 
 
-def compares_own_rank(terms: Sequence[Term]) -> bool:
-    """Return whether a loss takes candidates from a process's own part of the batch alone."""
-    origins = [getattr(term.loss, "negatives_from", None) for term in terms]
-    return "own_rank" in origins
-
-
 def source_terms(
     objective: ObjectiveSection,
     data: DataSection,

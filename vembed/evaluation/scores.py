@@ -48,7 +48,7 @@ from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 
 REPORTED_K = 10
-"""Cut-off of tables, reports and `eval_metric: auto`. Always computed, whatever `eval_ks` says."""
+"""Cut-off of tables, reports and `eval_metric: auto`. Always computed, whatever `ks` says."""
 
 
 def evaluate(
@@ -112,8 +112,9 @@ def evaluate(
         model.model,
         model.featuriser,
         data,
-        EvaluationSection(eval_ks=list(ks)),
+        EvaluationSection(),
         session,
+        ks=ks,
         micro_batch_tokens=batch_tokens or "auto",
         dims=dims,
         compressed=compressed,
@@ -128,6 +129,7 @@ def evaluate_model(
     evaluation: EvaluationSection,
     session: Session | None,
     *,
+    ks: Sequence[int] | None = None,
     micro_batch_tokens: int | Literal["auto"] = "auto",
     dims: Sequence[int] | None = None,
     compressed: bool = False,
@@ -141,12 +143,13 @@ def evaluate_model(
 
     `log` gets occasional lines in a long evaluation, instead of the bar of `show_progress`. `between` is called after
     each micro-batch and each score tile on all ranks, and may raise to end it. `kept`: cached features of frozen
-    towers. `queries` gets the results of each query of retrieval data. `compressed`: also score int8 and binary
-    documents.
+    towers. `ks`: other cut-offs than those of `evaluation`. `queries` gets the results of each query of retrieval data.
+    `compressed`: also score int8 and binary documents.
     """
     is_shown = (show_progress or log is not None) and (
         session is None or session.is_main
     )
+    cutoffs = sorted({*(ks or evaluation.cutoffs()), REPORTED_K})
     if isinstance(featuriser, PairFeaturiser):
         return evaluate_reranker(
             model,
@@ -154,7 +157,7 @@ def evaluate_model(
             data,
             evaluation,
             session,
-            ks=sorted({*evaluation.eval_ks, REPORTED_K}),
+            ks=cutoffs,
             active=is_shown,
             log=log,
             between=between,
@@ -211,7 +214,7 @@ def evaluate_model(
     search = RetrievalSearch(
         embeddings_of_queries,
         data,
-        sorted({*evaluation.eval_ks, REPORTED_K}),
+        cutoffs,
         sizes,
         normalize=normalize,
         session=session,
@@ -293,7 +296,7 @@ def check_metric(
     sizes = [dim for dim in description.mrl_dims if dim <= full]
     names = ["spearman", "pearson"]
     if isinstance(data, RetrievalData):
-        names = metric_names(sorted({*evaluation.eval_ks, REPORTED_K}))
+        names = metric_names(evaluation.cutoffs())
         if description.scores is not None:
             names += [FIRST + name for name in names]
     names += [f"dim{dim}/{name}" for dim in sizes for name in names]

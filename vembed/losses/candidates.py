@@ -168,66 +168,50 @@ def find_candidates(
     batch = batch.on_host()
     num_rows = batch.num_rows
     rank_rows = batch.rank_rows
-    # Which rows, and which hard negatives, are columns.
-    column_rows = slice(0, num_rows)
+    # Which hard negatives are columns. All rows are.
     negatives = batch.all_negatives()
-    if options.negatives_from == "own_rank":
-        # Fewer candidates. The loss still divides by the rows of the global batch.
-        column_rows = rank_rows
-        negatives = negatives[batch.rank_negatives]
     explicit_row = negatives[:0]
     explicit_negatives = negatives[:0]
     explicit_place = negatives[:0]
     if options.hard_negatives_scope == "own":
-        explicit_row, negative = example_negatives(
-            batch, rank_rows, negatives, mask_duplicates=options.mask_duplicates
-        )
+        explicit_row, negative = example_negatives(batch, rank_rows)
         # Each hard negative has one entry, however many rows it meets.
         explicit_negatives, explicit_place = torch.unique(negative, return_inverse=True)
         negatives = negatives[:0]
     # Queries of other rows are needed only as columns.
-    query_rows = column_rows if query_query or both_directions else rank_rows
+    has_query_columns = query_query or both_directions
+    query_rows = slice(0, num_rows) if has_query_columns else rank_rows
 
     # The table.
     every_row = torch.arange(num_rows, device=batch.query.device)
     occurrence = torch.cat(
         (
             2 * num_rows + negatives,
-            num_rows + every_row[column_rows],
+            num_rows + every_row,
             every_row[query_rows],
             2 * num_rows + explicit_negatives,
         )
     )
     first_positive = negatives.numel()
-    first_query = first_positive + column_rows.stop - column_rows.start
+    first_query = first_positive + num_rows
     first_explicit = first_query + query_rows.stop - query_rows.start
     documents = slice(0, first_query)
     queries = slice(first_query, first_explicit)
-    row_positives = shifted(rank_rows, first_positive - column_rows.start)
+    row_positives = shifted(rank_rows, first_positive)
     row_queries = shifted(rank_rows, first_query - query_rows.start)
 
-    # The keys. Without mask_duplicates they are example ids in place of contents: a row
-    # leaves out only the query and the positives of its own example.
-    if options.mask_duplicates:
-        content = _ranks(batch.content)
-        row_keys = _content_sets(batch)
-        query_keys = content[batch.query]
-        positive_keys = content[batch.positive]
-        negative_keys = content[batch.parts_of_negatives()]
-    else:
-        query_keys = _ranks(batch.example)
-        positive_keys = query_keys
-        row_keys = query_keys[:, None]
-        # Hard negatives have no key: none is ever left out.
-        no_keys = torch.full_like(batch.negative[:, None], NO_KEY_COLUMN)
-        negative_keys = no_keys.to(torch.int32)
+    content = _ranks(batch.content)
+    row_keys = _content_sets(batch)
+    query_keys = content[batch.query]
+    positive_keys = content[batch.positive]
+    negative_keys = content[batch.parts_of_negatives()]
     # A mixture has the keys of both of its parts. A positive's key is repeated to their
     # number.
     num_slots = negative_keys.shape[1]
     document_keys = torch.cat(
         (
             negative_keys[negatives],
-            positive_keys[column_rows, None].expand(-1, num_slots),
+            positive_keys[:, None].expand(-1, num_slots),
         )
     )
     host = {
@@ -293,24 +277,16 @@ def shifted(entries: slice, offset: int) -> slice:
     return slice(entries.start + offset, entries.stop + offset)
 
 
-def example_negatives(
-    batch: LossBatch,
-    rows: slice,
-    negatives: Tensor | None = None,
-    *,
-    mask_duplicates: bool,
-) -> tuple[Tensor, Tensor]:
+def example_negatives(batch: LossBatch, rows: slice) -> tuple[Tensor, Tensor]:
     """Return rows [P] and hard negatives [P]: each row with each hard negative of its example.
 
-    Rows count from the start of `rows`, ascending. `negatives`: those that are looked at, otherwise all. With
-    `mask_duplicates`, pairs are dropped whose negative has the content of the row's query or of one of its example's
-    positives.
+    Rows count from the start of `rows`, ascending. Pairs are dropped whose negative has the content of the row's query
+    or of one of its example's positives.
     """
-    if negatives is None:
-        negatives = batch.all_negatives()
+    negatives = batch.all_negatives()
     row, place = join_equal(batch.example[rows], batch.negative_example[negatives])
     negative = negatives[place]
-    if not mask_duplicates or not row.numel():
+    if not row.numel():
         return row, negative
     row_keys = _content_sets(batch)[rows][row]  # [P, S]
     negative_keys = _ranks(batch.content)[batch.parts_of_negatives()[negative]]

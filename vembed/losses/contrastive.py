@@ -12,26 +12,23 @@ Q_i: the query q_j of every row j, with the same exceptions.
 R_i: for the reverse direction, the query q_j of every row j, except those for which p_i
      would be left out in the forward direction (p_i's content is that of q_j or of one
      of P_e(j)) and those whose content is that of q_i.
-C_i: D_i, with query_query_negatives Q_i too, with document_document_negatives D_i once
-     more, scored against p_i in place of q_i.
+C_i: D_i, with same_side_negatives: queries Q_i too, with same_side_negatives: documents
+     D_i once more, scored against p_i in place of q_i.
 
-mask_duplicates: false: only what row i's own example brought is left out.
 false_negative_margin m: candidates with a score above s(q_i,p_i) + m are left out. The
 selection has no gradient. With Matryoshka each size selects by its own scores.
 guide g with margin m: candidates c with g(q_i,c) > g(q_i,p_i) - m are left out, where g
 is the cosine of a teacher's vectors (against p_i in place of q_i: g(p_i,c)). A margin
 of m % is m / 100 * |g(q_i,p_i)|.
 hard_negatives_scope: own: a hard negative is in D_i only for rows of its own example.
-negatives_from: own_rank: j and the hard negatives run over the rank's own part of the
-batch. N stays that of the global batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from vembed.config.values import (
     FiniteFloat,
@@ -44,7 +41,7 @@ from vembed.losses.declaration import (
     HIGHEST_TEMPERATURE,
     LOWEST_TEMPERATURE,
     CandidateLoss,
-    MaskedLoss,
+    Loss,
     StartValues,
     Temperature,
 )
@@ -63,10 +60,9 @@ START_BIAS = -10.0
 class GuidedLoss(CandidateLoss):
     """Base class of the losses over C_i, with all options that choose candidates."""
 
-    query_query_negatives: bool = False
-    """Use the other queries of the batch as negatives of a query too."""
-    document_document_negatives: bool = False
-    """Use the other documents of the batch as negatives of a positive document too."""
+    same_side_negatives: Literal["none", "queries", "documents", "both"] = "none"
+    """Use the other queries of the batch as negatives of a query too (`queries`), or the documents of the batch as
+    negatives of a positive document (`documents`), or both."""
     false_negative_margin: FiniteFloat | None = None
     """Mask candidates that score above the positive's score plus this margin. Default: none is masked."""
     guide: Annotated[str | None, NamesFiles("model")] = None
@@ -94,8 +90,8 @@ class GuidedLoss(CandidateLoss):
         candidates = find_candidates(
             batch,
             self,
-            query_query=self.query_query_negatives,
-            document_document=self.document_document_negatives,
+            query_query=self.same_side_negatives in ("queries", "both"),
+            document_document=self.same_side_negatives in ("documents", "both"),
             both_directions=both_directions,
         )
         guide = None
@@ -150,17 +146,6 @@ class InfoNCE(GuidedLoss, Temperature):
     mix_negatives: NonNegativeInt = 0
     """loss: infonce: so many further hard negatives per example, each mixed from two of its own."""
 
-    def refusal(self, sizes: Sequence[int]) -> tuple[tuple[str, ...], str] | None:
-        """See Loss."""
-        del sizes
-        if not self.mix_negatives or self.negatives_from != "own_rank":
-            return None
-        return (
-            ("mix_negatives", "negatives_from"),
-            "mix_negatives makes negatives of the whole batch, and negatives_from: own_rank leaves them out: keep one "
-            "of them",
-        )
-
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
         from vembed.losses.mixing import with_mixtures
@@ -185,7 +170,7 @@ class InfoNCE(GuidedLoss, Temperature):
         """Return the share of a reranker, whose candidates are the hard negatives of the row's example."""
         from vembed.losses.listed import ListedPairs, grouped_log_softmax
 
-        pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
+        pairs = ListedPairs.of_rank(batch)
         similarity = term.similarity(batch.embeddings)
         scores = pairs.model_scores(batch, similarity)  # [K, n + P]
         logits = scores * term.scale(batch.embeddings)
@@ -289,12 +274,12 @@ class Sigmoid(GuidedLoss):
         )
 
 
-class Triplet(MaskedLoss):
+class Triplet(Loss):
     """The triplet loss: the mean over all M triplets (row i, hard negative n of it).
 
         L = 1/M * sum over triplets of max(0, s(q_i,n) - s(q_i,p_i) + margin)
 
-    With mask_duplicates, negatives with the content of the row's query or of one of its
+    Negatives with the content of the row's query or of one of its
     positives are dropped.
     """
 
@@ -312,7 +297,7 @@ class Triplet(MaskedLoss):
         from vembed.losses.listed import ListedPairs
 
         similarity = term.similarity(batch.embeddings)
-        pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
+        pairs = ListedPairs.of_rank(batch)
         margins = pairs.margins(pairs.model_scores(batch, similarity))  # [K, P]
         margin = 0.2 if self.margin is None else self.margin
         losses = (margin - margins).relu().sum(1)

@@ -127,13 +127,6 @@ class Loss(Immutable):
         return None
 
 
-class MaskedLoss(Loss):
-    """Base class of losses that leave out pairs of equal content."""
-
-    mask_duplicates: bool = True
-    """Mask candidates whose content equals one of the row's positives or its query."""
-
-
 class FixedTemperature(Loss):
     """Base class of losses on similarities divided by a temperature."""
 
@@ -174,13 +167,11 @@ class Temperature(FixedTemperature):
         return 1.0 / float(parameters["temperature"].detach()), 0.0
 
 
-class CandidateLoss(MaskedLoss, FixedTemperature):
+class CandidateLoss(FixedTemperature):
     """Base class of losses that compare a row's positive with candidates of the batch."""
 
     hard_negatives_scope: Literal["all", "own"] = "all"
     """Rows that a hard negative is a candidate for: all rows of the batch, or only its own row."""
-    negatives_from: Literal["all_ranks", "own_rank"] = "all_ranks"
-    """Source of the candidates: the whole global batch, or only the process's own part of it."""
 
 
 class TeacherLoss(Loss):

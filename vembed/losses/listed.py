@@ -32,14 +32,12 @@ class ListedPairs:
     """Pairs with a hard negative on all ranks."""
 
     @classmethod
-    def of_rank(cls, batch: LossBatch, *, mask_duplicates: bool) -> ListedPairs:
+    def of_rank(cls, batch: LossBatch) -> ListedPairs:
         """Return a group for each row of this rank, whose positive pairs come first."""
         device = batch.query.device
         rank_rows = batch.rank_rows
         # All ranks' pairs, since losses divide by their number.
-        row, negative = example_negatives(
-            batch.on_host(), slice(None), mask_duplicates=mask_duplicates
-        )
+        row, negative = example_negatives(batch.on_host(), slice(None))
         is_of_rank = (row >= rank_rows.start) & (row < rank_rows.stop)
         rows = torch.arange(rank_rows.start, rank_rows.stop, device=row.device)
         negative_rows = row[is_of_rank]
@@ -56,12 +54,10 @@ class ListedPairs:
         )
 
     @classmethod
-    def of_examples(cls, batch: LossBatch, *, mask_duplicates: bool) -> ListedPairs:
+    def of_examples(cls, batch: LossBatch) -> ListedPairs:
         """Return a group for each example of the global batch."""
         examples, example = torch.unique(batch.example, return_inverse=True)
-        row, negative = example_negatives(
-            batch, slice(None), mask_duplicates=mask_duplicates
-        )
+        row, negative = example_negatives(batch, slice(None))
         # Every row of an example has all of its negatives: take those of the first.
         is_first = _first_rows(batch)[example[row]] == row
         row = row[is_first]

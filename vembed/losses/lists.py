@@ -57,7 +57,7 @@ class BCE(LabelledLoss):
 
         from vembed.losses.listed import ListedPairs
 
-        lists = ListedPairs.of_examples(batch, mask_duplicates=self.mask_duplicates)
+        lists = ListedPairs.of_examples(batch)
         rank_lists = lists.of_rank_examples(batch)
         labels = self.labels(batch, term, rank_lists)
         similarity = term.similarity(batch.embeddings)
@@ -90,7 +90,7 @@ class Lambda(LabelledLoss):
 
         from vembed.losses.listed import ListedPairs, ordered_pairs
 
-        lists = ListedPairs.of_examples(batch, mask_duplicates=self.mask_duplicates)
+        lists = ListedPairs.of_examples(batch)
         # Of all ranks, as the divisor. The model's scores are not needed for it.
         all_labels = self.labels(batch, term, lists)
         num_pairs = ordered_pairs(lists.groups, all_labels)[0].numel()
@@ -130,7 +130,7 @@ class MSE(ListedLoss):
         """See Loss."""
         from vembed.losses.listed import ListedPairs
 
-        lists = ListedPairs.of_examples(batch, mask_duplicates=self.mask_duplicates)
+        lists = ListedPairs.of_examples(batch)
         rank_lists = lists.of_rank_examples(batch)
         similarity = term.similarity(batch.embeddings)
         scores = rank_lists.model_scores(batch, similarity)  # [K, E]

@@ -5,7 +5,7 @@ For an example with the hard negatives h_1 .. h_m, m >= 2, each of the `mix_nega
     h = lambda * u(h_j) + (1 - lambda) * u(h_k)        j != k, lambda from Beta(2, 2)
 
 with u(x) = x / |x|, for the dot product u(x) = x. The draws are a function of the seed, the number of the batch and the
-example's place in it, so that they are the same on any number of ranks and in a resumed run. With mask_duplicates a
+example's place in it, so that they are the same on any number of ranks and in a resumed run. A
 mixture is left out where one of its parts is. The gradient passes through the mixture to both of its parts.
 """
 

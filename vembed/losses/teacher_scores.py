@@ -14,7 +14,6 @@ from vembed.config.values import PositiveFloat
 from vembed.errors import UserError
 from vembed.losses.declaration import (
     CandidateLoss,
-    MaskedLoss,
     Negatives,
     TeacherLoss,
     Temperature,
@@ -31,7 +30,7 @@ SCORES = "scores"
 """Name of the teacher whose scores are in the data."""
 
 
-class ListedLoss(MaskedLoss, TeacherLoss):
+class ListedLoss(TeacherLoss):
     """Base class of the losses on listed pairs."""
 
     reads_lists = True
@@ -98,7 +97,7 @@ class SoftmaxLoss(ListedLoss, Temperature):
         """Return the pairs of this rank's rows, and `log_softmaxes` of them."""
         from vembed.losses.listed import ListedPairs
 
-        pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
+        pairs = ListedPairs.of_rank(batch)
         targets = self.targets(batch, term, pairs)
         student, teacher = self.log_softmaxes(batch, term, pairs, targets)
         return pairs, student, teacher
@@ -195,7 +194,7 @@ class MarginMSE(ListedLoss):
         """See Loss."""
         from vembed.losses.listed import ListedPairs
 
-        pairs = ListedPairs.of_rank(batch, mask_duplicates=self.mask_duplicates)
+        pairs = ListedPairs.of_rank(batch)
         similarity = term.similarity(batch.embeddings)
         scores = pairs.model_scores(batch, similarity)
         # Both differences of the formula at once: (s_p - t_p) - (s_n - t_n).
@@ -221,7 +220,7 @@ class Listwise(SoftmaxLoss):
         """See Loss."""
         from vembed.losses.listed import ListedPairs
 
-        lists = ListedPairs.of_examples(batch, mask_duplicates=self.mask_duplicates)
+        lists = ListedPairs.of_examples(batch)
         lists = lists.of_rank_examples(batch)
         targets = self.targets(batch, term, lists, may_lack=True)
         is_known = ~targets[0].isnan()
@@ -252,7 +251,7 @@ class RankNet(ListedLoss, Temperature):
 
         from vembed.losses.listed import ListedPairs, ordered_pairs
 
-        lists = ListedPairs.of_examples(batch, mask_duplicates=self.mask_duplicates)
+        lists = ListedPairs.of_examples(batch)
         targets = self.targets(batch, term, lists, may_lack=True)
         # Of all ranks, as the divisor. The student's scores are not needed for it.
         num_pairs = ordered_pairs(lists.groups, targets[0])[0].numel()

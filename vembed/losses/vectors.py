@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vembed.errors import UserError
-from vembed.losses.declaration import Loss, MaskedLoss, StartValues, TeacherLoss
+from vembed.losses.declaration import Loss, StartValues, TeacherLoss
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -128,13 +128,12 @@ class Relational(TeacherLoss):
         )
 
 
-class SpreadOut(MaskedLoss):
+class SpreadOut(Loss):
     """Queries away from queries, and positives away from positives.
 
         L = 1/(N (N-1)) * sum_{i != j} s(q_i,q_j)^2 + 1/(N (N-1)) * sum_{i != j} s(p_i,p_j)^2
 
-    With mask_duplicates pairs of equal content do not count, and neither do those of one
-    example.
+    Pairs of equal content do not count, and neither do those of one example.
     """
 
     name = "spread_out"
@@ -160,12 +159,9 @@ class SpreadOut(MaskedLoss):
             torch.split(occurrences, num_rows),
             strict=True,
         ):
-            # Without mask_duplicates only i == j is left out.
-            keys = [columns.int()]
-            if self.mask_duplicates:
-                keys = [content[index], example]
             masks = tuple(
-                ExclusionMask(key[rank_rows, None], key[:, None]) for key in keys
+                ExclusionMask(key[rank_rows, None], key[:, None])
+                for key in (content[index], example)
             )
             rows = columns[rank_rows]
             share = share + _squared_errors(

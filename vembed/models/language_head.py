@@ -52,13 +52,15 @@ def has_language_head(
 ) -> bool:
     """Return True if the run trains by the language-model head. Raise UserError if it asks for what cannot be."""
     alone = objective.losses is None and LOSSES[objective.loss].is_of_model
-    option = objective.language_modelling
-    if option is False or (option == "auto" and not alone):
+    is_own_model = is_own(Path(description.source))
+    names = {NEXT_TOKEN, MASKED_TOKEN}.intersection(objective.auxiliary_losses or {})
+    has_weight = bool(names) and not is_own_model
+    if not alone and not has_weight:
         return False
     problem = None
     if description.scores is not None:
         problem = "is a reranker"
-    elif is_own(Path(description.source)):
+    elif is_own_model:
         problem = "is an own model, which returns losses of its own"
     elif not description.traits.reads_only_text or description.traits.has_two_models:
         problem = f"is of the family {description.family}, and only text models have a language-model head here"
@@ -74,10 +76,11 @@ def has_language_head(
         problem = "has weights in 4 bits (use_qlora)"
     if problem is None:
         return True
-    if option == "auto":
+    if not has_weight:
         return False
+    name = names.pop()
     raise UserError(
-        f"language_modelling: true is not possible: {description.name} {problem}; leave it out"
+        f"auxiliary_losses: {name} is not possible: {description.name} {problem}; leave it out"
     )
 
 
@@ -87,7 +90,7 @@ def class_with_head(config: PretrainedConfig) -> type[PreTrainedModel]:
     if known is None:
         raise UserError(
             f"Transformers has no language-model head for model_type {config.model_type!r}, by which loss: none would "
-            "train; give a loss, or language_modelling: false"
+            "train; give a loss"
         )
     return known
 

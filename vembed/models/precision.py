@@ -24,14 +24,14 @@ DTYPES = {
     "float16": torch.float16,
     "pure_bfloat16": torch.bfloat16,
 }
-"""Values of torch_dtype and save_dtype. `auto` is not among them: the dtype of the files."""
+"""Values of torch_dtype. `auto` is not among them: the dtype of the files."""
 _NAMES_IN_FILES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def saved_dtype(save_dtype: str, description: ModelDescription) -> torch.dtype | None:
+def saved_dtype(torch_dtype: str, description: ModelDescription) -> torch.dtype | None:
     """Return the dtype to store the trained model in; None: the dtype that its weights have."""
-    if save_dtype != "auto":
-        return DTYPES[save_dtype]
+    if torch_dtype in DTYPES:
+        return DTYPES[torch_dtype]
     folders = [
         Path(source)
         for source in (description.source, description.image_source)

@@ -61,8 +61,6 @@ CUDA_MEMORY_SHARE = 0.80
 """Share of the device memory that a step may reach."""
 SMALLEST_BUDGET = 64
 PROBE_TOKENS = 512
-NO_LIMIT = 2**40
-"""Tokens of a micro-batch that is cut by rows."""
 SHORT_TEXT_TOKENS = 128
 """Texts of so many tokens are not worth cutting."""
 
@@ -280,11 +278,7 @@ class MemoryEstimate:
             return f"{whole} (use_gradient_cache: false)"
         if options.use_gradient_cache == "auto" and batch <= kept_tokens:
             return f"{whole} (graphs of up to {kept_tokens:,d} tokens fit, so that Gradient Cache is off)"
-        rows = options.gradient_cache_chunk_size
-        chunk = f", {rows:,d} rows" if rows else ""
-        return (
-            f"of one micro-batch, {min(tokens, batch):,d} padded tokens at most{chunk}"
-        )
+        return f"of one micro-batch, {min(tokens, batch):,d} padded tokens at most"
 
     def _without_graphs(self) -> Memory:
         placement = self.placement
@@ -336,9 +330,7 @@ def tokens_of(
     kept_tokens = int(free / max(demand.per_token, 1.0))
     # Half of what is free: more would not be faster, and what a step needs varies with its texts.
     micro_batch = max(kept_tokens // 2, longest)
-    if options.gradient_cache_chunk_size is not None:
-        micro_batch = options.gradient_cache_chunk_size * longest
-    elif options.micro_batch_tokens != "auto":
+    if options.micro_batch_tokens != "auto":
         micro_batch = options.micro_batch_tokens
     elif not on_gpu:
         micro_batch = CPU_MICRO_BATCH_TOKENS
@@ -365,7 +357,6 @@ class Budget:
     """Limits of one forward pass, and of the graphs kept until their backward pass."""
 
     micro_batch_tokens: int
-    max_rows: int | None
     kept_graph_tokens: int
     use_gradient_cache: bool | None
     """Switch: use Gradient Cache. None: decided per batch by `kept_graph_tokens`."""
@@ -394,7 +385,6 @@ def find_budget(
     Nothing is tried out: memory that runs out on one rank would leave the others waiting for it.
     """
     cache = None if options.use_gradient_cache == "auto" else options.use_gradient_cache
-    rows = options.gradient_cache_chunk_size
     if cache is False and session.fsdp is not None and session.fsdp.version == 1:
         log.warning(
             "use_gradient_cache: false holds only for steps of one micro-batch under fsdp_version: 1, which frees a "
@@ -406,8 +396,7 @@ def find_budget(
     is_measured = cache is None or (tokens == "auto" and on_gpu)
     if not is_measured:
         limit = CPU_MICRO_BATCH_TOKENS if tokens == "auto" else tokens
-        limit = NO_LIMIT if rows else limit
-        return Budget(limit, rows, limit, cache)
+        return Budget(limit, limit, cache)
     placement = session.placement
     if on_gpu:
         demand = measure_demand(
@@ -445,7 +434,7 @@ def find_budget(
         f"{demand.per_token:,.0f}",
         memory / GIB,
     )
-    return Budget(NO_LIMIT if rows else micro_batch, rows, kept_tokens, cache)
+    return Budget(micro_batch, kept_tokens, cache)
 
 
 # ---- measurement -------------------------------------------------------------
@@ -618,22 +607,18 @@ class MemoryGuard:
         if self.session.device.type == "cuda":
             torch.cuda.empty_cache()
         tokens = budget.micro_batch_tokens
-        rows = budget.max_rows
-        if tokens <= SMALLEST_BUDGET or rows == 1:
+        if tokens <= SMALLEST_BUDGET:
             raise RunError(advice(self.session, budget))
         half = replace(
             budget,
             micro_batch_tokens=tokens // 2,
-            max_rows=None if rows is None else rows // 2,
             kept_graph_tokens=budget.kept_graph_tokens // 2,
         )
-        sizes = f"{half.micro_batch_tokens:,d} tokens instead of {tokens:,d}"
-        if rows is not None:
-            sizes = f"{half.max_rows:,d} rows instead of {rows:,d}"
         log.warning(
-            "out of memory: the step is replayed with micro-batches of %s, graphs kept for up to %s; the result is the "
-            "same, apart from fresh dropout draws",
-            sizes,
+            "out of memory: the step is replayed with micro-batches of %s tokens instead of %s, graphs kept for up to "
+            "%s; the result is the same, apart from fresh dropout draws",
+            f"{half.micro_batch_tokens:,d}",
+            f"{tokens:,d}",
             f"{half.kept_graph_tokens:,d}",
         )
         return half
@@ -648,11 +633,6 @@ def advice(session: Session, budget: Budget) -> str:
     tokens = budget.micro_batch_tokens
     now = estimate.in_step(tokens=tokens)
     recomputed = estimate.in_step(tokens=tokens, recomputes=True)
-    bound = "micro_batch_tokens"
-    limit = tokens
-    if budget.max_rows is not None:  # the tokens have no limit
-        bound = "gradient_cache_chunk_size"
-        limit = budget.max_rows
     fsdp = placement.fsdp
     is_fsdp1 = fsdp is not None and fsdp.version == 1
     has_adapters = config.adapters.use_lora
@@ -670,7 +650,7 @@ def advice(session: Session, budget: Budget) -> str:
             "use_gradient_cache: true",
             "it reduces memory, and the result is the same",
         ),
-        (True, f"{bound}: {max(limit // 2, 1)}", f"now {limit:,d}"),
+        (True, f"micro_batch_tokens: {max(tokens // 2, 1)}", f"now {tokens:,d}"),
         (
             not placement.recomputation.value,
             "gradient_checkpointing: true",
@@ -719,5 +699,5 @@ def advice(session: Session, budget: Budget) -> str:
         f"rank {session.rank} of {num_ranks} is out of device memory ({used}; {placement.rows:,d} rows per "
         f"process, strategy {session.strategy}, an estimated {now.total / GIB:.2f}GB of "
         f"{placement.memory / GIB:.2f}GB). Change in this order: {'; '.join(steps)}. A smaller batch_size is not "
-        f"needed: it changes the negatives, and memory is bounded by {bound}"
+        f"needed: it changes the negatives, and memory is bounded by micro_batch_tokens"
     )

@@ -639,7 +639,6 @@ RESULTS = frozenset(
         "max_steps",
         "max_train_minutes",
         "load_best_model_at_end",
-        "save_dtype",
         "save_merged",
         "on_nonfinite",
     ]

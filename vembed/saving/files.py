@@ -113,7 +113,7 @@ def save_model(
                 is_floating = tensor.is_floating_point() and tensor.numel() > 0
                 if is_floating and tensor.abs().max() > torch.finfo(dtype).max:
                     log.warning(
-                        "save_dtype: float16 cannot hold %s: the model is stored in float32",
+                        "float16 cannot hold %s: the model is stored in float32",
                         name,
                     )
                     dtype = torch.float32

@@ -84,7 +84,7 @@ class ModelWriter:
             folder,
             embedder,
             weights,
-            dtype=saved_dtype(self.config.run.save_dtype, embedder.description),
+            dtype=saved_dtype(self.config.model.torch_dtype, embedder.description),
             merge_adapters=self.config.adapters.save_merged,
             card=card,
         )
@@ -144,9 +144,9 @@ def save_final(
         )
     if session.is_main:
         store_rounded(embedder, weights)
-        dtype = saved_dtype(config.run.save_dtype, embedder.description)
+        dtype = saved_dtype(config.model.torch_dtype, embedder.description)
         stored = f"in {dtype}" if dtype else "as they are held"
-        log.info(f"weights: stored {stored} (save_dtype: {config.run.save_dtype})")
+        log.info(f"weights: stored {stored} (torch_dtype: {config.model.torch_dtype})")
         try:
             writer.store(folder, weights, writer.card(data, state))
         except (OSError, SafetensorError) as error:

@@ -28,9 +28,7 @@ from vembed.config.auto import (
 from vembed.config.entries import parse_sampling
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
 from vembed.config.terms import (
-    compares_own_rank,
     run_temperature,
-    run_terms,
     source_batch_sizes,
     task_numbers,
 )
@@ -231,7 +229,7 @@ def open_data(
     )
 
 
-def identity_of(config: TrainConfig, data: RunData, world_size: int) -> dict[str, Any]:
+def identity_of(config: TrainConfig, data: RunData) -> dict[str, Any]:
     """Return what besides the options must stay when the run is resumed.
 
     The content of every file and folder that an option names is part of it. A model that is not on this machine yet
@@ -247,9 +245,6 @@ def identity_of(config: TrainConfig, data: RunData, world_size: int) -> dict[str
         "tasks": tasks if any(tasks) else [],
         "global_batch_size": data.examples_per_step,
     }
-    terms = run_terms(config.objective, config.data, config.model.model_name)
-    if compares_own_rank(terms):
-        identity["world_size"] = world_size
     images = of_examples(data.examples)
     if images is not None:
         identity["image_files"] = images

@@ -276,9 +276,9 @@ class ContrastiveStep:
             inputs_by_modality[modality] = []
         for index, feature in enumerate(features):
             inputs_by_modality[feature.modality].append(index)
-        limits = (budget.micro_batch_tokens, budget.max_rows)
-        trained_split = LockstepSplit(lengths, inputs_by_modality, *limits)
-        frozen_split = LockstepSplit(lengths, batch.inputs.missing, *limits)
+        limit = budget.micro_batch_tokens
+        trained_split = LockstepSplit(lengths, inputs_by_modality, limit)
+        frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
         num_negatives = len(rank_batch.negative)
         # A rank without negatives lacks no scores of them.
         has_negative_scores = (

@@ -108,7 +108,7 @@ class Trainer:
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
         self.data = data = open_data(config, resumed_options, session)
-        identity = identity_of(config, data, session.world_size)
+        identity = identity_of(config, data)
         require_same_data(identity, data)
         checkpointer.check(point, {**config.to_dict(), **resumed_options}, identity)
         checkpointer.require_steps_left(point, data.total_steps)

@@ -111,5 +111,5 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         folder,
         embedder,
         weights,
-        dtype=saved_dtype(config.run.save_dtype, description),
+        dtype=saved_dtype(config.model.torch_dtype, description),
     )

@@ -336,7 +336,9 @@ def describe(
     image: dict[str, Any] = {"hidden_dim": hidden_dim}
     layer_classes = shape.layer_classes
     if family.has_two_models:
-        image, image_shape = _image_tower(reading, hidden_dim)
+        sizes = matryoshka.mrl_dims if matryoshka is not None else None
+        shared_dim = max(sizes) if isinstance(sizes, list) else None
+        image, image_shape = _image_tower(reading, hidden_dim, shared_dim)
         layer_classes += image_shape.layer_classes
         hidden_dim = image["hidden_dim"]
     size = hidden_dim
@@ -691,10 +693,13 @@ def _image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
     return "cls", "the image's class token, by family"
 
 
-def _image_tower(reading: _Reading, text_dim: int) -> tuple[dict[str, Any], Shape]:
+def _image_tower(
+    reading: _Reading, text_dim: int, shared_dim: int | None
+) -> tuple[dict[str, Any], Shape]:
     """Return the description's fields for the image tower of a composed model, and the tower's shape.
 
-    `text_dim`: size of the text tower's output. Both towers are projected into one space, of size `hidden_dim`.
+    `text_dim`: size of the text tower's output. Both towers are projected into one space, of size `hidden_dim`, which
+    `shared_dim` gives for a new model.
     """
     options = reading.options
     saved = reading.saved
@@ -715,9 +720,8 @@ def _image_tower(reading: _Reading, text_dim: int) -> tuple[dict[str, Any], Shap
     pooling, reading.reasons["image_pooling"] = _image_pooling(config, shape)
     if saved and FAMILIES[saved["family"]].has_two_models:
         shared_dim = saved["hidden_dim"]
-    elif options.composed_dim is not None:
-        shared_dim = options.composed_dim
-        reading.reasons["hidden_dim"] = "composed_dim in the config"
+    elif shared_dim is not None:
+        reading.reasons["hidden_dim"] = "max(mrl_dims) in the config"
     else:
         shared_dim = min(text_dim, shape.hidden_dim)
         reading.reasons["hidden_dim"] = (

@@ -35,13 +35,13 @@ _LENGTH_AND_MACHINES = """
     fsdp_forward_prefetch fsdp_state_dict_type
 """
 _MEMORY_AND_SPEED = """
-    num_workers micro_batch_tokens gradient_cache_chunk_size use_gradient_cache
+    num_workers micro_batch_tokens use_gradient_cache
     cache_frozen_features gradient_checkpointing torch_compile attn_implementation
     padding_free deterministic
 """
 _WATCHED_AND_KEPT = """
-    val_data_path patience eval_steps eval_before eval_metric eval_ks guards save_steps
-    save_total_limit save_merged load_best_model_at_end async_save save_dtype on_nonfinite
+    val_data_path patience eval_steps eval_before eval_metric guards save_steps
+    save_total_limit save_merged load_best_model_at_end async_save on_nonfinite
     logging_steps report_to run_name wandb_project wandb_tags console log_file debug profile_steps output_dir
     overwrite resume trust_remote_code
 """

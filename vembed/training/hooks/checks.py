@@ -176,8 +176,8 @@ class Watch(Hook):
             self._warn_once(
                 "zero",
                 f"the loss of step {step:,d} is exactly 0, so there is no gradient: positives had no negatives to be "
-                "compared with, or are separated already; check that positives differ (mask_duplicates: copies in a "
-                "batch do not count as negatives), or add negatives",
+                "compared with, or are separated already; check that positives differ (copies in a batch do not "
+                "count as negatives), or add negatives",
             )
         if (
             num_steps >= CONSTANT_LOSS_STEPS
