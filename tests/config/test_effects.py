@@ -752,6 +752,7 @@ ELSEWHERE = {
     "reranker_head",
     "first_stage",
     "rerank_top_k",
+    "in_batch_negatives",
 }
 """Options of the tests above that take a preparation of their own; `ema` and `guards` are in
 tests/training/test_guards_and_average.py, `mine` in tests/training/test_epoch_mining.py, those of own models in

@@ -289,6 +289,7 @@ def test_documents_are_ranked(tmp_path: Path) -> None:
         ({"loss": "kl", "teacher": "scores", "distill_candidates": "batch"}, "distill"),
         ({"bidirectional": True}, "bidirectional"),
         ({"task": "embed", "rerank_top_k": 5}, "rerank_top_k"),
+        ({"task": "embed", "in_batch_negatives": 5}, "in_batch_negatives"),
         ({"reranker_head": "answer"}, "reranker_head"),
     ],
 )

@@ -54,7 +54,12 @@ NEEDED_BY = {
     "save_steps": "async_save",
 }
 """Map from an option to the options that have no effect without it."""
-RERANKER_OPTIONS = ("reranker_head", "first_stage", "rerank_top_k")
+RERANKER_OPTIONS = (
+    "reranker_head",
+    "in_batch_negatives",
+    "first_stage",
+    "rerank_top_k",
+)
 """Options that only task: rerank reads."""
 EMBEDDER_OPTIONS = {
     "mrl_dims": "a score has no smaller sizes",
@@ -238,18 +243,19 @@ def _loss_rules(
     terms = run_terms(objective, data, model.model_name)
     for term in terms:
         yield from _term_rules(term, mrl_dims)
-    if data.mine is not None:
-        if all(term.loss.negatives == "unread" for term in terms):
+    if data.mine is not None and all(term.loss.negatives == "unread" for term in terms):
+        yield (
+            "mine loss losses",
+            f"mine adds hard negatives, and {_names(objective, terms)} reads none: use loss: infonce, or leave mine "
+            "out",
+        )
+    for option in ("mine", "in_batch_negatives"):
+        follows_scores = any(term.teacher == SCORES for term in terms)
+        if getattr(data, option) and follows_scores:
             yield (
-                "mine loss losses",
-                f"mine adds hard negatives, and {_names(objective, terms)} reads none: use loss: infonce, or leave mine "
-                "out",
-            )
-        if any(term.teacher == SCORES for term in terms):
-            yield (
-                "mine teacher",
-                f"mine adds negatives that have no scores in the data, and teacher: {SCORES} follows these: name a model "
-                "as teacher, or leave mine out",
+                f"{option} teacher",
+                f"{option} adds negatives that have no scores in the data, and teacher: {SCORES} follows these: name a "
+                f"model as teacher, or leave {option} out",
             )
 
 

@@ -191,6 +191,9 @@ class DataSection(Section, title="data"):
     """Invalid records: stop before training and list the first ten, or skip them and count them."""
     max_negatives: NonNegativeInt | None = None
     """Maximum number of negatives per record. The first ones are used. Default: all."""
+    in_batch_negatives: NonNegativeInt = 0
+    """task: rerank: so many further negatives for each query: the positives of other examples of the global batch. An
+    embedding model compares with all of them in any case."""
     max_train_examples: PositiveInt | None = None
     """Use only this many examples, the first ones of each source. Default: all."""
     no_duplicates: bool = False
@@ -208,6 +211,11 @@ class DataSection(Section, title="data"):
     num_negatives: 5, ...}, with the options of `vembed mine` that choose. They are part of the checkpoints."""
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
     """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images. 0: none."""
+
+    def adds_negatives(self) -> bool:
+        """Return whether records get further negatives, so that they need none of their own."""
+        is_mined = self.mine is not None and self.mine.at_start
+        return is_mined or self.in_batch_negatives > 0
 
     def sources(self) -> list[DataSource]:
         """Return an entry for each source of `data_path`."""

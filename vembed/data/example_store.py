@@ -217,6 +217,14 @@ class ExampleStore:
         source, number = self._locate(index)
         return source.example(number)
 
+    def has_comparisons(self) -> bool:
+        """Return whether any record has hard negatives or scores."""
+        for source in self._sources:
+            counts = source.index.counts
+            if counts["negatives"] or counts["scored"]:
+                return True
+        return False
+
     def pair(self, index: int, mate: int) -> Example:
         """Return an example of a labelled source with another one of the source as its positive."""
         source, number = self._locate(index)
@@ -361,6 +369,7 @@ def open_examples(
     if (
         is_training
         and data.mine is None
+        and not data.in_batch_negatives
         and lacks_comparisons(terms)
         and not has_negatives
         and any(map(len, sources))
@@ -426,7 +435,7 @@ def _open_source(
             "losses": losses,
             "max_negatives": max_negatives,
             "bounded_scores": has_cosines and needs_cosines,
-            "gets_negatives": data.mine is not None and data.mine.at_start,
+            "gets_negatives": data.adds_negatives(),
         }
         with_keys = data.no_duplicates
     texts_alone = role == "train" and all(

@@ -26,7 +26,7 @@ from vembed.config.auto import (
     run_intervals,
 )
 from vembed.config.entries import parse_sampling
-from vembed.config.schema import FILE_OPTIONS, TrainConfig
+from vembed.config.schema import FILE_OPTIONS, DataSection, TrainConfig
 from vembed.config.terms import (
     run_temperature,
     source_batch_sizes,
@@ -172,6 +172,16 @@ def open_data(
         sets = open_here()
 
     store = sets.examples
+    is_reranker = config.model.task == "rerank"
+    if (
+        is_reranker
+        and not config.data.in_batch_negatives
+        and not store.has_comparisons()
+    ):
+        raise UserError(
+            "task: rerank compares the documents of one query, and every record has one alone: find negatives with "
+            "`vembed mine`, or take those of other queries with in_batch_negatives: 7"
+        )
     optimizer = config.optimizer
     epochs = resumed_options.get("epochs", optimizer.epochs)
     if epochs == "auto":
@@ -420,13 +430,17 @@ def configured_hooks(run: Trainer) -> list[Hook]:
 
 
 def open_stream(
-    num_workers: Any, data: RunData, featuriser: BaseFeaturiser[Any], session: Session
+    options: DataSection,
+    data: RunData,
+    featuriser: BaseFeaturiser[Any],
+    session: Session,
 ) -> RankBatchStream:
-    """Return the stream of this rank's batches. `num_workers`: the option."""
-    if num_workers == "auto":
-        # For texts one thread suffices: the tokenizer is parallel itself.
-        is_text = featuriser.description.modalities == ("text",)
-        num_workers = 1 if is_text else min(4, max(1, num_cores() // 2))
+    """Return the stream of this rank's batches."""
+    # For texts one thread suffices: the tokenizer is parallel itself.
+    is_text = featuriser.description.modalities == ("text",)
+    num_workers = 1 if is_text else min(4, max(1, num_cores() // 2))
+    if options.num_workers != "auto":
+        num_workers = options.num_workers
     return RankBatchStream(
         data.examples,
         data.batch_schedule,
@@ -435,6 +449,7 @@ def open_stream(
         session.world_size,
         num_workers,
         data.examples.pair,
+        options.in_batch_negatives,
     )
 
 

@@ -147,9 +147,7 @@ class Trainer:
 
         # The step. After the checkpoint: optimizer state that is restored takes memory already, and is not added to
         # the estimate.
-        self.stream = open_stream(
-            config.data.num_workers, data, components.featuriser, session
-        )
+        self.stream = open_stream(config.data, data, components.featuriser, session)
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
         self.memory_guard = MemoryGuard(session)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,26 @@ def make_rank_batch(
     )
 
 
+def with_in_batch_negatives(
+    example: Example, others: Iterable[Example], count: int
+) -> Example:
+    """Return the example with the first positives of the first `count` others as further negatives.
+
+    Others with the same query are left out, and so are documents that the example has already.
+    """
+    query = example.query.key()
+    known = {item.key() for item in example.items}
+    documents: list[Item] = []
+    for other in others:
+        if len(documents) == count:
+            break
+        document = other.positives[0]
+        if other.query.key() != query and document.key() not in known:
+            known.add(document.key())
+            documents.append(document)
+    return replace(example, negatives=(*example.negatives, *documents))
+
+
 class RankBatchStream:
     """Rank batches of one rank in order, from any starting point, prepared ahead by threads."""
 
@@ -129,8 +150,10 @@ class RankBatchStream:
         world_size: int,
         num_workers: int,
         pair: Callable[[int, int], Example] | None = None,
+        in_batch_negatives: int = 0,
     ) -> None:
-        """`pair`: the example of a labelled source with another one as its positive."""
+        """`pair`: the example of a labelled source with another one as its positive. `in_batch_negatives`: positives of
+        other examples of the global batch that each example gets as further negatives."""
         self.store = store
         self.batch_schedule = batch_schedule
         self.featuriser = featuriser
@@ -138,6 +161,7 @@ class RankBatchStream:
         self.world_size = world_size
         self.num_workers = num_workers
         self.pair = pair
+        self.in_batch_negatives = in_batch_negatives
 
     def rank_batch(self, batch_number: int) -> RankBatch:
         """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""
@@ -147,13 +171,27 @@ class RankBatchStream:
         positives = None
         if self.pair is not None:
             positives = self.batch_schedule.positives(epoch, number)
-        examples = []
-        for position in range(rows.start, rows.stop):
+
+        @cache
+        def example_at(position: int) -> Example:
             index = int(indices[position])
             if self.pair is None or positives is None:
-                examples.append(self.store[index])
-            else:
-                examples.append(self.pair(index, int(positives[position])))
+                return self.store[index]
+            return self.pair(index, int(positives[position]))
+
+        examples = []
+        for position in range(rows.start, rows.stop):
+            example = example_at(position)
+            if self.in_batch_negatives:
+                # The examples behind it in the batch, and behind the last one those from the first on.
+                others = map(
+                    example_at,
+                    (*range(position + 1, len(indices)), *range(position)),
+                )
+                example = with_in_batch_negatives(
+                    example, others, self.in_batch_negatives
+                )
+            examples.append(example)
         source = self.batch_schedule.source_of(int(indices[0]))
         return make_rank_batch(
             examples, rows.start, epoch, number, self.featuriser, source
