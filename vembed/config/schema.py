@@ -391,7 +391,8 @@ class ParallelSection(Section, title="parallel"):
     fsdp_reduce_dtype: Dtype | None = None
     """Dtype in which gradients are reduced. Default: float32."""
     sync_batchnorm: bool = False
-    """Convert batch norms so that they use statistics over all processes. Micro-batches remain separate batches."""
+    """Convert batch norms so that they use statistics over all processes. Micro-batches remain separate batches. Inputs
+    that repeat in a batch are encoded as often as they occur, and count as often, on any number of processes."""
     dist_timeout_minutes: PositiveFloat = 30.0
     """Timeout of collectives in minutes. After it the run fails with a message. If the option is not given, the
     variable `NCCL_TIMEOUT` (seconds) sets it."""

@@ -434,8 +434,10 @@ def open_stream(
     data: RunData,
     featuriser: BaseFeaturiser[Any],
     session: Session,
+    *,
+    encodes_copies: bool,
 ) -> RankBatchStream:
-    """Return the stream of this rank's batches."""
+    """Return the stream of this rank's batches. `encodes_copies`: equal inputs pass the model as often as they occur."""
     # For texts one thread suffices: the tokenizer is parallel itself.
     is_text = featuriser.description.modalities == ("text",)
     num_workers = 1 if is_text else min(4, max(1, num_cores() // 2))
@@ -450,6 +452,7 @@ def open_stream(
         num_workers,
         data.examples.pair,
         options.in_batch_negatives,
+        encodes_copies=encodes_copies,
     )
 
 
