@@ -25,6 +25,7 @@ from vembed.parallel.launch import (
     run_ranks,
 )
 from vembed.training.checkpoint.resume import candidates, refuse_own_model
+from vembed.training.trackers.table import require_trackers
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ def run_train(
     # Resuming compares the global batch with the checkpoint's, and keeps that one.
     if not config.run.resume:
         config.batch.rows_per_process(launch.world_size)
+    require_trackers(config.logging.report_to)
     if arguments.is_dry_run:
         sys.stdout.write(describe_run(run, launch, arguments))
         # A mistake in the data is reported after what is known. No data are fetched for a dry run.
