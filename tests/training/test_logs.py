@@ -57,12 +57,9 @@ def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
         "output_dir": str(tmp_path / "run"),
     }
     options["report_to"] = ["tensorboard", "trackio", "mlflow"]
-    for words in ([], ["--dry-run"]):
-        words = [
-            *words,
-            *(f"{name}={one_line_yaml(options[name])}" for name in options),
-        ]
-        assert run_process("train", words) == 2
+    words = [f"{name}={one_line_yaml(options[name])}" for name in options]
+    for flags in ([], ["--dry-run"]):
+        assert run_process("train", [*flags, *words]) == 2
         assert "trackio and mlflow are not installed" in capsys.readouterr().err
     with pytest.raises(UserError, match="pip install trackio mlflow"):
         train(options)

@@ -153,9 +153,8 @@ def pipeline_of(
         earlier = [step.name for step in steps]
         step = _step(step_name, block, number, name, earlier, shared_task)
         steps.append(step)
-    named = [option_in(keys, "model_class")]
-    named += [step.option("model_class") for step in steps if step.kind == "train"]
-    has_own_class = any(node is not None for node in named)
+    blocks = [keys, *(step.block for step in steps if step.kind == "train")]
+    has_own_class = any(option_in(block, "model_class") for block in blocks)
     return Pipeline(name, root, tuple(steps), has_own_class)
 
 
