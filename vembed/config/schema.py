@@ -325,8 +325,8 @@ class OptimizerSection(Section, title="optimizer"):
     adam_epsilon: PositiveFloat = 1e-8
     """Term added to the denominator for numerical stability."""
     head_learning_rate: PositiveFloat | None = None
-    """Learning rate of heads, projections and learned scales. Default: `learning_rate`, and 1e-3 for the new projections of
-    a composed model with `learning_rate: auto`."""
+    """Learning rate of heads, projections and learned scales. Default: `learning_rate`, and with `learning_rate: auto` 1e-3
+    for the new projections of a composed model and the new layer of a reranker's score."""
     warmup_steps: NonNegativeInt | Fraction = 0.1
     """Steps in which the learning rate rises to its peak. A number with a decimal point, such as 0.1, is a share of all
     steps (alias: `warmup_ratio`)."""

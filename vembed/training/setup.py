@@ -545,11 +545,14 @@ def decide_rates(
     )
     decision = peak_rate(config.objective, config.adapters, facts)
     log.info(f"learning_rate: {decision.value:g} (auto; {decision.reason})")
-    if description.traits.has_two_models and head_rate is None:
+    new_layers = None
+    if description.traits.has_two_models:
+        new_layers = "the projections of the two towers are"
+    elif getattr(embedder.head, "is_new", False):
+        new_layers = "the layer of the score is"
+    if new_layers is not None and head_rate is None:
         head_rate = max(HEAD, decision.value)
-        log.info(
-            f"head_learning_rate: {head_rate:g} (auto; the projections of the two towers are new)"
-        )
+        log.info(f"head_learning_rate: {head_rate:g} (auto; {new_layers} new)")
     return LearningRates(decision.value, head_rate)
 
 
