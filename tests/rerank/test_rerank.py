@@ -254,7 +254,8 @@ def test_a_run_file_is_the_first_stage(tmp_path: Path) -> None:
 def test_a_new_layer_of_the_score_has_a_higher_learning_rate(tmp_path: Path) -> None:
     logs = []
     for model in (tiny_bert, tiny_reranker):
-        options = {"learning_rate": "auto", "overwrite": True, "max_steps": 1}
+        options = {"learning_rate": "auto", "max_steps": 1}
+        options["output_dir"] = str(tmp_path / model.__name__)
         final = trained(tmp_path, shared(model), **options)
         logs.append((final.parent / "training_log.txt").read_text())
     assert "head_learning_rate: " in logs[0]
