@@ -24,7 +24,11 @@ from vembed.parallel.launch import (
     rank_environments,
     run_ranks,
 )
-from vembed.training.checkpoint.resume import candidates, refuse_own_model
+from vembed.training.checkpoint.resume import (
+    candidates,
+    refuse_own_model,
+    require_output_folder,
+)
 from vembed.training.trackers.table import require_trackers
 
 
@@ -88,6 +92,7 @@ def run_train(
         sys.stdout.write(describe_run(run, launch, arguments))
         # A mistake in the data is reported after what is known. No data are fetched for a dry run.
         sys.stdout.flush()
+        require_output_folder(config.run.output_dir)
         if not missing_data(config.data):
             from vembed.data_tools.data_page import data_facts
 
