@@ -156,7 +156,7 @@ def in_steps(
     with start_session(config) as session:
         model = Nothing()
         budget = Budget(
-            MICRO_BATCH * featuriser_length(featuriser, items[0]), None, 2**40, cache
+            MICRO_BATCH * featuriser_length(featuriser, items[0]), 2**40, cache
         )
         source = InputSource(model, Feeder(featuriser, session.device), session)
         loss = build_loss(config, mrl_dims=None, embedding_dim=WIDTH)

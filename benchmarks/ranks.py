@@ -160,7 +160,7 @@ def measure(
         )
         session.world_size, session.rank = world_size, world_size // 2
         source = InputSource(model, Feeder(featuriser, session.device), session)
-        budget = Budget(4096, None, 10**9, use_gradient_cache=False)
+        budget = Budget(4096, 10**9, use_gradient_cache=False)
         stages = ContrastiveStep(
             model, build_loss(config), source, session, budget, MemoryGuard(session), 0
         )

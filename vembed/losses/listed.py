@@ -56,6 +56,24 @@ class ListedPairs:
     @classmethod
     def of_examples(cls, batch: LossBatch) -> ListedPairs:
         """Return a group for each example of the global batch."""
+        return cls._of_examples_on_host(batch.on_host()).to(batch.query.device)
+
+    @classmethod
+    def of_rank_examples(cls, batch: LossBatch) -> ListedPairs:
+        """Return the groups of `of_examples` whose first row this rank has.
+
+        A list belongs to one rank, also where its rows lie on two: otherwise it would count twice.
+        """
+        host = batch.on_host()
+        lists = cls._of_examples_on_host(host)
+        first_row = _first_rows(host)[lists.groups]
+        is_of_rank = (first_row >= batch.rank_rows.start) & (
+            first_row < batch.rank_rows.stop
+        )
+        return lists.select(is_of_rank).to(batch.query.device)
+
+    @classmethod
+    def _of_examples_on_host(cls, batch: LossBatch) -> ListedPairs:
         examples, example = torch.unique(batch.example, return_inverse=True)
         row, negative = example_negatives(batch, slice(None))
         # Every row of an example has all of its negatives: take those of the first.
@@ -70,15 +88,14 @@ class ListedPairs:
             num_negative_pairs=row.numel(),
         )
 
-    def of_rank_examples(self, batch: LossBatch) -> ListedPairs:
-        """Return the groups of `of_examples` whose first row this rank has.
-
-        A list belongs to one rank, also where its rows lie on two: otherwise it would count twice.
-        """
-        rank_rows = batch.rank_rows
-        first_row = _first_rows(batch)[self.groups]
-        return self.select(
-            (first_row >= rank_rows.start) & (first_row < rank_rows.stop)
+    def to(self, device: torch.device) -> ListedPairs:
+        """Return the pairs on a device. The host does not wait for the copy."""
+        names = ("rows", "negative_rows", "negatives", "groups")
+        tensors = {name: getattr(self, name) for name in names}
+        return ListedPairs(
+            **copied_together(tensors, device),
+            num_groups=self.num_groups,
+            num_negative_pairs=self.num_negative_pairs,
         )
 
     def select(self, is_selected: Tensor) -> ListedPairs:

@@ -145,12 +145,19 @@ class SpreadOut(Loss):
         """See Loss."""
         import torch
 
+        from vembed.losses.batch import copied_together
         from vembed.losses.candidates import ExclusionMask
 
         num_rows = batch.num_rows
         rank_rows = batch.rank_rows
-        content = torch.unique(batch.content, return_inverse=True)[1].int()
-        example = torch.unique(batch.example, return_inverse=True)[1].int()
+        host = batch.on_host()
+        numbers = {
+            "content": torch.unique(host.content, return_inverse=True)[1].int(),
+            "example": torch.unique(host.example, return_inverse=True)[1].int(),
+        }
+        on_device = copied_together(numbers, batch.query.device)
+        content = on_device["content"]
+        example = on_device["example"]
         coefficient = 1.0 / max(1, num_rows * (num_rows - 1))
         occurrences = torch.arange(2 * num_rows, device=batch.query.device)
         share = batch.embeddings.new_zeros(())
