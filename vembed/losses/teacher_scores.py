@@ -220,8 +220,7 @@ class Listwise(SoftmaxLoss):
         """See Loss."""
         from vembed.losses.listed import ListedPairs
 
-        lists = ListedPairs.of_examples(batch)
-        lists = lists.of_rank_examples(batch)
+        lists = ListedPairs.of_examples(batch, of_rank=True)
         targets = self.targets(batch, term, lists, may_lack=True)
         is_known = ~targets[0].isnan()
         known = lists.select(is_known)
@@ -255,7 +254,7 @@ class RankNet(ListedLoss, Temperature):
         targets = self.targets(batch, term, lists, may_lack=True)
         # Of all ranks, as the divisor. The student's scores are not needed for it.
         num_pairs = ordered_pairs(lists.groups, targets[0])[0].numel()
-        rank_lists = lists.of_rank_examples(batch)
+        rank_lists = ListedPairs.of_examples(batch, of_rank=True)
         targets = self.targets(batch, term, rank_lists, may_lack=True)
         above, below = ordered_pairs(rank_lists.groups, targets[0])
         similarity = term.similarity(batch.embeddings)

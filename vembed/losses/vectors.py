@@ -145,12 +145,21 @@ class SpreadOut(Loss):
         """See Loss."""
         import torch
 
+        from vembed.losses.batch import copied_together
         from vembed.losses.candidates import ExclusionMask
 
         num_rows = batch.num_rows
         rank_rows = batch.rank_rows
-        content = torch.unique(batch.content, return_inverse=True)[1].int()
-        example = torch.unique(batch.example, return_inverse=True)[1].int()
+        # Ranks of the numbers, made on the host: a GPU would have to be waited for.
+        on_host = batch.on_host()
+        numbers = {"content": on_host.content, "example": on_host.example}
+        ranks = {
+            name: torch.unique(values, return_inverse=True)[1].int()
+            for name, values in numbers.items()
+        }
+        copies = copied_together(ranks, batch.query.device)
+        content = copies["content"]
+        example = copies["example"]
         coefficient = 1.0 / max(1, num_rows * (num_rows - 1))
         occurrences = torch.arange(2 * num_rows, device=batch.query.device)
         share = batch.embeddings.new_zeros(())
