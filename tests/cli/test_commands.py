@@ -81,7 +81,7 @@ def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
         "translated: lr: 2e-05 -> learning_rate: 2e-05 (cfg.yaml, line 7)",
         "strategy: fsdp",
         "fsdp: version 2, FULL_SHARD, TRANSFORMER_BASED_WRAP (configs/accelerate_fsdp.yaml)",
-        "gradient checkpointing: true (default with strategy: fsdp)",
+        "gradient checkpointing: true (default with FSDP)",
         "world size: 4 = 4 process(es) (num_processes)",
         "global batch: 64 = 4 x 16 examples",
         "data: data/train.jsonl (not here: a name on the Hub, or a path that is missing)",

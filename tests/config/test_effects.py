@@ -460,10 +460,7 @@ def test_run_json_holds_the_decisions_with_reason_and_source() -> None:
         "reason": "one process",
         "source": "default",
     }
-    assert (
-        decisions["gradient checkpointing"]["reason"]
-        == "default without strategy: fsdp"
-    )
+    assert decisions["gradient checkpointing"]["reason"] == "default without FSDP"
     assert set(decisions) == {
         "strategy",
         "gradient checkpointing",

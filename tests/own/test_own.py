@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import vembed
 from tests import tiny
+from tests.commands import command
 from tests.docs.pages import ROOT
 from tests.harness import run_ranks
 from tests.losses.reference import reference_loss
@@ -454,3 +455,14 @@ def test_adapters_are_merged_and_a_run_is_planned_and_resumed(place):
     assert planned.exit_code == 0 and "fits" in planned.output, planned.output
     checked = runner.invoke(app, ["train", str(place / "cfg.yaml"), "--dry-run"])
     assert checked.exit_code == 0 and f"model_class: {BAG}" in checked.output
+
+
+def test_stages_evaluate_an_own_class_without_a_flag(place: Path) -> None:
+    """`final/` holds its code, which runs elsewhere with trust_remote_code alone."""
+    config = options(place, "stages", model_class=BAG, max_steps=1)
+    scoring = {"name": "scores", "evaluate": {"data": config["data_path"]}}
+    config["stages"] = [{"name": "first"}, scoring]
+    (place / "stages.yaml").write_text(yaml.safe_dump(config))
+    result = command("train", "stages.yaml", folder=place)
+    assert result.returncode == 0, result.stderr
+    assert "ndcg@10" in (place / "stages" / "scores" / "scores.json").read_text()

@@ -251,6 +251,17 @@ def test_a_run_file_is_the_first_stage(tmp_path: Path) -> None:
         trained(tmp_path, shared(tiny_reranker), **options)
 
 
+def test_a_new_layer_of_the_score_has_a_higher_learning_rate(tmp_path: Path) -> None:
+    logs = []
+    for model in (tiny_bert, tiny_reranker):
+        options = {"learning_rate": "auto", "max_steps": 1}
+        options["output_dir"] = str(tmp_path / model.__name__)
+        final = trained(tmp_path, shared(model), **options)
+        logs.append((final.parent / "training_log.txt").read_text())
+    assert "head_learning_rate: " in logs[0]
+    assert "head_learning_rate" not in logs[1]
+
+
 def test_it_resumes_bit_by_bit(tmp_path: Path) -> None:
     model = shared(tiny_reranker, dropout=0.1)
     whole = trained(tmp_path, model, max_steps=4, save_steps=2)

@@ -118,16 +118,25 @@ def test_the_measured_graph_was_never_freed(tmp_path):
     assert kept() is None, "a graph holds the weights"
 
 
-def test_recomputation_and_gradient_cache_were_both_on():
-    by_default = placed(8, strategy="fsdp").recomputation
-    assert (
-        not by_default.value
-        and "fit without it, and Gradient Cache bounds the graphs" in by_default.reason
-    )
+def test_recomputation_is_on_under_fsdp_unless_memory_is_enough():
+    small = 90 * 2**20
+    decisions = {
+        (2**30, "fsdp"): (False, "the graphs of a batch fit"),
+        (small, "fsdp"): (True, "without it only"),
+        (small, "ddp"): (False, "default without FSDP"),
+    }
+    for (memory, strategy), (value, reason) in decisions.items():
+        made = placed(8, memory=memory, strategy=strategy).recomputation
+        assert made.value is value and reason in made.reason
+    large_batch = placed(8, strategy="fsdp", batch_size=2048).recomputation
+    assert not large_batch.value and "Gradient Cache bounds" in large_batch.reason
     assert placed(8, strategy="fsdp", gradient_checkpointing=True).recomputation.value
-    assert placed(8, strategy="fsdp", use_gradient_cache=False).recomputation.value
-    small = placed(8, memory=90 * 2**20, strategy="fsdp").recomputation
-    assert small.value and "without it only" in small.reason
+    for options in ({"use_gradient_cache": False, "batch_size": 2048}, {}):
+        chosen = placed(8, memory=2**19, **options)
+        asked = placed(8, memory=2**19, strategy="fsdp", **options)
+        assert chosen.strategy.value == "fsdp", "strategy: auto decides alike"
+        assert chosen.recomputation == asked.recomputation
+        assert chosen.recomputation.value
 
 
 def test_a_failed_attempt_kept_its_outputs_while_memory_was_emptied(

@@ -11,6 +11,8 @@ import pytest
 import vembed
 from tests.harness import run_ranks
 from tests.training.test_run import settings
+from vembed.cli.main import run_process
+from vembed.config.loading import one_line_yaml
 from vembed.errors import UserError
 from vembed.training.hooks.metrics import MetricsLog
 from vembed.training.trackers import declaration
@@ -42,23 +44,25 @@ def test_debug_writes_a_detailed_file_per_process(tmp_path):
 
 
 def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(
         declaration,
         "find_spec",
-        lambda name: None if name == "trackio" else find_spec(name),
+        lambda name: None if name in ("trackio", "mlflow") else find_spec(name),
     )
     options = {
         "model_name": "org/nowhere",
         "data_path": "nowhere.jsonl",
         "output_dir": str(tmp_path / "run"),
     }
-    with pytest.raises(
-        UserError,
-        match=r"^report_to: trackio is not installed: install it \(pip install trackio\)",
-    ):
-        train({**options, "report_to": ["tensorboard", "trackio"]})
+    options["report_to"] = ["tensorboard", "trackio", "mlflow"]
+    words = [f"{name}={one_line_yaml(options[name])}" for name in options]
+    for flags in ([], ["--dry-run"]):
+        assert run_process("train", [*flags, *words]) == 2
+        assert "trackio and mlflow are not installed" in capsys.readouterr().err
+    with pytest.raises(UserError, match="pip install trackio mlflow"):
+        train(options)
     assert not (tmp_path / "run").exists()
 
 

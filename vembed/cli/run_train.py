@@ -24,7 +24,12 @@ from vembed.parallel.launch import (
     rank_environments,
     run_ranks,
 )
-from vembed.training.checkpoint.resume import candidates, refuse_own_model
+from vembed.training.checkpoint.resume import (
+    candidates,
+    refuse_own_model,
+    require_output_folder,
+)
+from vembed.training.trackers.table import require_trackers
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +87,12 @@ def run_train(
     # Resuming compares the global batch with the checkpoint's, and keeps that one.
     if not config.run.resume:
         config.batch.rows_per_process(launch.world_size)
+    require_trackers(config.logging.report_to)
     if arguments.is_dry_run:
         sys.stdout.write(describe_run(run, launch, arguments))
         # A mistake in the data is reported after what is known. No data are fetched for a dry run.
         sys.stdout.flush()
+        require_output_folder(config.run.output_dir)
         if not missing_data(config.data):
             from vembed.data_tools.data_page import data_facts
 

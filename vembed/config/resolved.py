@@ -202,7 +202,7 @@ def decide(
 
     recomputes = strategy.value == "fsdp"
     word = "with" if recomputes else "without"
-    recomputation = Decision(recomputes, f"default {word} strategy: fsdp")
+    recomputation = Decision(recomputes, f"default {word} FSDP")
     if config.model.gradient_checkpointing is not None:
         recomputes = config.model.gradient_checkpointing
         recomputation = _asked("gradient_checkpointing", recomputes, values)

@@ -325,8 +325,8 @@ class OptimizerSection(Section, title="optimizer"):
     adam_epsilon: PositiveFloat = 1e-8
     """Term added to the denominator for numerical stability."""
     head_learning_rate: PositiveFloat | None = None
-    """Learning rate of heads, projections and learned scales. Default: `learning_rate`, and 1e-3 for the new projections of
-    a composed model with `learning_rate: auto`."""
+    """Learning rate of heads, projections and learned scales. Default: `learning_rate`, and with `learning_rate: auto` 1e-3
+    for the new projections of a composed model and the new layer of a reranker's score."""
     warmup_steps: NonNegativeInt | Fraction = 0.1
     """Steps in which the learning rate rises to its peak. A number with a decimal point, such as 0.1, is a share of all
     steps (alias: `warmup_ratio`)."""
@@ -391,7 +391,8 @@ class ParallelSection(Section, title="parallel"):
     fsdp_reduce_dtype: Dtype | None = None
     """Dtype in which gradients are reduced. Default: float32."""
     sync_batchnorm: bool = False
-    """Convert batch norms so that they use statistics over all processes. Micro-batches remain separate batches."""
+    """Convert batch norms so that they use statistics over all processes. Micro-batches remain separate batches. Inputs
+    that repeat in a batch are encoded as often as they occur, and count as often, on any number of processes."""
     dist_timeout_minutes: PositiveFloat = 30.0
     """Timeout of collectives in minutes. After it the run fails with a message. If the option is not given, the
     variable `NCCL_TIMEOUT` (seconds) sets it."""

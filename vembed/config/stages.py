@@ -62,6 +62,8 @@ class Pipeline:
     root: str
     """Folder of the folders of all steps."""
     steps: tuple[Step, ...] = field(default=())
+    has_own_class: bool = False
+    """True if a training of it names a `model_class`."""
 
     def folder(self, name: str) -> Path:
         """Return the folder of a step."""
@@ -151,7 +153,9 @@ def pipeline_of(
         earlier = [step.name for step in steps]
         step = _step(step_name, block, number, name, earlier, shared_task)
         steps.append(step)
-    return Pipeline(name, root, tuple(steps))
+    blocks = [keys, *(step.block for step in steps if step.kind == "train")]
+    has_own_class = any(option_in(block, "model_class") for block in blocks)
+    return Pipeline(name, root, tuple(steps), has_own_class)
 
 
 def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:

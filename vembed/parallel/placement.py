@@ -250,24 +250,29 @@ def place(
 
 
 def _recomputation(placement: Placement) -> Decision[bool]:
-    """Return whether activations are recomputed: as asked, or by default where a micro-batch needs it.
-
-    Gradient Cache bounds the graphs by the micro-batch already, and recomputation would add a third forward pass.
-    """
+    """Return whether activations are recomputed: as asked. By default with FSDP, unless memory is enough without."""
     run = placement.run
     size = placement.size
-    asked = run.recomputation
-    is_asked = asked.source != "default" or not asked.value
-    has_cache = run.config.batch.use_gradient_cache is not False
+    if run.recomputation.source != DEFAULT:
+        return run.recomputation
+    # `strategy: auto` may have chosen FSDP.
+    if placement.fsdp is None and not run.recomputation.value:
+        return run.recomputation
+    recomputed = Decision(True, "default with FSDP")
     # On CPUs micro-batches are not chosen by what fits.
-    on_gpu = placement.device.type == "cuda"
-    if is_asked or size is None or not has_cache or not on_gpu:
-        return asked
-    demand = MemoryEstimate(placement, size).demand(recomputes=False)
+    if size is None or placement.device.type != "cuda":
+        return recomputed
+    estimate = MemoryEstimate(placement, size)
+    demand = estimate.demand(recomputes=False)
     _, fitting = tokens_of(placement, demand, 0)
+    if estimate.inputs * size.max_length <= fitting:
+        return Decision(False, "default: the graphs of a batch fit without it")
+    if run.config.batch.use_gradient_cache is False:
+        return recomputed
+    # Gradient Cache bounds the graphs by the micro-batch already, and recomputation would add a third forward pass.
     if fitting < 2 * max(SMALL_MICRO_BATCH_TOKENS, size.max_length):
         few = f"without it only {fitting:,d} tokens fit at once"
-        return replace(asked, reason=f"{asked.reason}; {few}")
+        return replace(recomputed, reason=f"{recomputed.reason}; {few}")
     fits = f"micro-batches of {fitting // 2:,d} tokens fit without it"
     return Decision(
         False, f"default: {fits}, and Gradient Cache bounds the graphs of a batch"

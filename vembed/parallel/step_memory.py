@@ -210,7 +210,10 @@ class MemoryEstimate:
         self.size = size or placement.size or measure(placement.run.config)
         config = placement.run.config
         # A query, a positive, and the hard negatives as far as the config gives a number.
-        self.inputs_per_example = 2 + (config.data.max_negatives or 0)
+        num_negatives = (
+            config.data.max_negatives or 0
+        ) + config.data.in_batch_negatives
+        self.inputs_per_example = 2 + num_negatives
         self.inputs = placement.rows * self.inputs_per_example
         """Texts and images of a process's batch at most."""
 

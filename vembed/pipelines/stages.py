@@ -37,6 +37,7 @@ from vembed.saving.checksums import checksums_of, damage_of
 from vembed.saving.durability import replace_text
 from vembed.training.checkpoint.resume import MAY_CHANGE
 from vembed.training.fingerprints import of_model
+from vembed.training.trackers.table import require_trackers
 
 if TYPE_CHECKING:
     from vembed.pipelines.prediction import Prediction
@@ -153,6 +154,7 @@ class _Stage:
         made = [self.pipeline.folder(step.name) for step in self.before]
         if self.step.kind == "train":
             run = self._resolve()
+            require_trackers(run.config.logging.report_to)
             if not self.arguments.is_dry_run:
                 require_paths(run.config.model, run.config.data, run.origins, made)
             return
@@ -269,6 +271,9 @@ class _Stage:
     def command(self) -> tuple[str, list[str]]:
         """Return the command of a step between, and its arguments."""
         options = dict(self.options)
+        if self.pipeline.has_own_class and self.step.kind in ("mine", "evaluate"):
+            # The code in the folders of trained models is the class that the config names.
+            options.setdefault("trust_remote_code", True)
         if self.step.kind == "mine":
             # `vembed mine` takes options as key=value, and only the launcher's as flags.
             flags = _flags({"nproc": options.pop("nproc", None)})

@@ -33,7 +33,7 @@ from vembed.training.hooks.publishing import hub_of, push_final
 from vembed.training.interrupts import Interrupts
 from vembed.training.lock import OutputLock
 from vembed.training.run_log import HEADLINE, RunLog
-from vembed.training.trackers.table import TRACKERS
+from vembed.training.trackers.table import require_trackers
 from vembed.training.trainer import Trainer, TrainResult
 
 log = logging.getLogger("vembed")
@@ -90,8 +90,7 @@ def train(
     require_output_folder(settings.run.output_dir)
     output = Path(settings.run.output_dir)
     require_earlier_stage(resolved)
-    for name in settings.logging.report_to:
-        TRACKERS[name].require_installed()
+    require_trackers(settings.logging.report_to)
     hub = hub_of(settings.logging)
     lock = OutputLock(output)
 

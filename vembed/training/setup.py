@@ -434,8 +434,10 @@ def open_stream(
     data: RunData,
     featuriser: BaseFeaturiser[Any],
     session: Session,
+    *,
+    encodes_copies: bool,
 ) -> RankBatchStream:
-    """Return the stream of this rank's batches."""
+    """Return the stream of this rank's batches. `encodes_copies`: equal inputs pass the model as often as they occur."""
     # For texts one thread suffices: the tokenizer is parallel itself.
     is_text = featuriser.description.modalities == ("text",)
     num_workers = 1 if is_text else min(4, max(1, num_cores() // 2))
@@ -450,6 +452,7 @@ def open_stream(
         num_workers,
         data.examples.pair,
         options.in_batch_negatives,
+        encodes_copies=encodes_copies,
     )
 
 
@@ -542,11 +545,14 @@ def decide_rates(
     )
     decision = peak_rate(config.objective, config.adapters, facts)
     log.info(f"learning_rate: {decision.value:g} (auto; {decision.reason})")
-    if description.traits.has_two_models and head_rate is None:
+    new_layers = None
+    if description.traits.has_two_models:
+        new_layers = "the projections of the two towers are"
+    elif getattr(embedder.head, "is_new", False):
+        new_layers = "the layer of the score is"
+    if new_layers is not None and head_rate is None:
         head_rate = max(HEAD, decision.value)
-        log.info(
-            f"head_learning_rate: {head_rate:g} (auto; the projections of the two towers are new)"
-        )
+        log.info(f"head_learning_rate: {head_rate:g} (auto; {new_layers} new)")
     return LearningRates(decision.value, head_rate)
 
 

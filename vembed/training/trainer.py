@@ -147,7 +147,14 @@ class Trainer:
 
         # The step. After the checkpoint: optimizer state that is restored takes memory already, and is not added to
         # the estimate.
-        self.stream = open_stream(config.data, data, components.featuriser, session)
+        self.stream = open_stream(
+            config.data,
+            data,
+            components.featuriser,
+            session,
+            # Otherwise an input would weigh in the statistics by the number of processes that have it.
+            encodes_copies=config.parallel.sync_batchnorm,
+        )
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
         self.memory_guard = MemoryGuard(session)

@@ -63,8 +63,13 @@ def make_rank_batch(
     number: int,
     featuriser: BaseFeaturiser[Any],
     source: int = 0,
+    *,
+    encodes_copies: bool = False,
 ) -> RankBatch:
-    """Build a rank batch from a rank's examples. `first`: position of the first example in the global batch."""
+    """Build a rank batch from a rank's examples. `first`: position of the first example in the global batch.
+
+    `encodes_copies`: equal inputs stay as many as they are.
+    """
     units: list[Any] = []
     row_items: list[tuple[Item, Item]] = []
     negative_items: list[tuple[Item, Item]] = []
@@ -89,9 +94,10 @@ def make_rank_batch(
         scores.extend(example.scores or ())
         negative_scores.extend(example.negative_scores or ())
     # By key, not by text: a text as query and as document differs if the model has prompts.
-    features, where_to = distinct(
-        featuriser.features(units), key=lambda feature: feature.key
-    )
+    features = featuriser.features(units)
+    where_to = np.arange(len(units))
+    if not encodes_copies:
+        features, where_to = distinct(features, key=lambda feature: feature.key)
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
     negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
     has_scores = bool(scores) and len(scores) == len(rows)
@@ -151,6 +157,8 @@ class RankBatchStream:
         num_workers: int,
         pair: Callable[[int, int], Example] | None = None,
         in_batch_negatives: int = 0,
+        *,
+        encodes_copies: bool = False,
     ) -> None:
         """`pair`: the example of a labelled source with another one as its positive. `in_batch_negatives`: positives of
         other examples of the global batch that each example gets as further negatives."""
@@ -162,6 +170,7 @@ class RankBatchStream:
         self.num_workers = num_workers
         self.pair = pair
         self.in_batch_negatives = in_batch_negatives
+        self.encodes_copies = encodes_copies
 
     def rank_batch(self, batch_number: int) -> RankBatch:
         """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""
@@ -194,7 +203,13 @@ class RankBatchStream:
             examples.append(example)
         source = self.batch_schedule.source_of(int(indices[0]))
         return make_rank_batch(
-            examples, rows.start, epoch, number, self.featuriser, source
+            examples,
+            rows.start,
+            epoch,
+            number,
+            self.featuriser,
+            source,
+            encodes_copies=self.encodes_copies,
         )
 
     def sample(self, num_batches: int = 4) -> list[Features]:

@@ -87,10 +87,9 @@ class Tracker(ABC):
         """End the run."""
 
     @classmethod
-    def require_installed(cls) -> None:
-        """Raise UserError if its package is not installed."""
-        if cls.package not in sys.modules and find_spec(cls.package) is None:
-            raise cls.not_installed()
+    def is_installed(cls) -> bool:
+        """Return whether its package is installed."""
+        return cls.package in sys.modules or find_spec(cls.package) is not None
 
     @classmethod
     def not_installed(cls, reason: str = "") -> UserError:
