@@ -54,48 +54,41 @@ class ListedPairs:
         )
 
     @classmethod
-    def of_examples(cls, batch: LossBatch) -> ListedPairs:
-        """Return a group for each example of the global batch."""
-        return cls._of_examples_on_host(batch.on_host()).to(batch.query.device)
+    def of_examples(cls, batch: LossBatch, *, of_rank: bool = False) -> ListedPairs:
+        """Return a group for each example of the global batch.
 
-    @classmethod
-    def of_rank_examples(cls, batch: LossBatch) -> ListedPairs:
-        """Return the groups of `of_examples` whose first row this rank has.
-
-        A list belongs to one rank, also where its rows lie on two: otherwise it would count twice.
+        `of_rank`: only the pairs of examples whose first row this rank has. A list belongs to one rank, also where its
+        rows lie on two: otherwise it would count twice. Groups keep their numbers.
         """
-        host = batch.on_host()
-        lists = cls._of_examples_on_host(host)
-        first_row = _first_rows(host)[lists.groups]
-        is_of_rank = (first_row >= batch.rank_rows.start) & (
-            first_row < batch.rank_rows.stop
-        )
-        return lists.select(is_of_rank).to(batch.query.device)
-
-    @classmethod
-    def _of_examples_on_host(cls, batch: LossBatch) -> ListedPairs:
+        device = batch.query.device
+        rank_rows = batch.rank_rows
+        batch = batch.on_host()
         examples, example = torch.unique(batch.example, return_inverse=True)
-        row, negative = example_negatives(batch, slice(None))
+        rows = torch.arange(batch.num_rows, device=example.device)
+        first_row = rows.new_full((examples.numel(),), batch.num_rows)
+        first_row = first_row.scatter_reduce(0, example, rows, "amin")
+        negative_rows, negatives = example_negatives(batch, slice(None))
         # Every row of an example has all of its negatives: take those of the first.
-        is_first = _first_rows(batch)[example[row]] == row
-        row = row[is_first]
+        is_first = first_row[example[negative_rows]] == negative_rows
+        negative_rows = negative_rows[is_first]
+        negatives = negatives[is_first]
+        num_negative_pairs = negative_rows.numel()
+        if of_rank:
+            is_of_rank = (first_row >= rank_rows.start) & (first_row < rank_rows.stop)
+            rows = rows[is_of_rank[example]]
+            is_negative_of_rank = is_of_rank[example[negative_rows]]
+            negative_rows = negative_rows[is_negative_of_rank]
+            negatives = negatives[is_negative_of_rank]
+        tensors = {
+            "rows": rows,
+            "negative_rows": negative_rows,
+            "negatives": negatives,
+            "groups": torch.cat((example[rows], example[negative_rows])),
+        }
         return cls(
-            rows=torch.arange(batch.num_rows, device=example.device),
-            negative_rows=row,
-            negatives=negative[is_first],
-            groups=torch.cat((example, example[row])),
-            num_groups=examples.numel(),
-            num_negative_pairs=row.numel(),
-        )
-
-    def to(self, device: torch.device) -> ListedPairs:
-        """Return the pairs on a device. The host does not wait for the copy."""
-        names = ("rows", "negative_rows", "negatives", "groups")
-        tensors = {name: getattr(self, name) for name in names}
-        return ListedPairs(
             **copied_together(tensors, device),
-            num_groups=self.num_groups,
-            num_negative_pairs=self.num_negative_pairs,
+            num_groups=examples.numel(),
+            num_negative_pairs=num_negative_pairs,
         )
 
     def select(self, is_selected: Tensor) -> ListedPairs:
@@ -155,11 +148,3 @@ def ordered_pairs(groups: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     targets = targets.nan_to_num(nan=-torch.inf)
     is_higher = targets[left] > targets[right]
     return left[is_higher], right[is_higher]
-
-
-def _first_rows(batch: LossBatch) -> Tensor:
-    """Return [examples] the lowest row of each example."""
-    examples, example = torch.unique(batch.example, return_inverse=True)
-    rows = torch.arange(batch.num_rows, device=example.device)
-    highest = rows.new_full((examples.numel(),), batch.num_rows)
-    return highest.scatter_reduce(0, example, rows, "amin")

@@ -58,7 +58,7 @@ class BCE(LabelledLoss):
         from vembed.losses.listed import ListedPairs
 
         lists = ListedPairs.of_examples(batch)
-        rank_lists = ListedPairs.of_rank_examples(batch)
+        rank_lists = ListedPairs.of_examples(batch, of_rank=True)
         labels = self.labels(batch, term, rank_lists)
         similarity = term.similarity(batch.embeddings)
         scores = rank_lists.model_scores(batch, similarity)  # [K, E]
@@ -94,7 +94,7 @@ class Lambda(LabelledLoss):
         # Of all ranks, as the divisor. The model's scores are not needed for it.
         all_labels = self.labels(batch, term, lists)
         num_pairs = ordered_pairs(lists.groups, all_labels)[0].numel()
-        rank_lists = ListedPairs.of_rank_examples(batch)
+        rank_lists = ListedPairs.of_examples(batch, of_rank=True)
         labels = self.labels(batch, term, rank_lists)
         above, below = ordered_pairs(rank_lists.groups, labels)
         similarity = term.similarity(batch.embeddings)
@@ -131,7 +131,7 @@ class MSE(ListedLoss):
         from vembed.losses.listed import ListedPairs
 
         lists = ListedPairs.of_examples(batch)
-        rank_lists = ListedPairs.of_rank_examples(batch)
+        rank_lists = ListedPairs.of_examples(batch, of_rank=True)
         similarity = term.similarity(batch.embeddings)
         scores = rank_lists.model_scores(batch, similarity)  # [K, E]
         losses = (scores - self.targets(batch, term, rank_lists)).square().sum(1)

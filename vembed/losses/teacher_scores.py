@@ -30,10 +30,6 @@ SCORES = "scores"
 """Name of the teacher whose scores are in the data."""
 
 
-NO_LOGIT = -1e30
-"""Logit of what is left out of a softmax. Finite, so that a list of nothing else has no NaN in its gradient."""
-
-
 class ListedLoss(TeacherLoss):
     """Base class of the losses on listed pairs."""
 
@@ -222,24 +218,15 @@ class Listwise(SoftmaxLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs, grouped_log_softmax
+        from vembed.losses.listed import ListedPairs
 
-        lists = ListedPairs.of_rank_examples(batch)
+        lists = ListedPairs.of_examples(batch, of_rank=True)
         targets = self.targets(batch, term, lists, may_lack=True)
-        is_known = ~targets.isnan()  # [1, E]
+        is_known = ~targets[0].isnan()
+        known = lists.select(is_known)
+        student, teacher = self.log_softmaxes(batch, term, known, targets[:, is_known])
+        losses = -(teacher.exp() * student).sum(1)
         similarity = term.similarity(batch.embeddings)
-        logits = lists.model_scores(batch, similarity) * term.scale(batch.embeddings)
-        # Documents without a score have no share of either softmax. They are not taken out of the lists, since the host
-        # would have to wait for their number.
-        student = grouped_log_softmax(
-            logits.masked_fill(~is_known, NO_LOGIT), lists.groups, lists.num_groups
-        )
-        teacher = grouped_log_softmax(
-            (targets * self.target_scale()).masked_fill(~is_known, NO_LOGIT),
-            lists.groups,
-            lists.num_groups,
-        )
-        losses = -(teacher.exp() * student * is_known).sum(1)
         return similarity.total(losses) / max(1, lists.num_groups)
 
 
@@ -267,7 +254,7 @@ class RankNet(ListedLoss, Temperature):
         targets = self.targets(batch, term, lists, may_lack=True)
         # Of all ranks, as the divisor. The student's scores are not needed for it.
         num_pairs = ordered_pairs(lists.groups, targets[0])[0].numel()
-        rank_lists = ListedPairs.of_rank_examples(batch)
+        rank_lists = ListedPairs.of_examples(batch, of_rank=True)
         targets = self.targets(batch, term, rank_lists, may_lack=True)
         above, below = ordered_pairs(rank_lists.groups, targets[0])
         similarity = term.similarity(batch.embeddings)

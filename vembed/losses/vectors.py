@@ -150,14 +150,16 @@ class SpreadOut(Loss):
 
         num_rows = batch.num_rows
         rank_rows = batch.rank_rows
-        host = batch.on_host()
-        numbers = {
-            "content": torch.unique(host.content, return_inverse=True)[1].int(),
-            "example": torch.unique(host.example, return_inverse=True)[1].int(),
+        # Ranks of the numbers, made on the host: a GPU would have to be waited for.
+        on_host = batch.on_host()
+        numbers = {"content": on_host.content, "example": on_host.example}
+        ranks = {
+            name: torch.unique(values, return_inverse=True)[1].int()
+            for name, values in numbers.items()
         }
-        on_device = copied_together(numbers, batch.query.device)
-        content = on_device["content"]
-        example = on_device["example"]
+        copies = copied_together(ranks, batch.query.device)
+        content = copies["content"]
+        example = copies["example"]
         coefficient = 1.0 / max(1, num_rows * (num_rows - 1))
         occurrences = torch.arange(2 * num_rows, device=batch.query.device)
         share = batch.embeddings.new_zeros(())
