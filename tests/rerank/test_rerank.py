@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from sentence_transformers import CrossEncoder
 from transformers import (
     AutoModelForCausalLM,
@@ -35,6 +36,7 @@ from tests.tiny import (
 from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
 from vembed.errors import UserError
 from vembed.models.families.description import RERANK_INSTRUCTION
+from vembed.saving.card import calls_of
 
 
 def tiny_xlmr_reranker(folder: Path) -> Path:
@@ -260,6 +262,25 @@ def test_a_new_layer_of_the_score_has_a_higher_learning_rate(tmp_path: Path) -> 
         logs.append((final.parent / "training_log.txt").read_text())
     assert "head_learning_rate: " in logs[0]
     assert "head_learning_rate" not in logs[1]
+
+
+def test_card_and_report_are_those_of_a_reranker(tmp_path: Path) -> None:
+    data = {"val_data_path": str(written(tmp_path, rows=8))}
+    final = trained(tmp_path, shared(tiny_reranker), max_steps=1, **data)
+    card = (final / "README.md").read_text()
+    front = yaml.safe_load(card.split("---\n")[1])
+    assert front["pipeline_tag"] == "text-ranking"
+    assert "mbedding" not in card
+    for call in calls_of(card, str(final)):
+        exec(call, {})
+    lines = (final.parent / "report.md").read_text().splitlines()
+    row = next(line for line in lines if line.startswith("| nDCG@10"))
+    # First stage, before, after and the change.
+    scores = [float(cell) for cell in row.strip("| ").split("|")[1:5]]
+    last = (final.parent / "metrics.jsonl").read_text().splitlines()[-1]
+    found = json.loads(last)["eval"]["first_stage/ndcg@10"]
+    assert scores[0] == pytest.approx(found, abs=1e-4)
+    assert "SentenceTransformer(" not in "".join(lines)
 
 
 def test_it_resumes_bit_by_bit(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from vembed.data.pair_features import Pair, PairFeaturiser
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
+from vembed.evaluation.report.record import FIRST_STAGE
 from vembed.evaluation.retrieval import excluded_pairs, score_rankings
 from vembed.evaluation.top_k import Pairs, TopK, as_keys, documents_of
 from vembed.inference.embedder import Embedder
@@ -30,8 +31,6 @@ from vembed.progress import ProgressReport
 BM25 = "bm25"
 RUN_FILES = (".trec", ".jsonl")
 """Endings of a first stage that is a file."""
-FIRST = "first_stage/"
-"""Prefix of the scores of the first stage's own order."""
 QUERIES_AT_ONCE = 64
 """Queries per process whose pairs are tokenised and scored together."""
 
@@ -135,7 +134,7 @@ def evaluate_reranker(
         queries.found = rankings[:, :NUM_FOUND]
     result = dict(zip(names, values.mean(axis=0).tolist(), strict=True))
     before = dict(zip(names, first_values.mean(axis=0).tolist(), strict=True))
-    return result | {FIRST + name: value for name, value in before.items()}
+    return result | {FIRST_STAGE + name: value for name, value in before.items()}
 
 
 def _first_stage(

@@ -25,7 +25,8 @@ from vembed.evaluation.dataset import (
     open_eval_data,
 )
 from vembed.evaluation.query_results import QueryResults
-from vembed.evaluation.reranking import FIRST, evaluate_reranker
+from vembed.evaluation.report.record import FIRST_STAGE
+from vembed.evaluation.reranking import evaluate_reranker
 from vembed.evaluation.retrieval import (
     COMPRESSED_FORMS,
     RetrievalSearch,
@@ -298,7 +299,7 @@ def check_metric(
     if isinstance(data, RetrievalData):
         names = metric_names(evaluation.cutoffs())
         if description.scores is not None:
-            names += [FIRST + name for name in names]
+            names += [FIRST_STAGE + name for name in names]
     names += [f"dim{dim}/{name}" for dim in sizes for name in names]
     if quantize_embeddings is not None and isinstance(data, RetrievalData):
         for form in COMPRESSED_FORMS:

@@ -67,9 +67,10 @@ def render_card(
     origin = f"`{_local_model(description)}`, a folder on the machine of the run"
     if name is not None:
         origin = f"[{name}](https://huggingface.co/{name})"
+    kind = "Embedding model" if description.scores is None else "Reranker"
     sections = [
         "---\n" + yaml.safe_dump(_metadata(description, card), sort_keys=False) + "---",
-        f"# Embedding model\n\nTuned by vembed from {origin}.",
+        f"# {kind}\n\nTuned by vembed from {origin}.",
         markdown_table(("", ""), _properties(description)),
     ]
     if adapter_alone:
@@ -124,6 +125,10 @@ def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
         "tags": ["feature-extraction", "vembed"],
         "pipeline_tag": "sentence-similarity" if is_text_only else "feature-extraction",
     }
+    is_reranker = description.scores is not None
+    if is_reranker:
+        front["tags"] = ["cross-encoder", "reranker", "vembed"]
+        front["pipeline_tag"] = "text-ranking"
     if description.traits.sentence_transformers is not None:
         front["library_name"] = "sentence-transformers"
         front["tags"].insert(0, "sentence-transformers")
@@ -149,7 +154,9 @@ def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
             front["language"] = languages
     if card.scores:
         # The form in which the Hub shows scores.
-        task = "STS" if "spearman" in card.scores else "Retrieval"
+        task = "Reranking" if is_reranker else "Retrieval"
+        if "spearman" in card.scores:
+            task = "STS"
         metrics = [
             {"type": key.replace("@", "_at_"), "name": key, "value": round(value, 5)}
             for key, value in card.scores.items()
@@ -157,7 +164,8 @@ def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
         ]
         data = {"name": card.evaluation or "validation data", "type": "validation"}
         result = {"task": {"type": task}, "dataset": data, "metrics": metrics}
-        name = "embedding model tuned by vembed"
+        kind = "reranker" if is_reranker else "embedding model"
+        name = f"{kind} tuned by vembed"
         front["model-index"] = [{"name": name, "results": [result]}]
     return front
 
@@ -203,6 +211,15 @@ def _properties(description: ModelDescription) -> list[tuple[str, str]]:
         ("Pooling", pooling),
         ("Similarity", description.similarity),
     ]
+    if description.scores is not None:
+        score = "the logit of one label"
+        if description.scores == "answer":
+            score = "the logit of `yes` less that of `no`"
+        rows = [
+            ("Score", score),
+            ("Inputs", f"a query and a document: {inputs}"),
+            ("Longest pair", f"{description.max_length:,d} tokens"),
+        ]
     if description.mrl_dims:
         sizes = ", ".join(f"{size:,d}" for size in description.mrl_dims)
         note = "the first coordinates are an embedding by themselves"
@@ -223,6 +240,8 @@ def _usage(description: ModelDescription) -> list[str]:
     is_text_only = description.modalities == ("text",)
     document = '"a document"' if is_text_only else '"document.jpg"'
     blocks = ["## Usage"]
+    if description.scores is not None:
+        return [*blocks, *_reranker_calls(description)]
     code_class = own_class(Path(description.source))
     trust = ""
     if code_class is not None:
@@ -259,6 +278,26 @@ def _usage(description: ModelDescription) -> list[str]:
         f'documents = model.encode([{document}], kind="document")\n'
         "```"
     )
+    return blocks
+
+
+def _reranker_calls(description: ModelDescription) -> list[str]:
+    blocks = [
+        "```python\n"
+        "import vembed\n\n"
+        f'model = vembed.Reranker("{FOLDER_IN_CALLS}")\n'
+        'print(model.rank("a query", ["a document", "another one"]))\n'
+        "```"
+    ]
+    if description.modalities == ("text",):
+        blocks += [
+            "or, without vembed:",
+            "```python\n"
+            "from sentence_transformers import CrossEncoder\n\n"
+            f'model = CrossEncoder("{FOLDER_IN_CALLS}")\n'
+            'print(model.rank("a query", ["a document", "another one"]))\n'
+            "```",
+        ]
     return blocks
 
 

@@ -24,6 +24,8 @@ NAMES = {
     "pearson": "Pearson",
 }
 HEADLINES = ("ndcg@10", "spearman")
+FIRST_STAGE = "first_stage/"
+"""Prefix of the scores of what a reranker sorts, in the order in which the first stage found it."""
 TABLE = ("ndcg@10", "mrr@10", "recall@10", "map@10", "spearman", "pearson")
 """Metrics of the first table. The full table has the others."""
 

@@ -26,6 +26,7 @@ from vembed.evaluation.report.query_changes import (
     compare_queries,
 )
 from vembed.evaluation.report.record import (
+    FIRST_STAGE,
     TABLE,
     ReportTable,
     RunRecord,
@@ -81,6 +82,10 @@ def score_table(
         is_main = re.compile(r"[^/]*$|guard/|task/")
         keys = [key for key in measured if is_main.match(key)]
     header = ["metric", "before", "after", "change"]
+    # A reranker's scores stand beside those of the order that it was given.
+    has_first_stage = any(key.startswith(FIRST_STAGE) for key in measured)
+    if has_first_stage:
+        header.insert(1, "first stage")
     if intervals:
         header.append("95 % interval of the change")
     rows = []
@@ -88,6 +93,9 @@ def score_table(
         if key not in measured:
             continue
         row = [metric_name(key), *_before_after(record, key)]
+        if has_first_stage:
+            first_score = measured.get(FIRST_STAGE + key)
+            row.insert(1, "" if first_score is None else f"{first_score:.4f}")
         if intervals:
             row.append(str(intervals[key]) if key in intervals else "")
         rows.append(tuple(row))
