@@ -76,7 +76,7 @@ class Diagnostics(Hook):
     def on_step(self, report: StepReport) -> None:
         for rank_batch, result in report.batches:
             self._counts.update(
-                examples=rank_batch.num_examples,
+                examples=len(rank_batch.where),
                 inputs=rank_batch.num_inputs,
                 distinct=len(rank_batch.features),
                 useful=rank_batch.useful_tokens,
