@@ -91,6 +91,10 @@ class TextProcessing:
             self._count_unknown(rows[:UNKNOWN_SAMPLE_TOKENS])
         return rows
 
+    def decoded(self, token_ids: np.ndarray) -> str:
+        """Return the text that the model reads, with special tokens."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
     def _render(self, prompt: str, text: str) -> str:
         return prompt + text
 
