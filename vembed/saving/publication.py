@@ -10,8 +10,8 @@ from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from vembed.errors import RunError, UserError
+from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.record import RunRecord, read_run
-from vembed.saving.card import markdown_table
 
 CARD = "README.md"
 DATA_FILE = "training_data.md"
@@ -93,26 +93,12 @@ def model_files(folder: Path) -> Files:
 def data_description(record: RunRecord) -> str:
     """Return a page about the training data: sources with counts, how they were read, validation data, warnings. It
     shows no text of the data and no folder of this machine."""
-    summary = record.summary
-    lines = [f"- {line}" for line in summary.data]
-    blocks = ["# Training data"]
-    blocks.append("\n".join(lines) or "Not known: the run has written no summary.")
-    if summary.num_examples is not None:
-        num_steps = summary.num_steps or 0
-        blocks.append(f"{summary.num_examples:,d} examples; {num_steps:,d} steps.")
     settings = record.changed_settings()
     rows = []
     for name in DATA_OPTIONS:
         if settings.get(name) is not None:
             rows.append((name, str(settings[name])))
-    if rows:
-        blocks += ["## How they were read", markdown_table(("option", "value"), rows)]
-    if summary.evaluation:
-        blocks += ["## Validation data", f"- {summary.evaluation}"]
-    if summary.warnings:
-        warnings = [f"- {line}" for line in summary.warnings]
-        blocks += ["## Warnings", "\n".join(warnings)]
-    text = "\n\n".join(blocks) + "\n"
+    text = render_page("training_data.md.j2", summary=record.summary, settings=rows)
     return without(text, local_folders(record.config))
 
 
