@@ -15,12 +15,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
 
 from vembed.errors import UserError
-from vembed.models.families.backbones import (
-    language_class,
-    score_class,
-)
+from vembed.models.families.backbones import language_class
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import read_tensors
 from vembed.models.language_head import GivenStates, save_with_head
@@ -37,7 +37,7 @@ def class_with_scores(
         chosen = language_class(config)
         needed = "language-model head"
     else:
-        chosen = score_class(config)
+        chosen = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config))
         needed = "sequence classifier"
         if config.num_labels > 2 and "SequenceClassification" in str(
             config.architectures

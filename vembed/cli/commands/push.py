@@ -43,8 +43,10 @@ def push(
     files = publication(model, report=report)
     sizes = {}
     for path, content in files.items():
-        is_bytes = isinstance(content, bytes)
-        sizes[path] = len(content) if is_bytes else content.stat().st_size
+        if isinstance(content, bytes):
+            sizes[path] = len(content)
+        else:
+            sizes[path] = content.stat().st_size
     result: dict[str, Any] = {
         "repository": repository,
         "url": "",
