@@ -17,7 +17,7 @@ from vembed.data.pair_features import Pair, PairFeaturiser
 from vembed.errors import UserError
 from vembed.inference.embedder import Input, to_item
 from vembed.inference.encoding import encode_features
-from vembed.models.embedding_model import build_model
+from vembed.models.building import build_model
 from vembed.models.families.backbones import quiet_transformers
 from vembed.models.families.description import describe
 from vembed.models.families.model_files import check_config, check_whole_weights

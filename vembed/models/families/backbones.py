@@ -140,7 +140,7 @@ def language_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
         known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     elif is_decoder_only(config):
         known = MODEL_FOR_CAUSAL_LM_MAPPING
-    return known.get(type(config))
+    return known.get(type(config), None)
 
 
 def is_decoder_only(config: PretrainedConfig) -> bool:
