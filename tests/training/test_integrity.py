@@ -80,7 +80,7 @@ def test_files_of_another_machine_that_are_not_there_are_noticed(tmp_path):
     partial.mkdir()
     with pytest.raises(OSError, match="file system that all machines share"):
         integrity.commit(
-            partial, tmp_path / "checkpoint-1", {"rank00001-00000.safetensors": "0"}
+            partial, tmp_path / "checkpoint-1", {"shard-00002.safetensors": "0"}
         )
     assert integrity.list_checkpoints(tmp_path) == []
 
