@@ -18,9 +18,9 @@ from torch import Tensor
 from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.features import BaseFeaturiser, Features, Featuriser, input_key
 from vembed.errors import UserError
+from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
-from vembed.models.modalities import SEGMENTS
 from vembed.models.processors import image_placeholder, load_tokenizer
 
 Pair = tuple[Item, Item]
