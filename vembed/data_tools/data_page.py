@@ -276,17 +276,17 @@ def _inputs(
     if reader is None:
         title = f"lengths in words, not in tokens, since {reason}"
         sample_title = f"samples, without prompts and special tokens, since {reason}"
-        facts = {"lengths": figures, "length_unit": "words"}
+        figures = {"lengths": figures, "length_unit": "words"}
     else:
         title = f"lengths in tokens, with prompts and special tokens (at most {reader.limit:,d})"
         sample_title = "samples, as the model reads them"
-        facts = {
+        figures = {
             "lengths": figures,
             "length_unit": "tokens",
             "max_length": reader.limit,
         }
     return [
-        PageSection(title, lines, figures=facts),
+        PageSection(title, lines, figures=figures),
         PageSection(sample_title, samples),
     ]
 
