@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,10 +13,9 @@ from markupsafe import Markup
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
-from vembed.evaluation.report.plots import RUNS, Curve, Line, runs_svg
+from vembed.evaluation.report.plots import RUNS, Curve, plot_runs
 from vembed.evaluation.report.query_changes import (
     NO_DIFFERENCE,
-    Changed,
     Comparison,
     Interval,
     compare_results,
@@ -61,7 +61,7 @@ class ComparedRun:
         """Finished, or stopped and where."""
         if self.record.summary.finished:
             return "finished"
-        return f"stopped after step {last_step(self.record):,d}"
+        return f"stopped after step {self.record.last_step:,d}"
 
     def interval(self, metric: str) -> Interval | None:
         """Return the difference from the first run in a metric. None: not known."""
@@ -121,42 +121,27 @@ class SeveralRuns:
 
     def figures(self) -> list[dict[str, Any]]:
         """Return plots of all runs: the deciding metric first, then what was logged by step."""
+        name = metric_name(self.metric)
         evaluated = []
-        lines: dict[str, list[Line]] = {}
-        drawn: dict[str, Curve] = {}
+        logged: dict[str, list[tuple[int, Curve]]] = {}
         for number, run in enumerate(self.runs):
-            steps = []
-            values = []
-            for evaluation in run.record.evaluations:
-                if self.metric in evaluation.scores:
-                    steps.append(evaluation.step)
-                    values.append(evaluation.scores[self.metric])
+            steps, scores = run.record.scores_over_steps(self.metric)
             if steps:
-                evaluated.append(Line(number, steps, values))
+                curve = Curve(
+                    name, "of each evaluation", steps, scores, "{:.3f}".format
+                )
+                evaluated.append((number, curve))
             for curve in curves(run.record):
-                line = Line(number, curve.steps, curve.values)
-                lines.setdefault(curve.title, []).append(line)
-                drawn[curve.title] = curve
-        figures = []
-        if any(len(line.steps) > 1 for line in evaluated):
-            name = metric_name(self.metric)
-            svg = runs_svg(evaluated, name, "{:.3f}".format, has_points=True)
-            figures.append((name, "of each evaluation", svg))
-        for title, curve in drawn.items():
-            svg = runs_svg(lines[title], title, curve.write)
-            figures.append((title, curve.note, svg))
+                logged.setdefault(curve.title, []).append((number, curve))
+        plots = []
+        if any(len(curve.steps) > 1 for _, curve in evaluated):
+            plots.append((evaluated[0][1], plot_runs(evaluated, has_points=True)))
+        for of_runs in logged.values():
+            plots.append((of_runs[0][1], plot_runs(of_runs)))
         return [
-            {"title": title, "note": note, "svg": Markup(svg)}
-            for title, note, svg in figures
+            {"title": curve.title, "note": curve.note, "svg": Markup(plot.svg())}
+            for curve, plot in plots
         ]
-
-
-def last_step(record: RunRecord) -> int:
-    """Return the last step that was logged or evaluated."""
-    steps = [0]
-    steps += [int(line["step"]) for line in record.steps[-1:]]
-    steps += [evaluation.step for evaluation in record.evaluations]
-    return max(steps)
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -175,15 +160,12 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
             raise UserError(f"{path} was given twice: give each run once")
         resolved.add(path)
     records = [read_run(folder) for folder in folders]
-    metric = next(
-        (record.headline for record in records if record.after and record.headline), ""
-    )
+    metric = next((record.headline for record in records if record.after), "")
     runs: list[ComparedRun] = []
     for name, record in zip(_names(records), records, strict=True):
-        queries = None
+        run = ComparedRun(name, record)
         if record.final is not None:
-            queries = read_queries(path_of(record.folder, record.final.step))
-        run = ComparedRun(name, record, queries)
+            run.queries = read_queries(path_of(record.folder, record.final.step))
         if runs:
             _compare(runs[0], run, metric)
         runs.append(run)
@@ -213,16 +195,15 @@ def _compare(first: ComparedRun, run: ComparedRun, metric: str) -> None:
             f"no results per query were recorded by {' and '.join(lacking)}"
         )
         return
-    has_same_number = len(first.queries["values"]) == len(run.queries["values"])
-    if has_same_number and _texts(first.queries) == _texts(run.queries):
+    contents = []
+    for results in (first.queries, run.queries):
+        texts = [(row["query"], row["relevant"]) for row in results["queries"]]
+        contents.append((len(results["values"]), texts))
+    if contents[0] == contents[1]:
         run.changes = compare_results(first.queries, run.queries, metric)
         return
     run.not_paired = f"{first.name} and {run.name} were evaluated on other queries"
     run.has_other_data = True
-
-
-def _texts(results: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    return [(row["query"], row["relevant"]) for row in results["queries"]]
 
 
 # ---- text and JSON -------------------------------------------------------------------------------------------------
@@ -271,7 +252,7 @@ def run_json(name: str, record: RunRecord) -> dict[str, Any]:
         "name": name,
         "folder": str(record.folder),
         "is_finished": bool(record.summary.finished),
-        "last_step": last_step(record),
+        "last_step": record.last_step,
         "seconds": record.summary.seconds,
         "metric": record.headline or None,
         "scored_step": None if record.final is None else record.final.step,
@@ -289,26 +270,27 @@ def _changes_json(run: ComparedRun) -> dict[str, Any]:
     metrics = {}
     for name, interval in changes.intervals.items():
         metrics[name] = {**asdict(interval), "is_clear": interval.is_clear}
+    queries = []
+    for query in (*changes.better, *changes.worse):
+        before = [item["text"] for item, _ in query.found_before]
+        after = [item["text"] for item, _ in query.found_after]
+        queries.append(
+            {
+                "query": query.query["text"],
+                "relevant": [item["text"] for item in query.relevant],
+                "first": {"score": query.before, "found": before},
+                "this": {"score": query.after, "found": after},
+            }
+        )
+    num_wins = len(changes.better)
     return {
         "run": run.name,
         "num_queries": changes.num_queries,
         "num_better": changes.num_better,
         "num_worse": changes.num_worse,
         "metrics": metrics,
-        "wins": [changed_json(query) for query in changes.better],
-        "losses": [changed_json(query) for query in changes.worse],
-    }
-
-
-def changed_json(query: Changed) -> dict[str, Any]:
-    """Return a query whose score changed as JSON values."""
-    before = [item["text"] for item, _ in query.found_before]
-    after = [item["text"] for item, _ in query.found_after]
-    return {
-        "query": query.query["text"],
-        "relevant": [item["text"] for item in query.relevant],
-        "first": {"score": query.before, "found": before},
-        "this": {"score": query.after, "found": after},
+        "wins": queries[:num_wins],
+        "losses": queries[num_wins:],
     }
 
 
@@ -391,35 +373,28 @@ def _verdict(runs: SeveralRuns) -> str:
 
 def _score_cells(runs: SeveralRuns, key: str) -> list[dict[str, Any]]:
     """Return one metric of each run, with its difference from the first."""
+    first = runs.runs[0]
     comparable = [
-        run.record.after[key]
-        for run in runs.runs
-        if not run.has_other_data and key in run.record.after
+        run.record.after.get(key) for run in runs.runs if not run.has_other_data
     ]
-    highest = max(comparable, default=None)
-    first = runs.runs[0].record.after.get(key)
+    highest = max(score for score in (*comparable, -math.inf) if score is not None)
     cells = []
     for run in runs.runs:
         value = run.record.after.get(key)
-        cell = {"score": "", "is_best": False, "difference": "", "colour": ""}
-        cell["interval"] = ""
+        score = "" if value is None else f"{value:.4f}"
+        is_best = value == highest and not run.has_other_data
+        cell = {"score": score, "is_best": is_best}
         cells.append(cell)
-        if value is None:
+        start = first.record.after.get(key)
+        if value is None or start is None or run is first or run.has_other_data:
             continue
-        cell["score"] = f"{value:.4f}"
-        if run.has_other_data:
-            continue
-        cell["is_best"] = value == highest
-        if first is None or run is runs.runs[0]:
-            continue
+        cell["difference"] = f"{value - start:+.4f}"
         interval = run.interval(key)
-        if interval is None:
-            cell["difference"] = f"{value - first:+.4f}"
-            continue
-        cell["difference"] = f"{interval.difference:+.4f}"
-        cell["interval"] = f"{interval.low:+.4f} to {interval.high:+.4f}"
-        if interval.is_clear:
-            cell["colour"] = "up" if interval.low > 0 else "down"
+        if interval is not None:
+            cell["difference"] = f"{interval.difference:+.4f}"
+            cell["interval"] = f"{interval.low:+.4f} to {interval.high:+.4f}"
+            if interval.is_clear:
+                cell["colour"] = "up" if interval.low > 0 else "down"
     return cells
 
 
@@ -438,10 +413,9 @@ def _query_values(runs: SeveralRuns) -> list[dict[str, Any]]:
                 continue
             found_by = (f"found by {runs.runs[0].name}", f"found by {run.name}")
             header = ("query", "relevant", *found_by, "score")
+            summary = title
             if len(queries) > 1:
                 summary = f"{title}: the {len(queries)} with the largest difference"
-            else:
-                summary = title
             groups.append((summary, ReportTable(header, table.rows, table.pictures)))
         sections.append(
             {
@@ -464,16 +438,13 @@ def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
         record = run.record
         summary = record.summary
         seconds = summary.seconds
+        step = record.final.step if record.final else None
         run_facts = {
             "Model": record.model_name(),
             "State": run.state,
-            "Scored weights": f"after step {record.final.step:,d}"
-            if record.final
-            else "",
-            "Examples": f"{summary.num_examples:,d}" if summary.num_examples else "",
-            "Trained parameters": f"{summary.num_trainable:,d}"
-            if summary.num_trainable
-            else "",
+            "Scored weights": f"after step {step:,d}" if step else "",
+            "Examples": _count(summary.num_examples),
+            "Trained parameters": _count(summary.num_trainable),
             "Time": "" if seconds is None else duration(seconds),
             "Processes": str(summary.num_processes) if summary.finished else "",
             "Device": summary.device,
@@ -489,3 +460,7 @@ def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
         if len(set(of_runs) - {""}) > 1:
             rows[f"{package} version"] = of_runs
     return [(name, values) for name, values in rows.items() if any(values)]
+
+
+def _count(number: int | None) -> str:
+    return f"{number:,d}" if number else ""
