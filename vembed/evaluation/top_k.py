@@ -33,6 +33,7 @@ WAITING = 48
 ROWS = 1024
 """Exact scores that are computed at once: always so many, since the rounding of a sum may depend on the shape."""
 
+
 def as_keys(scores: Tensor, documents: Tensor) -> Tensor:
     """Return one whole number per score and document that sorts by score, then by lower number, without ties."""
     bits = (scores.contiguous() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0

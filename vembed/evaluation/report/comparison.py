@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +23,6 @@ from vembed.evaluation.report.query_changes import (
 )
 from vembed.evaluation.report.record import (
     TABLE,
-    ReportTable,
     RunRecord,
     metric_name,
     read_run,
@@ -86,21 +84,20 @@ class SeveralRuns:
                 names.append(key)
         return names
 
-    @property
-    def scored(self) -> list[ComparedRun]:
-        """Runs that have the deciding metric on the queries of the first."""
-        return [
-            run
-            for run in self.runs
-            if not run.has_other_data and self.metric in run.record.after
-        ]
+    def comparable(self, key: str) -> dict[str, float]:
+        """Return a metric by run, of those that were evaluated on the queries of the first."""
+        scores = {}
+        for run in self.runs:
+            if key in run.record.after and not run.has_other_data:
+                scores[run.name] = run.record.after[key]
+        return scores
 
     @property
     def best(self) -> ComparedRun | None:
         """The run with the highest deciding metric."""
-        return max(
-            self.scored, key=lambda run: run.record.after[self.metric], default=None
-        )
+        scores = self.comparable(self.metric)
+        ranked = [run for run in self.runs if run.name in scores]
+        return max(ranked, key=lambda run: scores[run.name], default=None)
 
     def differing_settings(self) -> dict[str, list[Any]]:
         """Options that differ, with the value of each run."""
@@ -314,27 +311,19 @@ def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
     for name, values in runs.differing_settings().items():
         texts = [short_paths(format_option(value)) or "-" for value in values]
         settings.append((name, texts))
-    best = None
-    if runs.best is not None:
-        highest = "Highest " if len(runs.scored) > 1 else ""
-        best = {
-            "label": highest + metric_name(runs.metric),
-            "name": runs.best.name,
-            "value": f"{runs.best.record.after[runs.metric]:.3f}",
-        }
     page = render_page(
         "comparison.html.j2",
         title=f"{len(runs.runs)} runs - vembed compare",
         names=[run.name for run in runs.runs],
         num_colours=len(RUNS),
-        best=best,
+        runs=runs,
         sentence=_verdict(runs),
         warnings=warnings,
-        scores=[(metric_name(key), _score_cells(runs, key)) for key in runs.metrics],
         settings=settings,
         figures=runs.figures(),
-        query_changes=_query_values(runs),
         facts=_facts(runs),
+        changed_table=changed_table,
+        metric_name=metric_name,
     )
     replace_text(path, page)
     return path
@@ -369,66 +358,6 @@ def _verdict(runs: SeveralRuns) -> str:
         f"{best.changes.num_worse:,d} worse. {name} {interval.difference:+.4f} "
         f"(95 % interval {interval.low:+.4f} to {interval.high:+.4f}): {verdict}."
     )
-
-
-def _score_cells(runs: SeveralRuns, key: str) -> list[dict[str, Any]]:
-    """Return one metric of each run, with its difference from the first."""
-    first = runs.runs[0]
-    comparable = [
-        run.record.after.get(key) for run in runs.runs if not run.has_other_data
-    ]
-    highest = max(score for score in (*comparable, -math.inf) if score is not None)
-    cells = []
-    for run in runs.runs:
-        value = run.record.after.get(key)
-        score = "" if value is None else f"{value:.4f}"
-        is_best = value == highest and not run.has_other_data
-        cell = {"score": score, "is_best": is_best}
-        cells.append(cell)
-        start = first.record.after.get(key)
-        if value is None or start is None or run is first or run.has_other_data:
-            continue
-        cell["difference"] = f"{value - start:+.4f}"
-        interval = run.interval(key)
-        if interval is not None:
-            cell["difference"] = f"{interval.difference:+.4f}"
-            cell["interval"] = f"{interval.low:+.4f} to {interval.high:+.4f}"
-            if interval.is_clear:
-                cell["colour"] = "up" if interval.low > 0 else "down"
-    return cells
-
-
-def _query_values(runs: SeveralRuns) -> list[dict[str, Any]]:
-    """Return the queries that each run won and lost against the first."""
-    sections = []
-    for run in runs.runs:
-        changes = run.changes
-        if changes is None or not runs.metric:
-            continue
-        num_equal = changes.num_queries - changes.num_better - changes.num_worse
-        groups = []
-        for title, queries in (("Won", changes.better), ("Lost", changes.worse)):
-            table = changed_table(queries)
-            if table is None:
-                continue
-            found_by = (f"found by {runs.runs[0].name}", f"found by {run.name}")
-            header = ("query", "relevant", *found_by, "score")
-            summary = title
-            if len(queries) > 1:
-                summary = f"{title}: the {len(queries)} with the largest difference"
-            groups.append((summary, ReportTable(header, table.rows, table.pictures)))
-        sections.append(
-            {
-                "name": run.name,
-                "counts": f"{changes.num_better:,d} won, {changes.num_worse:,d} lost and {num_equal:,d} equal of "
-                f"{changes.num_queries:,d} queries, by {metric_name(runs.metric)}.",
-                "num_won": changes.num_better,
-                "num_equal": num_equal,
-                "num_lost": changes.num_worse,
-                "groups": groups,
-            }
-        )
-    return sections
 
 
 def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:

@@ -23,7 +23,9 @@ from vembed.evaluation.report.query_changes import (
     Changed,
     Comparison,
     Interval,
-    compare_queries,
+    compare_results,
+    path_of,
+    read_queries,
 )
 from vembed.evaluation.report.record import (
     FIRST_STAGE,
@@ -123,9 +125,13 @@ def dims_table(record: RunRecord) -> ReportTable | None:
     )
 
 
-def changed_table(queries: Sequence[Changed]) -> ReportTable | None:
-    """Return a table of queries with what should be found and what was found first, before and after, with thumbnails
-    of images; None without queries."""
+def changed_table(
+    queries: Sequence[Changed],
+    before: str = "found before",
+    after: str = "found after",
+) -> ReportTable | None:
+    """Return a table of queries with what should be found and what was found first, `before` and `after`, with
+    thumbnails of images; None without queries."""
     rows = []
     pictures = {}
     for row, query in enumerate(queries):
@@ -143,7 +149,7 @@ def changed_table(queries: Sequence[Changed]) -> ReportTable | None:
                 for path in item["images"]:
                     addresses.append(query.pictures.get(path) or thumbnail(path))
             pictures[row, column] = tuple(filter(None, addresses))
-    header = ("query", "relevant", "found before", "found after", "score")
+    header = ("query", "relevant", before, after, "score")
     return ReportTable(header, tuple(rows), pictures) if rows else None
 
 
@@ -403,12 +409,11 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     changes = None
     if record.before and record.final is not None:
         # The queries before training against those with the weights kept, where both were recorded.
-        changes = compare_queries(record.folder, 0, record.final.step, record.headline)
+        first = read_queries(path_of(record.folder, 0))
+        last = read_queries(path_of(record.folder, record.final.step))
+        changes = compare_results(first, last, record.headline)
     intervals = changes.intervals if changes else None
     key = record.headline
-    before = record.before.get(key)
-    after = record.after.get(key)
-    difference = None if before is None or after is None else after - before
     stored = stored_table(record.after)
     stored_svg = ""
     if stored:
@@ -447,10 +452,8 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "title": f"{record.model_name()} - vembed report",
         "name": str(record.config.get("run_name") or record.folder.resolve().name),
         "label": metric_name(key),
-        "before": "" if before is None else f"{before:.3f}",
-        "after": "" if after is None else f"{after:.3f}",
-        "change": "" if difference is None else f"{difference:+.3f}",
-        "is_better": difference is None or difference >= 0,
+        "before": record.before.get(key),
+        "after": record.after.get(key),
         # Two losses of different batches are no result.
         "fallback": "Not evaluated" if record.steps else "No step was logged",
         "sentence": sentence(record),

@@ -256,8 +256,8 @@ class QueryRecord(Hook):
         The report is written from the run's folder, where only images with paths can be read again.
         """
         before = read_queries(path_of(self._output, 0))
-        changes = before and compare_results(before, content, metric)
-        if not changes:
+        changes = compare_results(before, content, metric)
+        if changes is None:
             return {}
         names = []
         for change in (*changes.better, *changes.worse):
