@@ -151,39 +151,37 @@ class _Source(Records):
     def weak_points(self) -> list[str]:
         """Return what is probably not meant: columns and scores that are not read, contents that are taken for plain
         texts, and records that were left out."""
-        counts = self.index.counts
-        unused = self.index.unused
-        examples = []
-        score_column = None
-        for number in range(min(NUM_INSPECTED, self.size)):
-            examples.append(self.example(number))
-            score_column = score_column or self._score_column(number)
-        takes_matches = self.labels is None and self.form.takes_matches
+        index = self.index
+        numbers = range(min(NUM_INSPECTED, self.size))
+        examples = [self.example(number) for number in numbers]
+        score_columns = [self._score_column(number) for number in numbers]
+        score_column = next(filter(None, score_columns), "score")
         is_training = bool(self.form.losses)
+        is_scored = index.counts["scored"] > 0
         sentences: list[str | None] = []
         if self.labels is None and is_training:
-            sentences += [unread_negatives(unused), unread_prompt(unused)]
-        if takes_matches and not counts["scored"]:
-            sentences.append(unread_judgement(unused))
-        if takes_matches and counts["scored"] and is_training and not self.reads_scores:
-            way_out = "loss: cosent if it says how well a pair matches"
-            if counts["negatives"]:
-                way_out = "loss: kl and teacher: scores if it is a teacher's"
-            sentences.append(
-                f"{score_column or 'score'} is not read by loss: {' and '.join(self.form.losses)}, and every pair is "
-                f"taken for a match: set {way_out}, or leave out the pairs that do not match"
-            )
-        if counts["scored"] and self.reads_scores and score_column == LABEL:
+            sentences += [unread_negatives(index.unused), unread_prompt(index.unused)]
+        if self.labels is None and self.form.takes_matches:
+            if not is_scored:
+                sentences.append(unread_judgement(index.unused))
+            elif is_training and not self.reads_scores:
+                way_out = "loss: cosent if it says how well a pair matches"
+                if index.counts["negatives"]:
+                    way_out = "loss: kl and teacher: scores if it is a teacher's"
+                sentences.append(
+                    f"{score_column} is not read by loss: {' and '.join(self.form.losses)}, and every pair is taken "
+                    f"for a match: set {way_out}, or leave out the pairs that do not match"
+                )
+        if is_scored and self.reads_scores and score_column == LABEL:
             scores = {score for example in examples for score in example.scores or ()}
             sentences.append(classes_as_scores(scores))
-        num_bad = self.index.num_bad
-        if num_bad:
+        if index.num_bad:
             sentences.append(
-                f"{num_bad:,d} of {len(self.index) + num_bad:,d} records cannot be used and are left out "
+                f"{index.num_bad:,d} of {len(index) + index.num_bad:,d} records cannot be used and are left out "
                 "(on_bad_record: skip); the log names the first"
             )
-        said = [sentence for sentence in sentences if sentence is not None]
-        return said + taken_for_texts(examples, unused)
+        sentences += taken_for_texts(examples, index.unused)
+        return [sentence for sentence in sentences if sentence is not None]
 
     def _score_column(self, number: int) -> str | None:
         """Return the column with the score of an example."""
@@ -262,13 +260,13 @@ class ExampleStore:
         values = []
         counts = []
         for source in self._sources:
-            assert source.index.keys is not None
             # A source limited by max_train_examples has more keys than examples in use.
-            starts = source.index.keys.starts[: source.size + 1]
-            values.append(source.index.keys.values[: starts[-1]])
-            counts.append(np.diff(starts))
-        all_starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
-        return ContentKeys(np.concatenate(values), all_starts)
+            in_use = np.arange(source.size)
+            source_values, source_counts = source.index.content_keys().of_all(in_use)
+            values.append(source_values)
+            counts.append(source_counts)
+        starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+        return ContentKeys(np.concatenate(values), starts)
 
     def changed_files(self) -> list[str]:
         """Return a sentence for each file of the data that was changed, replaced or deleted since it was opened."""
