@@ -44,11 +44,11 @@ def normal_key(item: Item) -> int:
     if item.text is not None:
         digest.update(b"t" + normal_text(item.text).encode("utf-8", "surrogatepass"))
     for image in item.images:
-        digest.update(b"\x00i" + _image_digest(image))
+        digest.update(b"\x00i" + image_digest(image))
     return int.from_bytes(digest.digest(), "little") >> 1
 
 
-def _image_digest(image: ImageRef) -> bytes:
+def image_digest(image: ImageRef) -> bytes:
     """Return a hash of the file's bytes; of the path where there is no file to read."""
     try:
         data = image.data

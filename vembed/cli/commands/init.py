@@ -366,9 +366,6 @@ def _training_lines(
     ]
     if kind.use_lora:
         lines.append(_line("use_lora", True, "adapters instead of all weights"))
-    between = values.steps_between(total)
-    evaluation = _line("eval_steps", between or 100, "needs validation data")
-    checkpoints = _line("save_steps", between or 100, "checkpoints, for --resume")
     files = "settings, logs, checkpoints, the model in final/, report.html"
     sizes = [
         "# mrl_dims: auto                  # Matryoshka: embeddings that can be cut to fewer numbers"
@@ -382,8 +379,8 @@ def _training_lines(
         "",
         "# Output",
         _line("output_dir", "output", files),
-        evaluation if is_evaluated and between else f"# {evaluation}",
-        checkpoints if between else f"# {checkpoints}",
+        f"# {_line('eval_steps', 'auto', 'steps between scores of the validation data')}",
+        f"# {_line('save_steps', 'auto', 'steps between checkpoints, for --resume')}",
     ]
 
 
