@@ -66,10 +66,13 @@ def test_both_halves_give_the_processors_bits(
 def test_a_crop_beyond_the_image_has_the_processors_border() -> None:
     processor = processor_of(tiny.tiny_clip)
     processor.do_resize = False
-    recipe, picture = find_recipe(processor), load_image(image(20, 40))
+    recipe = find_recipe(processor)
     assert isinstance(recipe.first, Resizing)
-    found = recipe.finished(recipe.halfway(picture))[PIXELS]
-    assert torch.equal(found, processor(images=[picture], return_tensors="pt")[PIXELS])
+    for size in ((20, 40), (33, 15), (7, 7)):
+        picture = load_image(image(*size))
+        found = recipe.finished(recipe.halfway(picture))[PIXELS]
+        wanted = processor(images=[picture], return_tensors="pt")[PIXELS]
+        assert torch.equal(found, wanted)
 
 
 class Brighter:
