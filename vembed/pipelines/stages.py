@@ -21,7 +21,6 @@ from vembed.cli.support import log_line
 from vembed.config.aliases import option_of
 from vembed.config.arguments import TrainArguments
 from vembed.config.entries import DataSource
-from vembed.config.layers import shared_layer
 from vembed.config.loading import resolve_run
 from vembed.config.paths import is_inside, missing_path, require_paths
 from vembed.config.resolved import ResolvedRun
@@ -139,7 +138,7 @@ class _Stage:
         self.before = pipeline.before(step.name)
         self.model_before = pipeline.model_before(step.name)
         self.all_arguments = arguments
-        self.options = located(step.options(), arguments.config)
+        self.options = located(step.options, arguments.config)
         """Of a step between; its paths may stand beside the config file."""
         self.arguments = replace(
             arguments,
@@ -171,7 +170,7 @@ class _Stage:
             return of_options(self.options, [known[step.name] for step in self.before])
         run = self._resolve()
         start = None
-        if self.model_before is not None and self.step.option("model_name") is None:
+        if self.model_before is not None and "model_name" not in self.step.options:
             start = known[self.model_before.name]
         world_size = 1
         if os.environ.get("WORLD_SIZE"):
@@ -346,7 +345,7 @@ class _Stage:
         if self.model_before is not None:
             return str(self.pipeline.folder(self.model_before.name) / "final")
         name = _by_option(self.all_arguments.overrides).get("model_name")
-        start_model = shared_layer(self.all_arguments.source).values.get("model_name")
+        start_model = self.pipeline.shared.values.get("model_name")
         if name is not None:
             return name
         if start_model is None:
@@ -371,10 +370,10 @@ class _Stage:
             left_out.append("model_name")
         kept = [text for text in overrides if _option_of(text) not in left_out]
         if "output_dir" in options and self.step.kind == "train":
-            if self.model_before is not None and self.step.option("model_name") is None:
+            if self.model_before is not None and "model_name" not in self.step.options:
                 kept.append(f"model_name={self._model()}")
             data_step = self.pipeline.data_step_before(self.step.name)
-            if data_step is not None and self.step.option("data_path") is None:
+            if data_step is not None and "data_path" not in self.step.options:
                 kept.append(f"data_path={self.pipeline.data_of(data_step)}")
             kept.append(f"output_dir={self.folder}")
         if "resume" not in options:
@@ -801,7 +800,7 @@ def estimates(
             step_estimates.append(_between(step, newest))
             continue
         stage = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
-        if before is not None and step.option("model_name") is None:
+        if before is not None and "model_name" not in step.options:
             name = f"model_name={models[before.name]}"
             stage = replace(stage, overrides=(*stage.overrides, name))
         # For a stage that starts from an earlier one this is the name given above: of the first model, whose shapes
@@ -810,9 +809,9 @@ def estimates(
         models[step.name] = run.config.model.model_name
         remark = ""
         mined = pipeline.data_step_before(step.name)
-        if mined is not None and step.option("data_path") is None:
+        if mined is not None and "data_path" not in step.options:
             # Until its data are mined, those that they come from stand for them.
-            unmined = mined.options().get("data_path")
+            unmined = mined.options.get("data_path")
             is_mined = pipeline.data_of(mined).is_file()
             if not is_mined and isinstance(unmined, str):
                 path = f"data_path={unmined}"
@@ -870,7 +869,7 @@ def _between(step: Step, newest: Prediction | None) -> Estimate:
 
     # Weights in float32.
     memory = f"{4 * newest.size.total / GIB:.1f} GB (weights), and micro-batches"
-    options = step.options()
+    options = step.options
     total = 0.0
     for name in ("data_path", "corpus_path", "data"):
         for path in named_paths(options.get(name)):
