@@ -206,9 +206,9 @@ def _blocks(node: Node, name: str) -> list[tuple[str | None, dict[str, Node]]]:
     blocks = []
     for number, (step_name, entry) in enumerate(entries, start=1):
         if not isinstance(entry.value, dict):
-            raise UserError(
-                f"{name}, line {entry.line or node.line}: stage {step_name or number} must hold options"
-            )
+            line = entry.line or node.line
+            where = f"{name}, line {line}" if line else name
+            raise UserError(f"{where}: stage {step_name or number} must hold options")
         block = dict(entry.value)
         own_name = None if step_name else block.pop("name", None)
         blocks.append((str(own_name.plain()) if own_name else step_name, block))
