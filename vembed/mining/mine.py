@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from vembed.evaluation.bm25 import check_bm25
 from vembed.mining.candidates import open_candidates
 from vembed.mining.choice import Calibration, Chooser, Chosen, Limits, calibrate
 from vembed.mining.config import BM25, MineConfig
@@ -18,7 +19,6 @@ from vembed.mining.known_positives import read_inputs
 from vembed.mining.merged import RowMaker
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.retrievers import check_bm25
 from vembed.parallel.session import Session, start_command_session
 from vembed.progress import duration
 
