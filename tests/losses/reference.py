@@ -18,7 +18,7 @@ from vembed.config.schema import TrainConfig
 from vembed.config.terms import Term, source_terms
 from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
 from vembed.losses.mixing import draw_mixtures
-from vembed.losses.teacher_scores import SCORES
+from vembed.losses.declaration import SCORES
 
 TIE = 64 * torch.finfo(torch.float64).eps
 
