@@ -113,7 +113,7 @@ class EncodeInput:
             error = f"{source} cannot be read: {problem.strerror}"
         except UserError as problem:
             error = str(problem)
-        total, error = collectives.broadcast_json([total, error])
+        total, error = collectives.broadcast_object([total, error])
         if error is not None:
             raise UserError(error)
         self.total = total
@@ -162,7 +162,7 @@ class EncodeInput:
         while True:
             count = FIRST_ROWS if first == 1 else self.chunk_rows
             chunk = list(itertools.islice(rows, min(count, self.chunk_rows)))
-            chunk = collectives.broadcast_json(chunk)
+            chunk = collectives.broadcast_object(chunk)
             if not chunk:
                 return
             yield self._checked(chunk, first)
@@ -239,7 +239,7 @@ class EncodeInput:
         # With the first rows wrong folders are found before the model is loaded.
         if (first == 1 or self.skips) and any(row.item.images for row in rows):
             part = rows[self.session.rank :: self.session.world_size]
-            by_rank = collectives.gather_objects_as_json(broken_images(part))
+            by_rank = collectives.gather_objects(broken_images(part))
             for rank_problems in by_rank:
                 problems += [(number, reason) for number, reason in rank_problems]
         self.leave_out(sorted(problems))

@@ -54,7 +54,7 @@ class TeacherVectors:
     """
 
     vectors: Tensor
-    """[V, E] float32 or float64, of length 1. A row of zeros stands for an input that the teacher does not know."""
+    """[V, E] float32 or float64, of length 1. A vector of zeros stands for an input that the teacher does not know."""
     query: Tensor
     """[R] index of each row's query in `vectors`."""
     positive: Tensor
@@ -136,10 +136,10 @@ class LossBatch:
     number: int = 0
     """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
     holds_scores: bool = False
-    """True: of a reranker. A row of `embeddings` [U, 1] is the score of a pair, to which both query and positive point,
-    and so does a hard negative with the query of its example."""
+    """True: of a reranker. Each of the `embeddings` [U, 1] is the score of a pair, to which both query and positive
+    point, and so does a hard negative with the query of its example."""
     starts: Tensor | None = None
-    """[U + 1] where the rows of each input begin in `embeddings`, and T. None where each has one."""
+    """[U + 1] where the vectors of each input begin in `embeddings`, and T. None where each has one."""
     host_indices: Mapping[str, Tensor] | None = None
     """The integer fields on the host, by name, where the batch is on a GPU: to read them there would wait for it."""
 

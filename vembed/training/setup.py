@@ -162,7 +162,7 @@ def open_data(
             sets = open_here()
         except UserError as error:
             message = str(error)
-    message = collectives.broadcast_json(message)
+    message = collectives.broadcast_object(message)
     if message is not None:
         raise UserError(message)
     if session.local_rank == 0 and not session.is_main:
@@ -524,7 +524,7 @@ def decide_rates(
         return LearningRates.given(optimizer)
     description = embedder.description
     is_main = collectives.rank() == 0
-    is_new = collectives.broadcast_json(is_main and has_initial_norms(embedder))
+    is_new = collectives.broadcast_object(is_main and has_initial_norms(embedder))
     trained_names = [
         name for name, weight in embedder.named_parameters() if weight.requires_grad
     ]
