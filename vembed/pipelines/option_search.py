@@ -25,8 +25,7 @@ from vembed.config.schema import TrainConfig
 from vembed.config.terms import loss_terms
 from vembed.cores import num_cores
 from vembed.errors import RunError, Stopped, UserError
-from vembed.evaluation.report.pictures import write_picture
-from vembed.evaluation.report.plots import bars_svg
+from vembed.evaluation.report.plots import plot_bars
 from vembed.files import read_json_object, require_regular
 from vembed.parallel.launch import num_visible_devices
 
@@ -467,9 +466,9 @@ def _write_outcome(search: Search) -> dict[str, Any]:
     if len(complete) >= MIN_TRIALS_FOR_IMPORTANCE:
         importance = _importance(study)
     if importance:
-        svg = bars_svg(importance, "share of the difference between trials")
+        plot = plot_bars(importance, "share of the difference between trials")
         for kind in ("svg", "png"):
-            write_picture(search.folder / f"importance.{kind}", svg)
+            plot.write(search.folder / f"importance.{kind}")
         shares = [f"{name} {share:.0%}" for name, share in importance.items()]
         sys.stdout.write(f"what mattered: {', '.join(shares)}\n")
     else:

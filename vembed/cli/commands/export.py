@@ -156,7 +156,7 @@ def copy_model(model: str, target: Path, *, merge: bool = False) -> Path:
         raise UserError(
             f"{model} holds whole weights and no adapter to merge; leave out --merge to copy it"
         )
-    from vembed.models.embedding_model import load_embedder
+    from vembed.models.building import load_embedder
 
     embedder = load_embedder(model)
     return save_model(target, embedder, embedder.state_dict())

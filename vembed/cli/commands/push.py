@@ -41,13 +41,18 @@ def push(
     from vembed.saving.publication import Hub, checked_name, publication
 
     files = publication(model, report=report)
-    sizes = {file.path: file.size for file in files}
+    sizes = {}
+    for path, content in files.items():
+        if isinstance(content, bytes):
+            sizes[path] = len(content)
+        else:
+            sizes[path] = content.stat().st_size
     result: dict[str, Any] = {
         "repository": repository,
         "url": "",
         "is_private": not public,
         "files": sizes,
-        "num_sent": 0,
+        "commit": "",
     }
     if dry_run:
         checked_name(repository)
@@ -58,9 +63,9 @@ def push(
             f"would push {len(files)} files to {repository} ({kind}); nothing was sent\n"
         )
         return result
-    hub = Hub(repository, public=public, log=lambda line: sys.stdout.write(line + "\n"))
+    hub = Hub(repository, public=public)
     hub.open()
-    num_sent = hub.push(files, "Pushed by vembed")
+    commit = hub.push(files, "Pushed by vembed")
     url = f"{hub.api.endpoint}/{hub.repository}"
-    sys.stdout.write(f"{url}: {num_sent} of {len(files)} files were new\n")
-    return {**result, "repository": hub.repository, "url": url, "num_sent": num_sent}
+    sys.stdout.write(f"{url}: has the {len(files)} files\n")
+    return {**result, "repository": hub.repository, "url": url, "commit": commit}
