@@ -96,9 +96,9 @@ class ListedPairs:
 
     def select(self, is_selected: Tensor) -> ListedPairs:
         """Return the pairs for which a bool tensor [n + P] is true. Groups keep their numbers."""
-        is_positive, is_negative = is_selected.split(
-            (len(self.rows), len(self.negatives))
-        )
+        num_rows = len(self.rows)
+        is_positive = is_selected[:num_rows]
+        is_negative = is_selected[num_rows:]
         return ListedPairs(
             rows=self.rows[is_positive],
             negative_rows=self.negative_rows[is_negative],

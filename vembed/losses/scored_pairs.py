@@ -50,9 +50,9 @@ class CoSENT(Temperature):
         # The zero column is the "1 +" of the formula. [K, 1 + rows with lower ones]
         zero_column = logits.new_zeros(len(logits), 1)
         terms = torch.cat((zero_column, below - logits[:, has_lower]), dim=1)
-        loss = term.configured.total(terms.logsumexp(dim=1))
         num_rank_rows = batch.rank_rows.stop - batch.rank_rows.start
-        return loss * (num_rank_rows / max(1, batch.num_rows))
+        share: float = num_rank_rows / max(1, batch.num_rows)
+        return term.configured.total(terms.logsumexp(dim=1)) * share
 
     def pair_scores(self, batch: LossBatch, similarity: Similarity) -> Tensor:
         """Return [K, N] the similarities of all pairs at all sizes."""

@@ -148,7 +148,7 @@ def all_gather_rows(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Ten
         _all_gather(padded, local_rows.contiguous())
         if min(counts) == longest:
             return padded
-        parts = zip(padded.split(longest), counts, strict=True)
+        parts = zip(torch.split(padded, longest), counts, strict=True)
         return torch.cat([part[:count] for part, count in parts])
 
 
@@ -159,7 +159,7 @@ def all_gather_dealt(rows_ND: Tensor, num_rows: int) -> Tensor:
     # [num_rows, D] in the order of the ranks: all rows of rank 0, then all of rank 1.
     gathered = all_gather_rows(rows_ND, counts)
     ordered = torch.empty_like(gathered)
-    for rank, part in enumerate(gathered.split(counts)):
+    for rank, part in enumerate(torch.split(gathered, counts)):
         ordered[rank::num_ranks] = part
     return ordered
 
@@ -176,7 +176,9 @@ def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
         if min(counts) < longest:
             full = rows_ND.new_zeros(world_size() * longest, *rows_ND.shape[1:])
             for padded, part in zip(
-                full.split(longest), rows_ND.split(list(counts)), strict=True
+                torch.split(full, longest),
+                torch.split(rows_ND, list(counts)),
+                strict=True,
             ):
                 padded[: len(part)] = part
         local_rows = full.new_empty(longest, *full.shape[1:])
