@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import typer
@@ -26,14 +27,12 @@ def train(ctx: typer.Context, args: ConfigArguments = None) -> Any:
     )
 
     writes_json = ctx.obj is not None
-    starts_processes = MODE.get() != "process"
+    train_one = partial(run_train, starts_processes=MODE.get() != "process")
     pipeline = pipeline_of_arguments(arguments)
     if pipeline is None:
-        code, result = run_train(
-            arguments, starts_processes=starts_processes, returns_result=writes_json
-        )
+        code, result = train_one(arguments, returns_result=writes_json)
         return result or code
-    code = run_stages(pipeline, arguments, starts_processes=starts_processes)
+    code = run_stages(pipeline, arguments, lambda stage: train_one(stage)[0])
     if code or not writes_json or arguments.is_dry_run:
         return code
     return results_of(pipeline)
