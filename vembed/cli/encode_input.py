@@ -7,10 +7,9 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from vembed.data.documents import (
     ID_FIELDS,
@@ -21,7 +20,6 @@ from vembed.data.documents import (
 )
 from vembed.data.examples import BadRecord, Item
 from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
-from vembed.data.formats.base import Format
 from vembed.data.formats.copies import CODECS, unpacked_copy
 from vembed.data.formats.opening import WAYS_OUT, open_reader, unknown_ending
 from vembed.data.formats.saved_datasets import is_saved_dataset
@@ -40,6 +38,8 @@ TEXT_COLUMNS = ("text", "query", *TEXT_FIELDS[1:])
 `text`, as in evaluation."""
 BOM = b"\xef\xbb\xbf"
 LineFormat = Literal["auto", "jsonl", "text"]
+RawRow = tuple[int, Any, str | None]
+"""Number of the line, the record and, where it cannot be read, the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Row:
 
 
 class EncodeInput:
-    """Inputs in chunks of rows, read by the first process and handed to all. Iterating is collective.
+    """Inputs in chunks of rows, which every process reads. Iterating is collective.
 
     Inputs that cannot be encoded are refused together with the others of their chunk, or left out.
     """
@@ -80,69 +80,47 @@ class EncodeInput:
         self.chunk_rows = chunk_rows
         self.left_out: list[tuple[int, str]] = []
         """Number of the row, and the reason, of each input that is left out."""
-        self.is_stdin = source == "-"
-        self.name = "standard input" if self.is_stdin else source
+        self.name = "standard input" if source == "-" else source
         self.path = Path(source)
         self.has_images = self.path.is_dir() and not is_saved_dataset(self.path)
+        folder = self.path.absolute()
+        if not folder.is_dir():
+            folder = folder.parent
+        self.images = ImageRoot(image_root or str(folder), allow_urls=False)
+        self.total: int | None = None
+        """Number of rows, where it is known."""
+        try:
+            self.rows = self._open()
+        except OSError as error:
+            raise UserError(f"{source} cannot be read: {error.strerror}") from error
+
+    def _open(self) -> Iterator[RawRow]:
+        """Return the rows of the source."""
+        if self.has_images:
+            return self._image_rows()
         ending = ending_of(self.path)
-        self.has_lines = (
-            self.is_stdin
-            or line_format != "auto"
-            or not (self.path.is_dir() or ending in ENDINGS)
-        )
-        if self.has_lines and not self.is_stdin and line_format == "auto":
+        is_stdin = self.name != str(self.path)
+        is_table = self.path.is_dir() or ending in ENDINGS
+        if not is_stdin and self.line_format == "auto" and is_table:
+            return self._reader_rows()
+        if not is_stdin and self.line_format == "auto":
             if ending in {*WAYS_OUT} - {".txt", ".text"}:
                 raise unknown_ending(self.path)
             self.line_format = "text"
-        if column is not None and self.line_format == "text":
+        if self.column is not None and self.line_format == "text":
             raise UserError(
-                f"{self.name} is read as plain text, which has no column {column}: leave out --column, or give "
+                f"{self.name} is read as plain text, which has no column {self.column}: leave out --column, or give "
                 "--input-format jsonl"
             )
-        path = self.path.absolute()
-        folder = image_root or str(path if path.is_dir() else path.parent)
-        self.images = ImageRoot(folder, allow_urls=False)
-        # An error of rank 0 goes to all, so that none waits for rows that never come.
-        self.reader: Format | None = None
-        total: int | None = None
-        error = None
-        try:
-            if session.is_main and not self.is_stdin:
-                total = self._open()
-        except OSError as problem:
-            error = f"{source} cannot be read: {problem.strerror}"
-        except UserError as problem:
-            error = str(problem)
-        total, error = collectives.broadcast_json([total, error])
-        if error is not None:
-            raise UserError(error)
-        self.total = total
-        """Number of rows, where it is known."""
+        if is_stdin:
+            return self._line_rows(sys.stdin.buffer)
+        if self.path.suffix.lower() in CODECS:
+            self.path = unpacked_copy(self.path, cache_folder())
+        with self.path.open("rb") as file:
+            self.total = sum(1 for _ in file)
+        return self._line_rows(self.path.open("rb"))
 
-    def _open(self) -> int | None:
-        """Open the source, and return the number of its rows. Only on the first process."""
-        if self.has_images:
-            return len(self._images())
-        if self.has_lines:
-            if self.path.suffix.lower() in CODECS:
-                self.path = unpacked_copy(self.path, cache_folder())
-            with self.path.open("rb") as file:
-                return sum(1 for _ in file)
-        if self.path.is_dir():
-            saved = sorted(filter(is_saved_dataset, self.path.iterdir()))
-            if len(saved) > 1:
-                raise UserError(
-                    f"{self.path} holds several data sets: give one of them, as {saved[0]}"
-                )
-        self.reader = open_reader(str(self.path), None, "train", cache_folder())
-        texts = [self.column] if self.column else [*TEXT_COLUMNS, *IMAGE_FIELDS]
-        needed = {*ID_FIELDS, *self.keep, *texts, "title"}
-        columns = [name for name in self.reader.columns or () if name in needed]
-        if columns:
-            self.reader.select(columns)
-        return self.reader.num_records()
-
-    def _images(self) -> list[str]:
+    def _image_rows(self) -> Iterator[RawRow]:
         """Return the images of a folder and its subfolders, in the order of their paths."""
         images = sorted(
             str(path.relative_to(self.path))
@@ -154,40 +132,44 @@ class EncodeInput:
             raise UserError(
                 f"{self.path} is a folder without images ({endings}); for texts give a file"
             )
-        return images
+        self.total = len(images)
+        records = [{"id": name, "image": name} for name in images]
+        return ((number, record, None) for number, record in enumerate(records, 1))
+
+    def _reader_rows(self) -> Iterator[RawRow]:
+        """Return the records of a source of data."""
+        if self.path.is_dir():
+            saved = sorted(filter(is_saved_dataset, self.path.iterdir()))
+            if len(saved) > 1:
+                raise UserError(
+                    f"{self.path} holds several data sets: give one of them, as {saved[0]}"
+                )
+        reader = open_reader(str(self.path), None, "train", cache_folder())
+        texts = [self.column] if self.column else [*TEXT_COLUMNS, *IMAGE_FIELDS]
+        needed = {*ID_FIELDS, *self.keep, *texts, "title"}
+        columns = [name for name in reader.columns or () if name in needed]
+        if columns:
+            reader.select(columns)
+        self.total = reader.num_records()
+        return (_raw_row(line, record) for _, line, record in reader.rows())
+
+    def _line_rows(self, file: BinaryIO) -> Iterator[RawRow]:
+        with file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield number, self._line(line), None
+                except BadRecord as error:
+                    yield number, None, str(error)
 
     def __iter__(self) -> Iterator[list[Row]]:
-        rows = self._rows() if self.session.is_main else iter(())
         first = 1
         while True:
-            count = FIRST_ROWS if first == 1 else self.chunk_rows
-            chunk = list(itertools.islice(rows, min(count, self.chunk_rows)))
-            chunk = collectives.broadcast_json(chunk)
+            count = min(FIRST_ROWS, self.chunk_rows) if first == 1 else self.chunk_rows
+            chunk = list(itertools.islice(self.rows, count))
             if not chunk:
                 return
             yield self._checked(chunk, first)
             first += len(chunk)
-
-    def _rows(self) -> Iterator[tuple[int, Any, str | None]]:
-        """Yield the line, the record and, where it cannot be read, the reason. Only on the first process."""
-        if self.has_images:
-            for number, name in enumerate(self._images(), 1):
-                yield number, {"id": name, "image": name}, None
-        elif self.reader is not None:
-            for _, line, record in self.reader.rows():
-                if isinstance(record, BadRecord):
-                    yield line, None, str(record)
-                else:
-                    # Dates of tables become text.
-                    yield line, json.loads(json.dumps(record, default=str)), None
-        else:
-            lines = nullcontext(sys.stdin.buffer)
-            with lines if self.is_stdin else self.path.open("rb") as file:
-                for number, line in enumerate(file, 1):
-                    try:
-                        yield number, self._line(line), None
-                    except BadRecord as error:
-                        yield number, None, str(error)
 
     def _line(self, data: bytes) -> Any:
         """Return the text or the JSON value on a line."""
@@ -211,7 +193,7 @@ class EncodeInput:
                 f"not JSON ({error}); for plain text use --input-format text"
             ) from error
 
-    def _checked(self, chunk: list[Any], first: int) -> list[Row]:
+    def _checked(self, chunk: Sequence[RawRow], first: int) -> list[Row]:
         """Return the inputs of a chunk, of which the first row has this number. Collective."""
         rows: list[Row] = []
         problems: list[tuple[int, str]] = []
@@ -278,6 +260,13 @@ class EncodeInput:
             lines += json.dumps({"row": number, "reason": reason}) + "\n"
         path.write_text(lines, encoding="utf-8")
         return path
+
+
+def _raw_row(line: int, record: Any) -> RawRow:
+    if isinstance(record, BadRecord):
+        return line, None, str(record)
+    # Dates of tables become text.
+    return line, json.loads(json.dumps(record, default=str)), None
 
 
 def broken_images(rows: Sequence[Row]) -> list[tuple[int, str]]:

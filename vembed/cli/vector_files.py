@@ -23,25 +23,20 @@ class NpyWriter:
         self,
         file: BinaryIO,
         shape: tuple[int, ...],
-        kept_file: BinaryIO | None,
         dtype: np.dtype[Any],
+        kept_file: BinaryIO | None,
     ) -> None:
         self.file = file
-        self.dtype = dtype
         self.shape = shape
+        self.dtype = dtype
         self.kept_file = kept_file
         self.num_rows = 0
         self._write_header()
 
-    def write(
-        self,
-        embeddings_ND: np.ndarray,
-        ids: list[str | None],  # noqa: ARG002
-        columns: Mapping[str, list[Any]],
-    ) -> None:
+    def write(self, vectors: np.ndarray, columns: Mapping[str, list[Any]]) -> None:
         """Append rows."""
-        self.num_rows += len(embeddings_ND)
-        self.file.write(np.ascontiguousarray(embeddings_ND, self.dtype).tobytes())
+        self.num_rows += len(vectors)
+        self.file.write(np.ascontiguousarray(vectors, self.dtype).tobytes())
         if self.kept_file is not None:
             for values in zip(*columns.values(), strict=True):
                 row = dict(zip(columns, values, strict=True))
@@ -64,46 +59,36 @@ class NpyWriter:
 
 
 class ParquetWriter:
-    """A row group per chunk: the kept columns, the embedding, and the id where the first record has one."""
+    """A row group per chunk: the kept columns, and the embedding."""
 
-    def __init__(
-        self, file: BinaryIO, num_dims: int, keep: Sequence[str], dtype: np.dtype[Any]
-    ) -> None:
+    def __init__(self, file: BinaryIO, num_dims: int, dtype: np.dtype[Any]) -> None:
         self.file = file
-        self.dtype = dtype
         self.num_dims = num_dims
-        self.keep = tuple(keep)
+        self.dtype = dtype
         self.writer: pq.ParquetWriter | None = None
 
-    def write(
-        self,
-        embeddings_ND: np.ndarray,
-        ids: list[str | None],
-        columns: Mapping[str, list[Any]],
-    ) -> None:
+    def write(self, vectors: np.ndarray, columns: Mapping[str, list[Any]]) -> None:
         """Append rows. The first ones decide on the schema, which is written before the first row group."""
-        schema = None if self.writer is None else self.writer.schema
-        has_ids = any(ids[:1]) if schema is None else "id" in schema.names
         arrays = {}
-        if has_ids and "id" not in self.keep:
-            arrays["id"] = pa.array(ids, pa.string())
-        for name in self.keep:
-            kind = None if schema is None else schema.field(name).type
-            arrays[name] = _column(name, columns.get(name, []), kind)
-        flat = pa.array(np.ascontiguousarray(embeddings_ND, self.dtype).reshape(-1))
+        for name, values in columns.items():
+            kind = None if self.writer is None else self.writer.schema.field(name).type
+            arrays[name] = _column(name, values, kind)
+        flat = pa.array(np.ascontiguousarray(vectors, self.dtype).reshape(-1))
         arrays["embedding"] = pa.FixedSizeListArray.from_arrays(flat, self.num_dims)
         table = pa.table(arrays)
         if self.writer is None:
-            names = table.column_names[:-1]
             self.writer = pq.ParquetWriter(
-                self.file, table.schema, compression="zstd", use_dictionary=names
+                self.file,
+                table.schema,
+                compression="zstd",
+                use_dictionary=list(columns),
             )
         self.writer.write_table(table)
 
     def close(self) -> None:
         """Write the footer."""
         if self.writer is None:
-            self.write(np.empty((0, self.num_dims)), [], {})
+            self.write(np.empty((0, self.num_dims)), {})
         assert self.writer is not None
         self.writer.close()
 
@@ -134,13 +119,13 @@ def _column(name: str, values: Sequence[Any], kind: pa.DataType | None) -> pa.Ar
 
 @contextmanager
 def vector_writer(
-    target: Path, shape: tuple[int, ...], keep: Sequence[str], dtype: str
+    target: Path, shape: tuple[int, ...], dtype: str, *, keeps_columns: bool
 ) -> Iterator[NpyWriter | ParquetWriter]:
     """Write beside the target and move it there at the end. `shape`: of what stands for one input, more than one
-    dimension in .npy alone. `keep`: names of the kept columns."""
+    dimension in .npy alone."""
     is_array = target.suffix == ".npy"
     targets = [target]
-    if is_array and keep:
+    if is_array and keeps_columns:
         targets.append(target.with_suffix(".kept.jsonl"))
     with ExitStack() as stack:
         partials = [stack.enter_context(replaced_file(path)) for path in targets]
@@ -148,9 +133,9 @@ def vector_writer(
         files = [stack.enter_context(partial.open("wb")) for partial in partials]
         writer: NpyWriter | ParquetWriter
         if is_array:
-            kept_file = files[1] if keep else None
-            writer = NpyWriter(files[0], shape, kept_file, np.dtype(dtype))
+            kept_file = files[1] if keeps_columns else None
+            writer = NpyWriter(files[0], shape, np.dtype(dtype), kept_file)
         else:
-            writer = ParquetWriter(files[0], shape[0], keep, np.dtype(dtype))
+            writer = ParquetWriter(files[0], shape[0], np.dtype(dtype))
         yield writer
         writer.close()

@@ -252,14 +252,17 @@ def _work(search: Search) -> None:
     distributions = {entry.option: entry.distribution for entry in _ranges_of(study)}
     num_failed = 0
     # This bound ends a search whose values all fail. Failed trials are not taken, so others are made in their place.
-    while num_failed < search.num_trials:
+    while (
+        num_failed < search.num_trials
+        and len(_trials(study, "RUNNING")) < search.num_trials
+    ):
         trial = study.ask(distributions)
         taken = [
             earlier
             for earlier in _trials(study, "RUNNING")
             if earlier.number <= trial.number
         ]
-        if len(taken) > search.num_trials:
+        if len(taken) > search.num_trials:  # another process was faster
             study.tell(trial, state=TrialState.FAIL)
             break
         values = {name: _rounded(value) for name, value in trial.params.items()}

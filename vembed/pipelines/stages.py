@@ -29,7 +29,7 @@ from vembed.config.stages import DATA_FILES, Pipeline, Step, read_pipeline
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.record import read_run
 from vembed.files import read_json_object
-from vembed.names import is_hub_model, nearest, similar_path
+from vembed.names import did_you_mean, is_hub_model, similar_path
 from vembed.progress import duration
 from vembed.saving.checksums import checksums_of, damage_of
 from vembed.saving.durability import replace_text
@@ -300,7 +300,7 @@ class _Stage:
         if self.step.kind != "evaluate":
             return 0, None
         scores = read_json_object(path)
-        problem = check_requirements(scores, self.options.get("require", {}))
+        problem = unmet_requirement(scores, self.options.get("require", {}))
         if problem:
             raise RunError(
                 f"stage {self.step.name}: {problem}; the stages after it are not run"
@@ -528,28 +528,30 @@ def check_options(
         earlier.name for earlier in pipeline.before(step.name) if earlier.has_model
     ]
     others = {earlier.name for earlier in pipeline.steps} - set(before)
-    known = f"the stages before it with a model are {', '.join(before) or 'none'}"
     for key in MODELS:
         for name in named_paths(options.get(key)):
             is_folder = Path(name).expanduser().exists() or is_inside(name, made)
             if name in before or is_folder:
                 continue
-            near = nearest(name, before)
-            if name in others or near is not None:
-                hint = f", did you mean {near!r}?" if near else ""
+            hint = did_you_mean(name, before) or similar_path(name)
+            if name in others or hint or not is_hub_model(name):
                 raise UserError(
-                    f"{where}{key}: {name} is neither a folder nor a stage before it with a model{hint} ({known})"
+                    f"{where}{key}: {name} is neither a folder nor a stage before it with a model, which are "
+                    f"{', '.join(before) or 'none'}{hint}"
                 )
-            if not is_hub_model(name):
-                raise UserError(
-                    f"{where}{key}: {name} is not a folder (looked from {Path.cwd()}){similar_path(name)}; {known}"
-                )
-    required = options.get("require")
-    if step.kind != "evaluate" or required is None:
-        return
+    if step.kind == "evaluate":
+        try:
+            _check_requirements_of(options)
+        except UserError as error:
+            raise UserError(f"{where}{error}") from None
+
+
+def _check_requirements_of(options: Mapping[str, Any]) -> None:
+    """Raise UserError where the requirements of an evaluation are no conditions on what it will measure."""
+    required = options.get("require", {})
     if not isinstance(required, Mapping):
         raise UserError(
-            f'{where}require: {required!r} is no condition by name; write it as {{nDCG@10: ">= 0.60"}}'
+            f'require: {required!r} is no condition by name; write it as {{nDCG@10: ">= 0.60"}}'
         )
     cuts = options.get("ks", CUTS)
     cuts = cuts if isinstance(cuts, list) else str(cuts).split(",")
@@ -557,17 +559,14 @@ def check_options(
     for metric in ("ndcg", "mrr", "recall", "map"):
         measured += [f"{metric}@{str(cut).strip()}" for cut in cuts]
     for name, condition in required.items():
-        try:
-            _parse(name, condition)
-        except UserError as error:
-            raise UserError(f"{where}{error}") from None
+        _parse(name, condition)
         if str(name).lower().rpartition("/")[2] not in measured:  # also dim256/ndcg@10
             raise UserError(
-                f"{where}require: {name} is not among what is measured: {', '.join(measured)}"
+                f"require: {name} is not among what is measured: {', '.join(measured)}"
             )
 
 
-def check_requirements(
+def unmet_requirement(
     scores: Mapping[str, float], required: Mapping[str, Any]
 ) -> str | None:
     """Return what is not met, in words; None where all is. A plain number is the least that is required."""

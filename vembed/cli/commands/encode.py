@@ -192,6 +192,9 @@ def encode(
         # Mistakes in the first rows are found before the model is loaded.
         first_chunk = next(chunks, [])
         rows.check_kept(first_chunk)
+        has_ids = target.suffix == ".parquet" and any(
+            row.identity for row in first_chunk[:1]
+        )
         if rows.has_images and target.suffix == ".npy" and not kept:
             kept = ["image"]  # nothing else says which image a vector is of
         embedder = Embedder(
@@ -246,7 +249,9 @@ def encode(
         writer = None
         if session.is_main:
             stored = DTYPES.get(precision, precision)
-            writer = stack.enter_context(vector_writer(target, shape, kept, stored))
+            writer = stack.enter_context(
+                vector_writer(target, shape, stored, keeps_columns=bool(kept))
+            )
         progress = stack.enter_context(
             ProgressReport("encoding", active=session.is_main, console=console)
         )
@@ -267,10 +272,12 @@ def encode(
                 rows.leave_out(broken_images(chunk))
                 raise
             if writer is not None:
-                columns = {
-                    name: [row.fields.get(name) for row in chunk] for name in kept
-                }
-                writer.write(vectors, [row.identity for row in chunk], columns)
+                columns = {}
+                if has_ids:
+                    columns["id"] = [row.identity for row in chunk]
+                for name in kept:
+                    columns[name] = [row.fields.get(name) for row in chunk]
+                writer.write(vectors, columns)
             num_done += len(chunk)
         if not num_done and rows.left_out:
             raise UserError(

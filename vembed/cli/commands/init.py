@@ -40,7 +40,7 @@ from vembed.losses.declaration import Loss
 from vembed.losses.table import LOSSES
 from vembed.models.families.family import Family
 from vembed.models.families.table import FAMILIES
-from vembed.names import is_pattern, nearest
+from vembed.names import did_you_mean, is_pattern
 
 GUESSED = "# GUESSED, please check: "
 """Beginning of a line about a guess."""
@@ -149,10 +149,8 @@ def init(
             f"{output} exists already: give another --output, or --force to overwrite it"
         )
     if family not in FAMILIES:
-        near = nearest(family, FAMILIES)
-        hint = f": give one of {join_words(list(FAMILIES))}"
-        if near:
-            hint = f", did you mean {near!r}?"
+        names = f": give one of {join_words(list(FAMILIES))}"
+        hint = did_you_mean(family, FAMILIES) or names
         raise UserError(f"--family {family!r} is not known{hint}")
     train_data, comment = _in_utf8(data, force)
     if val_data is not None:
@@ -366,8 +364,7 @@ def look_at(
     names = sample.columns
     for name in named:
         if name not in names:
-            near = nearest(name, names)
-            hint = f", did you mean {near!r}?" if near else ""
+            hint = did_you_mean(name, names)
             raise UserError(
                 f"{data} has no column {name!r}{hint} (it has {', '.join(names)})"
             )
