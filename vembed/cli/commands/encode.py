@@ -166,8 +166,7 @@ def encode(
     share(nproc)
     import numpy as np
 
-    from vembed.cli.encode_input import EncodeInput, broken_images
-    from vembed.cli.vector_files import vector_writer
+    from vembed.cli.encode_files import EncodeInput, broken_images, vector_writer
     from vembed.inference.embedder import Embedder
     from vembed.inference.encoding import encode_items
     from vembed.inference.quantization import quantized, ranges_of, read_ranges
