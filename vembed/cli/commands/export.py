@@ -15,59 +15,21 @@ from vembed.errors import UserError
 
 
 def export(
-    model: Annotated[
-        str,
-        Argument(
-            metavar="MODEL",
-            help="A run, a checkpoint of one, a model folder or an adapter.",
-        ),
-    ],
-    output: Annotated[
-        str | None,
-        Argument(
-            metavar="OUTPUT",
-            help="A new folder. With --check it may be left out: nothing is kept.",
-        ),
-    ] = None,
+    model: str,
+    output: Annotated[str | None, Argument(metavar="OUTPUT")] = None,
     form: Annotated[
         Literal["safetensors", "onnx", "static", "openvino", "gguf"] | None,
-        Option(
-            "--format",
-            help="safetensors, onnx, static, openvino or gguf. Default: a copy of the folder.",
-        ),
+        Option("--format"),
     ] = None,
-    precision: Annotated[
-        Literal["float32", "float16", "bfloat16", "int8"] | None,
-        Option(
-            help="float32, float16, bfloat16 or int8. Default: float32, for safetensors that of the file."
-        ),
-    ] = None,
-    check: Annotated[
-        bool | None,
-        Option(
-            "--check/--no-check",
-            help="Compare 200 texts through the export and the model, and refuse an export that differs. "
-            "Default: yes, but a plain copy is not loaded. --check without --format takes safetensors.",
-        ),
-    ] = None,
+    precision: Literal["float32", "float16", "bfloat16", "int8"] | None = None,
+    check: bool | None = None,
     data: CheckData = None,
-    tolerance: Annotated[
-        float | None,
-        Option(
-            min=0.0,
-            help="Largest cosine distance. Default: 1e-4, 1e-3, 1e-2 or 5e-2 by precision.",
-        ),
-    ] = None,
+    tolerance: Annotated[float | None, Option(min=0.0)] = None,
     server: Annotated[
         Literal["tei", "vllm", "llama.cpp", "infinity", "fastembed"] | None,
-        Option(
-            "--for",
-            help="tei, vllm, llama.cpp, infinity or fastembed: its format and start command.",
-        ),
+        Option("--for"),
     ] = None,
-    merge: Annotated[
-        bool, Option("--merge", help="Merge an adapter into the weights.")
-    ] = False,
+    merge: bool = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> dict[str, Any]:
     """Write a trained model in the format of another runtime, compared with the model.
@@ -75,6 +37,17 @@ def export(
     Without --format it is a copy of the model's folder, or a folder made of a checkpoint. --merge merges an adapter.
 
     `vembed export MODEL --check` writes nothing: it compares vembed's vectors with those of Sentence Transformers.
+
+    Args:
+        model: A run, a checkpoint of one, a model folder or an adapter.
+        output: A new folder. With --check it may be left out: nothing is kept.
+        form: safetensors, onnx, static, openvino or gguf. Default: a copy of the folder.
+        precision: float32, float16, bfloat16 or int8. Default: float32, for safetensors that of the file.
+        check: Compare 200 texts through the export and the model, and refuse an export that differs. Default: yes, but a
+            plain copy is not loaded. --check without --format takes safetensors.
+        tolerance: Largest cosine distance. Default: 1e-4, 1e-3, 1e-2 or 5e-2 by precision.
+        server: tei, vllm, llama.cpp, infinity or fastembed: its format and start command.
+        merge: Merge an adapter into the weights.
     """
     if output is None and (server or not check):
         raise UserError("give OUTPUT, a new folder; only --check goes without one")
@@ -163,38 +136,27 @@ def copy_model(model: str, target: Path, *, merge: bool = False) -> Path:
 
 
 def push(
-    model: Annotated[
-        str,
-        Argument(
-            metavar="RUN", help="The output_dir of a finished run, or a model folder."
-        ),
-    ],
-    repository: Annotated[
-        str,
-        Argument(metavar="REPOSITORY", help="Repository on the Hub: user/name."),
-    ],
-    public: Annotated[
-        bool,
-        Option("--public", help="Make the repository public. Default: private."),
-    ] = False,
-    report: Annotated[
-        bool,
-        Option(
-            help="With the report of the run, which shows texts of the validation data."
-        ),
-    ] = True,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="List the files and send nothing.")
-    ] = False,
+    run: str,
+    repository: str,
+    public: bool = False,
+    report: bool = True,
+    dry_run: bool = False,
 ) -> dict[str, Any]:
     """Push a model to the Hub, with its card, the report and a description of the training data.
 
     The repository is private by default. The token is that of `hf auth login` or of HF_TOKEN. Files that are there
     already are not sent again.
+
+    Args:
+        run: The output_dir of a finished run, or a model folder.
+        repository: Repository on the Hub: user/name.
+        public: Make the repository public. Default: private.
+        report: With the report of the run, which shows texts of the validation data.
+        dry_run: List the files and send nothing.
     """
     from vembed.saving.publication import Hub, checked_name, publication
 
-    files = publication(model, report=report)
+    files = publication(run, report=report)
     sizes = {file.path: file.size for file in files}
     result: dict[str, Any] = {
         "repository": repository,

@@ -91,41 +91,34 @@ class DataSummary:
 
 
 def init(
-    family: Annotated[
-        str, Option(help="Kind of model: text_encoder, text_decoder, clip, ...")
-    ] = "text_encoder",
-    data: Annotated[
-        str, Option(help="Training data. Its first records are read.")
-    ] = "train.jsonl",
-    val_data: Annotated[str | None, Option(help="Validation data.")] = None,
-    task: Annotated[Task, Option(help="An embedding model, or a reranker.")] = "embed",
-    model: Annotated[
-        str | None,
-        Option(
-            help="Hub name or folder. demo: that of `vembed demo`. Default: a good one of that kind."
-        ),
-    ] = None,
-    query: Annotated[
-        str | None, Option(help="The column of the queries. Default: guessed.")
-    ] = None,
-    positive: Annotated[
-        str | None,
-        Option(help="The column of what they should find. Default: guessed."),
-    ] = None,
+    family: str = "text_encoder",
+    data: str = "train.jsonl",
+    val_data: str | None = None,
+    task: Task = "embed",
+    model: str | None = None,
+    query: str | None = None,
+    positive: str | None = None,
     column_mapping: ColumnMapping = "",
-    output: Annotated[str, Option(help="The config to write.")] = "vembed.yaml",
-    force: Annotated[
-        bool, Option("--force", help="Write over an existing file.")
-    ] = False,
-    tokenizer: Annotated[
-        str | None,
-        Option(
-            help="Train a tokenizer on the data instead, and write it to this folder."
-        ),
-    ] = None,
-    vocab_size: Annotated[int, Option(min=300, help="Its size.")] = 8192,
+    output: str = "vembed.yaml",
+    force: bool = False,
+    tokenizer: str | None = None,
+    vocab_size: Annotated[int, Option(min=300)] = 8192,
 ) -> None:
-    """Write a commented starter config for a kind of model and a data file, whose columns are guessed by content."""
+    """Write a commented starter config for a kind of model and a data file, whose columns are guessed by content.
+
+    Args:
+        family: Kind of model: text_encoder, text_decoder, clip, ...
+        data: Training data. Its first records are read.
+        val_data: Validation data.
+        task: An embedding model, or a reranker.
+        model: Hub name or folder. demo: that of `vembed demo`. Default: a good one of that kind.
+        query: The column of the queries. Default: guessed.
+        positive: The column of what they should find. Default: guessed.
+        output: The config to write.
+        force: Write over an existing file.
+        tokenizer: Train a tokenizer on the data instead, and write it to this folder.
+        vocab_size: Its size.
+    """
     if tokenizer is not None:
         from vembed.data_tools.init.new_tokenizer import tokenizer_of_data
 

@@ -8,9 +8,7 @@ import sys
 from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Literal
-
-from typer import Argument, Option
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from vembed.cli.support import (
     AnyModel,
@@ -19,6 +17,8 @@ from vembed.cli.support import (
     ImageRoot,
     Nproc,
     OnBadRecord,
+    OutputFile,
+    PositiveNumber,
     Strategy,
     TrustRemoteCode,
     WeightsDtype,
@@ -43,41 +43,31 @@ RERANK_CHUNK = 256
 
 def eval(
     model: AnyModel,
-    data: Annotated[
-        str,
-        Argument(
-            metavar="DATA",
-            help="A BEIR-style folder, or a file of pairs or scored pairs.",
-        ),
-    ],
-    dims: Annotated[
-        str,
-        Option(help="Also score at these sizes, as 256,128. Default: the model's own."),
-    ] = "",
-    ks: Annotated[str, Option(help="Cut-offs of the metrics.")] = "1,5,10,100",
-    task: Annotated[
-        Literal["auto", "retrieval", "similarity"],
-        Option(help="auto, retrieval or similarity."),
-    ] = "auto",
-    split: Annotated[
-        str | None,
-        Option(help="Split of the qrels of a BEIR-style folder. Default: test."),
-    ] = None,
-    compressed: Annotated[
-        str | None,
-        Option(
-            help="Also score int8 and binary documents, and draw quality against bytes (.png, .svg)."
-        ),
-    ] = None,
+    data: str,
+    dims: str = "",
+    ks: str = "1,5,10,100",
+    task: Literal["auto", "retrieval", "similarity"] = "auto",
+    split: str | None = None,
+    compressed: str | None = None,
     column_mapping: ColumnMapping = "",
-    on_bad_record: Annotated[OnBadRecord, Option(help="stop or skip.")] = "stop",
+    on_bad_record: OnBadRecord = "stop",
     batch_tokens: BatchTokens = None,
     torch_dtype: WeightsDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     strategy: Strategy = "ddp",
     nproc: Nproc = 1,
 ) -> dict[str, float]:
-    """Score a model: nDCG, MRR, Recall and MAP over the whole corpus, or correlations for scored pairs."""
+    """Score a model: nDCG, MRR, Recall and MAP over the whole corpus, or correlations for scored pairs.
+
+    Args:
+        data: A BEIR-style folder, or a file of pairs or scored pairs.
+        dims: Also score at these sizes, as 256,128. Default: the model's own.
+        ks: Cut-offs of the metrics.
+        task: auto, retrieval or similarity.
+        split: Split of the qrels of a BEIR-style folder. Default: test.
+        compressed: Also score int8 and binary documents, and draw quality against bytes (.png, .svg).
+        on_bad_record: stop or skip.
+    """
     sizes = numbers("--dims", dims) or None
     cuts = numbers("--ks", ks)
     mapping = option("column_mapping", column_mapping)
@@ -156,14 +146,8 @@ def score_tables(scores: dict[str, float]) -> list[Table]:
 
 def score(
     model: AnyModel,
-    pairs: Annotated[
-        str,
-        Argument(metavar="PAIRS", help="A file of pairs, as training reads it."),
-    ],
-    output: Annotated[
-        str,
-        Option("--output", "-o", help="NAME.npy or NAME.jsonl. - is standard output."),
-    ] = "-",
+    pairs: str,
+    output: OutputFile = "-",
     column_mapping: ColumnMapping = "",
     image_root: ImageRoot = None,
     torch_dtype: WeightsDtype = "auto",
@@ -174,6 +158,10 @@ def score(
     """Score given pairs: each query with its positives, then its negatives.
 
     An embedding model gives similarities, a reranker its own scores. The scores are in the order of the file.
+
+    Args:
+        pairs: A file of pairs, as training reads it.
+        output: NAME.npy or NAME.jsonl. - is standard output.
     """
     dtype = option("torch_dtype", torch_dtype)
     mapping = option("column_mapping", column_mapping)
@@ -243,26 +231,21 @@ def score(
 
 def rerank(
     model: AnyModel,
-    lists: Annotated[
-        str,
-        Argument(
-            metavar="LISTS",
-            help='JSON Lines: {"query": "...", "documents": ["...", "..."]}. - is standard input.',
-        ),
-    ],
-    output: Annotated[
-        str,
-        Option("--output", "-o", help="NAME.jsonl. - is standard output."),
-    ] = "-",
-    top_k: Annotated[
-        int | None, Option(min=1, help="Documents to write for each query.")
-    ] = None,
+    lists: str,
+    output: OutputFile = "-",
+    top_k: PositiveNumber = None,
     torch_dtype: WeightsDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     strategy: Strategy = "ddp",
     nproc: Nproc = 1,
 ) -> None:
-    """Sort the documents of each query by a reranker, the best first, with their scores."""
+    """Sort the documents of each query by a reranker, the best first, with their scores.
+
+    Args:
+        lists: JSON Lines: {"query": "...", "documents": ["...", "..."]}. - is standard input.
+        output: NAME.jsonl. - is standard output.
+        top_k: Documents to write for each query.
+    """
     if output != "-" and Path(output).suffix != ".jsonl":
         raise UserError(
             f"{output}: vembed rerank writes .jsonl, or to standard output (-)"

@@ -61,31 +61,26 @@ def train(ctx: typer.Context, args: ConfigArguments = None) -> Any:
 
 
 def tune(
-    config: Annotated[
-        str,
-        Argument(metavar="CFG", help="The config to start from, with validation data."),
-    ],
+    config: Annotated[str, Argument(metavar="CFG")],
     overrides: Annotated[list[str] | None, Argument(metavar="KEY=VALUE")] = None,
-    trials: Annotated[
-        int,
-        Option(min=1, help="Trials in all, those of an earlier start included."),
-    ] = 20,
-    options: Annotated[
-        str, Option(help="Options to search, as learning_rate,temperature.")
-    ] = "",
-    output: Annotated[
-        str, Option(help="Folder of the search, in which it goes on.")
-    ] = "tune",
-    nproc: Annotated[
-        int, Option("--nproc", min=0, help="Trials at once. 0: one for each GPU.")
-    ] = 0,
-    seed: Annotated[int, Option(help="Seed of the search.")] = 0,
-    dry_run: Annotated[
-        bool,
-        Option("--dry-run", help="Show the options, their ranges and the trials."),
-    ] = False,
+    trials: Annotated[int, Option(min=1)] = 20,
+    options: str = "",
+    output: str = "tune",
+    nproc: Annotated[int, Option(min=0)] = 0,
+    seed: int = 0,
+    dry_run: bool = False,
 ) -> dict[str, Any] | None:
-    """Search for better values of a few options, and write the best config as YAML."""
+    """Search for better values of a few options, and write the best config as YAML.
+
+    Args:
+        config: The config to start from, with validation data.
+        trials: Trials in all, those of an earlier start included.
+        options: Options to search, as learning_rate,temperature.
+        output: Folder of the search, in which it goes on.
+        nproc: Trials at once. 0: one for each GPU.
+        seed: Seed of the search.
+        dry_run: Show the options, their ranges and the trials.
+    """
     from vembed.pipelines.option_search import Search, run_tune
 
     names = tuple(name.strip() for name in options.split(",") if name.strip())
@@ -95,8 +90,8 @@ def tune(
 
 def plan(
     args: ConfigArguments = None,
-    gpu: Annotated[str | None, Option()] = None,
-    memory: Annotated[str | None, Option()] = None,
+    gpu: str | None = None,
+    memory: str | None = None,
 ) -> tuple[Any, int]:
     """Predict the memory of each process for a config, and the settings that fit, without loading the model."""
     # A dry run needs no machine rank, and may describe GPUs of other machines.

@@ -10,6 +10,7 @@ from vembed.cli.support import (
     Kind,
     NewFolder,
     Nproc,
+    PositiveNumber,
     Strategy,
     TrustRemoteCode,
     WeightsDtype,
@@ -29,60 +30,43 @@ EDIT_METRICS = {
 
 
 def merge(
-    models: Annotated[
-        list[str],
-        Argument(
-            metavar="MODEL", help="Folders, Hub names, adapters, checkpoints or runs."
-        ),
-    ],
+    models: Annotated[list[str], Argument(metavar="MODEL")],
     output: NewFolder,
-    method: Annotated[
-        Literal["mean", "weighted", "slerp", "task_arithmetic", "ties", "dare", "soup"],
-        Option(help="mean, weighted, slerp, task_arithmetic, ties, dare or soup."),
+    method: Literal[
+        "mean", "weighted", "slerp", "task_arithmetic", "ties", "dare", "soup"
     ] = "mean",
-    weights: Annotated[str, Option(help="One number for each model, as 0.7,0.3.")] = "",
-    base: Annotated[
-        str | None,
-        Option(help="What differences are taken from. Default: what all share."),
-    ] = None,
-    of: Annotated[
-        Literal["auto", "weights", "differences"],
-        Option(help="slerp: of the weights or of the differences from the base."),
-    ] = "auto",
-    density: Annotated[
-        float,
-        Option(min=0.0, max=1.0, help="ties, dare: the share that is kept."),
-    ] = 0.2,
-    scale: Annotated[
-        float,
-        Option(help="task_arithmetic, ties, dare: factor of the difference."),
-    ] = 1.0,
-    interpolate: Annotated[
-        float, Option(help="1: the merged model, 0: the base.")
-    ] = 1.0,
-    last: Annotated[
-        int | None, Option(min=1, help="Of a run: its last so many checkpoints.")
-    ] = None,
-    sweep: Annotated[
-        str,
-        Option(
-            help="Evaluate a line of weights, as 0,0.25,0.5,0.75,1, and keep the best."
-        ),
-    ] = "",
-    data: Annotated[
-        str | None, Option(help="Evaluation data, for soup and --sweep.")
-    ] = None,
-    metric: Annotated[
-        str, Option(help="What decides. Default: nDCG@10 or Spearman.")
-    ] = "auto",
-    dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"],
-        Option(help="auto, float32, bfloat16 or float16."),
-    ] = "auto",
-    seed: Annotated[int, Option(help="dare: what its draws depend on.")] = 42,
+    weights: str = "",
+    base: str | None = None,
+    of: Literal["auto", "weights", "differences"] = "auto",
+    density: Annotated[float, Option(min=0.0, max=1.0)] = 0.2,
+    scale: float = 1.0,
+    interpolate: float = 1.0,
+    last: PositiveNumber = None,
+    sweep: str = "",
+    data: str | None = None,
+    metric: str = "auto",
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    seed: int = 42,
     nproc: Nproc = 1,
 ) -> Any:
-    """Merge models of one architecture into one: means, slerp, task arithmetic, TIES, DARE, greedy soups."""
+    """Merge models of one architecture into one: means, slerp, task arithmetic, TIES, DARE, greedy soups.
+
+    Args:
+        models: Folders, Hub names, adapters, checkpoints or runs.
+        method: mean, weighted, slerp, task_arithmetic, ties, dare or soup.
+        weights: One number for each model, as 0.7,0.3.
+        base: What differences are taken from. Default: what all share.
+        of: slerp: of the weights or of the differences from the base.
+        density: ties, dare: the share that is kept.
+        scale: task_arithmetic, ties, dare: factor of the difference.
+        interpolate: 1: the merged model, 0: the base.
+        last: Of a run: its last so many checkpoints.
+        sweep: Evaluate a line of weights, as 0,0.25,0.5,0.75,1, and keep the best.
+        data: Evaluation data, for soup and --sweep.
+        metric: What decides. Default: nDCG@10 or Spearman.
+        dtype: auto, float32, bfloat16 or float16.
+        seed: dare: what its draws depend on.
+    """
     from vembed.weights.merge_rules import check_merge
 
     shares = numbers("--weights", weights, float) or None
@@ -140,61 +124,43 @@ def merge(
 
 
 def edit(
-    model: Annotated[
-        str, Argument(metavar="MODEL", help="A model folder or a Hub name.")
-    ],
-    first: Annotated[
-        str, Argument(metavar="FIRST", help="Texts of one kind, one per line.")
-    ],
-    second: Annotated[
-        str,
-        Argument(
-            metavar="SECOND",
-            help="Texts of the other kind: what tells them apart is removed.",
-        ),
-    ],
+    model: str,
+    first: str,
+    second: str,
     output: NewFolder,
     direction: Annotated[
-        Literal["mean_difference", "principal", "erase"],
-        Option(
-            "--remove-direction",
-            help="mean_difference, principal, or erase (with --where embedding).",
-        ),
+        Literal["mean_difference", "principal", "erase"], Option("--remove-direction")
     ] = "mean_difference",
-    where: Annotated[
-        Literal["layers", "embedding", "both"],
-        Option(
-            help="layers: the weights that write to it, embedding: a layer behind the model, or both."
-        ),
-    ] = "layers",
-    components: Annotated[
-        int, Option(min=1, help="principal: how many directions.")
-    ] = 1,
-    strength: Annotated[
-        float, Option(help="1: all of it, less: a part, more: beyond it.")
-    ] = 1.0,
-    layers: Annotated[
-        str,
-        Option(help="Of which layers' weights, as 4,5,6 (0: the embeddings)."),
-    ] = "",
+    where: Literal["layers", "embedding", "both"] = "layers",
+    components: Annotated[int, Option(min=1)] = 1,
+    strength: float = 1.0,
+    layers: str = "",
     kind: Kind = "document",
-    data: Annotated[
-        str | None, Option(help="Evaluation data: what must not be lost.")
-    ] = None,
-    trials: Annotated[
-        int,
-        Option(min=0, help="Search over strengths and layers by so many trials."),
-    ] = 0,
-    max_drop: Annotated[
-        float, Option(help="--trials: what the score on the data may lose.")
-    ] = 0.01,
-    seed: Annotated[int, Option(help="--trials: seed of the search.")] = 42,
+    data: str | None = None,
+    trials: Annotated[int, Option(min=0)] = 0,
+    max_drop: float = 0.01,
+    seed: int = 42,
     torch_dtype: WeightsDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     strategy: Strategy = "ddp",
     nproc: Nproc = 1,
 ) -> Any:
-    """Remove from a model what tells two sets of texts apart (a language, a source, a length)."""
+    """Remove from a model what tells two sets of texts apart (a language, a source, a length).
+
+    Args:
+        model: A model folder or a Hub name.
+        first: Texts of one kind, one per line.
+        second: Texts of the other kind: what tells them apart is removed.
+        direction: mean_difference, principal, or erase (with --where embedding).
+        where: layers: the weights that write to it, embedding: a layer behind the model, or both.
+        components: principal: how many directions.
+        strength: 1: all of it, less: a part, more: beyond it.
+        layers: Of which layers' weights, as 4,5,6 (0: the embeddings).
+        data: Evaluation data: what must not be lost.
+        trials: Search over strengths and layers by so many trials.
+        max_drop: --trials: what the score on the data may lose.
+        seed: --trials: seed of the search.
+    """
     chosen_layers = numbers("--layers", layers) or None
     dtype = option("torch_dtype", torch_dtype)
     share(nproc)
