@@ -18,7 +18,7 @@ from vembed.data import row_store
 from vembed.data.features import Features
 from vembed.data.row_store import FeatureStore
 from vembed.errors import Stopped, UserError
-from vembed.models import embedding_model
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.training.interrupts import Interrupts
 
 NUM_ROWS = 16
@@ -58,25 +58,18 @@ def options(folder, output, **more):
 def train(settings):
     """One run: its losses and gradient norms, and how many pictures passed the tower in it."""
     passed = []
-    original = embedding_model.tower_features
+    original = EmbeddingModel.tower_output
 
-    def counting(
-        description,
-        backbone,
-        modality,
-        inputs,
-        *more,
-        **options,
-    ):
+    def counting(model, modality, inputs):
         if modality == "image":
             passed.append(len(inputs["pixel_values"]))
-        return original(description, backbone, modality, inputs, *more, **options)
+        return original(model, modality, inputs)
 
-    embedding_model.tower_features = counting
+    EmbeddingModel.tower_output = counting
     try:
         vembed.train(settings)
     finally:
-        embedding_model.tower_features = original
+        EmbeddingModel.tower_output = original
     lines = [
         json.loads(line)
         for line in (Path(settings["output_dir"]) / "metrics.jsonl")

@@ -20,9 +20,9 @@ from vembed.data.features import BaseFeaturiser, Features, Featuriser, input_key
 from vembed.data.images.pixels import blank_image
 from vembed.data.processing import Padding
 from vembed.errors import UserError
+from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
-from vembed.models.modalities import SEGMENTS
 from vembed.models.processors import image_placeholder, load_tokenizer
 
 Pair = tuple[Item, Item]

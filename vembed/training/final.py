@@ -164,7 +164,7 @@ def save_final(
     if metric in state.before and state.scores[metric] < state.before[metric]:
         warnings.append(
             f"{metric} is {state.scores[metric]:.4f} in final/ and was {state.before[metric]:.4f} before training: use "
-            f"the model as it was, or lower learning_rate (now {components.rates.base:g}), or look at the training "
+            f"the model as it was, or lower learning_rate (now {config.optimizer.learning_rate:g}), or look at the training "
             "data (vembed audit)"
         )
         log.warning("%s", warnings[-1])

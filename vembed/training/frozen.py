@@ -26,9 +26,8 @@ from vembed.data.row_store import FeatureStore, size_of_all
 from vembed.errors import UserError
 from vembed.files import cache_folder
 from vembed.inference.encoding import Between, split_in_step
-from vembed.models.embedding_model import FEATURES, EmbeddingModel
+from vembed.models.embedding_model import FEATURES, IMAGE_FEATURES, EmbeddingModel
 from vembed.models.families.family import Modality
-from vembed.models.modalities import IMAGE_FEATURES
 from vembed.models.towers import tower_identity
 from vembed.parallel import collectives
 from vembed.parallel.session import Session

@@ -129,7 +129,7 @@ def copy_model(model: str, target: Path, *, merge: bool = False) -> Path:
         raise UserError(
             f"{model} holds whole weights and no adapter to merge; leave out --merge to copy it"
         )
-    from vembed.models.embedding_model import load_embedder
+    from vembed.models.building import load_embedder
 
     embedder = load_embedder(model)
     return save_model(target, embedder, embedder.state_dict())
@@ -157,13 +157,18 @@ def push(
     from vembed.saving.publication import Hub, checked_name, publication
 
     files = publication(run, report=report)
-    sizes = {file.path: file.size for file in files}
+    sizes = {}
+    for path, content in files.items():
+        if isinstance(content, bytes):
+            sizes[path] = len(content)
+        else:
+            sizes[path] = content.stat().st_size
     result: dict[str, Any] = {
         "repository": repository,
         "url": "",
         "is_private": not public,
         "files": sizes,
-        "num_sent": 0,
+        "commit": "",
     }
     if dry_run:
         checked_name(repository)
@@ -174,9 +179,9 @@ def push(
             f"would push {len(files)} files to {repository} ({kind}); nothing was sent\n"
         )
         return result
-    hub = Hub(repository, public=public, log=lambda line: sys.stdout.write(line + "\n"))
+    hub = Hub(repository, public=public)
     hub.open()
-    num_sent = hub.push(files, "Pushed by vembed")
+    commit = hub.push(files, "Pushed by vembed")
     url = f"{hub.api.endpoint}/{hub.repository}"
-    sys.stdout.write(f"{url}: {num_sent} of {len(files)} files were new\n")
-    return {**result, "repository": hub.repository, "url": url, "num_sent": num_sent}
+    sys.stdout.write(f"{url}: has the {len(files)} files\n")
+    return {**result, "repository": hub.repository, "url": url, "commit": commit}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vembed.data.features import BaseFeaturiser, Features
-from vembed.models.attention import TOKENS, token_index
+from vembed.models.attention import TOKENS, real_tokens
 from vembed.models.families.family import Modality
 
 ModalitySlice = tuple[Modality, list[int]]
@@ -91,7 +91,7 @@ class Feeder:
                 batch = self.featuriser.finished(batch)
             elif modality == "text" and "attention_mask" in batch:
                 # On the GPU this would force a sync.
-                batch[TOKENS] = token_index(batch["attention_mask"])
+                batch[TOKENS] = real_tokens(batch["attention_mask"])
             for name, tensor in batch.items():
                 batch[name] = pinned(tensor, self.device)
             inputs.append((modality, batch))

@@ -4,8 +4,7 @@ A checkpoint is a folder `checkpoint-<step>`:
 
     manifest.json            every file with size and SHA-256, and a checksum of the list itself
     state.json               step, counters, best score, settings, versions
-    index.json               the file of each piece of each tensor
-    rank<r>-<n>.safetensors  trained weights, loss parameters and optimizer state, in pieces
+    shard-<r>-*.safetensors  trained weights, loss parameters and optimizer state, in pieces
 
 It is written as `checkpoint-<step>.partial`, flushed to disk, and renamed after every rank has written. A run that is
 killed leaves a complete checkpoint or none. Any number of ranks and any strategy can read it. Nothing is pickled, so a
@@ -31,7 +30,6 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from vembed.config.schema import ModelSection, RunSection
@@ -65,7 +63,7 @@ from vembed.training.checkpoint.resume import (
     trim_metrics,
 )
 from vembed.training.checkpoint.tensors import (
-    CheckpointReader,
+    CheckpointPlanner,
     CheckpointWriter,
     optimizer_kind,
     quieten_torch,
@@ -414,12 +412,11 @@ class Checkpointer:
                     "python": platform.python_version(),
                 },
             },
-            rank=self.session.rank,
             on_commit=partial(self._on_commit, final, kept_steps, start),
         )
         arguments: dict[str, Any] = {
             "storage_writer": writer,
-            "planner": DefaultSavePlanner(flatten_state_dict=False),
+            "planner": CheckpointPlanner(flatten_state_dict=False),
             "no_dist": self._is_alone,
         }
         weights = tensors_of(model, loss, optimizer, tensors)
@@ -542,7 +539,7 @@ class Checkpointer:
             model,
             loss,
             optimizer,
-            CheckpointReader(point.path),
+            point.path,
             no_dist=self._is_alone,
             # Another strategy may hold the same weights in another type.
             checks_dtypes=point.state["strategy"] == self.session.strategy,
