@@ -23,8 +23,7 @@ from vembed.config.schema import TrainConfig
 from vembed.config.terms import loss_terms
 from vembed.cores import num_cores
 from vembed.errors import RunError, Stopped, UserError
-from vembed.evaluation.report.pictures import write_picture
-from vembed.evaluation.report.plots import bars_svg
+from vembed.evaluation.report.plots import plot_bars
 from vembed.files import require_regular
 from vembed.parallel.launch import STOPPED_CODES, num_visible_devices, run_ranks
 
@@ -440,9 +439,9 @@ def _write_outcome(search: Search) -> dict[str, Any]:
         importance = _importance(study)
     causes = f"not estimated from {len(complete)} trials that came to their end"
     if importance:
-        svg = bars_svg(importance, "share of the difference between trials")
+        plot = plot_bars(importance, "share of the difference between trials")
         for kind in ("svg", "png"):
-            write_picture(search.folder / f"importance.{kind}", svg)
+            plot.write(search.folder / f"importance.{kind}")
         shares = [f"{name} {share:.0%}" for name, share in importance.items()]
         causes = ", ".join(shares)
     lines += [

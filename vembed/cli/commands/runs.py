@@ -23,9 +23,9 @@ def data(args: ConfigArguments = None) -> dict[str, Any] | None:
     ).config
     from vembed.data_tools.data_page import data_facts
 
-    facts = data_facts(config)
-    sys.stdout.write(facts.page)
-    return facts.figures
+    page, figures = data_facts(config)
+    sys.stdout.write(page)
+    return figures
 
 
 def report(run: str) -> dict[str, Any]:

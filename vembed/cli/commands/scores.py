@@ -79,9 +79,8 @@ def eval(
     share(nproc)
     from rich.console import Console
 
-    from vembed.evaluation.report.pictures import write_picture
-    from vembed.evaluation.report.plots import stored_svg
-    from vembed.evaluation.report.stored_forms import points, rows_of
+    from vembed.evaluation.report.plots import plot_stored
+    from vembed.evaluation.report.report import stored_points, stored_table
     from vembed.evaluation.scores import evaluate
 
     with open_model(model, strategy, trust_remote_code=trust_remote_code) as (
@@ -108,14 +107,14 @@ def eval(
             console = Console()
             for table in score_tables(scores):
                 console.print(table)
-            if compressed is not None:
-                names = ("size", "bytes", "nDCG@10", "of float32")
-                table = number_table("vectors", names)
-                for row in rows_of(scores):
+            stored = stored_table(scores)
+            if compressed is not None and stored is not None:
+                table = number_table(stored.header[0], stored.header[1:])
+                for row in stored.rows:
                     table.add_row(*row)
                 console.print(" ", table, sep="\n")
-                picture = stored_svg(points(scores), "nDCG@10")
-                write_picture(Path(compressed), picture, "nDCG@10")
+                plot = plot_stored(stored_points(scores), "nDCG@10")
+                plot.write(Path(compressed), "nDCG@10")
     return scores
 
 
