@@ -87,9 +87,11 @@ class Feeder:
         for modality, rows in micro_batch:
             chosen = [features[row] for row in rows]
             batch = self.featuriser.joined(chosen or [self.featuriser.dummy(modality)])
-            if self.device.type != "cuda":
-                batch = self.featuriser.finished(batch)
-            elif modality == "text" and "attention_mask" in batch:
+            if (
+                self.device.type == "cuda"
+                and modality == "text"
+                and "attention_mask" in batch
+            ):
                 # On the GPU this would force a sync.
                 batch[TOKENS] = real_tokens(batch["attention_mask"])
             for name, tensor in batch.items():
@@ -98,15 +100,13 @@ class Feeder:
         return inputs
 
     def _to_device(self, inputs: ModelInputs) -> ModelInputs:
-        if self.device.type != "cuda":
-            return inputs
         moved: ModelInputs = []
         for modality, batch in inputs:
-            # Pixels of 8 bits become numbers on the GPU.
             tensors = {
                 name: tensor.to(self.device, non_blocking=True)
                 for name, tensor in batch.items()
             }
+            # Pixels of 8 bits become numbers where the model computes.
             moved.append((modality, self.featuriser.finished(tensors)))
         return moved
 

@@ -75,7 +75,7 @@ class Diagnostics(Hook):
     def on_step(self, report: StepReport) -> None:
         for rank_batch, result in report.batches:
             self._counts.update(
-                examples=rank_batch.num_examples,
+                examples=len(rank_batch.where),
                 inputs=rank_batch.num_inputs,
                 distinct=len(rank_batch.features),
                 useful=rank_batch.useful_tokens,
@@ -94,7 +94,7 @@ class Diagnostics(Hook):
             "seconds": {name: round(value, 6) for name, value in phases.items()},
             "memory": memory_snapshot(self._device),
         }
-        ranks = collectives.gather_objects_as_json(of_rank)
+        ranks = collectives.gather_objects(of_rank)
         total: Counter[str] = Counter()
         work = []
         padding = []
