@@ -180,14 +180,8 @@ def test_few_examples_are_seen_more_often(examples, texts, towers):
 
 
 def intervals_of(config, size):
-    return run_intervals(
-        config.evaluation,
-        config.run,
-        config.logging.logging_steps,
-        size,
-        has_validation=config.data.val_data_path is not None,
-        is_length_given=config.optimizer.gives_length(),
-    )
+    is_length_given = config.optimizer.gives_length()
+    return run_intervals(config, size, is_length_given=is_length_given)
 
 
 def test_ten_evaluations_where_they_are_cheap_and_fewer_where_not():

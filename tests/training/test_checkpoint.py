@@ -33,6 +33,8 @@ from vembed.training.checkpoint.checkpointer import Checkpointer, read_state
 from vembed.training.optimizer import build_optimizer
 from vembed.training.state import LoopState
 
+FILE = "shard-00001-model-00001-of-00001.safetensors"
+
 
 class Run:
     """As much of a run as a checkpoint sees."""
@@ -103,10 +105,9 @@ def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
     assert names == {
         "manifest.json",
         "state.json",
-        "index.json",
-        "rank00000-00000.safetensors",
+        FILE,
     }
-    with safe_open(folder / "rank00000-00000.safetensors", "pt") as file:
+    with safe_open(folder / FILE, "pt") as file:
         assert not any("embeddings" in name for name in file.keys())  # noqa: SIM118 - no mapping
     with starting(tmp_path, resume=str(folder)) as run:
         run.resume()
@@ -246,13 +247,13 @@ def test_best_weights_that_are_not_there_leave_the_last_ones(tmp_path, caplog):
         assert not run.checkpointer.load_weights(
             run.checkpointer.path_of(7), run.model, run.loss
         )
-        (tmp_path / "checkpoint-1" / "index.json").write_text("{}")
+        (tmp_path / "checkpoint-1" / "state.json").write_text("{}")
         assert not run.checkpointer.load_weights(
             run.checkpointer.path_of(1), run.model, run.loss
         )
         assert_same(run.whole(), expected)
     assert "checkpoint-7: manifest.json is missing" in caplog.text
-    assert "checkpoint-1: index.json has 2 bytes instead of" in caplog.text
+    assert "checkpoint-1: state.json has 2 bytes instead of" in caplog.text
 
 
 # ---- another model, another optimizer --------------------------------------------------------------------------
@@ -455,7 +456,6 @@ def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
         path.name for path in (tmp_path / "checkpoint-1").glob("*.safetensors")
     )
     assert len(files) > 3
-    assert files[-1] == f"rank00000-{len(files) - 1:05d}.safetensors"
     with starting(tmp_path, resume=True) as run:
         assert_same(run.resume().whole(), expected)
 
@@ -497,9 +497,8 @@ def test_tensors_alone_go_into_a_checkpoint(tmp_path):
     model.odd = Odd()
     with starting(tmp_path, model) as run:
         run.resume().train()
-        with pytest.raises(RuntimeError, match="saving") as caught:
+        with pytest.raises(TypeError, match="holds only tensors and JSON"):
             run.save()
-    assert "holds only tensors and JSON" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("failing", [False, True])

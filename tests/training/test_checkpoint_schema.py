@@ -5,16 +5,10 @@ import os
 import shutil
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
-from tests.training.test_checkpoint import found_in, starting
+from tests.training.test_checkpoint import FILE, found_in, starting
 from vembed.errors import UserError
-from vembed.models.families.model_files import CODES
 from vembed.training.checkpoint import folder as integrity
-
-FILE = "rank00000-00000.safetensors"
-WEIGHT = "model.backbone.layer.0.linear.weight"
 
 
 @pytest.fixture(scope="module")
@@ -53,45 +47,8 @@ def state(*path, **changes):
     return alter
 
 
-def index(change):
-    def alter(folder):
-        values = json.loads((folder / "index.json").read_text())
-        assert WEIGHT in values
-        change(values)
-        (folder / "index.json").write_text(json.dumps(values))
-
-    return alter
-
-
 def text(name, content):
     return lambda folder: (folder / name).write_text(content)
-
-
-def chunk(**changes):
-    return index(lambda values: values[WEIGHT]["chunks"][0].update(changes))
-
-
-def halves(first, second):
-    """The weight [7, 7] in two pieces of rows."""
-
-    def change(values):
-        held = values[WEIGHT]["chunks"][0]
-        pieces = [
-            {**held, "offsets": [start, 0], "sizes": [count, 7]}
-            for start, count in (first, second)
-        ]
-        values[WEIGHT]["chunks"] = pieces
-
-    return index(change)
-
-
-def stored_as(dtype):
-    def alter(folder):
-        weights = load_file(folder / FILE)
-        name = next(key for key in weights if key.startswith(WEIGHT))
-        save_file({**weights, name: weights[name].to(dtype)}, folder / FILE)
-
-    return alter
 
 
 GONE = object()
@@ -116,29 +73,6 @@ ALTERED = {
         lambda folder: (folder / "state.json").unlink(),
         "state.json is missing",
     ),
-    "no index": (
-        lambda folder: (folder / "index.json").unlink(),
-        "index.json is missing",
-    ),
-    "a tensor left out": (
-        index(lambda values: values.pop(WEIGHT)),
-        "index.json names none of 1 tensors",
-    ),
-    "no chunks": (index(lambda values: values[WEIGHT].update(chunks=[])), "chunks"),
-    "half of the chunks": (chunk(sizes=[3, 7]), "hold 3 of 7 rows"),
-    "chunks that overlap": (halves((0, 4), (3, 3)), "at [3, 0] does not continue"),
-    "a chunk outside": (chunk(offsets=[3, 0]), "at [3, 0] does not continue"),
-    "offsets of another length": (chunk(offsets=[0]), "at [0] does not continue"),
-    "a type that is none": (
-        index(lambda values: values[WEIGHT].update(dtype="float99")),
-        "float99",
-    ),
-    "another type": (stored_as(torch.float16), "is F16"),
-    "a file outside": (
-        chunk(file="../checkpoint-1/" + FILE),
-        "is no file of this folder",
-    ),
-    "a file that is no safetensors": (text(FILE, "pickle"), "not a safetensors file"),
 }
 
 
@@ -154,7 +88,7 @@ def test_altered_contents_are_one_sentence_and_then_the_checkpoint_before(
     assert "checkpoint-2" in line and says in line and "\n" not in line
 
 
-@pytest.mark.parametrize("name", ["state.json", "index.json", FILE, integrity.MANIFEST])
+@pytest.mark.parametrize("name", ["state.json", FILE, integrity.MANIFEST])
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_pipes_and_links_are_not_opened(run_folder, name, kind):
     path = run_folder / "checkpoint-2" / name
@@ -191,7 +125,3 @@ def test_a_run_resumes_from_the_one_before_and_refuses_a_path_to_the_altered_one
         run.resume()
     with starting(run_folder, resume=True) as run:
         assert run.resume().state["step"] == 1
-
-
-def test_types_are_those_of_torch():
-    assert all(isinstance(vars(torch)[name], torch.dtype) for name in CODES)

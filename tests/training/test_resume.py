@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.resume_table import updated
-from tests.training.test_checkpoint import starting
+from tests.training.test_checkpoint import FILE, starting
 from tests.training.test_integrity import damage, fake_checkpoint
 from tests.training.tiny_run import config_for
 from vembed.config.schema import option_fields
@@ -188,11 +188,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_leaves_the_way_free(tmp_path, c
         run.resume()
         for _ in range(3):
             run.train().save()
-    damage(tmp_path / "checkpoint-3", "rank00000-00000.safetensors", "truncate", 0.9)
+    damage(tmp_path / "checkpoint-3", FILE, "truncate", 0.9)
     (tmp_path / "checkpoint-4.partial").mkdir()
     with starting(tmp_path, resume=True) as run:
         assert run.resume().state["step"] == 2
-        assert "checkpoint-3: rank00000-00000.safetensors has" in caplog.text
+        assert f"checkpoint-3: {FILE} has" in caplog.text
         assert (
             "checkpoint-4.partial (incomplete, left by an earlier process)"
             in caplog.text

@@ -22,9 +22,8 @@ from vembed.config.terms import (
     needed_teachers,
     run_terms,
 )
-from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, SCORES
 from vembed.losses.table import LOSSES, loss_options, read_options
-from vembed.losses.teacher_scores import SCORES
 from vembed.training.optimizers.table import OPTIMIZERS
 from vembed.training.trackers.table import TRACKERS
 

@@ -19,8 +19,8 @@ from vembed.data.example_store import ExampleStore
 from vembed.data.examples import ImageRef, Item
 from vembed.data.language import MAX_TEXTS, is_english, language_of
 from vembed.errors import RunError, UserError
+from vembed.evaluation.report.record import RunSummary, collect_versions
 from vembed.evaluation.report.report import write_report
-from vembed.evaluation.report.summary import RunSummary, collect_versions
 from vembed.inference.encoding import encode_features
 from vembed.models.precision import saved_dtype
 from vembed.models.quantized import is_quantized, store_rounded
@@ -164,7 +164,7 @@ def save_final(
     if metric in state.before and state.scores[metric] < state.before[metric]:
         warnings.append(
             f"{metric} is {state.scores[metric]:.4f} in final/ and was {state.before[metric]:.4f} before training: use "
-            f"the model as it was, or lower learning_rate (now {components.rates.base:g}), or look at the training "
+            f"the model as it was, or lower learning_rate (now {config.optimizer.learning_rate:g}), or look at the training "
             "data (vembed audit)"
         )
         log.warning("%s", warnings[-1])
@@ -245,7 +245,7 @@ def _not_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> str | None:
         if is_number and not bool(torch.isfinite(weight).all()):
             first_broken = name
             break
-    for broken in collectives.gather_objects_as_json(first_broken):
+    for broken in collectives.gather_objects(first_broken):
         if broken is not None:
             return f"the trained weights of {broken}"
     return None

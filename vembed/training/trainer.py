@@ -99,45 +99,39 @@ class Trainer:
         # The checkpoint. `find` also refuses a folder that is not writable or holds another run.
         self.resume_point = point = checkpointer.find(config.model)
         require_free_folder(self.output)
-        resumed_options: dict[str, Any] = {}
+        is_length_given = config.optimizer.gives_length()
         if point is not None:
-            resumed_options = kept_decisions(config, point.state, session.world_size)
+            # Decisions of the run that is resumed stay.
+            kept = kept_decisions(config, point.state, session.world_size)
+            config = config.changed(**kept)
             precision = session.placement.precision
             if precision.source == CHECKPOINT:
                 log.info(f"mixed precision: {precision}", extra=HEADLINE)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
-        self.data = data = open_data(config, resumed_options, session)
+        self.data = data = open_data(config, session)
         identity = identity_of(config, data)
         require_same_data(identity, data)
-        checkpointer.check(point, {**config.to_dict(), **resumed_options}, identity)
+        checkpointer.check(point, config.to_dict(), identity)
         checkpointer.require_steps_left(point, data.total_steps)
 
         # The model, and everything that was left to `auto`. From here on the config does not change.
-        self.components = components = build_components(
-            config, resumed_options, data, session
-        )
+        self.components, config = build_components(config, data, session)
+        components = self.components
         self.intervals = decide_intervals(
-            config, resumed_options, data, components.model
+            config, data, components.model, is_length_given=is_length_given
         )
-        rates = components.rates
-        decided = {
-            **resumed_options,
-            **self.intervals.options(),
-            "learning_rate": rates.base,
-            "head_learning_rate": rates.heads,
-            "temperature": components.temperature,
-        }
+        decided = self.intervals.options()
         if config.optimizer.max_steps is None:
             decided["epochs"] = data.epochs
         # A run with these options repeats this one.
-        self.config = config.changed(**decided)
-        checkpointer.settings = self.config.to_dict()
+        self.config = config = config.changed(**decided)
+        checkpointer.settings = config.to_dict()
         self.schedule = Schedule(
-            config.optimizer, rates.base, data.total_steps, data.examples_per_step
+            config.optimizer, data.total_steps, data.examples_per_step
         )
         log_parameter_summary(components.model)
-        self.model_writer = ModelWriter(self.config, session, components)
+        self.model_writer = ModelWriter(config, session, components)
         self.hooks = Hooks([*configured_hooks(self), *hooks])
         for hook in self.hooks:
             hook.on_build(self)
@@ -147,14 +141,7 @@ class Trainer:
 
         # The step. After the checkpoint: optimizer state that is restored takes memory already, and is not added to
         # the estimate.
-        self.stream = open_stream(
-            config.data,
-            data,
-            components.featuriser,
-            session,
-            # Otherwise an input would weigh in the statistics by the number of processes that have it.
-            encodes_copies=config.parallel.sync_batchnorm,
-        )
+        self.stream = open_stream(config, data, components.featuriser, session)
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
         self.memory_guard = MemoryGuard(session)

@@ -4,8 +4,7 @@ A checkpoint is a folder `checkpoint-<step>`:
 
     manifest.json            every file with size and SHA-256, and a checksum of the list itself
     state.json               step, counters, best score, settings, versions
-    index.json               the file of each piece of each tensor
-    rank<r>-<n>.safetensors  trained weights, loss parameters and optimizer state, in pieces
+    shard-<r>-*.safetensors  trained weights, loss parameters and optimizer state, in pieces
 
 It is written as `checkpoint-<step>.partial`, flushed to disk, and renamed after every rank has written. A run that is
 killed leaves a complete checkpoint or none. Any number of ranks and any strategy can read it. Nothing is pickled, so a
@@ -31,12 +30,11 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from vembed.config.schema import ModelSection, RunSection
 from vembed.errors import RunError, UserError
-from vembed.evaluation.report.summary import SUMMARY_FILE
+from vembed.evaluation.report.record import SUMMARY_FILE
 from vembed.files import read_json_object
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
@@ -65,7 +63,7 @@ from vembed.training.checkpoint.resume import (
     trim_metrics,
 )
 from vembed.training.checkpoint.tensors import (
-    CheckpointReader,
+    CheckpointPlanner,
     CheckpointWriter,
     optimizer_kind,
     quieten_torch,
@@ -357,7 +355,7 @@ class Checkpointer:
         )
         # All ranks must agree whether it is damaged, and each has seen other files.
         unique: dict[str, None] = {}
-        for of_rank in collectives.gather_objects_as_json(problems):
+        for of_rank in collectives.gather_objects(problems):
             unique |= dict.fromkeys(of_rank)
         return list(unique)
 
@@ -414,12 +412,11 @@ class Checkpointer:
                     "python": platform.python_version(),
                 },
             },
-            rank=self.session.rank,
             on_commit=partial(self._on_commit, final, kept_steps, start),
         )
         arguments: dict[str, Any] = {
             "storage_writer": writer,
-            "planner": DefaultSavePlanner(flatten_state_dict=False),
+            "planner": CheckpointPlanner(flatten_state_dict=False),
             "no_dist": self._is_alone,
         }
         weights = tensors_of(model, loss, optimizer, tensors)
@@ -463,7 +460,7 @@ class Checkpointer:
                 answer = {"value": action()}
             except UserError as error:
                 answer = {"error": str(error)}
-        answer = collectives.broadcast_json(answer)
+        answer = collectives.broadcast_object(answer)
         if "error" in answer:
             raise UserError(answer["error"])
         return answer["value"]
@@ -478,10 +475,10 @@ class Checkpointer:
             write_durably(probe, b"vembed writes here\n")
         except OSError as error:
             problem = error.strerror or str(error)
-        problems = collectives.gather_objects_as_json(problem)
+        problems = collectives.gather_objects(problem)
         # Skipped where writing failed already: even a lookup may be forbidden there.
         sees_main = problem is not None or (self.output / ".probe-0").exists()
-        is_shared = collectives.gather_objects_as_json(sees_main)
+        is_shared = collectives.gather_objects(sees_main)
         if problem is None:
             probe.unlink()
         failed = []
@@ -519,7 +516,7 @@ class Checkpointer:
                 self._elsewhere[step] = existing[0]
             else:
                 missing.append(step)
-        missing = collectives.broadcast_json(missing)
+        missing = collectives.broadcast_object(missing)
         changes: dict[str, Any] = {}
         for key, without in NO_CHECKPOINT.items():
             if state[key] in missing:
@@ -542,7 +539,7 @@ class Checkpointer:
             model,
             loss,
             optimizer,
-            CheckpointReader(point.path),
+            point.path,
             no_dist=self._is_alone,
             # Another strategy may hold the same weights in another type.
             checks_dtypes=point.state["strategy"] == self.session.strategy,
@@ -567,7 +564,7 @@ class Checkpointer:
         problem = None
         if error is not None:
             problem = f"rank {self.session.rank}: {_reason(error)}"
-        for reason in collectives.gather_objects_as_json(problem):
+        for reason in collectives.gather_objects(problem):
             if reason is not None:
                 self._fail(step, str(reason))
 

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: names, manifest with checksums, the schema of state and index, verification, removal.
+"""Checkpoint folders on disk: names, manifest with checksums, the schema of the state, verification, removal.
 
 Does not import torch, and reads no weights.
 """
@@ -7,33 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.files import read_json_object, read_state_bytes
-from vembed.models.families.model_files import (
-    CODES,
-    WEIGHTS,
-    Stored,
-    first_problem,
-    read_header,
-)
+from vembed.models.families.model_files import first_problem
 from vembed.saving.checksums import checksums_of, damage_of
 from vembed.saving.durability import sync, write_durably
-from vembed.training.state import Count, LoopState
+from vembed.training.state import LoopState
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-INDEX = "index.json"
 PARTIAL = ".partial"
 """Suffix of a folder that is being written or removed. It never counts; the next start removes it."""
 DAMAGED = ".damaged"
@@ -41,7 +33,7 @@ DAMAGED = ".damaged"
 ABANDONED = ".abandoned"
 """Suffix of a checkpoint later than the one resumed from. It is kept until the user removes it."""
 _NAME = re.compile(r"checkpoint-(\d+)")
-_FORMAT = 1
+_FORMAT = 2
 
 
 def checkpoint_name(step: int) -> str:
@@ -130,9 +122,9 @@ def verify_files(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[
     try:
         content = read_json_object(directory / MANIFEST)
         seal = content.pop("sha256")
-        if content["format"] > _FORMAT:
+        if content["format"] != _FORMAT:
             return [
-                f"{MANIFEST} has format {content['format']}, newer than this vembed reads ({_FORMAT})"
+                f"{MANIFEST} has format {content['format']}, and this vembed reads {_FORMAT}"
             ]
         if seal != _seal(content):
             return [f"{MANIFEST} does not match its own checksum"]
@@ -181,10 +173,6 @@ def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
 # ---- contents ----------------------------------------------------------------
 
 
-class _Schema(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
 class IdentitySchema(BaseModel):
     """Facts that must match besides options; further keys are allowed."""
 
@@ -207,110 +195,33 @@ class StateSchema(BaseModel):
     world_size: Annotated[int, Field(ge=1)]
 
 
-class ChunkSchema(_Schema):
-    """One piece of a tensor: where it begins in the tensor, its size, and where it is stored."""
-
-    offsets: list[Count]
-    sizes: list[Count]
-    file: str
-    key: str
-
-
-class EntrySchema(_Schema):
-    """One tensor of index.json."""
-
-    dtype: str
-    shape: list[Count]
-    chunks: Annotated[list[ChunkSchema], Field(min_length=1)]
-
-
-_INDEX = TypeAdapter(dict[str, EntrySchema])
-
-
 def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
-    """Return the problems of a checkpoint as messages; empty if it is whole and its contents make sense.
+    """Return the problems of a checkpoint as messages; empty if it is whole and its state makes sense.
 
-    With `num_parts`, each part compares some of the files with their checksums; the first looks at the contents too.
+    With `num_parts`, each part compares some of the files with their checksums; the first looks at the state too.
     """
     problems = verify_files(directory, part=part, num_parts=num_parts)
     if problems or part > 0:
         return problems
-    for name in (STATE, INDEX):
-        problem = irregular(directory, name)
-        if problem is not None:
-            return [problem]
-    try:
-        return [*_state_problems(directory), *_index_problems(directory)][:3]
-    except (ValueError, UserError) as error:
-        return [str(error)]
-
-
-def _state_problems(directory: Path) -> Iterator[str]:
+    problem = irregular(directory, STATE)
+    if problem is not None:
+        return [problem]
     try:
         state = StateSchema.model_validate_json(read_state_bytes(directory / STATE))
         TrainConfig(**state.config)
     except ValidationError as error:
-        yield f"{STATE}: {first_problem(error)}"
-        return
+        return [f"{STATE}: {first_problem(error)}"]
     except (ValueError, UserError) as error:
-        yield f"{STATE}: {error}"
-        return
+        return [f"{STATE}: {error}"]
     loop = state.loop
     named = step_of(directory.name)
     if named is not None and loop.step != named:
-        yield f"{STATE}: loop.step is {loop.step}, and the folder is that of step {named}"
-    for name, value in (("best_step", loop.best_step), ("held_step", loop.held_step)):
-        if value is not None and value > loop.step:
-            yield f"{STATE}: loop.{name} is {value}, later than its step {loop.step}"
-
-
-def _index_problems(directory: Path) -> Iterator[str]:
-    try:
-        index = _INDEX.validate_json(read_state_bytes(directory / INDEX))
-    except ValidationError as error:
-        yield f"{INDEX}: {first_problem(error)}"
-        return
-    unnamed: dict[tuple[str, str], Stored] = {}
-    for path in sorted(directory.glob("rank*" + WEIGHTS)):
-        for key, stored in read_header(path)[0].items():
-            unnamed[path.name, key] = stored
-    pieces = dict(unnamed)
-    for name, entry in index.items():
-        problem = _tensor_problem(entry, pieces)
-        if problem is not None:
-            yield f"{INDEX}: {name}: {problem}"
-        for chunk in entry.chunks:
-            unnamed.pop((chunk.file, chunk.key), None)
-    if unnamed:
-        file, key = min(unnamed)
-        yield f"{INDEX} names none of {len(unnamed):,d} tensors in the files ({key} in {file})"
-
-
-def _tensor_problem(
-    entry: EntrySchema, pieces: Mapping[tuple[str, str], Stored]
-) -> str | None:
-    """Return why the chunks are not the tensor cut into pieces, each element once, in these files; None if they are."""
-    if entry.dtype not in CODES:
-        return f"{entry.dtype} is not the name of a type"
-    shape = entry.shape
-    chunks = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
-    chunks.sort(key=lambda chunk: chunk.offsets)
-    # Tensors are cut along their first dimension: each piece begins in the row where the one before it ends.
-    num_rows = 0
-    for chunk in chunks:
-        begin = [num_rows, *(0 for _ in shape[1:])] if shape else []
-        if chunk.offsets != begin or chunk.sizes[1:] != shape[1:]:
-            return f"its chunk of {chunk.sizes} at {chunk.offsets} does not continue those before it"
-        num_rows += chunk.sizes[0] if shape else 0
-    if math.prod(shape) and num_rows != sum(shape[:1]):
-        return f"its chunks hold {num_rows:,d} of {shape[0]:,d} rows"
-    for chunk in entry.chunks:
-        stored = pieces.get((chunk.file, chunk.key))
-        if stored is None:
-            return f"{chunk.file!r} is no file of this folder that holds {chunk.key!r}"
-        if stored.dtype != CODES[entry.dtype] or list(stored.shape) != chunk.sizes:
-            return (
-                f"{chunk.key} is {stored.dtype} of the shape {list(stored.shape)} in {chunk.file}, and "
-                f"{CODES[entry.dtype]} of {chunk.sizes} in the index"
+        problems.append(
+            f"{STATE}: loop.step is {loop.step}, and the folder is that of step {named}"
+        )
+    for name, step in (("best_step", loop.best_step), ("held_step", loop.held_step)):
+        if step is not None and step > loop.step:
+            problems.append(
+                f"{STATE}: loop.{name} is {step}, later than its step {loop.step}"
             )
-    return None
+    return problems
