@@ -18,39 +18,6 @@ from vembed.data.processing import TextProcessing
 from vembed.errors import UserError
 
 
-def parquet(path, value, count):
-    """A file that stores a value once and names it `count` times."""
-    values = pa.DictionaryArray.from_arrays(
-        pa.array([0] * count, pa.int32()), pa.array([value])
-    )
-    pq.write_table(
-        pa.table({"query": values, "positive": ["p"] * count}),
-        path,
-        compression="zstd",
-        store_schema=False,
-    )
-    return path
-
-
-def test_a_column_that_unpacks_to_gigabytes_is_refused_by_its_metadata(tmp_path):
-    path = parquet(tmp_path / "a.parquet", "a" * (2 * MAX_RECORD_BYTES + 1), 1)
-    assert path.stat().st_size < 10_000
-    with pytest.raises(
-        UserError,
-        match=r"query unpacks from .* to 67,1.* bytes, which no texts or images do",
-    ):
-        open_path(path)
-
-
-def test_one_value_named_many_times_is_refused_before_memory_is_gone(tmp_path):
-    path = parquet(tmp_path / "a.parquet", "a" * 3_000_000, 1_000)
-    with pytest.raises(
-        UserError,
-        match=r"more than .* bytes, far more than the file says: .* use_dictionary=False",
-    ):
-        open_path(path)
-
-
 def test_dictionaries_inside_of_lists_may_differ_between_groups(tmp_path):
     """As pandas writes categories in a list."""
     kind = pa.list_(pa.dictionary(pa.int32(), pa.string()))
