@@ -14,8 +14,8 @@ from tests.training.test_run import settings
 from vembed.cli.main import run_process
 from vembed.config.loading import one_line_yaml
 from vembed.errors import UserError
+from vembed.training import trackers
 from vembed.training.hooks.metrics import MetricsLog
-from vembed.training.trackers import declaration
 
 
 def train(options):
@@ -47,7 +47,7 @@ def test_a_tracker_that_is_not_installed_is_said_before_anything_is_loaded(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr(
-        declaration,
+        trackers,
         "find_spec",
         lambda name: None if name in ("trackio", "mlflow") else find_spec(name),
     )

@@ -36,8 +36,8 @@ from vembed.config.terms import (
 from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from vembed.losses.table import LOSSES, loss_options, read_options
 from vembed.losses.teacher_scores import SCORES
-from vembed.training.optimizers.table import OPTIMIZERS
-from vembed.training.trackers.table import TRACKERS
+from vembed.training.optimizer_kinds import OPTIMIZERS
+from vembed.training.trackers import TRACKERS
 
 Rules = Iterator[tuple[str, str]]
 

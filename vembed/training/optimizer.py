@@ -1,7 +1,7 @@
 """The optimizer of a run: parameter groups with learning rate and weight decay, the schedule of the rates, and the
 update of the weights (gradient norm, clipping, float16 scale), which is the same on every rank.
 
-The kinds are in `optimizers/`. The learning rate is a pure function of the step, so a resumed run needs no state for it.
+The kinds are in `optimizer_kinds.py`. The learning rate is a pure function of the step, so a resumed run needs no state for it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ from vembed.models.families.backbones import plain_name
 from vembed.parallel import collectives
 from vembed.parallel.parameters import clip_gradients, global_grad_norm
 from vembed.parallel.session import Session
-from vembed.training.optimizers.declaration import OptimizerInputs
-from vembed.training.optimizers.table import OPTIMIZERS
+from vembed.training.optimizer_kinds import OPTIMIZERS, OptimizerInputs
 from vembed.training.state import FIRST_SCALE, GradientScale
 
 log = logging.getLogger("vembed")

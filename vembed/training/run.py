@@ -33,7 +33,7 @@ from vembed.training.hooks.publishing import hub_of, push_final
 from vembed.training.interrupts import Interrupts
 from vembed.training.lock import OutputLock
 from vembed.training.run_log import HEADLINE, RunLog
-from vembed.training.trackers.table import require_trackers
+from vembed.training.trackers import require_trackers
 from vembed.training.trainer import Trainer, TrainResult
 
 log = logging.getLogger("vembed")
@@ -69,7 +69,7 @@ def train(
     """Train as the config says (a path, a dict or a TrainConfig); return the model's folder and its scores.
 
     In a dict, `data_path` and `val_data_path` may be lists of dicts or a `datasets.Dataset`. `on_step` and
-    `on_evaluation` are called with a StepInfo and an EvaluationInfo (`vembed/training/hooks/callbacks.py`) and may return
+    `on_evaluation` are called with a StepInfo (`vembed/training/hooks/callbacks.py`) and an Evaluation and may return
     "stop", which ends the run with a model and a report. `model`: a torch module or its class, as `model_class`; a
     module's weights are where training starts. `hooks`: additions to the loop (`vembed/training/hooks/base.py`).
     """

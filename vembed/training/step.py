@@ -40,6 +40,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vembed.config.schema import ObjectiveSection
 from vembed.data.batching.feeding import MicroBatch, ModelInputs, row_index
 from vembed.data.batching.microbatches import LockstepSplit
 from vembed.data.batching.rank_batch import RankBatch
@@ -59,11 +60,7 @@ from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gath
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import Budget, MemoryGuard, OutOfMemory
 from vembed.teachers.supply import Teachers
-from vembed.training.auxiliary_losses import (
-    AuxiliaryBatch,
-    AuxiliaryLosses,
-    SliceLosses,
-)
+from vembed.training.auxiliary_losses import AuxiliaryBatch, SliceLosses
 from vembed.training.frozen import BatchInputs, InputSource
 
 
@@ -200,10 +197,10 @@ class ContrastiveStep:
         guard: MemoryGuard,
         seed: int,
         teachers: Teachers | None = None,
-        auxiliary: AuxiliaryLosses | None = None,
+        auxiliary: ObjectiveSection | None = None,
     ) -> None:
         """`budget` may be replaced between two batches, after a shortage of memory. `teachers`: of the loss, if any.
-        `auxiliary`: losses of the model's own, if it has any."""
+        `auxiliary`: options of the model's own losses, if it has any."""
         self.model = model
         self.loss = loss
         self.source = source
@@ -316,9 +313,9 @@ class ContrastiveStep:
         embeddings: Tensor | None = None
         with torch.set_grad_enabled(batch.keeps_graphs):
             # With kept graphs there is no second phase that could reuse image features.
-            keeps_images = not batch.keeps_graphs and self.source.images.keeps(
-                max(batch.counts.padded_tokens)
-            )
+            max_tokens = max(batch.counts.padded_tokens)
+            has_room = max_tokens <= self.source.max_image_tokens
+            keeps_images = has_room and not batch.keeps_graphs
             batch.inputs.encode_frozen(batch.frozen_splits, keeps_images=keeps_images)
             # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
             # micro-batch.

@@ -36,7 +36,6 @@ from vembed.parallel.placement import CHECKPOINT
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import MemoryGuard, OutOfMemory, find_budget
 from vembed.progress import duration
-from vembed.training.auxiliary_losses import AuxiliaryLosses
 from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint
 from vembed.training.checkpoint.resume import kept_decisions
 from vembed.training.final import ModelWriter, require_free_folder, save_final
@@ -145,9 +144,6 @@ class Trainer:
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
         self.memory_guard = MemoryGuard(session)
-        auxiliary = None
-        if components.embedder.has_auxiliary():
-            auxiliary = AuxiliaryLosses(config.objective)
         self.contrastive_step = ContrastiveStep(
             components.model,
             components.loss,
@@ -164,7 +160,7 @@ class Trainer:
             self.memory_guard,
             config.run.seed,
             components.teachers,
-            auxiliary,
+            config.objective if components.embedder.has_auxiliary() else None,
         )
         self.update = Update(
             components.model,
@@ -383,7 +379,7 @@ class Trainer:
             step = state.best_step
             scores = state.best_scores
         if step not in (None, state.step):
-            folder = self.checkpointer.find_path(step)
+            folder = self.checkpointer.path_of(step)
             if self.checkpointer.load_weights(
                 folder, components.model, components.loss, self.hooks.tensors()
             ):

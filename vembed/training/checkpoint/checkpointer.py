@@ -115,8 +115,6 @@ class Checkpointer:
         """Step of an asynchronous save, and its result."""
         self._saved_step = -1
         self._damaged: set[Path] = set()
-        self._elsewhere: dict[int, Path] = {}
-        """Checkpoints in the folder of the run that was resumed, by step, which `final/` may get."""
         quieten_torch()
 
     def __enter__(self) -> Self:
@@ -285,6 +283,9 @@ class Checkpointer:
             trim_metrics(self.output, -1)
         else:
             loop = point.state["loop"]
+            steps = {loop["step"], *(loop[key] for key in NO_CHECKPOINT)} - {None}
+            for step in steps if self._may_go_back else ():
+                self._take_over(step, point)
             is_same_folder = point.path.resolve().parent == self.output.resolve()
             metrics = loop["hooks"].get("metrics", {}) if is_same_folder else {}
             trim_metrics(
@@ -323,7 +324,17 @@ class Checkpointer:
             no_scores: dict[str, Any] = {"before": {}, "scores": {}, "held_scores": {}}
             state |= {**no_scores, "scored_step": None}
         if self._may_go_back:
-            state |= self._look_for_earlier(point, state)
+            missing = []
+            for key in NO_CHECKPOINT:
+                step = state[key]
+                if step is not None and self._source_of(step, point) is None:
+                    missing.append(key)
+            for key in collectives.broadcast_json(missing):
+                log.warning(
+                    "%s is not there any more: final/ gets a later one",
+                    checkpoint_name(state[key]),
+                )
+                state |= NO_CHECKPOINT[key]
         return state
 
     def load_weights(
@@ -439,11 +450,6 @@ class Checkpointer:
         """Return the folder of a step's checkpoint of this run, whether or not it exists."""
         return self.output / checkpoint_name(step)
 
-    def find_path(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint: of this run, or of the one that was resumed."""
-        path = self.path_of(step)
-        return path if path.is_dir() else self._elsewhere.get(step, path)
-
     # ---- parts ---------------------------------------------------------------
 
     @property
@@ -497,35 +503,25 @@ class Checkpointer:
                 "all machines share"
             )
 
-    def _look_for_earlier(
-        self, point: ResumePoint, state: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Find the checkpoints that the state of the resumed run names, and return what changes where they are gone.
+    def _source_of(self, step: int, point: ResumePoint) -> Path | None:
+        """Return the checkpoint of a step that `final/` may get: of this folder, or beside the one that is resumed."""
+        beside = point.path.parent / checkpoint_name(step)
+        for path in (self.path_of(step), beside):
+            if (path / MANIFEST).is_file():
+                return path
+        return point.path if step == point.step else None
 
-        They are of this folder, or beside the one that is resumed from, in the folder of its run. Collective.
-        """
-        # The one that is resumed from too: its own scores may be the best.
-        steps = {state["step"], *(state[key] for key in NO_CHECKPOINT)} - {None}
-        missing = []
-        for step in sorted(steps):
-            places = [self.path_of(step), point.path.parent / checkpoint_name(step)]
-            if step == state["step"]:
-                places.insert(1, point.path)
-            existing = [path for path in places if (path / MANIFEST).is_file()]
-            if existing:
-                self._elsewhere[step] = existing[0]
-            else:
-                missing.append(step)
-        missing = collectives.broadcast_json(missing)
-        changes: dict[str, Any] = {}
-        for key, without in NO_CHECKPOINT.items():
-            if state[key] in missing:
-                log.warning(
-                    "%s is not there any more: final/ gets a later one",
-                    checkpoint_name(state[key]),
-                )
-                changes |= without
-        return changes
+    def _take_over(self, step: int, point: ResumePoint) -> None:
+        """Copy a checkpoint that `final/` may get from the folder of the resumed run, which may be removed before this
+        run ends."""
+        source = self._source_of(step, point)
+        target = self.path_of(step)
+        if source is not None and source != target:
+            # Files of a checkpoint are never changed, so that both folders may share them.
+            unfinished = target.with_name(target.name + PARTIAL)
+            shutil.copytree(source, unfinished, copy_function=_link_or_copy)
+            unfinished.rename(target)
+            log.info("copied %s (final/ may get it)", source)
 
     def _read(
         self,
@@ -601,18 +597,6 @@ class Checkpointer:
         log.info("saved %s (%.2f GB, %.1f s)", final.name, size / 1e9, seconds)
         limit = self.run.save_total_limit
         try:
-            # The folder of the resumed run may be removed before this run ends. Only now: no checkpoint that is older
-            # may be the newest here.
-            for step in kept_steps if self._may_go_back else ():
-                target = self.path_of(step)
-                source = self.find_path(step)
-                if source != target and source.is_dir():
-                    unfinished = target.with_name(target.name + PARTIAL)
-                    shutil.rmtree(unfinished, ignore_errors=True)
-                    # Files of a checkpoint are never changed, so that both folders may share them.
-                    shutil.copytree(source, unfinished, copy_function=_link_or_copy)
-                    unfinished.rename(target)
-                    log.info("copied %s (final/ may get it)", source)
             for path in folders.prune(self.output, limit, kept_steps):
                 log.info("removed %s (save_total_limit: %d)", path.name, limit)
         except OSError as error:
