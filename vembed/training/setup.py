@@ -64,7 +64,7 @@ from vembed.training.compiled import (
     check_compiled,
     decide_compilation,
 )
-from vembed.training.fingerprints import of_evaluation, of_examples, of_option
+from vembed.training.fingerprints import of_images, of_option
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.hooks.averaging import WeightAverage
 from vembed.training.hooks.base import Hook
@@ -247,7 +247,7 @@ def identity_of(config: TrainConfig, data: RunData) -> dict[str, Any]:
         "tasks": tasks if any(tasks) else [],
         "global_batch_size": data.examples_per_step,
     }
-    images = of_examples(data.examples)
+    images = of_images(data.examples)
     if images is not None:
         identity["image_files"] = images
     options = config.to_dict()
@@ -263,13 +263,14 @@ def require_same_data(identity: Mapping[str, Any], data: RunData) -> None:
     """Raise the same UserError on every rank unless all have read the same data, with the same images. Collective."""
     advice = "give every machine the same data_path"
     require_equal("the data's content", data.examples.fingerprint, advice)
-    prints = {
-        "data's": identity.get("image_files"),
-        "validation data's": of_evaluation(data.evaluation),
-    }
-    for owner, content in prints.items():
-        name = f"the content of the {owner} image files"
-        require_equal(name, content, "give every machine the same images")
+    advice = "give every machine the same images"
+    images = identity.get("image_files")
+    require_equal("the content of the data's image files", images, advice)
+    evaluation = data.evaluation
+    images = None
+    if evaluation is not None:
+        images = of_images(*evaluation.collections)
+    require_equal("the content of the validation data's image files", images, advice)
 
 
 def build_components(

@@ -366,10 +366,10 @@ def kept_decisions(
 
 def trim_metrics(
     output_dir: Path, step: int, *, is_scored: bool = True, num_bytes: int = 0
-) -> int:
+) -> None:
     """Drop lines of metrics.jsonl after `step`, and an incomplete last line, so that no step appears twice.
 
-    Return how many. `is_scored`: false drops the evaluation of `step` too, which the run will make again.
+    `is_scored`: false drops the evaluation of `step` too, which the run will make again.
     `num_bytes`: the length that the file had when the checkpoint was written; a shorter one is reported.
     """
     path = output_dir / METRICS
@@ -394,4 +394,3 @@ def trim_metrics(
     if len(kept) != len(lines):
         with replaced_file(path) as partial:
             write_durably(partial, b"".join(kept))
-    return len(lines) - len(kept)

@@ -346,8 +346,8 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
         elif isinstance(value, list):
             for rank, entry in enumerate(value):
                 if isinstance(entry, Mapping):
-                    for name, number in entry.items():
-                        numbers[f"{key}/rank{rank}/{name}"] = float(number)
+                    for name, number in _numbers(entry).items():
+                        numbers[f"{key}/rank{rank}/{name}"] = number
     return numbers
 
 
