@@ -167,7 +167,7 @@ def save_final(
             f"the model as it was, or lower learning_rate (now {config.optimizer.learning_rate:g}), or look at the training "
             "data (vembed audit)"
         )
-        log.warning("%s", warnings[-1])
+        log.warning(warnings[-1])
     if state.num_skipped:
         warnings.append(
             f"{state.num_skipped:,d} steps were left out because a number was not finite"
@@ -205,7 +205,7 @@ def save_final(
                 f"the model is in {folder}, but its report could not be written ({error}): "
                 f"{way_out(str(error), output)}, then `vembed report {output}`"
             ) from error
-        log.info("report: %s", output / "report.html")
+        log.info(f"report: {output / 'report.html'}")
     session.barrier()
     return folder
 

@@ -103,7 +103,7 @@ def build_optimizer(
     if options.head_learning_rate is not None:
         heads = [entry for entry in trained if entry.is_head]
         line += f"; head_learning_rate {options.head_learning_rate:g} for {_counted(heads)} (heads, projections, scales)"
-    log.info("%s", line)
+    log.info(line)
     return optimizer
 
 

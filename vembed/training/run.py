@@ -116,7 +116,7 @@ def train(
         Checkpointer(settings.run, session) as checkpointer,
     ):
         for line in resolved.translated:
-            log.info("%s", line)
+            log.info(line)
         for line in resolved.notes:
             log.info(f"note: {line}", extra=HEADLINE)
         try:
@@ -125,7 +125,7 @@ def train(
             )
             result = trainer.run()
         except NothingLeft as end:
-            log.info("%s", end, extra=HEADLINE)
+            log.info(str(end), extra=HEADLINE)
             run = end.run
             return TrainResult(run.model_dir, run.folder, run.scores(), run.step)
         if session.is_main and hub is not None:

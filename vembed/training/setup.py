@@ -297,7 +297,7 @@ def build_components(
     for line in without_effect(
         description, {name: options[name] for name in config.given}
     ):
-        log.info("%s", line)
+        log.info(line)
     if data.evaluation is not None:
         check_metric(
             config.evaluation,
@@ -582,5 +582,5 @@ def decide_intervals(
     )
     intervals = run_intervals(config, size, is_length_given=is_length_given)
     for line in intervals.lines():
-        log.info("%s", line)
+        log.info(line)
     return intervals

@@ -129,7 +129,7 @@ class Checkpointer:
         except (RunError, RuntimeError) as problem:
             if error is None:
                 raise
-            log.error("%s", problem)
+            log.error(str(problem))
 
     # ---- before training -----------------------------------------------------
 
@@ -154,7 +154,7 @@ class Checkpointer:
                 chosen = path
                 break
             damaged[path] = problems
-            log.warning("skipped %s: %s", path, "; ".join(problems))
+            log.warning(f"skipped {path}: {'; '.join(problems)}")
         self._damaged = set(damaged)
         resume = self.run.resume
         if chosen is None and damaged and resume != "auto":
@@ -174,7 +174,7 @@ class Checkpointer:
             return None
         point = ResumePoint(chosen, read_state(chosen))
         self._saved_step = point.step
-        log.info("resuming from %s (step %d)", chosen, point.step)
+        log.info(f"resuming from {chosen} (step {point.step})")
         return point
 
     def check(
@@ -196,8 +196,7 @@ class Checkpointer:
         forbidden = [str(entry) for entry in differences if not entry.is_allowed]
         if forbidden and self.run.resume == "force":
             log.warning(
-                "resume: force: going on although the settings differ: %s",
-                "; ".join(forbidden),
+                f"resume: force: going on although the settings differ: {'; '.join(forbidden)}"
             )
         else:
             refuse(differences, str(point.path))
@@ -208,7 +207,7 @@ class Checkpointer:
             if entry.is_allowed and is_named and entry.now != "auto":
                 changed.append(str(entry))
         if changed:
-            log.info("settings changed since the checkpoint: %s", "; ".join(changed))
+            log.info(f"settings changed since the checkpoint: {'; '.join(changed)}")
 
     def require_steps_left(self, point: ResumePoint | None, total_steps: int) -> None:
         """Raise NothingLeft if output_dir holds a finished run to which no step would be added. Collective.
@@ -249,7 +248,7 @@ class Checkpointer:
             if path.is_dir():
                 shutil.rmtree(path)
                 log.info(
-                    "removed %s (incomplete, left by an earlier process)", path.name
+                    f"removed {path.name} (incomplete, left by an earlier process)"
                 )
         checkpoints = list_checkpoints(self.output)
         if self.run.overwrite and point is None:
@@ -258,9 +257,7 @@ class Checkpointer:
                 folders.remove(path)
             if checkpoints or finished_run(self.output) is not None:
                 log.info(
-                    "overwrite: the earlier run in %s is replaced (%d checkpoints removed)",
-                    self.output,
-                    len(checkpoints),
+                    f"overwrite: the earlier run in {self.output} is replaced ({len(checkpoints)} checkpoints removed)"
                 )
             # Without summary and report the folder no longer counts as finished.
             for name in (SUMMARY_FILE, "report.html", "report.md"):
@@ -278,7 +275,7 @@ class Checkpointer:
                 renamed = path.with_name(path.name + ending)
                 shutil.rmtree(renamed, ignore_errors=True)
                 path.rename(renamed)
-                log.info("renamed %s to %s", path, renamed.name)
+                log.info(f"renamed {path} to {renamed.name}")
         if point is None:
             trim_metrics(self.output, -1)
         else:
@@ -330,10 +327,8 @@ class Checkpointer:
                 if step is not None and self._source_of(step, point) is None:
                     missing.append(key)
             for key in collectives.broadcast_json(missing):
-                log.warning(
-                    "%s is not there any more: final/ gets a later one",
-                    checkpoint_name(state[key]),
-                )
+                name = checkpoint_name(state[key])
+                log.warning(f"{name} is not there any more: final/ gets a later one")
                 state |= NO_CHECKPOINT[key]
         return state
 
@@ -352,7 +347,7 @@ class Checkpointer:
         problems = self.verify(directory)
         if problems:
             log.warning(
-                "cannot load the weights of %s: %s", directory, "; ".join(problems)
+                f"cannot load the weights of {directory}: {'; '.join(problems)}"
             )
             return False
         point = ResumePoint(directory, read_state(directory))
@@ -521,7 +516,7 @@ class Checkpointer:
             unfinished = target.with_name(target.name + PARTIAL)
             shutil.copytree(source, unfinished, copy_function=_link_or_copy)
             unfinished.rename(target)
-            log.info("copied %s (final/ may get it)", source)
+            log.info(f"copied {source} (final/ may get it)")
 
     def _read(
         self,
@@ -594,13 +589,13 @@ class Checkpointer:
         """Log the finished checkpoint and prune the oldest ones. Runs on rank 0."""
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
         seconds = time.monotonic() - start
-        log.info("saved %s (%.2f GB, %.1f s)", final.name, size / 1e9, seconds)
+        log.info(f"saved {final.name} ({size / 1e9:.2f} GB, {seconds:.1f} s)")
         limit = self.run.save_total_limit
         try:
             for path in folders.prune(self.output, limit, kept_steps):
-                log.info("removed %s (save_total_limit: %d)", path.name, limit)
+                log.info(f"removed {path.name} (save_total_limit: {limit})")
         except OSError as error:
-            log.warning("an old checkpoint could not be removed: %s", _reason(error))
+            log.warning(f"an old checkpoint could not be removed: {_reason(error)}")
 
 
 def read_state(directory: Path) -> dict[str, Any]:

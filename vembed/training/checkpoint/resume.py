@@ -352,11 +352,8 @@ def kept_decisions(
         if size != now:
             kept["global_batch_size"] = size
             log.info(
-                "global batch: %s examples, as in the checkpoint (batch_size: %d x %d process(es) would be %s)",
-                f"{size:,d}",
-                options["batch_size"],
-                world_size,
-                f"{now:,d}",
+                f"global batch: {size:,d} examples, as in the checkpoint (batch_size: {options['batch_size']} x "
+                f"{world_size} process(es) would be {now:,d})"
             )
     return kept
 
@@ -376,11 +373,8 @@ def trim_metrics(
     content = read_state_bytes(path) if path.exists() else b""
     if len(content) < num_bytes:
         log.warning(
-            "%s is damaged: it has %s bytes, and had %s when the checkpoint was written; the report will lack the "
-            "missing lines",
-            path,
-            f"{len(content):,d}",
-            f"{num_bytes:,d}",
+            f"{path} is damaged: it has {len(content):,d} bytes, and had {num_bytes:,d} when the checkpoint was written; "
+            "the report will lack the missing lines"
         )
     lines = content.splitlines(keepends=True)
     kept = []

@@ -229,7 +229,7 @@ class DataWatch(Hook):
             file = change.partition(" has ")[0]
             if file not in self._reported:
                 self._reported.add(file)
-                log.warning("%s", change)
+                log.warning(change)
 
     @override
     def on_finish(self, run: Trainer) -> None:

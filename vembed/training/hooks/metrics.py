@@ -414,7 +414,7 @@ def log_setup(run: Trainer) -> None:
         f"{session.mixed_precision}",
     ]
     for line in lines:
-        log.info("%s", line, extra=HEADLINE)
+        log.info(line, extra=HEADLINE)
     path = run.output / config.logging.log_file
     log.info(f"log: {path}", extra=END_OF_SETUP)
 
