@@ -18,8 +18,6 @@ from vembed.training.checkpoint.resume import (
     JUDGES,
     MAY_CHANGE,
     candidates,
-    compare_resume,
-    refuse,
     trim_metrics,
 )
 from vembed.training.state import LoopState
@@ -94,33 +92,6 @@ def test_the_list_of_what_may_change_names_options_that_exist():
     must_stay = set(MUST_STAY.split())
     assert options >= must_stay
     assert not MAY_CHANGE & must_stay
-
-
-def test_differences_are_classified_and_shown(tmp_path):
-    saved = config_for(tmp_path, seed=1, epochs=1, temperature=0.05).to_dict()
-    del saved["max_train_minutes"]  # an older vembed did not know it
-    now = config_for(tmp_path, seed=2, epochs=3, temperature=0.1, strategy="ddp")
-    found = compare_resume(
-        saved,
-        now.to_dict(),
-        {"data": "abc", "global_batch_size": 64, "old": 1},
-        {"data": "abc", "global_batch_size": 32},
-    )
-    assert {str(one): one.is_allowed for one in found} == {
-        "seed 1 -> 2": False,
-        "temperature 0.05 -> 0.1": False,
-        "epochs 1.0 -> 3.0": True,
-        "strategy auto -> ddp": True,
-        "global_batch_size 64 -> 32": False,
-    }
-    with pytest.raises(UserError) as caught:
-        refuse(found, "checkpoint-5")
-    assert "checkpoint-5 was trained with other settings" in str(caught.value)
-    assert "seed 1 -> 2" in str(caught.value)
-    assert "resume: force" in str(caught.value)
-    assert "epochs" not in str(caught.value)
-    refuse([one for one in found if one.is_allowed], "checkpoint-5")
-    assert compare_resume(now.to_dict(), now.to_dict(), {}, {}) == []
 
 
 def test_a_changed_config_stops_the_run_unless_told_otherwise(tmp_path, caplog):
