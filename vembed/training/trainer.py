@@ -26,7 +26,6 @@ from typing import Any
 from vembed.config.loading import save_config
 from vembed.config.schema import TrainConfig
 from vembed.data.batching.rank_batch import RankBatch
-from vembed.errors import Stopped
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
@@ -42,7 +41,7 @@ from vembed.training.final import ModelWriter, require_free_folder, save_final
 from vembed.training.frozen import log_use
 from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
 from vembed.training.hooks.metrics import log_line, log_setup
-from vembed.training.interrupts import EvaluationStopped, Interrupts
+from vembed.training.interrupts import Interrupts, StopRequested
 from vembed.training.optimizer import Schedule, Update, synchronise
 from vembed.training.run_log import HEADLINE, RunLog, log_scores
 from vembed.training.setup import (
@@ -174,8 +173,15 @@ class Trainer:
     def run(self) -> TrainResult:
         """Train, save and report. Collective."""
         with closing(self.hooks):
-            self.start()
-            self.fit()
+            try:
+                self.start()
+                self.fit()
+            except StopRequested:
+                self.save()
+                self.checkpointer.wait()
+                step = self.state.step
+                path = self.checkpointer.path_of(step)
+                raise self.interrupts.stopped(step, path) from None
             return self.finish()
 
     def start(self) -> None:
@@ -257,7 +263,7 @@ class Trainer:
             if _is_due(state.step, self.intervals.eval_steps):
                 self.evaluate()
             if must_stop:
-                raise self.stopped()
+                raise StopRequested
             # After the evaluation, so that the checkpoint holds its scores.
             if self._checkpoint_is_due():
                 self.save()
@@ -295,23 +301,20 @@ class Trainer:
         towers = components.source.towers
         queries = QueryResults()
         is_quantized = config.objective.quantize_embeddings is not None
-        try:
-            with self.hooks.evaluation_weights():
-                scores = evaluate_model(
-                    components.model,
-                    components.featuriser,
-                    data,
-                    config.evaluation,
-                    self.session,
-                    micro_batch_tokens=config.batch.micro_batch_tokens,
-                    log=log.info,
-                    between=self.interrupts.check,
-                    kept=towers if towers.stores else None,
-                    queries=queries,
-                    compressed=is_quantized and isinstance(data, RetrievalData),
-                )
-        except EvaluationStopped:
-            raise self.stopped() from None
+        with self.hooks.evaluation_weights():
+            scores = evaluate_model(
+                components.model,
+                components.featuriser,
+                data,
+                config.evaluation,
+                self.session,
+                micro_batch_tokens=config.batch.micro_batch_tokens,
+                log=log.info,
+                between=self.interrupts.check,
+                kept=towers if towers.stores else None,
+                queries=queries,
+                compressed=is_quantized and isinstance(data, RetrievalData),
+            )
         state.scores = scores
         state.scored_step = state.step
         metric = deciding_metric(config.evaluation.eval_metric, data, scores)
@@ -347,13 +350,6 @@ class Trainer:
             writer.write_whole if writer.writes_checkpoints else None,
             self.hooks.tensors(),
         )
-
-    def stopped(self) -> Stopped:
-        """Save the state of the run; return the exception to raise. Collective."""
-        self.save()
-        self.checkpointer.wait()
-        step = self.state.step
-        return self.interrupts.stopped(step, self.checkpointer.path_of(step))
 
     def finish(self) -> TrainResult:
         """Write final/ and the report. Collective."""
@@ -436,7 +432,7 @@ class Trainer:
         return state
 
     def _before_step(self) -> None:
-        """Let the hooks prepare the next step. A mining that is stopped is done again by the run that resumes."""
+        """Let the hooks prepare the next step."""
         # Batches, not steps: with gradient accumulation an epoch may begin inside a step, and counts from the next step
         # on.
         num_batches = self.data.batches_per_step
@@ -444,14 +440,11 @@ class Trainer:
         first = self.state.step * num_batches
         epoch = first // batches_per_epoch
         epoch_before = (first - num_batches) // batches_per_epoch
-        try:
-            if epoch_before < epoch:
-                for hook in self.hooks:
-                    hook.on_epoch(epoch)
+        if epoch_before < epoch:
             for hook in self.hooks:
-                hook.before_step(self.state.step + 1)
-        except EvaluationStopped:
-            raise self.stopped() from None
+                hook.on_epoch(epoch)
+        for hook in self.hooks:
+            hook.before_step(self.state.step + 1)
 
     def _update_weights(self, report: StepReport) -> None:
         """Synchronise the gradients that are not reduced yet, take the optimizer step and count it. Collective."""
