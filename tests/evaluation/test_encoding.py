@@ -12,7 +12,7 @@ from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.inference import encoding
 from vembed.inference.encoding import encode_items, first_dims
-from vembed.models.embedding_model import load_embedder
+from vembed.models.building import load_embedder
 from vembed.parallel.session import start_session
 
 

@@ -130,13 +130,15 @@ def test_a_text_is_tokenised_once_and_the_cache_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mine = featuriser(tiny.shared(tiny.tiny_bert), cache_bytes=5_000)
-    assert mine._text is not None
+    assert mine.texts is not None
     tokenised: list[str] = []
-    encode = mine._text.encode
+    encode = mine.texts.encode
     monkeypatch.setattr(
-        mine._text,
+        mine.texts,
         "encode",
-        lambda texts, *rest: tokenised.extend(texts) or encode(texts, *rest),
+        lambda prompts, texts, limits: (
+            tokenised.extend(texts) or encode(prompts, texts, limits)
+        ),
     )
     few = tiny.texts(5, seed=9)
     first = mine.features([(Item(text=text), "query") for text in few * 2])

@@ -32,8 +32,8 @@ from vembed.models.adapters import (
     merged_state,
     save_adapter,
 )
-from vembed.models.building import empty_backbone
-from vembed.models.embedding_model import EmbeddingModel, load_embedder
+from vembed.models.building import empty_backbone, load_embedder
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.quantized import is_quantized
 

@@ -27,7 +27,7 @@ from tests.parity.engine import (
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
-from vembed.models.language_head import (
+from vembed.models.heads import (
     IGNORED_TARGET,
     LanguageHead,
     has_language_head,

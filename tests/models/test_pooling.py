@@ -20,7 +20,7 @@ from tests.parts import unlisted_classes
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
-from vembed.models.modalities import pool
+from vembed.models.embedding_model import pool
 from vembed.models.poolings.base import Pooling
 from vembed.models.poolings.table import POOLINGS, check_poolings
 from vembed.saving.files import save_model

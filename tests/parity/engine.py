@@ -154,7 +154,7 @@ def step_of(
 ) -> tuple[ContrastiveStep, RankBatch]:
     """The real step of a prepared model, and this rank's part of the rows. `inputs`: of InputSource."""
     rank = rank_rows(len(rows), session.rank, session.world_size)
-    rank_batch = make_rank_batch(rows[rank], rank.start, 0, 0, featuriser)
+    rank_batch = make_rank_batch(rows[rank], rank.start, featuriser)
     feeder = Feeder(featuriser, session.device)
     source = InputSource(model, feeder, session, **inputs)
     guard = MemoryGuard(session)
@@ -286,7 +286,7 @@ def drawn_batch(
     rank_batches: list[RankBatch] = []
     for rank in range(world_size):
         own = rank_rows(len(rows), rank, world_size)
-        rank_batches.append(make_rank_batch(rows[own], own.start, 0, 0, featuriser))
+        rank_batches.append(make_rank_batch(rows[own], own.start, featuriser))
     lengths = [
         [feature.length for feature in rank_batch.features]
         for rank_batch in rank_batches

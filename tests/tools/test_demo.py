@@ -26,9 +26,9 @@ from vembed.data.near_duplicates import normal_text
 from vembed.evaluation.report.record import (
     RecordedEvaluation,
     RunRecord,
+    RunSummary,
     read_run,
 )
-from vembed.evaluation.report.summary import RunSummary
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,7 @@ def test_a_missing_and_an_empty_model_package_are_named(monkeypatch, tmp_path):
 
 def test_table_without_matryoshka_and_without_a_first_evaluation(tmp_path):
     scores = {"ndcg@10": 0.625, "mrr@10": 0.5, "recall@10": 0.75}
-    evaluations = [RecordedEvaluation(1, 1.0, scores)]
+    evaluations = [RecordedEvaluation(1, scores)]
     record = RunRecord(tmp_path, {}, [], evaluations, RunSummary())
     console = Console(file=io.StringIO(), width=100)
     console.print(before_and_after(record))

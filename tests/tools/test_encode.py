@@ -308,7 +308,7 @@ def test_images_that_cannot_be_read_are_named_together(damaged, monkeypatch):
     both = r"--on-bad-record skip:\n  .*bad\.jpg is broken.*\n  .*worse\.png is none"
     with pytest.raises(UserError, match=both):
         vectors_of(damaged, model="no model")
-    monkeypatch.setattr("vembed.cli.encode_input.FIRST_ROWS", 1)
+    monkeypatch.setattr("vembed.cli.encode_files.FIRST_ROWS", 1)
     with pytest.raises(UserError, match=both):
         vectors_of(damaged, model=CLIP)
     for path in damaged.rglob("[a-c].*"):

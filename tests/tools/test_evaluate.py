@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiny import shared, tiny_bert_st
 from vembed import Embedder, UserError, evaluate
-from vembed.cli.commands.evaluate import eval as evaluate_command
+from vembed.cli.commands.scores import eval as evaluate_command
 
 
 @pytest.fixture

@@ -19,8 +19,9 @@ from tests.tiny import (
 )
 from tests.weights.variants import pairs
 from vembed import Embedder, UserError, evaluate
-from vembed.cli.commands import encode, score
-from vembed.cli.commands.evaluate import eval as evaluate_command
+from vembed.cli.commands import encode
+from vembed.cli.commands import scores as scoring
+from vembed.cli.commands.scores import eval as evaluate_command
 from vembed.parallel.session import start_command_session
 
 TEXTS = [
@@ -129,7 +130,7 @@ def test_files_of_hidden_states(texts, tmp_path, monkeypatch):
 def test_similarities_of_pairs_in_the_order_of_the_file(
     records, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(score, "CHUNK", 2)
+    monkeypatch.setattr(scoring, "SCORE_CHUNK", 2)
     folder = str(shared(tiny_bert_st))
     embedder = Embedder(folder, device="cpu")
     expected = embedder.score(in_order())
@@ -138,9 +139,9 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
         [other for _, other in in_order()], "document", normalize=True
     )
     np.testing.assert_allclose(expected, (query * document).sum(axis=1), atol=1e-6)
-    score.score(folder, str(records), str(tmp_path / "out.npy"))
+    scoring.score(folder, str(records), str(tmp_path / "out.npy"))
     np.testing.assert_allclose(np.load(tmp_path / "out.npy"), expected, atol=1e-6)
-    score.score(folder, str(records), str(tmp_path / "out.jsonl"))
+    scoring.score(folder, str(records), str(tmp_path / "out.jsonl"))
     text = (tmp_path / "out.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     roles = [(line["record"], line["role"]) for line in lines[:4]]
@@ -148,7 +149,7 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
     similarities = [line["similarity"] for line in lines]
     np.testing.assert_allclose(similarities, expected, atol=1e-6)
     capsys.readouterr()
-    score.score(folder, str(records))
+    scoring.score(folder, str(records))
     np.testing.assert_allclose(
         [float(line) for line in capsys.readouterr().out.split()], expected, atol=1e-5
     )
@@ -156,9 +157,9 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
 
 def test_a_target_that_cannot_be_written_is_said_first(records, tmp_path):
     with pytest.raises(UserError, match=r"writes \.npy, \.jsonl"):
-        score.score("no model", str(records), str(tmp_path / "out.csv"))
+        scoring.score("no model", str(records), str(tmp_path / "out.csv"))
     with pytest.raises(UserError, match="is not a folder"):
-        score.score("no model", str(records), str(tmp_path / "nowhere" / "out.npy"))
+        scoring.score("no model", str(records), str(tmp_path / "nowhere" / "out.npy"))
 
 
 # ---- several processes, copies and shards ----------------------------------------------------------------------
@@ -168,7 +169,7 @@ def _on_a_rank(folder, texts, records, val, out, strategy):
     """Everything at once, since a start costs more than the work."""
     encode.encode(folder, texts, f"{out}/vectors.npy", strategy=strategy)
     encode.encode(folder, texts, f"{out}/layers.npy", layers="all", strategy=strategy)
-    score.score(folder, records, f"{out}/scores.npy", strategy=strategy)
+    scoring.score(folder, records, f"{out}/scores.npy", strategy=strategy)
     scores = evaluate_command(folder, val, strategy=strategy)
     with start_command_session(folder, strategy=strategy) as session:
         embedder = Embedder(folder, session=session)
@@ -233,7 +234,7 @@ def test_pairs_of_sentences_with_given_scores_are_scored(tmp_path, kind):
         lines = [",".join(rows[0])]
         lines += [",".join(map(str, row.values())) for row in rows]
     path.write_text("\n".join(lines))
-    score.score(str(shared(tiny_bert)), str(path), str(output))
+    scoring.score(str(shared(tiny_bert)), str(path), str(output))
     expected = Embedder(shared(tiny_bert), device="cpu").score(
         [(one, "bird") for one in TEXTS]
     )

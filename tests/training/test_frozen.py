@@ -14,10 +14,8 @@ from tests.harness import result_of, run_cases
 from tests.tiny import WORDS, shared, tiny_clip, tiny_qwen3_vl, tiny_siglip
 from tests.training.test_run import metrics
 from vembed.data import row_store
-from vembed.data.features import Features
-from vembed.data.row_store import FeatureStore
 from vembed.errors import Stopped, UserError
-from vembed.models import embedding_model
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.training.interrupts import Interrupts
 
 NUM_ROWS = 16
@@ -57,25 +55,18 @@ def options(folder, output, **more):
 def train(settings):
     """One run: its losses and gradient norms, and how many pictures passed the tower in it."""
     passed = []
-    original = embedding_model.tower_features
+    original = EmbeddingModel.tower_output
 
-    def counting(
-        description,
-        backbone,
-        modality,
-        inputs,
-        *more,
-        **options,
-    ):
+    def counting(model, modality, inputs):
         if modality == "image":
             passed.append(len(inputs["pixel_values"]))
-        return original(description, backbone, modality, inputs, *more, **options)
+        return original(model, modality, inputs)
 
-    embedding_model.tower_features = counting
+    EmbeddingModel.tower_output = counting
     try:
         vembed.train(settings)
     finally:
-        embedding_model.tower_features = original
+        EmbeddingModel.tower_output = original
     output = settings["output_dir"]
     losses = list(zip(metrics(output), metrics(output, "grad_norm"), strict=True))
     return {"losses": losses, "passed": sum(passed)}
@@ -282,24 +273,6 @@ def test_other_weights_other_pictures_and_other_settings_have_features_of_their_
 # ---- broken files ----------------------------------------------------------------------------------------------------
 
 
-def _features(count):
-    return [
-        Features(
-            "text", 3, number, number, np.array([number, number + 1, 7], dtype=np.int32)
-        )
-        for number in range(count)
-    ]
-
-
-def _written(folder, inputs, rows):
-    store = FeatureStore(folder, "tower")
-    store.add(inputs[:3], rows[:3])
-    store.add(inputs[3:], rows[3:])
-    store.close()
-    (path,) = (folder / "tower").iterdir()
-    return path
-
-
 def _corrupt(path, position):
     data = bytearray(path.read_bytes())
     data[position] ^= 0xFF
@@ -307,21 +280,32 @@ def _corrupt(path, position):
 
 
 def test_every_flipped_byte_and_every_cut_is_noticed(tmp_path):
-    inputs, rows = _features(6), np.arange(24, dtype=np.float32).reshape(6, 4)
-    path = _written(tmp_path, inputs, rows)
-    whole = path.read_bytes()
-    for position in range(len(whole)):
-        path.write_bytes(whole)
-        _corrupt(path, position)
-        found = FeatureStore(tmp_path, "tower").find(inputs)
-        assert len(found) < 6 and all(
-            np.array_equal(row, rows[place]) for place, row in found.items()
+    rows = np.arange(24, dtype=np.float32).reshape(6, 4)
+    keys = [number.to_bytes(16, "little") for number in range(6)]
+    store = row_store.RowStore(tmp_path, "tower", "cache_frozen_features", ".features")
+    store.add_rows(keys[:3], rows[:3])
+    store.add_rows(keys[3:], rows[3:])
+    store.close()
+    contents = {path: path.read_bytes() for path in (tmp_path / "tower").iterdir()}
+    assert len(contents) == 2
+
+    def check():
+        store = row_store.RowStore(
+            tmp_path, "tower", "cache_frozen_features", ".features"
         )
-        path.write_bytes(whole[:position])
-        found = FeatureStore(tmp_path, "tower").find(inputs)
-        assert len(found) < 6 and all(
-            np.array_equal(row, rows[place]) for place, row in found.items()
-        )
+        stored = store.find_rows(keys)
+        assert len(stored) < 6
+        for number, row in stored.items():
+            assert np.array_equal(row, rows[number])
+        for path, content in contents.items():
+            path.write_bytes(content)
+
+    for path, content in contents.items():
+        for position in range(len(content)):
+            _corrupt(path, position)
+            check()
+            path.write_bytes(content[:position])
+            check()
 
 
 def test_a_run_with_damaged_features_computes_them_anew(tmp_path, cache):

@@ -11,7 +11,8 @@ from tests.families.pictures import mixed_rows
 from tests.harness import result_of, run_cases
 from tests.models.families import built, parts_for
 from tests.training.test_run import metrics
-from vembed.models import embedding_model, modalities
+from vembed.models import embedding_model
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.training import frozen
 
 FAMILIES = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_vl, tiny.tiny_qwen2_5_vl]
@@ -42,26 +43,19 @@ def train(settings, keeps=True):
     """One run: its losses, and how many images' patches passed the image tower; `keeps`: whether a step keeps what it
     gave."""
     passed = []
-    original = modalities.image_features
-    forward = embedding_model.tower_features
+    original = embedding_model.image_features
+    forward = EmbeddingModel.tower_output
 
     def seen(backbone, inputs):
         passed.append(len(inputs["image_grid_thw"]))
         return original(backbone, inputs)
 
-    def counted(
-        description,
-        backbone,
-        modality,
-        inputs,
-        *more,
-        **options,
-    ):
+    def counted(model, modality, inputs):
         if "pixel_values" in inputs:
             passed.append(len(inputs["image_grid_thw"]))
-        return forward(description, backbone, modality, inputs, *more, **options)
+        return forward(model, modality, inputs)
 
-    embedding_model.image_features, embedding_model.tower_features = seen, counted
+    embedding_model.image_features, EmbeddingModel.tower_output = seen, counted
     share = frozen.IMAGES_SHARE
     if not keeps:
         frozen.IMAGES_SHARE = 0.0
@@ -70,7 +64,7 @@ def train(settings, keeps=True):
     finally:
         frozen.IMAGES_SHARE = share
         embedding_model.image_features = original
-        embedding_model.tower_features = forward
+        EmbeddingModel.tower_output = forward
     found = list(
         zip(
             metrics(settings["output_dir"]),

@@ -21,8 +21,8 @@ from vembed.models.custom.modeling import (
     accepted_inputs,
     load_weights,
 )
+from vembed.models.embedding_model import sums_and_counts
 from vembed.models.families.backbones import layers_of
-from vembed.models.modalities import sums_and_counts
 
 TOLERANCE = 1e-5
 Inputs = dict[str, Tensor]

@@ -96,7 +96,7 @@ def run_train(
         if not missing_data(config.data):
             from vembed.data_tools.data_page import data_facts
 
-            sys.stdout.write(f"\n==== data\n{data_facts(config).page}")
+            sys.stdout.write(f"\n==== data\n{data_facts(config)[0]}")
         return 0, {
             "is_dry_run": True,
             "processes": launch.world_size,

@@ -66,6 +66,8 @@ Kind = Annotated[
     Option(help="query or document: which of the model's prompts to use."),
 ]
 OnBadRecord = Literal["stop", "skip"]
+PositiveNumber = Annotated[int | None, Option(min=1)]
+OutputFile = Annotated[str, Option("--output", "-o")]
 TruncateDim = Annotated[
     int | None, Option(min=1, help="Keep only the first so many numbers.")
 ]

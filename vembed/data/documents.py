@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from vembed.data.examples import (
     Item,
     has_lone_surrogate,
 )
-from vembed.data.formats.base import Format, Row, TextFormat
+from vembed.data.formats.base import Format, LineFormat
 from vembed.data.formats.opening import open_reader
 from vembed.data.images.files import ImageRoot
 from vembed.data.messages import listed
@@ -38,22 +38,18 @@ DOCUMENT_FIELDS = (*ID_FIELDS, *TEXT_FIELDS, *IMAGE_FIELDS, "title")
 PLAIN_TEXT_ENDINGS = (".txt", ".text")
 
 
-class TextLines(TextFormat):
+class TextLines(LineFormat):
     """A plain text file: every line that is not blank is one record, a string."""
 
     endings = PLAIN_TEXT_ENDINGS
     title = "plain text"
 
-    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
-        """Yield the lines that begin in a range."""
-        for position, number, line in self.lines(start, stop):
-            if line.isspace():
-                continue
-            try:
-                yield position, number, line.decode().strip()
-            except UnicodeDecodeError:
-                reason = "not UTF-8: save the file as UTF-8"
-                yield position, number, BadRecord(reason)
+    def record(self, line: bytes) -> str | BadRecord:
+        """See LineFormat."""
+        try:
+            return line.decode().strip()
+        except UnicodeDecodeError:
+            return BadRecord("not UTF-8: save the file as UTF-8")
 
 
 def open_document_reader(path: Path) -> Format:

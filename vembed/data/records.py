@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Literal
@@ -27,7 +27,6 @@ from vembed.data.examples import (
     MissingNegative,
     has_lone_surrogate,
 )
-from vembed.data.formats.base import Block
 from vembed.data.images.files import ImageRoot
 from vembed.data.messages import listed, printable
 from vembed.losses.table import LOSSES
@@ -76,12 +75,14 @@ class RecordFormat:
             LOSSES[loss].records == "matches" for loss in self.losses
         )
 
-    def num_plain_negatives(self, block: Block) -> int | None:
+    def num_plain_negatives(self, records: Sequence[Any]) -> int | None:
         """Return the number of negatives of each record, if all are pairs of good texts in the same columns and
         `example` would accept them; None if that cannot be said of all together."""
-        names = block.columns()
-        if self._query_is_path or self._document_is_path or names is None:
+        if self._query_is_path or self._document_is_path:
             return None
+        if set(map(type, records)) != {dict} or len(set(map(tuple, records))) > 1:
+            return None
+        names = tuple(records[0])
         layout = self.columns.layout(names)
         if POSITIVE_MESSAGES in names or layout.problem or layout.label is not None:
             return None
@@ -89,7 +90,17 @@ class RecordFormat:
             return None
         texts = {layout.query, layout.positive, *layout.negatives}
         # Scores, images and prompts are looked at one by one.
-        if texts != set(layout.read) or not block.are_texts(tuple(texts)):
+        if texts != set(layout.read):
+            return None
+        values = [record[name] for name in texts for record in records]
+        if set(map(type, values)) != {str} or not all(values):
+            return None
+        joined = "".join(values)
+        if (
+            any(map(str.isspace, values))
+            or "\0" in joined
+            or has_lone_surrogate(joined)
+        ):
             return None
         negatives = ((Item(),) * len(layout.negatives))[: self.max_negatives]
         try:

@@ -71,7 +71,7 @@ def train(
         train_once(resolved, on_step=on_step, on_evaluation=on_evaluation)
         return 0
 
-    code = run_stages(pipeline, arguments, starts_processes=False, train=train_stage)
+    code = run_stages(pipeline, arguments, train_stage)
     if code:
         raise RunError(
             f"a step between the stages has failed with exit code {code}; what it said is above"

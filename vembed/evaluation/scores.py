@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -37,7 +37,6 @@ from vembed.evaluation.retrieval import (
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import (
     Between,
-    KeptFeatures,
     default_budget,
     encode_chunks,
     encode_items,
@@ -47,6 +46,9 @@ from vembed.models.families.description import ModelDescription
 from vembed.names import nearest
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
+
+if TYPE_CHECKING:
+    from vembed.training.frozen import FrozenTowers
 
 REPORTED_K = 10
 """Cut-off of tables, reports and `eval_metric: auto`. Always computed, whatever `ks` says."""
@@ -137,7 +139,7 @@ def evaluate_model(
     show_progress: bool = False,
     log: Callable[[str], object] | None = None,
     between: Between | None = None,
-    kept: KeptFeatures | None = None,
+    kept: FrozenTowers | None = None,
     queries: QueryResults | None = None,
 ) -> dict[str, float]:
     """Score a model in memory, sharded or not. Collective: every rank calls it and gets the same scores.

@@ -32,11 +32,11 @@ from vembed.export.formats import (
 )
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder, to_item
+from vembed.models.embedding_model import pool
 from vembed.models.families.backbones import is_decoder_only
 from vembed.models.families.description import IMAGE_TOWER_FOLDER
 from vembed.models.families.family import Modality
 from vembed.models.families.model_files import read_object
-from vembed.models.modalities import pool, project, tower_features
 from vembed.models.processors import save_processors
 from vembed.models.towers import tower_module
 
@@ -72,9 +72,8 @@ class Graph(nn.Module):
     def __init__(self, embedder: Embedder) -> None:
         super().__init__()
         self.description = embedder.description
+        self.model: Any = embedder.model
         self.backbone: Any = embedder.backbone
-        self.pooling = embedder.pooling
-        self.head = embedder.head
         self.truncate_dim = embedder.truncate_dim
         traits = self.description.traits
         models: list[Any] = [self.backbone]
@@ -88,9 +87,9 @@ class Graph(nn.Module):
 
     def finish(self, features: Tensor) -> Tensor:
         """Map tower features [n, width] to [n, d] embeddings, as `Embedder.encode` returns them."""
-        vectors = project(self.description, self.backbone, self.modality, features)
-        if self.head is not None:
-            vectors = self.head(vectors)
+        vectors: Tensor = self.model.project(self.modality, features)
+        if self.model.head is not None:
+            vectors = self.model.head(vectors)
         vectors = vectors.float()
         # First the length, then the cut: the values of Embedder and Sentence Transformers.
         if self.description.normalize:
@@ -126,7 +125,7 @@ class TextGraph(Graph):
                 # on the batch.
                 arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
         hidden = model(**arguments).last_hidden_state
-        return pool(self.description.pooling, hidden, mask, module=self.pooling)
+        return pool(self.description.pooling, hidden, mask, module=self.model.pooling)
 
 
 class ImageGraph(Graph):
@@ -137,10 +136,8 @@ class ImageGraph(Graph):
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Map [n, channels, height, width] pixels, as the image processor gives them, to [n, d] embeddings."""
         inputs = {PIXELS: pixel_values}
-        features = tower_features(
-            self.description, self.backbone, "image", inputs, pooling=self.pooling
-        )
-        return self.finish(features)
+        output = self.model.tower_output("image", inputs)
+        return self.finish(output.features)
 
 
 def example_inputs(vocab_size: int, length: int | None = None) -> tuple[Tensor, Tensor]:

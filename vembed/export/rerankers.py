@@ -32,9 +32,9 @@ from vembed.export.onnx_format import (
 )
 from vembed.files import write_json
 from vembed.inference.reranker import Reranker, read_weights
+from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import read_object
-from vembed.models.modalities import SEGMENTS
 from vembed.models.processors import load_tokenizer, save_processors
 from vembed.saving.layout import write_reranker_layout
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.models.attention import TOKENS, packs, token_index
+from vembed.models.attention import packs
+from vembed.models.embedding_model import padded_states, padding_mask, pool
 from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import ModelDescription
-from vembed.models.modalities import padding_mask, pool
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 from vembed.models.towers import tower_module
 
@@ -103,13 +103,5 @@ class HiddenStates(nn.Module):
         """[n, width] from what a layer gives, padded or packed."""
         mask = padding_mask(inputs)
         if self._packs:
-            count, longest = inputs["input_ids"].shape
-            flat = hidden[0]
-            if mask is not None:
-                index = inputs.get(TOKENS)
-                index = token_index(mask) if index is None else index
-                flat = flat.new_zeros(count * longest, flat.shape[1]).index_copy(
-                    0, index, flat
-                )
-            hidden = flat.view(count, longest, -1)
+            hidden = padded_states(hidden[0], inputs, mask)
         return pool(self.pooling, hidden, mask).float()

@@ -21,7 +21,7 @@ from vembed.config.schema import BatchSection, ModelSection, TrainConfig
 from vembed.data.batching.feeding import ModelInputs
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError
-from vembed.models.embedding_model import build_model
+from vembed.models.building import build_model
 from vembed.models.families.backbones import layers_of, linear_names_inside_layers
 from vembed.models.families.description import describe
 from vembed.parallel import collectives

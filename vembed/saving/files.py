@@ -20,13 +20,17 @@ from vembed.files import write_json
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.building import empty_backbone
 from vembed.models.custom.folder import save_code
-from vembed.models.embedding_model import EmbeddingModel, Head
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import plain_name, quiet_transformers, read_config
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import is_own
-from vembed.models.language_head import class_with_head, save_with_head
+from vembed.models.heads import (
+    Head,
+    class_with_head,
+    save_reranker,
+    save_with_head,
+)
 from vembed.models.processors import save_processors
-from vembed.models.score_head import save_reranker
 from vembed.saving.card import Card, render_card
 from vembed.saving.checksums import write_weight_checksums
 from vembed.saving.durability import sync, sync_folder

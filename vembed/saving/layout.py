@@ -11,17 +11,16 @@ from torch import Tensor
 
 from vembed.data.pair_features import pair_template
 from vembed.files import write_json
-from vembed.models.embedding_model import Head
 from vembed.models.families.backbones import STATIC_TYPE
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import POOLING_MODULE, STATIC, read_object
+from vembed.models.heads import Head, answer_tokens
 from vembed.models.poolings.table import MODE_FLAGS, MODEL_POOLING, POOLINGS
 from vembed.models.processors import (
     image_placeholder,
     load_chat_template,
     load_tokenizer,
 )
-from vembed.models.score_head import answer_tokens
 
 MODULE = "sentence_transformers.models."
 """Module path that Sentence Transformers 3 to 6 all resolve."""

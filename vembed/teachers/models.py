@@ -23,7 +23,7 @@ from vembed.data.row_store import KEY_BYTES, lasting_identity
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
 from vembed.inference.reranker import Reranker
-from vembed.models.embedding_model import load_embedder
+from vembed.models.building import load_embedder
 from vembed.models.families.description import describe
 from vembed.models.families.model_files import model_folder
 from vembed.parallel import collectives

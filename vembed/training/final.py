@@ -19,8 +19,8 @@ from vembed.data.example_store import ExampleStore
 from vembed.data.examples import ImageRef, Item
 from vembed.data.language import MAX_TEXTS, is_english, language_of
 from vembed.errors import RunError, UserError
+from vembed.evaluation.report.record import RunSummary, collect_versions
 from vembed.evaluation.report.report import write_report
-from vembed.evaluation.report.summary import RunSummary, collect_versions
 from vembed.inference.encoding import encode_features
 from vembed.models.precision import saved_dtype
 from vembed.models.quantized import is_quantized, store_rounded

@@ -68,6 +68,15 @@ def of_model(name: str, revision: str | None = None) -> str | None:
     return _content(path, MODEL_FILES)
 
 
+def of_local(name: str) -> str:
+    """Return the fingerprint of a file or folder that is here, or of the file of `file.py:Name`; another name as it
+    is."""
+    path = _existing(name)
+    if path is None and ".py:" in name:
+        path = _existing(name.rpartition(":")[0])
+    return name if path is None else _content(path)
+
+
 def of_images(*collections: ExampleStore | Sequence[Example | Item]) -> str | None:
     """Return the fingerprint of the image files that samples of these collections name; None if they name none."""
     # Without their names: machines may keep the images in other folders.

@@ -27,9 +27,8 @@ from vembed.data.row_store import FeatureStore, size_of_all
 from vembed.errors import UserError
 from vembed.files import cache_folder
 from vembed.inference.encoding import Between, split_in_step
-from vembed.models.embedding_model import FEATURES, EmbeddingModel
+from vembed.models.embedding_model import FEATURES, IMAGE_FEATURES, EmbeddingModel
 from vembed.models.families.family import Modality
-from vembed.models.modalities import IMAGE_FEATURES
 from vembed.models.towers import tower_identity
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -85,8 +84,7 @@ def log_use(stores: Stores) -> None:
     for modality, store in stores.items():
         computed, read = collectives.sum_ints([store.num_added, store.num_read])
         log.info(
-            f"frozen features, {modality}: {computed:,d} computed, {read:,d} read from {store.folder} "
-            f"({store.num_bytes / 1e6:.1f} MB there)"
+            f"frozen features, {modality}: {computed:,d} computed, {read:,d} read from {store.folder}"
         )
 
 
@@ -215,7 +213,8 @@ class FrozenTowers:
             ]
             cached[modality] = {}
             if modality in self.stores:
-                stored = self.stores[modality].find([features[i] for i in indices])
+                store = self.stores[modality]
+                stored = store.find_rows(store.keys([features[i] for i in indices]))
                 cached[modality] = {indices[i]: row for i, row in stored.items()}
             missing[modality] = [i for i in indices if i not in cached[modality]]
         return cached, missing
@@ -266,8 +265,9 @@ class FrozenTowers:
             if indices:  # otherwise a dummy: it was run only for its collectives
                 tables[modality][row_index(indices, output.device)] = output
                 if modality in self.stores:
-                    inputs = [features[index] for index in indices]
-                    self.stores[modality].add(inputs, output.cpu().numpy())
+                    store = self.stores[modality]
+                    keys = store.keys([features[index] for index in indices])
+                    store.add_rows(keys, output.cpu().numpy())
             if between is not None:
                 between()
         return tables

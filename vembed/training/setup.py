@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import torch
@@ -47,12 +47,14 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
-from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.building import build_model
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import (
     ModelDescription,
     describe,
     without_effect,
 )
+from vembed.models.heads import Head, principal_components
 from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
@@ -480,11 +482,15 @@ def start_projection(
         for number in range(count):
             example = examples[number * len(examples) // count]
             items.append(example.positives[0])
-        with embedder.without_mrl_projection():
-            vectors = encode_items(
-                embedder, featuriser, items, "document", normalize=False
-            )
-        embedder.start_mrl_projection(torch.from_numpy(vectors))
+        # The sample is what the projection will be given.
+        head = cast(Head, embedder.head)
+        embedder.head = head[:-1]
+        vectors = encode_items(embedder, featuriser, items, "document", normalize=False)
+        embedder.head = head
+        weight = projection.linear.weight
+        sample = torch.from_numpy(vectors).to(weight.device)
+        with torch.no_grad():
+            weight.copy_(principal_components(sample, len(weight)))
         log.info(f"mrl_projection: principal components of {count:,d} documents")
     collectives.broadcast_tensors([projection.linear.weight])
 

@@ -11,7 +11,7 @@ from vembed.config.schema import TrainConfig
 from vembed.config.terms import needed_teachers
 from vembed.errors import UserError
 from vembed.losses.build import build_loss
-from vembed.models.embedding_model import build_model, load_embedder
+from vembed.models.building import build_model, load_embedder
 from vembed.models.families.description import describe
 from vembed.models.families.model_files import read_model
 from vembed.models.precision import saved_dtype

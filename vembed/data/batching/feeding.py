@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vembed.data.features import BaseFeaturiser, Features
-from vembed.models.attention import TOKENS, token_index
+from vembed.models.attention import TOKENS, real_tokens
 from vembed.models.families.family import Modality
 
 ModalitySlice = tuple[Modality, list[int]]
@@ -87,26 +87,26 @@ class Feeder:
         for modality, rows in micro_batch:
             chosen = [features[row] for row in rows]
             batch = self.featuriser.joined(chosen or [self.featuriser.dummy(modality)])
-            if self.device.type != "cuda":
-                batch = self.featuriser.finished(batch)
-            elif modality == "text" and "attention_mask" in batch:
+            if (
+                self.device.type == "cuda"
+                and modality == "text"
+                and "attention_mask" in batch
+            ):
                 # On the GPU this would force a sync.
-                batch[TOKENS] = token_index(batch["attention_mask"])
+                batch[TOKENS] = real_tokens(batch["attention_mask"])
             for name, tensor in batch.items():
                 batch[name] = pinned(tensor, self.device)
             inputs.append((modality, batch))
         return inputs
 
     def _to_device(self, inputs: ModelInputs) -> ModelInputs:
-        if self.device.type != "cuda":
-            return inputs
         moved: ModelInputs = []
         for modality, batch in inputs:
-            # Pixels of 8 bits become numbers on the GPU.
             tensors = {
                 name: tensor.to(self.device, non_blocking=True)
                 for name, tensor in batch.items()
             }
+            # Pixels of 8 bits become numbers where the model computes.
             moved.append((modality, self.featuriser.finished(tensors)))
         return moved
 

@@ -84,6 +84,7 @@ _BROKEN = (
     OverflowError,
     MemoryError,
     struct.error,
+    zlib.error,
 )
 # EXIF orientation values.
 _TURNS = {
@@ -205,7 +206,7 @@ def _named(image: ImageRef) -> Iterator[None]:
         ) from error
     except FileNotFoundError as error:
         raise UserError(f"{image_name(image)} does not exist") from error
-    except (*_BROKEN, zlib.error) as error:
+    except _BROKEN as error:
         reason = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             reason = error.strerror
@@ -278,7 +279,7 @@ def _turn(picture: Image.Image) -> Image.Transpose | None:
         return None  # `getexif` would decode the pixels to read metadata after them
     try:
         orientation = picture.getexif().get(ExifTags.Base.Orientation)
-    except (*_BROKEN, zlib.error):  # damaged metadata does not make the image invalid
+    except _BROKEN:  # damaged metadata does not make the image invalid
         return None
     return _TURNS.get(orientation) if isinstance(orientation, int) else None
 

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from vembed.config.schema import ModelSection, RunSection
 from vembed.errors import RunError, UserError
-from vembed.evaluation.report.summary import SUMMARY_FILE
+from vembed.evaluation.report.record import SUMMARY_FILE
 from vembed.files import read_json_object
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal

@@ -17,8 +17,7 @@ from vembed.config.resolved import PRECISIONS, Precision
 from vembed.config.schema import ModelSection, RunSection, TrainConfig, option_fields
 from vembed.config.terms import leaves_temperature
 from vembed.errors import UserError
-from vembed.evaluation.report.record import read_run
-from vembed.evaluation.report.summary import SUMMARY_FILE, read_summary
+from vembed.evaluation.report.record import SUMMARY_FILE, read_run, read_summary
 from vembed.files import read_json_object, read_state_bytes
 from vembed.saving.durability import replaced_file, write_durably
 from vembed.training.checkpoint.folder import MANIFEST, STATE, list_checkpoints, step_of

@@ -19,8 +19,7 @@ from typing_extensions import override
 
 from vembed.config.terms import task_names
 from vembed.errors import UserError
-from vembed.evaluation.report.pictures import picture_image, picture_svg
-from vembed.evaluation.report.plots import Curve, curve_svg, evaluations_svg
+from vembed.evaluation.report.plots import Curve, plot_curve, plot_evaluations
 from vembed.evaluation.report.record import metric_name, read_run
 from vembed.files import require_regular
 from vembed.parallel import collectives
@@ -67,7 +66,7 @@ class Diagnostics(Hook):
     def on_step(self, report: StepReport) -> None:
         for rank_batch, result in report.batches:
             self._counts.update(
-                examples=rank_batch.num_examples,
+                examples=len(rank_batch.where),
                 inputs=rank_batch.num_inputs,
                 distinct=len(rank_batch.features),
                 useful=rank_batch.useful_tokens,
@@ -354,28 +353,19 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 def _tracked_report(output: Path) -> TrackedReport:
     """Return the report of a finished run. Its picture: the deciding score over the evaluations, and the loss."""
     record = read_run(output)
-    key = record.headline
-    pictures = []
-    scored = [entry for entry in record.evaluations if key in entry.scores]
-    if scored:
-        name = metric_name(key)
-        steps = [entry.step for entry in scored]
-        scores = [entry.scores[key] for entry in scored]
-        svg = evaluations_svg(steps, scores, name, None)
-        pictures.append(picture_svg(svg, name))
+    name = metric_name(record.headline)
+    steps, scores = record.scores_over_steps(record.headline)
+    plots = []
+    if steps:
+        plots.append((name, plot_evaluations(steps, scores, name, None)))
     lines = [line for line in record.steps if isinstance(line.get("loss"), float)]
     steps = [line["step"] for line in lines]
     losses = [line["loss"] for line in lines]
     curve = Curve("loss", "", steps, losses, "{:.3g}".format)
-    pictures.append(picture_svg(curve_svg(curve), "loss"))
-    images = [np.asarray(picture_image(picture)) for picture in pictures]
-    last_steps = [entry.step for entry in record.evaluations]
-    last_steps += [int(line["step"]) for line in record.steps[-1:]]
-    return TrackedReport(
-        output / "report.html",
-        np.concatenate(images, axis=1),
-        max(last_steps, default=0),
-    )
+    plots.append(("loss", plot_curve(curve)))
+    images = [np.asarray(plot.image(title)) for title, plot in plots]
+    picture = np.concatenate(images, axis=1)
+    return TrackedReport(output / "report.html", picture, record.last_step)
 
 
 # ---- what a terminal shows ----------------------------------------------------
