@@ -30,7 +30,7 @@ from vembed.parallel.session import Session
 from vembed.saving.card import Card, properties_of
 from vembed.saving.durability import way_out
 from vembed.saving.files import save_model
-from vembed.training.checkpoint.folder import list_checkpoints
+from vembed.training.checkpoint.folder import newest_checkpoint
 from vembed.training.setup import RunData, TrainingComponents
 
 if TYPE_CHECKING:
@@ -132,8 +132,7 @@ def save_final(
     embedder = components.embedder
     output = Path(config.run.output_dir)
     folder = output / "final"
-    checkpoints = list_checkpoints(output)
-    newest = checkpoints[-1][1].name if checkpoints else ""
+    newest = newest_checkpoint(output)
     weights = full_state_dict(components.model)
     problem = _not_finite(writer, weights)
     if problem is not None:

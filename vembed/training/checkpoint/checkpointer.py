@@ -58,7 +58,7 @@ from vembed.training.checkpoint.resume import (
     candidates,
     compare_resume,
     finished_run,
-    refuse,
+    refusal,
     refuse_own_model,
     trim_metrics,
 )
@@ -192,20 +192,21 @@ class Checkpointer:
         self.identity = dict(identity)
         if point is None:
             return
-        differences = self._differences(point)
-        forbidden = [str(entry) for entry in differences if not entry.is_allowed]
-        if forbidden and self.run.resume == "force":
-            log.warning(
-                f"resume: force: going on although the settings differ: {'; '.join(forbidden)}"
-            )
-        else:
-            refuse(differences, str(point.path))
+        forbidden = []
         changed = []
-        for entry in differences:
-            # What is auto now is decided again, later.
+        for entry in self._differences(point):
             is_named = entry.name not in ("resume", "output_dir")
-            if entry.is_allowed and is_named and entry.now != "auto":
+            if not entry.is_allowed:
+                forbidden.append(entry)
+            elif is_named and entry.now != "auto":  # that is decided again, later
                 changed.append(str(entry))
+        if forbidden and self.run.resume != "force":
+            raise refusal(forbidden, str(point.path))
+        if forbidden:
+            listed = "; ".join(map(str, forbidden))
+            log.warning(
+                f"resume: force: going on although the settings differ: {listed}"
+            )
         if changed:
             log.info(f"settings changed since the checkpoint: {'; '.join(changed)}")
 
@@ -577,11 +578,10 @@ class Checkpointer:
         name = checkpoint_name(step)
         if self.session.is_main:
             shutil.rmtree(self.output / (name + PARTIAL), ignore_errors=True)
-        checkpoints = list_checkpoints(self.output)
-        newest = checkpoints[-1][1].name if checkpoints else "none"
+        newest = folders.newest_checkpoint(self.output)
         advice = way_out(problem, self.output)
         raise RunError(
-            f"{name} could not be written ({problem}); the newest checkpoint is {newest}. "
+            f"{name} could not be written ({problem}); the newest checkpoint is {newest or 'none'}. "
             f"{advice[0].upper()}{advice[1:]} and resume"
         )
 

@@ -57,6 +57,12 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     return sorted((step, path) for step, path in named if step is not None)
 
 
+def newest_checkpoint(output_dir: Path) -> str:
+    """Return the name of the newest checkpoint; empty if there is none."""
+    checkpoints = list_checkpoints(output_dir)
+    return checkpoints[-1][1].name if checkpoints else ""
+
+
 def irregular(directory: Path, name: str) -> str | None:
     """Return why a file of a checkpoint must not be opened; None for a regular file inside the folder.
 

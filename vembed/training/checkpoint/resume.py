@@ -296,21 +296,18 @@ def compare_resume(
     return differences
 
 
-def refuse(differences: list[Difference], checkpoint: str) -> None:
-    """Raise UserError that lists the forbidden differences, if any."""
-    forbidden = [entry for entry in differences if not entry.is_allowed]
-    if not forbidden:
-        return
+def refusal(forbidden: list[Difference], checkpoint: str) -> UserError:
+    """Return the error of a run whose settings differ from the checkpoint's."""
     # A changed global batch alone has a way out of its own.
     if len(forbidden) == 1 and forbidden[0].name == "global_batch_size":
         size = forbidden[0].saved
-        raise UserError(
+        return UserError(
             f"{checkpoint} was trained with {size} examples per step, and this run asks for {forbidden[0].now}: give "
             f"global_batch_size={size} (over all processes), start anew in another output_dir, or set "
             "resume: force"
         )
     listed = "; ".join(map(str, forbidden))
-    raise UserError(
+    return UserError(
         f"{checkpoint} was trained with other settings: {listed}; put them back, start anew in another output_dir, or "
         "set resume: force"
     )
