@@ -31,7 +31,7 @@ from vembed.parallel.session import start_session
 from vembed.training.checkpoint import folder as integrity
 from vembed.training.checkpoint.checkpointer import Checkpointer, read_state
 from vembed.training.optimizer import build_optimizer
-from vembed.training.state import LoopState
+from vembed.training.trainer import LoopState
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -395,7 +395,7 @@ def killed_everywhere(output_dir):
             status = os.waitpid(child, 0)[1]
             listed = [path for _, path in integrity.list_checkpoints(folder)]
             are_whole = bool(listed) and not any(
-                integrity.verify_files(path) for path in listed
+                integrity.verify(path) for path in listed
             )
             run = Run(session, folder, resume=True).resume()
             found.append(

@@ -20,7 +20,7 @@ from vembed.training.checkpoint.resume import (
     candidates,
     trim_metrics,
 )
-from vembed.training.state import LoopState
+from vembed.training.trainer import LoopState
 
 
 def names(paths):
@@ -175,7 +175,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_leaves_the_way_free(tmp_path, c
         "checkpoint-2",
         "checkpoint-3",
     ]
-    assert integrity.verify_files(tmp_path / "checkpoint-3") == []
+    assert integrity.verify(tmp_path / "checkpoint-3") == []
 
 
 def test_when_no_checkpoint_is_whole(tmp_path, caplog):
@@ -197,7 +197,7 @@ def test_when_no_checkpoint_is_whole(tmp_path, caplog):
     with starting(tmp_path, resume="auto") as run:
         assert run.resume().found is None
         run.train().save()
-    assert integrity.verify_files(tmp_path / "checkpoint-1") == []
+    assert integrity.verify(tmp_path / "checkpoint-1") == []
 
 
 # ---- metrics.jsonl ---------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def test_the_best_checkpoint_of_another_folder_becomes_the_model(
     # It is in this folder too, which the other one may be removed from under.
     held = {path.name for path in (tmp_path / "other").glob("checkpoint-*")}
     assert {"checkpoint-2", "checkpoint-6"} <= held
-    assert not integrity.verify_files(tmp_path / "other" / "checkpoint-2")
+    assert not integrity.verify(tmp_path / "other" / "checkpoint-2")
 
 
 def test_a_best_checkpoint_that_is_gone_is_no_candidate(tmp_path, capsys):

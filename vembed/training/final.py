@@ -34,7 +34,7 @@ from vembed.training.checkpoint.folder import newest_checkpoint
 from vembed.training.setup import RunData, TrainingComponents
 
 if TYPE_CHECKING:
-    from vembed.training.state import LoopState
+    from vembed.training.trainer import LoopState
 
 log = logging.getLogger("vembed")
 

@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from vembed.training.frozen import log_use
 from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
 from vembed.training.hooks.metrics import log_line, log_setup
 from vembed.training.interrupts import Interrupts, StopRequested
-from vembed.training.optimizer import Schedule, Update, synchronise
+from vembed.training.optimizer import GradientScale, Schedule, Update, synchronise
 from vembed.training.run_log import HEADLINE, RunLog, log_scores
 from vembed.training.setup import (
     build_components,
@@ -54,7 +54,6 @@ from vembed.training.setup import (
     open_stream,
     require_same_data,
 )
-from vembed.training.state import LoopState
 from vembed.training.step import ContrastiveStep
 
 log = logging.getLogger("vembed")
@@ -69,6 +68,47 @@ class TrainResult:
     metrics: dict[str, float]
     """Scores of the saved model. Those before training have the prefix "before/"."""
     steps: int
+
+
+@dataclass
+class LoopState:
+    """State of the loop. Every rank holds the same. Checkpoints hold it as JSON."""
+
+    step: int = 0
+    """Number of optimizer steps taken."""
+    num_skipped: int = 0
+    """Number of steps skipped because of non-finite values."""
+    skipped_in_a_row: int = 0
+    """Number of the last steps that were skipped, float16 overflows aside."""
+    best: float | None = None
+    best_step: int | None = None
+    best_scores: dict[str, float] = field(default_factory=dict)
+    held_step: int | None = None
+    """Step whose checkpoint `final/` gets if a guard ends the run, and its scores."""
+    held_scores: dict[str, float] = field(default_factory=dict)
+    fell: str | None = None
+    """Reason why a guard ended the run."""
+    scale: GradientScale = field(default_factory=GradientScale)
+    before: dict[str, float] = field(default_factory=dict)
+    """Scores before the first step."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Newest scores, and the step at which they were measured."""
+    scored_step: int | None = None
+    seconds: float = 0.0
+    """Training time so far, over all resumed parts."""
+    hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """State of each hook that has one, by its name. Written when the state is saved."""
+
+    def set_best(self, metric: str) -> None:
+        """Take the newest scores as the best."""
+        self.best = self.scores[metric]
+        self.best_step = self.step
+        self.best_scores = self.scores
+
+    @classmethod
+    def restored(cls, saved: dict[str, Any]) -> LoopState:
+        """Return the state that a checkpoint holds."""
+        return cls(**{**saved, "scale": GradientScale(**saved["scale"])})
 
 
 class Trainer:
