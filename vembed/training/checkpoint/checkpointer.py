@@ -284,14 +284,8 @@ class Checkpointer:
             steps = {loop["step"], *(loop[key] for key in NO_CHECKPOINT)} - {None}
             for step in steps if self._may_go_back else ():
                 self._take_over(step, point)
-            is_same_folder = point.path.resolve().parent == self.output.resolve()
-            metrics = loop["hooks"].get("metrics", {}) if is_same_folder else {}
-            trim_metrics(
-                self.output,
-                loop["step"],
-                is_scored=loop["scored_step"] == loop["step"],
-                num_bytes=metrics.get("bytes", 0),
-            )
+            is_scored = loop["scored_step"] == loop["step"]
+            trim_metrics(self.output, loop["step"], is_scored=is_scored)
         collectives.barrier()
 
     def load(

@@ -130,7 +130,9 @@ class EpochMiner(Hook):
     @override
     def load_state(self, state: dict[str, Any]) -> None:
         if state["documents"] != self._miner.fingerprint:
-            raise ValueError("the documents that are mined have changed")
+            raise UserError(
+                "mine: the documents that are mined have changed: restore them, or start anew in another output_dir"
+            )
         self._epoch = state["epoch"]
 
     @override
