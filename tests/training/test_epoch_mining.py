@@ -177,7 +177,7 @@ def test_a_start_without_mining_and_data_with_labels(config, tmp_path):
     path = tmp_path / "labelled.jsonl"
     write_jsonl(path, [{"text": text, "label": text[0]} for text in texts(12)])
     with pytest.raises(UserError, match="mine needs pairs of queries and documents"):
-        vembed.train({**config, "data_path": str(path)})
+        vembed.train({**config, "data_path": str(path), "overwrite": True})
 
 
 def mined_on_a_rank(config):
