@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -32,6 +33,8 @@ SIZE = RunSize(
     num_evaluated=400,
     checkpoint_bytes=10**8,
 )
+UNSCORED = {"val_data_path": None}
+LARGE = {"checkpoint_bytes": 10**11}
 
 
 def kept(config, saved):
@@ -136,78 +139,56 @@ def test_few_examples_are_seen_more_often(examples, texts, towers):
     assert epochs(True, epochs=2.5) == 2.5
 
 
-def intervals_of(config, size):
-    is_length_given = config.optimizer.gives_length()
-    return run_intervals(config, size, is_length_given=is_length_given)
-
-
-def test_ten_evaluations_where_they_are_cheap_and_fewer_where_not():
-    found = intervals_of(TrainConfig(**SCORED), SIZE)
+@pytest.mark.parametrize(
+    ("options", "size", "found"),
+    [
+        # eval_steps, save_steps, load_best_model_at_end, patience
+        ({}, {}, (100, 100, True, 4)),
+        ({}, {"num_evaluated": 6_000}, (300, 300, True, 4)),
+        # Even the fewest evaluations would take longer than the training.
+        (
+            {},
+            {"total_steps": 100, "num_evaluated": 60_000},
+            (None, None, False, None),
+        ),
+        (UNSCORED, {"num_evaluated": 0}, (None, 100, False, None)),
+        (
+            UNSCORED,
+            {"num_evaluated": 0, "total_steps": 50},
+            (None, None, False, None),
+        ),
+        ({}, LARGE, (100, None, False, 4)),
+        (
+            {"load_best_model_at_end": True},
+            {**LARGE, "total_steps": 8},
+            (2, 2, True, 4),
+        ),
+        # What the config gives stays.
+        (
+            {"eval_steps": 7, "save_steps": None, "patience": 2},
+            {},
+            (7, None, False, 2),
+        ),
+        ({"epochs": 2}, {}, (100, 100, True, None)),
+        # Every checkpoint has a score.
+        ({"save_steps": 70}, {}, (70, 70, True, 4)),
+        ({"eval_steps": 4, "save_steps": 6}, {}, (4, 6, False, 4)),
+    ],
+)
+def test_intervals_suit_the_size_of_the_run(options, size, found):
+    config = TrainConfig(**{**SCORED, **options})
+    intervals = run_intervals(
+        config,
+        replace(SIZE, **size),
+        is_length_given=config.optimizer.gives_length(),
+    )
+    values = intervals.options()
     assert (
-        found.eval_steps,
-        found.save_steps,
-        found.load_best_model_at_end,
-        found.patience,
-    ) == (
-        100,
-        100,
-        True,
-        4,
-    )
-    dear = intervals_of(TrainConfig(**SCORED), RunSize(1000, 32, 2.0, 6_000, 10**8))
-    assert dear.eval_steps is not None and 3 <= 1000 // dear.eval_steps < 10
-    dearest = intervals_of(TrainConfig(**SCORED), RunSize(100, 32, 2.0, 60_000, 10**8))
-    assert (dearest.eval_steps, dearest.load_best_model_at_end) == (None, False)
-    assert "before and after" in dearest.reasons["eval_steps"]
-    for steps in range(20, 3000, 7):
-        every = intervals_of(
-            TrainConfig(**SCORED), RunSize(steps, 32, 2.0, 5, 10**8)
-        ).eval_steps
-        assert every is not None and steps // every >= 10
-
-
-def test_what_the_config_gives_stays():
-    given = {
-        "eval_steps": 7,
-        "save_steps": None,
-        "logging_steps": 3,
-        "patience": 2,
-        "load_best_model_at_end": False,
-    }
-    found = intervals_of(TrainConfig(**SCORED, **given), SIZE)
-    assert (
-        found.eval_steps,
-        found.save_steps,
-        found.logging_steps,
-        found.patience,
-    ) == (7, None, 3, 2)
-    assert not found.load_best_model_at_end and found.reasons == {}
-    assert intervals_of(TrainConfig(**SCORED, eval_steps=None), SIZE).eval_steps is None
-    assert intervals_of(TrainConfig(**SCORED, epochs=2), SIZE).patience is None, (
-        "the config says how long the run is"
-    )
-    assert intervals_of(TrainConfig(**SCORED, save_steps=70), SIZE).eval_steps == 70, (
-        "every checkpoint has a score"
-    )
-    uneven = intervals_of(TrainConfig(**SCORED, eval_steps=4, save_steps=6), SIZE)
-    assert (
-        not uneven.load_best_model_at_end
-        and "no multiple" in uneven.reasons["load_best_model_at_end"]
-    )
-
-
-def test_checkpoints_suit_the_run():
-    none = RunSize(1000, 32, 2.0, 0, 10**8)
-    assert intervals_of(TrainConfig(**BASE), none).save_steps == 100
-    assert (
-        intervals_of(TrainConfig(**BASE), RunSize(50, 32, 2.0, 0, 10**8)).save_steps
-        is None
-    )
-    assert intervals_of(TrainConfig(**BASE), none).eval_steps is None
-    large = intervals_of(TrainConfig(**SCORED), RunSize(1000, 32, 2.0, 400, 10**11))
-    assert large.save_steps is None and "100 GB" in large.reasons["save_steps"]
-    asked = TrainConfig(**SCORED, load_best_model_at_end=True)
-    assert intervals_of(asked, RunSize(8, 32, 2.0, 400, 10**11)).save_steps is not None
+        values["eval_steps"],
+        values["save_steps"],
+        values["load_best_model_at_end"],
+        values["patience"],
+    ) == found
 
 
 def test_patience_counts_evaluations_without_a_better_score():

@@ -108,17 +108,6 @@ def test_each_epoch_has_negatives_of_its_own(config):
     assert [count for count, _ in seen.batches] == [own + 3 * 8 for own in plain]
 
 
-def test_no_known_positive_and_no_own_negative_is_mined(config):
-    seen, _ = train(config, epochs=1)
-    miner, found = seen.miner._miner, texts(NUM_ROWS, seed=3, shortest=5, longest=9)
-    for row, numbers in enumerate(seen.documents[0]):
-        mined = {miner.documents.item(number).text for number in numbers}
-        assert len(mined) == 3
-        assert found[row] not in mined
-        if row % 2:
-            assert found[row - 1] not in mined
-
-
 def test_the_order_of_the_data_is_that_without_mining(config):
     class Order(Hook):
         def __init__(self):
