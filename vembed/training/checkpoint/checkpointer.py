@@ -321,7 +321,7 @@ class Checkpointer:
                 step = state[key]
                 if step is not None and self._source_of(step, point) is None:
                     missing.append(key)
-            for key in collectives.broadcast_json(missing):
+            for key in collectives.broadcast_object(missing):
                 name = checkpoint_name(state[key])
                 log.warning(f"{name} is not there any more: final/ gets a later one")
                 state |= NO_CHECKPOINT[key]
@@ -356,7 +356,7 @@ class Checkpointer:
         )
         # All ranks must agree whether it is damaged, and each has seen other files.
         unique: dict[str, None] = {}
-        for of_rank in collectives.gather_objects_as_json(problems):
+        for of_rank in collectives.gather_objects(problems):
             unique |= dict.fromkeys(of_rank)
         return list(unique)
 
@@ -456,7 +456,7 @@ class Checkpointer:
                 answer = {"value": action()}
             except UserError as error:
                 answer = {"error": str(error)}
-        answer = collectives.broadcast_json(answer)
+        answer = collectives.broadcast_object(answer)
         if "error" in answer:
             raise UserError(answer["error"])
         return answer["value"]
@@ -471,10 +471,10 @@ class Checkpointer:
             write_durably(probe, b"vembed writes here\n")
         except OSError as error:
             problem = error.strerror or str(error)
-        problems = collectives.gather_objects_as_json(problem)
+        problems = collectives.gather_objects(problem)
         # Skipped where writing failed already: even a lookup may be forbidden there.
         sees_main = problem is not None or (self.output / ".probe-0").exists()
-        is_shared = collectives.gather_objects_as_json(sees_main)
+        is_shared = collectives.gather_objects(sees_main)
         if problem is None:
             probe.unlink()
         failed = []
@@ -550,7 +550,7 @@ class Checkpointer:
         problem = None
         if error is not None:
             problem = f"rank {self.session.rank}: {_reason(error)}"
-        for reason in collectives.gather_objects_as_json(problem):
+        for reason in collectives.gather_objects(problem):
             if reason is not None:
                 self._fail(step, str(reason))
 
