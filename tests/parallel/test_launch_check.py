@@ -137,7 +137,7 @@ def all_meetings(folder: str) -> dict[str, str | None]:
     os.environ.pop("VEMBED_RUN_ID", None)
     said["alike"] = sentence(1008, facts_of(run))
     STORE[0].add("done", 1)
-    check.poll(lambda: STORE[0].add("done", 0) == 2)  # rank 0 keeps the store
+    check.poll(lambda: STORE[0].add("done", 0) == 2, str)  # rank 0 keeps the store
     return said
 
 
