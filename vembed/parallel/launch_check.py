@@ -34,8 +34,6 @@ from vembed.parallel.launch import LAUNCHER, RUN_ID
 RankFacts = Callable[[RankInfo], Mapping[str, Any]]
 """Facts of a rank about its run: values by name, equal on all ranks. It may raise UserError, which then ends all."""
 
-JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_COMPLETION_ID")
-"""Variables of cluster systems that are the same on all machines of a job."""
 COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
 """Beside vembed itself."""
 COMPARED = "compared"
@@ -83,9 +81,7 @@ class LaunchCheck:
             "WORLD_SIZE and a RANK of its own"
         )
 
-    def poll(
-        self, is_done: Callable[[], bool], waited_for: Callable[[], str]
-    ) -> bool:
+    def poll(self, is_done: Callable[[], bool], waited_for: Callable[[], str]) -> bool:
         """Ask until the answer is True or the time is up; return the answer. Say every 30 s what is waited for."""
         began = time.monotonic()
         next_line = LINE_SECONDS
@@ -186,7 +182,9 @@ class LaunchCheck:
         """
         ranks = self.ranks
         _claim_rank(store, self)
-        facts = {**launch, **versions(), **_job()}
+        facts = {**launch, **versions()}
+        # By which the machine of another run is told apart.
+        facts[f"the run id ({RUN_ID})"] = os.environ.get(RUN_ID) or None
         record: dict[str, Any] = {"machine": machine_name(), "host": _host(ranks)}
         try:
             # On rank 0 it takes the lock on output_dir: another run's folder must not be waited for.
@@ -198,7 +196,9 @@ class LaunchCheck:
             if ranks.rank == 0:
                 self._coordinate(store)
             else:
-                others = f"rank 0 at {self.address}, which waits for the other processes"
+                others = (
+                    f"rank 0 at {self.address}, which waits for the other processes"
+                )
                 if not self.poll(lambda: store.check(["result"]), lambda: others):
                     raise self.not_found("rank 0 did not answer")
             result = json.loads(store.get("result"))
@@ -299,9 +299,9 @@ def difference(facts: Mapping[int, tuple[Mapping[str, Any], str]]) -> str | None
     ranks_by_value: dict[str, dict[str, list[int]]] = {}  # of each name
     for rank, (values, _) in facts.items():
         for name, value in values.items():
-            if isinstance(value, dict) and COMPARED in value:
-                value = value[COMPARED]
-            compared = json.dumps(value, sort_keys=True)
+            is_file = isinstance(value, dict) and COMPARED in value
+            content = value[COMPARED] if is_file else value
+            compared = json.dumps(content, sort_keys=True)
             by_value = ranks_by_value.setdefault(name, {})
             by_value.setdefault(compared, []).append(rank)
     differing = [name for name, by_value in ranks_by_value.items() if len(by_value) > 1]
@@ -357,14 +357,3 @@ def _host(ranks: RankInfo | None) -> str:
     if ranks.local_world_size == ranks.world_size:
         return name
     return f"machine {ranks.rank // ranks.local_world_size}, {name}"
-
-
-def _job() -> dict[str, str | None]:
-    """Return the ids of run and job by which another run's machine is told apart."""
-    ids = {f"the run id ({RUN_ID})": os.environ.get(RUN_ID) or None}
-    for name in JOB_IDS:
-        # The parts of a heterogeneous Slurm job have different ids.
-        is_part = name == "SLURM_JOB_ID" and "SLURM_HET_SIZE" in os.environ
-        if os.environ.get(name) and not is_part:
-            ids[name] = os.environ[name]
-    return ids
