@@ -441,7 +441,7 @@ def test_a_source_without_negatives_is_named_where_the_loss_needs_them(
     second = write_jsonl(tmp_path / "b.jsonl", [pair()] * 3)
     with pytest.raises(
         UserError,
-        match=r"b.jsonl: none of its 3 records has a negative, which loss: triplet needs",
+        match=r"b.jsonl:1: no negative, which loss: triplet needs",
     ):
         open_examples(config(loss="triplet"), [str(first), str(second)])
 
