@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from vembed.files import write_json
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.building import empty_backbone
-from vembed.models.custom.folder import save_code
+from vembed.models.custom.own_code import save_code
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import plain_name, quiet_transformers, read_config
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription

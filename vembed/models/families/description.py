@@ -17,8 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from vembed.config.schema import MatryoshkaSection, ModelSection
 from vembed.errors import UserError
-from vembed.models.custom.folder import own_folder
 from vembed.models.custom.modeling import OwnConfig
+from vembed.models.custom.own_code import own_folder
 from vembed.models.families.backbones import (
     POSITIONS_AFTER_PADDING,
     Shape,
