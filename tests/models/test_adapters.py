@@ -31,7 +31,7 @@ from vembed.models.adapters import (
 from vembed.models.building import empty_backbone, load_embedder
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import DESCRIPTION_FILE
-from vembed.models.quantized import is_quantized
+from vembed.models.precision import is_quantized
 
 ADAPTED_LAYERS = {  # linear layers inside the transformer layers, and the projections behind them
     **{make.__name__: 2 * 6 for make in EVERY},

@@ -114,7 +114,6 @@ def test_a_family_is_added_by_its_record_alone(tmp_path, monkeypatch):
     added = replace(
         table.FAMILIES["text_encoder"],
         name="added",
-        evidence="model_type",
         model_types=frozenset({"bert"}),
         pooling="max",
         pooling_reason="a test",

@@ -24,7 +24,7 @@ from vembed.models.families.model_files import (
     first_sentence,
     read_header,
 )
-from vembed.models.quantized import dequantized, is_quantized
+from vembed.models.precision import dequantized, is_quantized
 from vembed.models.towers import TwoTowers, names_frozen_by
 from vembed.parallel.devices import quieten_bitsandbytes
 from vembed.saving.checksums import check_weights

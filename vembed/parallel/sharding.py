@@ -41,7 +41,7 @@ from transformers import PreTrainedModel
 from vembed.errors import UserError
 from vembed.models.custom.own_code import find
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.quantized import is_quantized
+from vembed.models.precision import is_quantized
 from vembed.parallel import collectives
 from vembed.parallel.parameters import unify_model_dtype_for_fsdp
 
