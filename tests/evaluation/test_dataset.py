@@ -11,7 +11,6 @@ import pytest
 
 from vembed.config.schema import DataSection
 from vembed.data.examples import Example, Item, ReadAs
-from vembed.data.formats import json_lines as readers
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import open_records
 from vembed.evaluation.corpus import Corpus, read_corpus
@@ -348,10 +347,7 @@ def test_names_and_contents_that_occur_twice_in_a_corpus(tmp_path):
     assert data.notes[-1] == "joined 1 documents with equal content"
 
 
-def test_a_corpus_takes_a_few_bytes_for_each_document(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        readers, "PIECE_BYTES", 2**12
-    )  # what is parsed at a time is not counted
+def test_a_corpus_takes_a_few_bytes_for_each_document(tmp_path):
 
     def bytes_of(num_documents):
         lines = [

@@ -10,9 +10,8 @@ import yaml
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.evaluation.report.record import read_run
+from vembed.evaluation.report.record import RunSummary, read_run
 from vembed.evaluation.report.report import curves, write_report
-from vembed.evaluation.report.summary import RunSummary
 
 VOID = {"meta", "br", "path", "use"}
 

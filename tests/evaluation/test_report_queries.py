@@ -23,7 +23,7 @@ from vembed.evaluation.report.page import TEMPLATES
 from vembed.evaluation.report.query_changes import (
     NO_DIFFERENCE,
     Changed,
-    compare_queries,
+    compare_results,
     paired_intervals,
     path_of,
     read_queries,
@@ -70,7 +70,8 @@ def test_the_results_of_the_queries_are_those_of_the_evaluation(run: Path) -> No
 
 def test_the_report_shows_queries_intervals_and_meanings(run: Path) -> None:
     page, text = (run / "report.html").read_text(), (run / "report.md").read_text()
-    found = compare_queries(run, 0, 11, "ndcg@10")
+    first, last = (read_queries(path_of(run, step)) for step in (0, 11))
+    found = compare_results(first, last, "ndcg@10")
     assert found is not None and found.num_queries == 39
     for report in (page, text):
         assert "95 % interval of the change" in report
@@ -214,7 +215,8 @@ def test_images_that_the_data_hold_themselves_are_shown_too(tmp_path: Path) -> N
         record.on_evaluation(
             Evaluation(step, 1.0, {"ndcg@10": 0.5}, "ndcg@10", False, results)
         )
-    changes = compare_queries(tmp_path, 0, 5, "ndcg@10")
+    first, last = (read_queries(path_of(tmp_path, step)) for step in (0, 5))
+    changes = compare_results(first, last, "ndcg@10")
     assert changes is not None
     better, worse = (changed_table(one) for one in (changes.better, changes.worse))
     assert better.rows[0][:4] == (

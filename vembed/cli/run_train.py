@@ -29,7 +29,7 @@ from vembed.training.checkpoint.resume import (
     refuse_own_model,
     require_output_folder,
 )
-from vembed.training.trackers.table import require_trackers
+from vembed.training.trackers import require_trackers
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def run_train(
         if not missing_data(config.data):
             from vembed.data_tools.data_page import data_facts
 
-            sys.stdout.write(f"\n==== data\n{data_facts(config).page}")
+            sys.stdout.write(f"\n==== data\n{data_facts(config)[0]}")
         return 0, {
             "is_dry_run": True,
             "processes": launch.world_size,

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from vembed.data.row_store import RowStore, StoreKind
+from vembed.data.row_store import RowStore
 from vembed.errors import UserError
 from vembed.files import cache_folder, read_json_object
 from vembed.parallel import collectives
@@ -22,7 +22,6 @@ from vembed.progress import ProgressReport, duration
 
 log = logging.getLogger("vembed")
 
-KIND = StoreKind("teacher", "answers of this teacher", ".answers", b"vembed answers 1")
 CHUNK = 2048
 """Questions per rank between two writes."""
 
@@ -46,7 +45,8 @@ class CachedTeacher(Generic[Q]):
         self.label = label
         self.model = model
         self.session = session
-        self.store = RowStore((folder or cache_folder()) / "teachers", identity, KIND)
+        store_folder = (folder or cache_folder()) / "teachers"
+        self.store = RowStore(store_folder, identity, "teacher", ".answers")
         self.num_later = 0
         """Answers that were computed during the run."""
 
@@ -84,7 +84,7 @@ class CachedTeacher(Generic[Q]):
                         f"{len(self.store):,d}",
                         f"{num_noted:,d}",
                     )
-        return bool(collectives.broadcast_json(is_complete))
+        return bool(collectives.broadcast_object(is_complete))
 
     def complete(
         self, what: str, keys: Sequence[bytes], questions: Sequence[Q]

@@ -58,12 +58,13 @@ def config(args: ConfigArguments = None) -> dict[str, Any]:
 
 
 def schema(
-    form: Annotated[
-        Literal["json", "markdown"],
-        Option("--format", help="json, for editors, or markdown, the page of options."),
-    ] = "json",
+    form: Annotated[Literal["json", "markdown"], Option("--format")] = "json",
 ) -> None:
-    """Print the JSON schema of a config, with which editors complete and check it."""
+    """Print the JSON schema of a config, with which editors complete and check it.
+
+    Args:
+        form: json, for editors, or markdown, the page of options.
+    """
     from vembed.config.schema import json_schema
 
     if form == "markdown":

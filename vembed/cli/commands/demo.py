@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from vembed.cli.support import number_table, plain_console
 from vembed.errors import UserError
@@ -107,17 +107,17 @@ class Pair:
 
 
 def demo(
-    options: Annotated[
-        list[str] | None,
-        Argument(metavar="KEY=VALUE", help="Options as of train."),
-    ] = None,
-    output: Annotated[str, Option(help="Folder for data, config and run.")] = ("demo"),
-    quick: Annotated[
-        bool,
-        Option("--quick", help="30 seconds: everything happens, little is learned."),
-    ] = False,
+    options: Annotated[list[str] | None, Argument(metavar="KEY=VALUE")] = None,
+    output: str = "demo",
+    quick: bool = False,
 ) -> int:
-    """Train a small model on the functions of Python's standard library, without network access."""
+    """Train a small model on the functions of Python's standard library, without network access.
+
+    Args:
+        options: Options as of train.
+        output: Folder for data, config and run.
+        quick: 30 seconds: everything happens, little is learned.
+    """
     # Must be set before anything imports the Hub's client.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vembed.cli.run_train import run_train
