@@ -39,8 +39,8 @@ from vembed.losses.table import (
     loss_options,
     with_constraints,
 )
-from vembed.training.optimizers.table import OPTIMIZERS
-from vembed.training.trackers.table import TRACKERS
+from vembed.training.optimizer_kinds import OPTIMIZERS
+from vembed.training.trackers import TRACKERS
 
 if TYPE_CHECKING:
     OptimizerName = str
