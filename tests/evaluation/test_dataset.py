@@ -12,8 +12,7 @@ import pytest
 from vembed.config.schema import DataSection
 from vembed.data.examples import Example, Item, ReadAs
 from vembed.errors import UserError
-from vembed.evaluation.beir_folder import open_records
-from vembed.evaluation.corpus import Corpus, read_corpus
+from vembed.evaluation.beir import Corpus, open_records, read_corpus
 from vembed.evaluation.dataset import (
     RetrievalData,
     ScoredPairs,
