@@ -73,14 +73,13 @@ class Angle(CoSENT):
     name = "angle"
     summary = "the order of the scores, by the angle in the complex plane (AnglE)"
 
-    def refusal(self, sizes: Sequence[int]) -> tuple[tuple[str, ...], str] | None:
+    def refusal(self, sizes: Sequence[int]) -> str | None:
         """See Loss."""
         for size in sizes:
             if size % 2:
                 return (
-                    ("loss", "losses", "mrl_dims"),
                     "loss: angle reads halves of a vector as real and imaginary parts, and mrl_dims has "
-                    f"{size:,d}: give even sizes",
+                    f"{size:,d}: give even sizes"
                 )
         return None
 

@@ -34,7 +34,7 @@ from vembed.parallel.parameters import (
     set_gradient_sync,
     set_keep_gathered,
 )
-from vembed.training.optimizers.table import OPTIMIZERS
+from vembed.training.optimizer_kinds import OPTIMIZERS
 
 if TYPE_CHECKING:
     from vembed.parallel.placement import Placement
