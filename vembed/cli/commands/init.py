@@ -261,7 +261,6 @@ def starter(
         epochs=epochs,
         num_train=num_train,
         num_steps=num_steps,
-        interval=values.steps_between(num_steps),
     )
     lines = [text, *_bad_record_lines(summary, text)]
     if facts is None:
