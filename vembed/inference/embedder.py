@@ -368,7 +368,7 @@ def to_item(input_: Input) -> Item:
         raise UserError(
             f"an input is a {type(input_).__name__}; vembed encodes texts, images and {{text, image}} records"
         )
-    if set(input_) - {"text", "image", "images"}:
+    if not input_ or set(input_) - {"text", "image", "images"}:
         raise UserError(
             f"an input has the keys {', '.join(map(repr, input_))}; vembed knows text, image and images"
         )
