@@ -121,7 +121,7 @@ def test_steps_of_a_list_and_where_each_starts():
         ([{"name": "a"}, {"name": "a"}], "called a"),
         ([{"name": "a", "from": "b"}], "starts from b"),
         ([{"name": "a/b"}], "stage a/b"),
-        (["a"], "stage 1 of stages"),
+        (["a"], "stage 1 must hold options"),
         ([{"evaluate": 3}], "evaluate must hold options"),
         ([], "stages must be a list"),
     ],

@@ -180,7 +180,7 @@ def test_a_teacher_that_does_not_fit_is_sharded(
     teacher = Teacher(model=str(shared(tiny_bert)))
     size = sum(path.stat().st_size for path in shared(tiny_bert).rglob("*.safetensors"))
     monkeypatch.setattr(
-        "vembed.parallel.collectives.broadcast_json", lambda value: value
+        "vembed.parallel.collectives.broadcast_object", lambda value: value
     )
 
     ranks: Any = SimpleNamespace(world_size=2, memory=size)

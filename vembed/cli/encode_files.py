@@ -228,7 +228,7 @@ class EncodeInput:
         # With the first rows wrong folders are found before the model is loaded.
         if (first == 1 or self.skips) and any(row.item.images for row in rows):
             part = rows[self.session.rank :: self.session.world_size]
-            by_rank = collectives.gather_objects_as_json(broken_images(part))
+            by_rank = collectives.gather_objects(broken_images(part))
             for rank_problems in by_rank:
                 problems += [(number, reason) for number, reason in rank_problems]
         self.leave_out(sorted(problems))

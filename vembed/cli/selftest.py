@@ -57,8 +57,8 @@ def _run(session: Session) -> None:
     with check("shard", rank) as lines:
         whole = small_model().to(session.device)
         model = session.prepare(small_model(), (LAYER,))
-        num_bytes = parameters.local_bytes(model)["parameters"]
-        share = num_bytes / parameters.local_bytes(whole)["parameters"]
+        num_bytes = parameters.local_bytes(model)
+        share = num_bytes / parameters.local_bytes(whole)
         # A tenth more: shards are padded to equal sizes.
         if share > 1.1 / world_size:
             raise RuntimeError(

@@ -315,13 +315,13 @@ def numbers(flag: str, text: str, kind: type = int) -> Any:
 
 def option(name: str, text: str) -> Any:
     """Parse a value like the config option of that name; None for an empty text."""
-    from vembed.config.aliases import normalise, value_of_text
-    from vembed.config.options import all_options, checked
+    from vembed.config.aliases import canonical
+    from vembed.config.options import all_options
 
     if not text:
         return None
     try:
-        return checked(name, normalise(name, value_of_text(all_options()[name], text)))
+        return canonical(name, all_options()[name].parse(text))
     except ValueError as error:
         raise UserError(str(error)) from None
 

@@ -13,9 +13,8 @@ from vembed.config.schema import (
     ModelSection,
     ObjectiveSection,
 )
-from vembed.losses.declaration import Loss
+from vembed.losses.declaration import SCORES, Loss
 from vembed.losses.table import LOSSES
-from vembed.losses.teacher_scores import SCORES
 
 
 @dataclass(frozen=True, slots=True)

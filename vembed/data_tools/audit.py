@@ -128,7 +128,6 @@ def audit(
         if config.model_name is not None:
             folder = work_folder(mining)
             search = open_candidates(mining, inputs, folder, running)
-            search.find_all()
             sources = checks.ranks(inputs, search, mining)
             running.barrier()
             if running.is_main and not config.keep_work:

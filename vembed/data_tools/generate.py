@@ -296,7 +296,6 @@ def _round_trip(
     )
     inputs = read_inputs(mining)
     store = open_candidates(mining, inputs, folder, session)
-    store.find_all()
     known = inputs.known
     positives = store.scores_of(known.positives)
     codes = known.positives.codes

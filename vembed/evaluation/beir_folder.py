@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from vembed.config.options import join_words
 from vembed.data.documents import DOCUMENT_FIELDS, open_document_reader
 from vembed.data.formats.base import Format
 from vembed.data.formats.opening import data_files
+from vembed.data.messages import listed
 from vembed.data.misreadings import judgement_column
 from vembed.errors import UserError
 
@@ -64,6 +66,27 @@ def qrels_files(folder: Path) -> dict[str, Path]:
         if path.suffix in QRELS_ENDINGS:
             files[path.stem.partition(_SHARD)[0]] = path
     return files
+
+
+def choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
+    """Return the qrels of the first of some splits; the only ones of a folder, unless one split was asked for."""
+    files = qrels_files(folder)
+    for split in splits:
+        if split in files:
+            return files[split]
+    # A split that was asked for is never replaced by another.
+    if len(files) == 1 and len(splits) > 1:
+        return next(iter(files.values()))
+    place = folder / "qrels"
+    if files:
+        raise UserError(
+            f"{place} holds {', '.join(sorted(files))}, and none of {', '.join(splits)}: give the split, or the path of "
+            "the qrels file, that is meant"
+        )
+    others = listed(sorted(path.name for path in place.glob("*")))
+    raise UserError(
+        f"{place} holds {others or 'nothing'}, and no file that ends in {join_words(QRELS_ENDINGS)}"
+    )
 
 
 def folder_of_qrels(path: Path) -> Path | None:

@@ -10,18 +10,15 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from vembed.config.options import join_words
 from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.data.example_store import open_examples
 from vembed.data.examples import Example, Item, ReadAs
-from vembed.data.messages import listed
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import (
-    QRELS_ENDINGS,
+    choose_qrels,
     folder_of_qrels,
     is_beir_folder,
     open_texts,
-    qrels_files,
     read_judgements,
 )
 from vembed.evaluation.corpus import Corpus, identified_texts, read_corpus
@@ -140,7 +137,7 @@ def open_eval_data(
     if (folder := folder_of_qrels(place)) is not None:
         return read_beir(folder, place, skip_bad=skip_bad)
     if is_beir_folder(place):
-        return read_beir(place, _choose_qrels(place, splits), skip_bad=skip_bad)
+        return read_beir(place, choose_qrels(place, splits), skip_bad=skip_bad)
     if len(splits) == 1:
         raise UserError(
             f"{path} is no BEIR-style folder, so it has no qrels of a split {splits[0]}"
@@ -337,23 +334,3 @@ def _scored_pairs(examples: Sequence[Example], name: str) -> ScoredPairs:
             "needs at least two"
         )
     return ScoredPairs(name, tuple(first), tuple(second), tuple(scores))
-
-
-def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
-    qrels = qrels_files(folder)
-    # A split that was asked for is never replaced by another.
-    if len(qrels) == 1 and len(splits) > 1:
-        return next(iter(qrels.values()))
-    for split in splits:
-        if split in qrels:
-            return qrels[split]
-    place = folder / "qrels"
-    if not qrels:
-        others = listed(sorted(path.name for path in place.glob("*")))
-        raise UserError(
-            f"{place} holds {others or 'nothing'}, and no file that ends in {join_words(QRELS_ENDINGS)}"
-        )
-    raise UserError(
-        f"{place} holds {', '.join(sorted(qrels))}, and none of {', '.join(splits)}: give the path of the qrels file "
-        "that is meant"
-    )

@@ -32,6 +32,7 @@ from vembed.evaluation.retrieval import (
     RetrievalSearch,
     compressed_name,
     compressed_scores,
+    correlations,
     metric_names,
 )
 from vembed.inference.embedder import Embedder
@@ -259,21 +260,14 @@ def similarity_metrics(
 ) -> dict[str, float]:
     """Return `spearman` and `pearson` between similarities of the embeddings and given scores, and `dim<d>/spearman`
     for their first d coordinates."""
-    from scipy import stats  # takes a third of a second to import, and few runs need it
-
     metrics = {}
     sizes = {"": first_ND.shape[1]} | {f"dim{dim}/": dim for dim in dims}
     for prefix, dim in sizes.items():
         first = first_dims(first_ND, dim, normalize).astype(np.float64)
         second = first_dims(second_ND, dim, normalize).astype(np.float64)
         similarities = np.einsum("nd,nd->n", first, second)
-        spearman = 0.0
-        pearson = 0.0
-        if np.ptp(similarities) > 0:  # correlation with a constant is undefined
-            spearman = stats.spearmanr(similarities, scores).statistic
-            pearson = stats.pearsonr(similarities, scores).statistic
-        metrics[f"{prefix}spearman"] = float(spearman)
-        metrics[f"{prefix}pearson"] = float(pearson)
+        for name, value in correlations(similarities, scores).items():
+            metrics[prefix + name] = value
     return metrics
 
 

@@ -169,35 +169,36 @@ def find_candidates(
     num_rows = batch.num_rows
     rank_rows = batch.rank_rows
     # Which hard negatives are columns. All rows are.
-    negatives = batch.all_negatives()
-    explicit_row = negatives[:0]
-    explicit_negatives = negatives[:0]
-    explicit_place = negatives[:0]
+    num_negatives = batch.negative.numel()
+    no_pair = batch.negative[:0]
+    explicit_row = no_pair
+    explicit_negatives = no_pair
+    explicit_place = no_pair
     if options.hard_negatives_scope == "own":
         explicit_row, negative = example_negatives(batch, rank_rows)
         # Each hard negative has one entry, however many rows it meets.
         explicit_negatives, explicit_place = torch.unique(negative, return_inverse=True)
-        negatives = negatives[:0]
+        num_negatives = 0
     # Queries of other rows are needed only as columns.
     has_query_columns = query_query or both_directions
     query_rows = slice(0, num_rows) if has_query_columns else rank_rows
 
     # The table.
     every_row = torch.arange(num_rows, device=batch.query.device)
+    every_negative = torch.arange(num_negatives, device=batch.query.device)
     occurrence = torch.cat(
         (
-            2 * num_rows + negatives,
+            2 * num_rows + every_negative,
             num_rows + every_row,
             every_row[query_rows],
             2 * num_rows + explicit_negatives,
         )
     )
-    first_positive = negatives.numel()
-    first_query = first_positive + num_rows
+    first_query = num_negatives + num_rows
     first_explicit = first_query + query_rows.stop - query_rows.start
     documents = slice(0, first_query)
     queries = slice(first_query, first_explicit)
-    row_positives = shifted(rank_rows, first_positive)
+    row_positives = shifted(rank_rows, num_negatives)
     row_queries = shifted(rank_rows, first_query - query_rows.start)
 
     content = _ranks(batch.content)
@@ -210,7 +211,7 @@ def find_candidates(
     num_slots = negative_keys.shape[1]
     document_keys = torch.cat(
         (
-            negative_keys[negatives],
+            negative_keys[:num_negatives],
             positive_keys[:, None].expand(-1, num_slots),
         )
     )
@@ -283,9 +284,7 @@ def example_negatives(batch: LossBatch, rows: slice) -> tuple[Tensor, Tensor]:
     Rows count from the start of `rows`, ascending. Pairs are dropped whose negative has the content of the row's query
     or of one of its example's positives.
     """
-    negatives = batch.all_negatives()
-    row, place = join_equal(batch.example[rows], batch.negative_example[negatives])
-    negative = negatives[place]
+    row, negative = join_equal(batch.example[rows], batch.negative_example)
     if not row.numel():
         return row, negative
     row_keys = _content_sets(batch)[rows][row]  # [P, S]

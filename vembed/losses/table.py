@@ -12,9 +12,17 @@ from pydantic.fields import FieldInfo
 
 from vembed.losses.contrastive import Circle, InfoNCE, Sigmoid, Triplet
 from vembed.losses.declaration import Loss
-from vembed.losses.lists import BCE, MSE, Lambda
+from vembed.losses.listwise import (
+    BCE,
+    KL,
+    MSE,
+    Lambda,
+    Listwise,
+    MarginMSE,
+    RankNet,
+    ScoreMSE,
+)
 from vembed.losses.scored_pairs import Angle, CoSENT, Cosine
-from vembed.losses.teacher_scores import KL, Listwise, MarginMSE, RankNet, ScoreMSE
 from vembed.losses.vectors import (
     Anchor,
     Embedding,

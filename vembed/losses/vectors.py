@@ -91,7 +91,7 @@ class Anchor(Loss):
         identity = torch.eye(
             dim, device=embeddings.device, dtype=arithmetic_dtype(embeddings)
         )
-        full_size = Similarity.at((dim,), (1.0,), cosine=term.sizes.cosine)
+        full_size = Similarity(term.configured.cosine, (dim,))
         return _mean_distance(batch, teacher, identity, full_size)
 
 
@@ -116,7 +116,7 @@ class Relational(TeacherLoss):
         from vembed.losses.candidates import ExclusionMask
 
         rows = batch.rank_occurrences()
-        num_occurrences = 2 * batch.num_rows + batch.negative.numel()
+        num_occurrences = batch.num_occurrences
         columns = torch.arange(num_occurrences, device=rows.device)
         # The key of an occurrence is its number, on both sides. So the diagonal is left
         # out.
@@ -280,7 +280,7 @@ def _mean_distance(
     total = with_known_gradients(
         total, (batch.embeddings, projection), (d_embeddings, d_projection)
     )
-    return total / max(1, 2 * batch.num_rows + batch.negative.numel())
+    return total / max(1, batch.num_occurrences)
 
 
 def _sum_of_distances(

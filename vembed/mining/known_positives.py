@@ -11,16 +11,11 @@ import numpy as np
 
 from vembed.data.examples import Item
 from vembed.errors import UserError
-from vembed.evaluation.beir_folder import is_beir_folder, qrels_files
+from vembed.evaluation.beir_folder import choose_qrels, is_beir_folder, qrels_files
 from vembed.evaluation.top_k import Pairs
 from vembed.mining.config import DataOptions, paths_of
 from vembed.mining.documents import Documents, content_key
-from vembed.mining.record_tables import (
-    Rows,
-    open_rows,
-    qrels_file,
-    read_qrels,
-)
+from vembed.mining.record_tables import SPLITS, Rows, open_rows, read_qrels
 
 QUERY_ID_FIELDS = ("query_id", "qid", "query-id", "_id")
 POSITIVE_ID_FIELDS = (
@@ -175,7 +170,8 @@ def _qrels(options: DataOptions) -> dict[str, list[str]]:
     for path in paths_of(options.corpus_path):
         folder = Path(path).expanduser()
         if is_beir_folder(folder) and qrels_files(folder):
-            judged = read_qrels(qrels_file(folder, options.split))
+            splits = [options.split] if options.split else SPLITS
+            judged = read_qrels(choose_qrels(folder, splits))
             for identity, documents in judged.items():
                 relevant.setdefault(identity, []).extend(documents)
     return relevant

@@ -18,9 +18,9 @@ from vembed.data.images.files import ImageRoot
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 from vembed.evaluation.beir_folder import (
+    choose_qrels,
     is_beir_folder,
     open_texts,
-    qrels_files,
     read_judgements,
 )
 from vembed.files import cache_folder
@@ -45,7 +45,8 @@ class BeirTable:
         self.image_folder = str(folder)
         self._queries = open_texts(folder, "queries")
         self._corpus = open_texts(folder, "corpus")
-        relevant = read_qrels(qrels_file(folder, split))
+        qrels = choose_qrels(folder, [split] if split else SPLITS)
+        relevant = read_qrels(qrels)
         # Only judged documents are kept in memory, by position; the corpus may be large.
         judged: set[str] = set()
         for documents in relevant.values():
@@ -64,7 +65,7 @@ class BeirTable:
         self._form = RecordFormat(Columns(), ImageRoot(str(folder), allow_urls=False))
         if not self._rows:
             raise UserError(
-                f"{folder} has no query with a relevant document in {qrels_file(folder, split).name}"
+                f"{folder} has no query with a relevant document in {qrels.name}"
             )
 
     def __len__(self) -> int:
@@ -163,19 +164,6 @@ def open_rows(options: RowOptions) -> Rows:
         purpose="work",
     )
     return Rows(tables)
-
-
-def qrels_file(folder: Path, split: str | None) -> Path:
-    """The qrels of a BEIR-style folder for a split; without one the first of train, dev, validation, val and test."""
-    files = qrels_files(folder)
-    names = [split] if split else [*SPLITS, *(files if len(files) == 1 else ())]
-    for name in names:
-        if name in files:
-            return files[name]
-    raise UserError(
-        f"{folder / 'qrels'} holds {', '.join(sorted(files)) or 'no file'}, and none of {', '.join(names)}: "
-        "give split, the name of the file that is meant"
-    )
 
 
 def read_qrels(path: Path) -> dict[str, list[str]]:

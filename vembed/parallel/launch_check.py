@@ -290,7 +290,7 @@ def require_equal(name: str, value: Any, advice: str) -> None:
     """Raise the same UserError on every rank unless all have the same value. Collective."""
     if collectives.world_size() == 1:
         return
-    gathered = collectives.gather_objects_as_json([value, _host(None)])
+    gathered = collectives.gather_objects([value, _host(None)])
     facts = {
         rank: ({name: rank_value}, host)
         for rank, (rank_value, host) in enumerate(gathered)

@@ -163,7 +163,7 @@ def shard(
         if module in units:
             log.debug("unit: %s (%s)", name, type(module).__name__)
     if not one_reads:
-        collectives.sync_from_rank0(dict(model.named_parameters()))
+        collectives.broadcast_tensors(model.parameters())
     if fsdp.version == 1:
         plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
         plugin.ignored_modules = _unsharded(model)

@@ -494,13 +494,13 @@ def measure_demand(
     discard_passes(model)
     if session.fsdp is not None and session.keeps_gathered:
         set_keep_gathered(model, False, session.fsdp.reshard_after_forward)
+    if demand is None and session.strategy == "fsdp":
+        # The other ranks wait inside a layer: ending this one ends them.
+        raise RunError(
+            f"rank {session.rank} has no memory for {2 * PROBE_TOKENS} tokens; `vembed plan` says why"
+        )
     if session.device.type == "cuda":
         torch.cuda.empty_cache()
-        if demand is None and session.strategy == "fsdp":
-            # The other ranks wait inside a layer: ending this one ends them.
-            raise RunError(
-                f"rank {session.rank} has no memory for {2 * PROBE_TOKENS} tokens; `vembed plan` says why"
-            )
     failed = collectives.max_ints([int(demand is None)])[0]
     if demand is not None and not failed:
         return demand

@@ -20,7 +20,6 @@ from vembed.cli.run_train import result_of
 from vembed.cli.support import log_line
 from vembed.config.aliases import option_of
 from vembed.config.arguments import TrainArguments
-from vembed.config.layers import shared_layer
 from vembed.config.loading import resolve_run
 from vembed.config.paths import is_inside, missing_path, require_paths
 from vembed.config.resolved import ResolvedRun
@@ -129,7 +128,7 @@ class _Stage:
         self.model_before = pipeline.model_before(step.name)
         self.data_step = pipeline.data_step_before(step.name)
         self.all_arguments = arguments
-        self.options = located(step.options(), arguments.config)
+        self.options = located(step.options, arguments.config)
         """Of a step between; its paths may stand beside the config file."""
         self.arguments = replace(
             arguments,
@@ -162,7 +161,7 @@ class _Stage:
             return _digest({"options": _contents(self.options), "before": before})
         run = self._resolve()
         start = None
-        if self.model_before is not None and self.step.option("model_name") is None:
+        if self.model_before is not None and "model_name" not in self.step.options:
             start = known[self.model_before.name]
         world_size = 1
         if os.environ.get("WORLD_SIZE"):
@@ -313,7 +312,7 @@ class _Stage:
         if self.model_before is not None:
             return self._model_named(self.model_before.name)
         name = _by_option(self.all_arguments.overrides).get("model_name")
-        start_model = shared_layer(self.all_arguments.source).values.get("model_name")
+        start_model = self.pipeline.shared.values.get("model_name")
         if name is not None:
             return name
         if start_model is None:
@@ -338,9 +337,9 @@ class _Stage:
             left_out.append("model_name")
         kept = [text for text in overrides if _option_of(text) not in left_out]
         if "output_dir" in options and self.step.kind == "train":
-            if self.model_before is not None and self.step.option("model_name") is None:
+            if self.model_before is not None and "model_name" not in self.step.options:
                 kept.append(f"model_name={self._model()}")
-            if self.data_step is not None and self.step.option("data_path") is None:
+            if self.data_step is not None and "data_path" not in self.step.options:
                 kept.append(f"data_path={self.pipeline.data_of(self.data_step)}")
             kept.append(f"output_dir={self.folder}")
         if "resume" not in options:
@@ -684,7 +683,7 @@ def estimates(
             step_estimates.append(_between(step, newest))
             continue
         stage = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
-        if before is not None and step.option("model_name") is None:
+        if before is not None and "model_name" not in step.options:
             name = f"model_name={models[before.name]}"
             stage = replace(stage, overrides=(*stage.overrides, name))
         # For a stage that starts from an earlier one this is the name given above: of the first model, whose shapes
@@ -693,9 +692,9 @@ def estimates(
         models[step.name] = run.config.model.model_name
         remark = ""
         mined = pipeline.data_step_before(step.name)
-        if mined is not None and step.option("data_path") is None:
+        if mined is not None and "data_path" not in step.options:
             # Until its data are mined, those that they come from stand for them.
-            unmined = mined.options().get("data_path")
+            unmined = mined.options.get("data_path")
             is_mined = pipeline.data_of(mined).is_file()
             if not is_mined and isinstance(unmined, str):
                 path = f"data_path={unmined}"
@@ -753,7 +752,7 @@ def _between(step: Step, newest: Prediction | None) -> Estimate:
 
     # Weights in float32.
     memory = f"{4 * newest.size.total / GIB:.1f} GB (weights), and micro-batches"
-    options = step.options()
+    options = step.options
     total = 0.0
     for name in ("data_path", "corpus_path", "data"):
         for path in named_paths(options.get(name)):

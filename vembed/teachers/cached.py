@@ -84,7 +84,7 @@ class CachedTeacher(Generic[Q]):
                         f"{len(self.store):,d}",
                         f"{num_noted:,d}",
                     )
-        return bool(collectives.broadcast_json(is_complete))
+        return bool(collectives.broadcast_object(is_complete))
 
     def complete(
         self, what: str, keys: Sequence[bytes], questions: Sequence[Q]

@@ -234,7 +234,7 @@ def is_sharded(teacher: Teacher, folder: Path, session: Session) -> bool:
         return teacher.sharded
     # Rank 0 decides for all: the caches of several machines may hold different files.
     size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-    size = collectives.broadcast_json(size)
+    size = collectives.broadcast_object(size)
     memory = session.memory
     if size <= LARGEST_SHARE * memory:
         return False

@@ -245,7 +245,7 @@ def _not_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> str | None:
         if is_number and not bool(torch.isfinite(weight).all()):
             first_broken = name
             break
-    for broken in collectives.gather_objects_as_json(first_broken):
+    for broken in collectives.gather_objects(first_broken):
         if broken is not None:
             return f"the trained weights of {broken}"
     return None

@@ -62,7 +62,7 @@ def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
             identities[modality] = tower_identity(
                 description, embedder.backbone, modality, str(session.mixed_precision)
             )
-    identities = collectives.broadcast_json(identities)
+    identities = collectives.broadcast_object(identities)
     folder = cache_folder() / "features"
     stores: dict[Modality, FeatureStore] = {}
     for modality in modalities:

@@ -157,7 +157,7 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
             sets = open_here()
         except UserError as error:
             message = str(error)
-    message = collectives.broadcast_json(message)
+    message = collectives.broadcast_object(message)
     if message is not None:
         raise UserError(message)
     if session.local_rank == 0 and not session.is_main:
@@ -506,7 +506,7 @@ def decide_rates(
     """
     description = embedder.description
     is_main = collectives.rank() == 0
-    is_new = collectives.broadcast_json(is_main and has_initial_norms(embedder))
+    is_new = collectives.broadcast_object(is_main and has_initial_norms(embedder))
     trained_names = [
         name for name, weight in embedder.named_parameters() if weight.requires_grad
     ]

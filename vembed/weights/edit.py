@@ -521,7 +521,7 @@ def _search(
             first = asked.suggest_int("first_layer", 0, last_layer)
             last = asked.suggest_int("last_layer", 0, last_layer)
             values["layers"] = list(range(min(first, last), max(first, last) + 1))
-        values = collectives.broadcast_json(values)
+        values = collectives.broadcast_object(values)
         if values["layers"] is not None:
             values["layers"] = tuple(values["layers"])
         candidate = replace(plan, **values)

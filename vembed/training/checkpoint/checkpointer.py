@@ -355,7 +355,7 @@ class Checkpointer:
         )
         # All ranks must agree whether it is damaged, and each has seen other files.
         unique: dict[str, None] = {}
-        for of_rank in collectives.gather_objects_as_json(problems):
+        for of_rank in collectives.gather_objects(problems):
             unique |= dict.fromkeys(of_rank)
         return list(unique)
 
@@ -460,7 +460,7 @@ class Checkpointer:
                 answer = {"value": action()}
             except UserError as error:
                 answer = {"error": str(error)}
-        answer = collectives.broadcast_json(answer)
+        answer = collectives.broadcast_object(answer)
         if "error" in answer:
             raise UserError(answer["error"])
         return answer["value"]
@@ -475,10 +475,10 @@ class Checkpointer:
             write_durably(probe, b"vembed writes here\n")
         except OSError as error:
             problem = error.strerror or str(error)
-        problems = collectives.gather_objects_as_json(problem)
+        problems = collectives.gather_objects(problem)
         # Skipped where writing failed already: even a lookup may be forbidden there.
         sees_main = problem is not None or (self.output / ".probe-0").exists()
-        is_shared = collectives.gather_objects_as_json(sees_main)
+        is_shared = collectives.gather_objects(sees_main)
         if problem is None:
             probe.unlink()
         failed = []
@@ -516,7 +516,7 @@ class Checkpointer:
                 self._elsewhere[step] = existing[0]
             else:
                 missing.append(step)
-        missing = collectives.broadcast_json(missing)
+        missing = collectives.broadcast_object(missing)
         changes: dict[str, Any] = {}
         for key, without in NO_CHECKPOINT.items():
             if state[key] in missing:
@@ -564,7 +564,7 @@ class Checkpointer:
         problem = None
         if error is not None:
             problem = f"rank {self.session.rank}: {_reason(error)}"
-        for reason in collectives.gather_objects_as_json(problem):
+        for reason in collectives.gather_objects(problem):
             if reason is not None:
                 self._fail(step, str(reason))
 

@@ -93,7 +93,7 @@ class Watch(Hook):
             if not bool(result.is_finite):
                 examples += rank_batch.where
         ranks = []
-        named = collectives.gather_objects_as_json(examples[:MAX_NAMED_EXAMPLES])
+        named = collectives.gather_objects(examples[:MAX_NAMED_EXAMPLES])
         for rank, places in enumerate(named):
             if places:
                 ranks.append(f"rank {rank}: {', '.join(places)}")

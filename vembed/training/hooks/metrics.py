@@ -94,7 +94,7 @@ class Diagnostics(Hook):
             "seconds": {name: round(value, 6) for name, value in phases.items()},
             "memory": memory_snapshot(self._device),
         }
-        ranks = collectives.gather_objects_as_json(of_rank)
+        ranks = collectives.gather_objects(of_rank)
         total: Counter[str] = Counter()
         work = []
         padding = []

@@ -1,18 +1,21 @@
-"""kl, score_mse, margin_mse, listwise, ranknet: scores of a teacher or of the data.
+"""kl, score_mse, margin_mse, mse, listwise, ranknet, lambda, bce: losses on the scores of listed documents.
 
-t are the scores of a teacher or of the data, s the similarities of the student, T the
-temperature and T' that of the teacher. C_i are the positive of row i and the hard
-negatives of its example, C_e all documents of example e.
+C_i are the positive of row i and the hard negatives of its example, C_e all documents of example e: its positives and
+hard negatives. s are the scores of the model: a reranker's own, or the similarities of vectors. t are the scores of a
+teacher or of the data, T the temperature and T' that of the teacher. y are labels: t, and without a teacher or scores 1
+for a positive and 0 for a negative. A negative without a score has the label 0.
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from vembed.config.values import PositiveFloat
 from vembed.errors import UserError
 from vembed.losses.declaration import (
+    SCORES,
     CandidateLoss,
     Negatives,
     TeacherLoss,
@@ -26,8 +29,8 @@ if TYPE_CHECKING:
     from vembed.losses.build import TermLoss
     from vembed.losses.listed import ListedPairs
 
-SCORES = "scores"
-"""Name of the teacher whose scores are in the data."""
+CLOSE_WEIGHT = 10.0
+"""Of LambdaLoss: weight of NDCG-Loss2 beside LambdaRank, mu of the paper."""
 
 
 class ListedLoss(TeacherLoss):
@@ -43,7 +46,7 @@ class ListedLoss(TeacherLoss):
         *,
         may_lack: bool = False,
     ) -> Tensor:
-        """Return [1, E] the scores that the student's are compared with.
+        """Return [1, n + P] the scores that the student's are compared with.
 
         `may_lack`: hard negatives without a score get NaN.
         """
@@ -66,6 +69,18 @@ class ListedLoss(TeacherLoss):
             scores = TeacherScores(positive, negative).scores_of(pairs)
         return scores.to(batch.embeddings.device, arithmetic_dtype(batch.embeddings))
 
+    def labels(self, batch: LossBatch, term: TermLoss, lists: ListedPairs) -> Tensor:
+        """Return [n + P] the labels y."""
+        import torch
+
+        from vembed.losses.similarity import arithmetic_dtype
+
+        if term.teacher in (None, SCORES) and batch.scores is None:
+            labels = torch.zeros(len(lists.groups), device=batch.embeddings.device)
+            labels[: len(lists.rows)] = 1.0
+            return labels.to(arithmetic_dtype(batch.embeddings))
+        return self.targets(batch, term, lists, may_lack=True)[0].nan_to_num(nan=0.0)
+
 
 class SoftmaxLoss(ListedLoss, Temperature):
     """Base class of the losses that compare a softmax of scores with the teacher's."""
@@ -80,27 +95,10 @@ class SoftmaxLoss(ListedLoss, Temperature):
     def log_softmaxes(
         self, batch: LossBatch, term: TermLoss, pairs: ListedPairs, targets: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the log softmax within each group of the student [K, E] and of the teacher [1, E]."""
-        from vembed.losses.listed import grouped_log_softmax
-
-        scores = pairs.model_scores(batch, term.similarity(batch.embeddings))
-        logits = scores * term.scale(batch.embeddings)
-        student = grouped_log_softmax(logits, pairs.groups, pairs.num_groups)
-        teacher = grouped_log_softmax(
-            targets * self.target_scale(), pairs.groups, pairs.num_groups
-        )
-        return student, teacher
-
-    def row_log_softmaxes(
-        self, batch: LossBatch, term: TermLoss
-    ) -> tuple[ListedPairs, Tensor, Tensor]:
-        """Return the pairs of this rank's rows, and `log_softmaxes` of them."""
-        from vembed.losses.listed import ListedPairs
-
-        pairs = ListedPairs.of_rank(batch)
-        targets = self.targets(batch, term, pairs)
-        student, teacher = self.log_softmaxes(batch, term, pairs, targets)
-        return pairs, student, teacher
+        """Return the log softmax within each group of the student [K, n + P] and of the teacher [1, n + P]."""
+        logits = term.scores(batch, pairs) * term.scale(batch.embeddings)
+        student = pairs.log_softmax(logits)
+        return student, pairs.log_softmax(targets * self.target_scale())
 
 
 class KL(SoftmaxLoss, CandidateLoss):
@@ -131,13 +129,17 @@ class KL(SoftmaxLoss, CandidateLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
+        from vembed.losses.listed import ListedPairs
+
         if self.distill_candidates == "batch":
             return self._share_over_batch(batch, term)
-        _, student, teacher = self.row_log_softmaxes(batch, term)
-        losses = (teacher.exp() * (teacher - student)).sum(1)
+        pairs = ListedPairs.of_rank(batch)
+        targets = self.targets(batch, term, pairs)
+        student, teacher = self.log_softmaxes(batch, term, pairs, targets)
+        losses = teacher.exp() * (teacher - student)
         # Divided by the rows of all ranks, of which this rank adds up its own: the
         # shares of the ranks sum to L.
-        return term.similarity(batch.embeddings).total(losses) / max(1, batch.num_rows)
+        return term.mean(losses, batch.num_rows)
 
     def _share_over_batch(self, batch: LossBatch, term: TermLoss) -> Tensor:
         from vembed.losses.candidates import find_candidates
@@ -171,11 +173,14 @@ class ScoreMSE(SoftmaxLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        pairs, student, teacher = self.row_log_softmaxes(batch, term)
+        from vembed.losses.listed import ListedPairs
+
+        pairs = ListedPairs.of_rank(batch)
+        targets = self.targets(batch, term, pairs)
+        student, teacher = self.log_softmaxes(batch, term, pairs, targets)
         size = pairs.groups.bincount(minlength=pairs.num_groups).to(student.dtype)
         errors = (teacher.exp() - student.exp()).square() / size[pairs.groups]
-        similarity = term.similarity(batch.embeddings)
-        return similarity.total(errors.sum(1)) / max(1, batch.num_rows)
+        return term.mean(errors, batch.num_rows)
 
 
 class MarginMSE(ListedLoss):
@@ -195,13 +200,31 @@ class MarginMSE(ListedLoss):
         from vembed.losses.listed import ListedPairs
 
         pairs = ListedPairs.of_rank(batch)
-        similarity = term.similarity(batch.embeddings)
-        scores = pairs.model_scores(batch, similarity)
         # Both differences of the formula at once: (s_p - t_p) - (s_n - t_n).
-        errors = pairs.margins(scores - self.targets(batch, term, pairs))
-        losses = errors.square().sum(1)
+        errors = term.scores(batch, pairs) - self.targets(batch, term, pairs)
         # M counts the pairs of all ranks: each rank needs the same divisor.
-        return similarity.total(losses) / max(1, pairs.num_negative_pairs)
+        return term.mean(pairs.margins(errors).square(), pairs.num_negative_pairs)
+
+
+class MSE(ListedLoss):
+    """The squared error of the scores, over all M documents of the global batch.
+
+    L = 1/M * sum_e sum_{c in C_e} (s_c - t_c)^2
+    """
+
+    name = "mse"
+    summary = "a teacher's scores themselves"
+    records = "pairs"
+    negatives = "optional"
+    follows = "teacher"
+
+    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
+        """See Loss."""
+        from vembed.losses.listed import ListedPairs
+
+        lists = ListedPairs.of_examples(batch, of_rank=True)
+        errors = term.scores(batch, lists) - self.targets(batch, term, lists)
+        return term.mean(errors.square(), batch.num_rows + lists.num_negative_pairs)
 
 
 class Listwise(SoftmaxLoss):
@@ -225,9 +248,7 @@ class Listwise(SoftmaxLoss):
         is_known = ~targets[0].isnan()
         known = lists.select(is_known)
         student, teacher = self.log_softmaxes(batch, term, known, targets[:, is_known])
-        losses = -(teacher.exp() * student).sum(1)
-        similarity = term.similarity(batch.embeddings)
-        return similarity.total(losses) / max(1, lists.num_groups)
+        return -term.mean(teacher.exp() * student, lists.num_groups)
 
 
 class RankNet(ListedLoss, Temperature):
@@ -248,20 +269,106 @@ class RankNet(ListedLoss, Temperature):
         """See Loss."""
         import torch.nn.functional as F
 
-        from vembed.losses.listed import ListedPairs, ordered_pairs
+        from vembed.losses.listed import ListedPairs
 
         lists = ListedPairs.of_examples(batch)
         targets = self.targets(batch, term, lists, may_lack=True)
         # Of all ranks, as the divisor. The student's scores are not needed for it.
-        num_pairs = ordered_pairs(lists.groups, targets[0])[0].numel()
+        num_pairs = lists.ordered(targets[0])[0].numel()
         rank_lists = ListedPairs.of_examples(batch, of_rank=True)
         targets = self.targets(batch, term, rank_lists, may_lack=True)
-        above, below = ordered_pairs(rank_lists.groups, targets[0])
-        similarity = term.similarity(batch.embeddings)
-        scores = rank_lists.model_scores(batch, similarity)
-        logits = scores * term.scale(batch.embeddings)
+        above, below = rank_lists.ordered(targets[0])
+        logits = term.scores(batch, rank_lists) * term.scale(batch.embeddings)
         differences = logits[:, below] - logits[:, above]
         # Above 50, log(1 + exp(x)) is x to float64's precision. The default threshold
         # of torch, 20, is for float32.
-        losses = F.softplus(differences, threshold=50.0).sum(1)
-        return similarity.total(losses) / max(1, num_pairs)
+        return term.mean(F.softplus(differences, threshold=50.0), num_pairs)
+
+
+class Lambda(ListedLoss):
+    """LambdaLoss (NDCG-Loss2++), over the M pairs (a, b) of documents of one example with y_a > y_b.
+
+        L = 1/M * sum |G_a - G_b| (10 |1/D(d) - 1/D(d+1)| + |1/D(r_a) - 1/D(r_b)|) log2(1 + exp(s_b - s_a))
+
+    with r the rank of a document by the model's scores, from 1, d = |r_a - r_b|, the
+    discount D(r) = log2(1 + r) and the gain G = (2^y - 1) / the highest DCG of the list.
+    The weights have no gradient.
+    """
+
+    name = "lambda"
+    summary = "the order of a query's documents, weighted by what it changes in nDCG"
+    records = "pairs"
+    negatives = "optional"
+    follows = "scores_or_teacher"
+
+    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
+        """See Loss."""
+        import torch
+        import torch.nn.functional as F
+
+        from vembed.losses.listed import ListedPairs
+
+        lists = ListedPairs.of_examples(batch)
+        # Of all ranks, as the divisor. The model's scores are not needed for it.
+        num_pairs = lists.ordered(self.labels(batch, term, lists))[0].numel()
+        rank_lists = ListedPairs.of_examples(batch, of_rank=True)
+        labels = self.labels(batch, term, rank_lists)
+        above, below = rank_lists.ordered(labels)
+        scores = term.scores(batch, rank_lists)  # [K, n + P]
+        gain = 2.0 ** labels.clamp(min=0.0) - 1.0
+        # The highest DCG of each list, by the order of the labels.
+        discounted = gain / (1.0 + _ranks_in_lists(labels, rank_lists)).log2()
+        ideal = discounted.new_zeros(rank_lists.num_groups)
+        ideal = ideal.index_add(0, rank_lists.groups, discounted)
+        gain = gain / ideal.clamp(min=1e-10)[rank_lists.groups]
+        by_size = [_ranks_in_lists(row, rank_lists) for row in scores.detach()]
+        ranks = torch.stack(by_size)  # [K, n + P]
+        distance = (ranks[:, above] - ranks[:, below]).abs()
+        close = 1.0 / (1.0 + distance).log2() - 1.0 / (2.0 + distance).log2()
+        discount = 1.0 / (1.0 + ranks).log2()
+        far = (discount[:, above] - discount[:, below]).abs()
+        weight = (gain[above] - gain[below]).abs() * (CLOSE_WEIGHT * close + far)
+        # Above 50, log(1 + exp(x)) is x to float64's precision.
+        differences = scores[:, below] - scores[:, above]
+        losses = weight * F.softplus(differences, threshold=50.0) / math.log(2.0)
+        return term.mean(losses, num_pairs)
+
+
+class BCE(ListedLoss):
+    """The binary cross-entropy of each document, over all M documents of the global batch.
+
+    L = 1/M * sum_e sum_{c in C_e} log(1 + exp(s_c)) - y_c s_c
+    """
+
+    name = "bce"
+    summary = "each document relevant or not, by the logistic function of its score"
+    records = "pairs"
+    negatives = "optional"
+    follows = "scores_or_teacher"
+
+    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
+        """See Loss."""
+        import torch.nn.functional as F
+
+        from vembed.losses.listed import ListedPairs
+
+        lists = ListedPairs.of_examples(batch, of_rank=True)
+        scores = term.scores(batch, lists)  # [K, n + P]
+        labels = self.labels(batch, term, lists).expand_as(scores)
+        losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")
+        return term.mean(losses, batch.num_rows + lists.num_negative_pairs)
+
+
+def _ranks_in_lists(scores: Tensor, lists: ListedPairs) -> Tensor:
+    """Return [n + P] the rank of each document in its list by descending scores [n + P], from 1. Of equal scores the
+    first comes first."""
+    import torch
+
+    sizes = torch.bincount(lists.groups, minlength=lists.num_groups)
+    starts = sizes.cumsum(0) - sizes
+    by_score = torch.sort(scores, descending=True, stable=True).indices
+    order = by_score[torch.sort(lists.groups[by_score], stable=True).indices]
+    ranks = torch.empty_like(scores)
+    counted = torch.arange(len(order), device=order.device)
+    ranks[order] = (counted - starts[lists.groups[order]] + 1).to(ranks.dtype)
+    return ranks
