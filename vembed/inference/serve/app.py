@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -82,22 +82,22 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client, not a fault o
         self.headers = headers
 
 
+@dataclass
 class Service:
     """The routes, and what they share: one model, its limits and its metrics."""
 
-    def __init__(
-        self, batcher: Batcher, name: str, limits: RequestLimits, api_key: str | None
-    ) -> None:
-        self.batcher = batcher
-        self.name = name
-        self.limits = limits
-        self.api_key = api_key
-        self.held_bytes = 0
-        self.num_requests: Counter[tuple[str, int]] = Counter()
-        """Answered requests by route and status."""
-        self.num_within: Counter[float] = Counter()
-        """Answered requests that took at most each of SECONDS_BUCKETS."""
-        self.total_seconds = 0.0
+    batcher: Batcher
+    name: str
+    limits: RequestLimits
+    api_key: str | None
+    held_bytes: int = 0
+    num_requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Answered requests by route and status."""
+    num_within: Counter[float] = field(default_factory=Counter)
+    """Answered requests that took at most each of SECONDS_BUCKETS."""
+    total_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
         self.answers = {
             "/v1/embeddings": self.openai_embeddings,
             "/embeddings": self.openai_embeddings,
