@@ -110,11 +110,6 @@ def test_no_text_of_the_validation_pairs_occurs_twice(pairs):
     assert not trained.intersection(measured)
 
 
-def test_a_library_without_docstrings_is_named(pairs):
-    with pytest.raises(UserError, match=r"the demo needs 1,536 and 1,000"):
-        split_by_module(pairs[:100], 1536, 1000)
-
-
 def test_an_earlier_run_is_never_overwritten(tmp_path):
     assert free_folder(tmp_path / "demo") == tmp_path / "demo"
     (tmp_path / "demo").mkdir()

@@ -70,22 +70,18 @@ def test_hidden_states_are_those_of_transformers(make, pooling):
     embedder = Embedder(folder, device="cpu")
     prompt = embedder.description.document_prompt
     found = embedder.hidden_states(TEXTS, pooling=pooling)
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModel.from_pretrained(folder).eval(),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder).eval()
     for row, text in enumerate(TEXTS):
+        inputs = tokenizer(prompt + text, return_tensors="pt")
         with torch.no_grad():
-            states = model(
-                **tokenizer(prompt + text, return_tensors="pt"),
-                output_hidden_states=True,
-            ).hidden_states
-        expected = np.stack(
-            [one[0, -1] if pooling == "last" else one[0].mean(dim=0) for one in states]
-        )
-        number = len(states) - (
-            make is tiny_qwen3_st
-        )  # there, the last of Transformers is behind the last norm
+            states = model(**inputs, output_hidden_states=True).hidden_states
+        rows = [state[0, -1] for state in states]
+        if pooling == "mean":
+            rows = [state[0].mean(dim=0) for state in states]
+        expected = np.stack(rows)
+        # With Qwen3 the last of Transformers is behind the last norm.
+        number = len(states) - (make is tiny_qwen3_st)
         np.testing.assert_allclose(found[row, :number], expected[:number], atol=1e-5)
     some = embedder.hidden_states(TEXTS, [0, -1], pooling=pooling)
     np.testing.assert_array_equal(some, found[:, [0, -1]])
@@ -176,15 +172,10 @@ def test_processes_write_what_one_writes(texts, records, tmp_path, world_size):
     val = str(pairs(tmp_path / "val.jsonl"))
     cases = {}
     for strategy in ("fsdp",) if world_size == 2 else ("ddp", "fsdp"):
-        (tmp_path / strategy).mkdir()
-        cases[strategy] = (
-            folder,
-            str(texts),
-            str(records),
-            val,
-            str(tmp_path / strategy),
-            strategy,
-        )
+        out = tmp_path / strategy
+        out.mkdir()
+        files = (str(texts), str(records), val, str(out))
+        cases[strategy] = (folder, *files, strategy)
     found = run_cases(_on_a_rank, world_size, cases, process_group=False)
     for strategy in cases:
         _assert_as_one_writes(
