@@ -375,7 +375,8 @@ async def discard_body(request: Request) -> None:
     nothing."""
     if "expect" in request.headers:
         return
-    with suppress(TimeoutError, ClientDisconnect):
+    # RuntimeError: the body has been read to its end.
+    with suppress(TimeoutError, ClientDisconnect, RuntimeError):
         async with asyncio.timeout(DISCARD_SECONDS):
             async for _ in request.stream():
                 pass
