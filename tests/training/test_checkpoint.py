@@ -8,6 +8,7 @@ import tempfile
 from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ from vembed.parallel.session import start_session
 from vembed.training.checkpoint import folder as integrity
 from vembed.training.checkpoint.checkpointer import Checkpointer, read_state
 from vembed.training.optimizer import build_optimizer
-from vembed.training.state import LoopState
+from vembed.training.trainer import LoopState
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 
@@ -200,27 +201,6 @@ def test_four_bit_layers_under_adapters(tmp_path):
         )
 
 
-def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(tmp_path):
-    with starting(tmp_path, async_save=True) as run:
-        run.resume().train(2)
-        expected = run.whole()
-        run.save().train(4)
-        run.checkpointer.wait()
-        run.checkpointer.wait()
-    with starting(tmp_path, resume=True) as run:
-        assert_same(run.resume().whole(), expected)
-
-
-def test_old_checkpoints_go_and_the_best_stays(tmp_path):
-    with starting(tmp_path, save_total_limit=2) as run:
-        run.resume()
-        for number in range(1, 6):
-            run.train()
-            run.state |= {"best_step": 2} if number == 2 else {}
-            run.save()
-    assert [number for number, _ in integrity.list_checkpoints(tmp_path)] == [2, 5]
-
-
 def test_the_best_weights_come_back_alone(tmp_path):
     with starting(tmp_path) as run:
         run.resume().train()
@@ -318,9 +298,9 @@ class Blocks(torch.optim.Optimizer):
                 state["moment"].b.add_(2)
 
 
-def with_blocks(output_dir, resume):
-    with start_session(config_for(output_dir)) as session:
-        run = Run(session, output_dir, resume=resume)
+def with_blocks(output_dir, resume, **options):
+    with start_session(config_for(output_dir, **options)) as session:
+        run = Run(session, output_dir, resume=resume, **options)
         run.optimizer = Blocks(
             [one for one in run.model.parameters() if one.requires_grad], {"lr": 0.1}
         )
@@ -334,18 +314,10 @@ def with_blocks(output_dir, resume):
 def test_blocks_of_a_quantised_state_follow_the_number_of_processes(tmp_path):
     assert with_blocks(tmp_path, resume=False) is None
     assert with_blocks(tmp_path, resume=True) == ([2.0] * 4, [4.0] * 4)
-    outcomes = rank_outcomes(with_blocks_on_two, 2, tmp_path, process_group=False)
+    on_two = partial(with_blocks, resume=True, strategy="ddp")
+    outcomes = rank_outcomes(on_two, 2, tmp_path, process_group=False)
     for outcome in outcomes:
         assert "cannot be divided among 2 process(es)" in (outcome.error or "")
-
-
-def with_blocks_on_two(output_dir):
-    with start_session(config_for(output_dir, strategy="ddp")) as session:
-        run = Run(session, output_dir, resume=True, strategy="ddp")
-        run.optimizer = Blocks(
-            [one for one in run.model.parameters() if one.requires_grad], {"lr": 0.1}
-        )
-        run.resume()
 
 
 # ---- crashes and full disks ------------------------------------------------------------------------------------
@@ -395,7 +367,7 @@ def killed_everywhere(output_dir):
             status = os.waitpid(child, 0)[1]
             listed = [path for _, path in integrity.list_checkpoints(folder)]
             are_whole = bool(listed) and not any(
-                integrity.verify_files(path) for path in listed
+                integrity.verify(path) for path in listed
             )
             run = Run(session, folder, resume=True).resume()
             found.append(

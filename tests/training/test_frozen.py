@@ -1,9 +1,7 @@
 """cache_frozen_features: what a frozen tower gives is computed once, kept, and changes no digit of the training."""
 
-import json
 import os
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ import vembed
 from tests.families.pictures import mixed_rows, words_and_pictures
 from tests.harness import result_of, run_cases
 from tests.tiny import WORDS, shared, tiny_clip, tiny_qwen3_vl, tiny_siglip
+from tests.training.test_run import metrics
 from vembed.data import row_store
 from vembed.errors import Stopped, UserError
 from vembed.models.embedding_model import EmbeddingModel
@@ -68,18 +67,9 @@ def train(settings):
         vembed.train(settings)
     finally:
         EmbeddingModel.tower_output = original
-    lines = [
-        json.loads(line)
-        for line in (Path(settings["output_dir"]) / "metrics.jsonl")
-        .read_text()
-        .splitlines()
-    ]
-    return {
-        "losses": [
-            (line["loss"], line["grad_norm"]) for line in lines if "loss" in line
-        ],
-        "passed": sum(passed),
-    }
+    output = settings["output_dir"]
+    losses = list(zip(metrics(output), metrics(output, "grad_norm"), strict=True))
+    return {"losses": losses, "passed": sum(passed)}
 
 
 def train_there(cache, settings):
@@ -186,14 +176,6 @@ def with_evaluations(folder, output, **more):
     return options(folder, output, **val | more)
 
 
-def evaluations(folder, output):
-    lines = [
-        json.loads(line)
-        for line in (folder / output / "metrics.jsonl").read_text().splitlines()
-    ]
-    return [line["eval"] for line in lines if "eval" in line]
-
-
 def test_evaluations_pass_no_tower_twice_and_give_the_same_scores(
     tmp_path,
 ):
@@ -204,9 +186,13 @@ def test_evaluations_pass_no_tower_twice_and_give_the_same_scores(
     assert first["passed"] == NUM_ROWS + NUM_EVALUATED + 1
     assert second["passed"] == 1
     assert first["losses"] == second["losses"] == without["losses"]
-    scores = evaluations(tmp_path, "without")
+    scores = metrics(tmp_path / "without", "eval")
     assert len(scores) == 3 and scores[0] != scores[2]
-    assert scores == evaluations(tmp_path, "first") == evaluations(tmp_path, "second")
+    assert (
+        scores
+        == metrics(tmp_path / "first", "eval")
+        == metrics(tmp_path / "second", "eval")
+    )
 
 
 def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path, cache):
@@ -243,8 +229,8 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path, 
             == 1 + (NUM_ROWS - 4) + first_of_each + to_stay_in_step
         ), strategy
         for one, other in zip(
-            evaluations(tmp_path, f"{strategy}-run"),
-            evaluations(tmp_path, "whole"),
+            metrics(tmp_path / f"{strategy}-run", "eval"),
+            metrics(tmp_path / "whole", "eval"),
             strict=True,
         ):
             assert one == pytest.approx(other), strategy

@@ -46,9 +46,9 @@ FILES = ["a.safetensors", "state.json", "model/config.json", integrity.MANIFEST]
 )
 def test_any_damage_to_any_file_is_seen(tmp_path_factory, name, kind, position):
     folder = fake_checkpoint(tmp_path_factory.mktemp("run"), 1)
-    assert integrity.verify_files(folder) == []
+    assert integrity.verify(folder) == []
     damage(folder, name, kind, position)
-    problems = integrity.verify_files(folder)
+    problems = integrity.verify(folder)
     # A byte of white space at the manifest's end changes nothing that it says.
     assert problems or (
         name == integrity.MANIFEST and json.loads((folder / name).read_bytes())
@@ -63,15 +63,13 @@ def test_another_format_is_not_mistaken_for_damage(tmp_path):
     (folder / integrity.MANIFEST).write_text(
         json.dumps({**content, "sha256": integrity._seal(content)})
     )
-    assert "has format 99, and this vembed reads 2" in integrity.verify_files(folder)[0]
+    assert "has format 99, and this vembed reads 2" in integrity.verify(folder)[0]
 
 
 def test_each_part_of_the_files_is_looked_at_by_one(tmp_path):
     folder = fake_checkpoint(tmp_path, 1)
     damage(folder, "model/config.json", "flip", 0.3)
-    found = [
-        integrity.verify_files(folder, part=part, num_parts=3) for part in range(3)
-    ]
+    found = [integrity.verify(folder, part=part, num_parts=3) for part in range(3)]
     assert sorted(map(len, found)) == [0, 0, 1]
 
 

@@ -14,6 +14,7 @@ from tests.data.pictures import write
 from tests.harness import run_ranks
 from tests.losses.batches import check, config_of, make_batch
 from tests.tiny import shared, texts, tiny_bert, tiny_clip
+from tests.training.test_run import metrics
 from vembed.config.entries import DataSource, parse_sampling
 from vembed.config.loading import resolve_run
 from vembed.config.terms import (
@@ -162,9 +163,8 @@ def test_labelled_images_are_pairs_of_their_class(tmp_path):
 
 def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path):
     sources = files(tmp_path)[:1]
-    (tmp_path / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": one}) + "\n" for one in texts(16, seed=9))
-    )
+    rows = [{"text": text} for text in texts(16, seed=9)]
+    write_jsonl(tmp_path / "texts.jsonl", rows)
     anchor = {
         "path": str(tmp_path / "texts.jsonl"),
         "name": "texts",
@@ -245,11 +245,7 @@ def test_each_task_is_validated_logged_and_drawn(tmp_path):
         max_steps=4,
     )
     steps = train(settings)
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    ]
-    scores = [line["eval"] for line in lines if "eval" in line]
+    scores = metrics(tmp_path / "out", "eval")
     assert [set(one) & {"ndcg@10", "task/sts/spearman"} for one in scores] == [
         {"ndcg@10", "task/sts/spearman"}
     ] * 3

@@ -30,7 +30,7 @@ from vembed.training.checkpoint.resume import (
     refuse_own_model,
     require_output_folder,
 )
-from vembed.training.trackers.table import require_trackers
+from vembed.training.trackers import require_trackers
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import Any
 from vembed.config.options import all_options, yaml_word
 from vembed.config.parsing import parse_value
 from vembed.models.poolings.table import POOLINGS
-from vembed.training.optimizers.table import OPTIMIZERS
-from vembed.training.trackers.table import TRACKERS
+from vembed.training.optimizer_kinds import OPTIMIZERS
+from vembed.training.trackers import TRACKERS
 
 # ---- spellings of values
 

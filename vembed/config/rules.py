@@ -24,8 +24,8 @@ from vembed.config.terms import (
 )
 from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, SCORES
 from vembed.losses.table import LOSSES, loss_options, read_options
-from vembed.training.optimizers.table import OPTIMIZERS
-from vembed.training.trackers.table import TRACKERS
+from vembed.training.optimizer_kinds import OPTIMIZERS
+from vembed.training.trackers import TRACKERS
 
 # Also their temporary neighbours: checkpoint-100.partial, .final.new, .hub, .probe-0.
 RUN_FILE_PATTERN = re.compile(

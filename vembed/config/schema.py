@@ -34,8 +34,8 @@ from vembed.config.values import (
 )
 from vembed.errors import UserError
 from vembed.losses.table import LOSSES, loss_options, with_constraints
-from vembed.training.optimizers.table import OPTIMIZERS
-from vembed.training.trackers.table import TRACKERS
+from vembed.training.optimizer_kinds import OPTIMIZERS
+from vembed.training.trackers import TRACKERS
 
 if TYPE_CHECKING:
     OptimizerName = str

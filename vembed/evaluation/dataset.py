@@ -67,6 +67,11 @@ class RetrievalData:
         """Number of inputs that an evaluation encodes."""
         return len(self.queries) + len(self.documents)
 
+    @property
+    def collections(self) -> tuple[Sequence[Item], Sequence[Item]]:
+        """All items that an evaluation encodes."""
+        return self.queries, self.documents
+
     def read_as(self, settings: ReadAs) -> RetrievalData:
         """Return the data with the prompts and the length of a source on their items."""
         queries = tuple(map(settings.query, self.queries))
@@ -103,6 +108,11 @@ class ScoredPairs:
     def num_inputs(self) -> int:
         """Number of inputs that an evaluation encodes."""
         return len(self.first) + len(self.second)
+
+    @property
+    def collections(self) -> tuple[Sequence[Item], Sequence[Item]]:
+        """All items that an evaluation encodes."""
+        return self.first, self.second
 
     def read_as(self, settings: ReadAs) -> ScoredPairs:
         """Return the data with the prompts and the length of a source on their items."""

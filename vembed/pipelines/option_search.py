@@ -290,13 +290,14 @@ def _run(
     search: Search, number: int, values: Mapping[str, Any], trial: Any
 ) -> tuple[list[float], Path]:
     """Train once; return the scores of the evaluations, and the folder. `trial` hears of each and may end the run."""
-    from vembed.training.hooks.callbacks import STOP, EvaluationInfo
+    from vembed.training.hooks.base import Evaluation
+    from vembed.training.hooks.callbacks import STOP
     from vembed.training.run import train
 
     folder = search.folder / f"trial-{number}"
     scores: list[float] = []
 
-    def on_evaluation(info: EvaluationInfo) -> str | None:
+    def on_evaluation(info: Evaluation) -> str | None:
         if info.step == 0:
             return None
         scores.append(info.scores[info.metric])

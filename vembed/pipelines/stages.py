@@ -35,7 +35,7 @@ from vembed.saving.checksums import checksums_of, damage_of
 from vembed.saving.durability import replace_text
 from vembed.training.checkpoint.resume import MAY_CHANGE
 from vembed.training.fingerprints import of_local, of_model
-from vembed.training.trackers.table import require_trackers
+from vembed.training.trackers import require_trackers
 
 if TYPE_CHECKING:
     from vembed.pipelines.prediction import Prediction

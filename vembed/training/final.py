@@ -18,7 +18,7 @@ from vembed.config.schema import TrainConfig, option_fields
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import ImageRef, Item
 from vembed.data.language import MAX_TEXTS, is_english, language_of
-from vembed.errors import RunError, UserError
+from vembed.errors import RunError
 from vembed.evaluation.report.record import RunSummary, collect_versions
 from vembed.evaluation.report.report import write_report
 from vembed.inference.encoding import encode_features
@@ -30,11 +30,11 @@ from vembed.parallel.session import Session
 from vembed.saving.card import Card, properties_of
 from vembed.saving.durability import way_out
 from vembed.saving.files import save_model
-from vembed.training.checkpoint.folder import list_checkpoints
+from vembed.training.checkpoint.folder import newest_checkpoint
 from vembed.training.setup import RunData, TrainingComponents
 
 if TYPE_CHECKING:
-    from vembed.training.state import LoopState
+    from vembed.training.trainer import LoopState
 
 log = logging.getLogger("vembed")
 
@@ -109,16 +109,6 @@ class ModelWriter:
         )
 
 
-def require_free_folder(output: Path) -> None:
-    """Raise UserError if something is in the way of final/: found before the first step, not after the last."""
-    for name in ("final", ".final.new", ".final.old"):
-        path = output / name
-        if path.exists() and not path.is_dir():
-            raise UserError(
-                f"output_dir: {path} is a file, and the model is written to a folder of that name: remove it"
-            )
-
-
 def save_final(
     writer: ModelWriter, data: RunData, state: LoopState, metric: str
 ) -> Path:
@@ -132,8 +122,7 @@ def save_final(
     embedder = components.embedder
     output = Path(config.run.output_dir)
     folder = output / "final"
-    checkpoints = list_checkpoints(output)
-    newest = checkpoints[-1][1].name if checkpoints else ""
+    newest = newest_checkpoint(output)
     weights = full_state_dict(components.model)
     problem = _not_finite(writer, weights)
     if problem is not None:
@@ -167,7 +156,7 @@ def save_final(
             f"the model as it was, or lower learning_rate (now {config.optimizer.learning_rate:g}), or look at the training "
             "data (vembed audit)"
         )
-        log.warning("%s", warnings[-1])
+        log.warning(warnings[-1])
     if state.num_skipped:
         warnings.append(
             f"{state.num_skipped:,d} steps were left out because a number was not finite"
@@ -205,7 +194,7 @@ def save_final(
                 f"the model is in {folder}, but its report could not be written ({error}): "
                 f"{way_out(str(error), output)}, then `vembed report {output}`"
             ) from error
-        log.info("report: %s", output / "report.html")
+        log.info(f"report: {output / 'report.html'}")
     session.barrier()
     return folder
 

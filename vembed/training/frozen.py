@@ -1,7 +1,8 @@
 """Features of frozen towers: computed once per step, or once per run and cached on disk.
 
-`FrozenTowers` is for modalities followed only by a head or a projection. `FrozenImages` is for a vision-language model,
-whose frozen image tower precedes a trained language model. The step uses both through `InputSource`.
+`FrozenTowers` is for modalities followed only by a head or a projection. In a vision-language model a frozen image tower
+precedes a trained language model: `BatchInputs` keeps its features between the two phases of Gradient Cache, so that
+images pass it once per step. The step uses both through `InputSource`.
 """
 
 from __future__ import annotations
@@ -102,9 +103,20 @@ class InputSource:
     ) -> None:
         """Collective. `frozen`: modalities whose towers are not trained. Each of their inputs passes its tower once per
         step, or never if `stores` holds its features. `image_bytes`: see `EmbeddingModel.bytes_of_frozen_images`."""
+        self.model = model
         self.feeder = feeder
         self.towers = FrozenTowers(model, frozen, feeder, stores or {})
-        self.images = FrozenImages(model, session, image_bytes)
+        self.max_image_tokens = 0
+        """Tokens of a rank's batch up to which image features are kept between the phases of a step."""
+        if image_bytes is not None:
+            num_tokens = int(IMAGES_SHARE * session.placement.memory) // image_bytes
+            # The minimum over the ranks: all must make the same choice, or their FSDP gathers would differ.
+            self.max_image_tokens = -collectives.max_ints([-num_tokens])[0]
+            log.info(
+                f"frozen image tower: features are kept between the phases of a step for up to "
+                f"{self.max_image_tokens:,d} tokens per rank ({image_bytes:,d} bytes each, {IMAGES_SHARE:.0%} of the "
+                "memory)"
+            )
 
     def of(self, features: Sequence[Features]) -> BatchInputs:
         """Return the inputs of one rank batch. Reads the stores; local to the rank."""
@@ -134,7 +146,6 @@ class BatchInputs:
     def feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[ModelInputs]:
         """Yield the model's input for each forward pass."""
         towers = self.source.towers
-        images = self.source.images
         # Frozen slices are not collated: they are rows of the tables [n, width] that `encode_frozen` has made.
         trained = []
         for micro_batch in micro_batches:
@@ -148,9 +159,26 @@ class BatchInputs:
                     inputs.append(towers.inputs(part, self._tables))
             if self._keeps_images:
                 if micro_index == len(self._images):  # the first feeding
-                    self._images.append(images.encode(inputs))
-                inputs = images.substitute(inputs, self._images[micro_index])  # noqa: PLW2901
+                    self._images.append(self._encode_images(inputs))
+                self._substitute(inputs, self._images[micro_index])
             yield inputs
+
+    def _encode_images(self, inputs: ModelInputs) -> Tensor | None:
+        """Return the image tower's features for a micro-batch; None for one of texts alone."""
+        parts = [part for part in inputs if part[0] == "multimodal"]
+        if not parts:
+            return None
+        # Without a graph: for the trained language model behind it the features are constants.
+        with torch.no_grad():
+            (features,) = self.source.model(parts, images_only=True)
+        return features  # type: ignore[no-any-return]
+
+    def _substitute(self, inputs: ModelInputs, features: Tensor | None) -> None:
+        """Put features in the place of pixels."""
+        for modality, tensors in inputs:
+            if modality == "multimodal" and features is not None:
+                tensors[IMAGE_FEATURES] = features
+                tensors.pop("pixel_values", None)
 
 
 class FrozenTowers:
@@ -269,48 +297,3 @@ class FrozenTowers:
             with torch.no_grad():
                 (output,) = self.model(inputs, features_only=True)
             yield output
-
-
-class FrozenImages:
-    """Features of a frozen image tower, kept between the two phases of Gradient Cache so that images pass it once
-    per step."""
-
-    def __init__(
-        self, model: nn.Module, session: Session, bytes_per_token: int | None
-    ) -> None:
-        """Collective. `bytes_per_token`: see `EmbeddingModel.bytes_of_frozen_images`."""
-        self.model = model
-        self.max_tokens = 0
-        if bytes_per_token is not None:
-            num_tokens = int(IMAGES_SHARE * session.placement.memory) // bytes_per_token
-            # The minimum over the ranks: all must make the same choice, or their FSDP gathers would differ.
-            self.max_tokens = -collectives.max_ints([-num_tokens])[0]
-            log.info(
-                f"frozen image tower: features are kept between the phases of a step for up to {self.max_tokens:,d} "
-                f"tokens per rank ({bytes_per_token:,d} bytes each, {IMAGES_SHARE:.0%} of the memory)"
-            )
-
-    def keeps(self, num_tokens: int) -> bool:
-        """Return whether a step keeps the tower's features. The same on every rank, since `num_tokens` is."""
-        return num_tokens <= self.max_tokens
-
-    def encode(self, inputs: ModelInputs) -> Tensor | None:
-        """Return the image tower's features for a micro-batch; None for one of texts alone."""
-        parts = [part for part in inputs if part[0] == "multimodal"]
-        if not parts:
-            return None
-        # Without a graph: for the trained language model behind it the features are constants.
-        with torch.no_grad():
-            (features,) = self.model(parts, images_only=True)
-        return features  # type: ignore[no-any-return]
-
-    def substitute(self, inputs: ModelInputs, features: Tensor | None) -> ModelInputs:
-        """Return the micro-batch with features in place of pixels."""
-        substituted: ModelInputs = []
-        for modality, tensors in inputs:
-            entry = dict(tensors)
-            if modality == "multimodal" and features is not None:
-                entry[IMAGE_FEATURES] = features
-                entry.pop("pixel_values", None)
-            substituted.append((modality, entry))
-        return substituted

@@ -1,7 +1,7 @@
 """The optimizer of a run: parameter groups with learning rate and weight decay, the schedule of the rates, and the
 update of the weights (gradient norm, clipping, float16 scale), which is the same on every rank.
 
-The kinds are in `optimizers/`. The learning rate is a pure function of the step, so a resumed run needs no state for it.
+The kinds are in `optimizer_kinds.py`. The learning rate is a pure function of the step, so a resumed run needs no state for it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from vembed.models.families.backbones import plain_name
 from vembed.parallel import collectives
 from vembed.parallel.parameters import clip_gradients, global_grad_norm
 from vembed.parallel.session import Session
-from vembed.training.optimizers.declaration import OptimizerInputs
-from vembed.training.optimizers.table import OPTIMIZERS
-from vembed.training.state import FIRST_SCALE, GradientScale
+from vembed.training.optimizer_kinds import OPTIMIZERS, OptimizerInputs
 
 log = logging.getLogger("vembed")
 
+FIRST_SCALE = 2.0**16
+GROWTH_STEPS = 2000
+"""Good steps after which the scale of float16 gradients doubles."""
 BASE_BATCH_SIZE = 32
 """The global batch that the learning rate is for, with `scale_learning_rate`."""
 
@@ -104,7 +105,7 @@ def build_optimizer(
     if options.head_learning_rate is not None:
         heads = [entry for entry in trained if entry.is_head]
         line += f"; head_learning_rate {options.head_learning_rate:g} for {_counted(heads)} (heads, projections, scales)"
-    log.info("%s", line)
+    log.info(line)
     return optimizer
 
 
@@ -232,6 +233,26 @@ class Schedule:
 
 
 # ---- update ------------------------------------------------------------------
+
+
+@dataclass
+class GradientScale:
+    """Loss scale that keeps float16 gradients from underflowing. Constant 1 for every other dtype."""
+
+    value: float = 1.0
+    good_steps: int = 0
+    is_started: bool = False
+    """True if the first float16 value was set. A value that overflows reduced to 1 must not be reset."""
+
+    def adapt(self, is_finite: bool) -> None:
+        """Halve the scale after an overflow, and double it after many good steps."""
+        self.good_steps += 1
+        if not is_finite:
+            self.value = max(self.value / 2, 1.0)
+            self.good_steps = 0
+        elif self.good_steps == GROWTH_STEPS:
+            self.value *= 2
+            self.good_steps = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ from vembed.training.compiled import (
     check_compiled,
     decide_compilation,
 )
-from vembed.training.fingerprints import of_evaluation, of_examples, of_option
+from vembed.training.fingerprints import of_images, of_option
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.hooks.averaging import WeightAverage
 from vembed.training.hooks.base import Hook
@@ -249,7 +249,7 @@ def identity_of(config: TrainConfig, data: RunData) -> dict[str, Any]:
         "tasks": tasks if any(tasks) else [],
         "global_batch_size": data.examples_per_step,
     }
-    images = of_examples(data.examples)
+    images = of_images(data.examples)
     if images is not None:
         identity["image_files"] = images
     options = config.to_dict()
@@ -265,13 +265,14 @@ def require_same_data(identity: Mapping[str, Any], data: RunData) -> None:
     """Raise the same UserError on every rank unless all have read the same data, with the same images. Collective."""
     advice = "give every machine the same data_path"
     require_equal("the data's content", data.examples.fingerprint, advice)
-    prints = {
-        "data's": identity.get("image_files"),
-        "validation data's": of_evaluation(data.evaluation),
-    }
-    for owner, content in prints.items():
-        name = f"the content of the {owner} image files"
-        require_equal(name, content, "give every machine the same images")
+    advice = "give every machine the same images"
+    images = identity.get("image_files")
+    require_equal("the content of the data's image files", images, advice)
+    evaluation = data.evaluation
+    images = None
+    if evaluation is not None:
+        images = of_images(*evaluation.collections)
+    require_equal("the content of the validation data's image files", images, advice)
 
 
 def build_components(
@@ -298,7 +299,7 @@ def build_components(
     for line in without_effect(
         description, {name: options[name] for name in config.given}
     ):
-        log.info("%s", line)
+        log.info(line)
     if data.evaluation is not None:
         check_metric(
             config.evaluation,
@@ -587,5 +588,5 @@ def decide_intervals(
     )
     intervals = run_intervals(config, size, is_length_given=is_length_given)
     for line in intervals.lines():
-        log.info("%s", line)
+        log.info(line)
     return intervals

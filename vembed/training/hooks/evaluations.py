@@ -118,7 +118,7 @@ class TaskScores(Hook):
             change = ""
             if evaluation.step and key in self._before:
                 change = f" ({score - self._before[key]:+.4f})"
-            log.info("task %s: %.4f%s", key.replace("/", ": "), score, change)
+            log.info(f"task {key.replace('/', ': ')}: {score:.4f}{change}")
             # The same dictionary goes to metrics.jsonl, the report and the model card.
             evaluation.scores[TASK_PREFIX + key] = score
 
