@@ -306,8 +306,6 @@ def test_values_from_the_size_of_the_data() -> None:
     assert epochs == [6, 4, 1]
     shares = [values.held_out_share(size) for size in (20, 500, 1_000_000)]
     assert shares == [None, 0.1, 0.002]
-    steps = [values.steps_between(size) for size in (20, 148, 5_000)]
-    assert steps == [None, 10, 500]
     lengths = values.measure(["word " * 30] * 99 + ["word " * 900], None)
     assert lengths is not None and not lengths.is_measured
     assert values.fitting_length(lengths, 512, 512) == 64

@@ -95,7 +95,7 @@ def test_findings_without_a_model(options):
     assert all(one.fix.startswith("vembed ") for one in result.findings)
     report = json.loads(result.output_path.with_suffix(".json").read_text())
     assert report["num_rows"] == 45
-    assert report["lengths"]["queries"]["count"] == 45
+    assert report["data"][3]["figures"]["lengths"]["queries"]["measured"] == 45
     assert report["scripts"]["queries"] == {"LATIN": 1.0}
     page = Text(result.output_path.read_text())
     assert not page.foreign

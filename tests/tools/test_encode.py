@@ -167,17 +167,10 @@ def test_rows_that_are_no_rows_are_left_out(folder, name, content, bad):
     assert all(bad[row["row"]] in row["reason"] for row in skipped)
 
 
-def test_files_larger_than_a_chunk(texts, monkeypatch):
-    monkeypatch.setattr(encode, "CHUNK_ROWS", 4)
-    for name in ("out.npy", "out.parquet"):
-        np.testing.assert_allclose(vectors_of(texts, name), expected(), atol=1e-6)
-    assert pq.ParquetFile("out.parquet").num_row_groups == 2
-
-
-@pytest.mark.parametrize("name", ["out.npy", "out.parquet"])
-def test_an_empty_file_gives_no_rows(folder, name):
+def test_an_empty_file_gives_no_rows(folder):
     (folder / "empty.txt").touch()
-    assert len(vectors_of("empty.txt", name)) == 0
+    for name in ("out.npy", "out.parquet"):
+        assert len(vectors_of("empty.txt", name)) == 0
 
 
 @pytest.mark.parametrize(
@@ -186,17 +179,15 @@ def test_an_empty_file_gives_no_rows(folder, name):
         ("a.txt", b"one\n\nthree\n", r"a\.txt:2: empty"),
         ("a.txt", b"one\n\xff\xfe\n", r"a\.txt:2: not UTF-8"),
         ("a.jsonl", b'{"text": "one"}\n{broken\n', r"a\.jsonl:2: not JSON"),
-        ("a.jsonl", b'"one"\n' + b"[" * 100_000, r"a\.jsonl:2: "),
-        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl:1: no text"),
+        ("a.jsonl", b'{"txt": "one"}\n', r"a\.jsonl:1: no text .*it has txt"),
         ("a.jsonl", b'{"image": 3}\n', r"a\.jsonl:1: an image that is no path"),
         ("a.jsonl", b'{"image": "../x.png"}\n', r"a\.jsonl:1: .*leads out of"),
-        ("a.jsonl.gz", b"\x1f\x8b", r"a\.jsonl\.gz cannot be unpacked as gzip"),
+        ("a.json", b'[{"text": 3}]\n', r"a\.json:1: no text"),
         (
             "a.csv.gz",
             gzip.compress(b'text\none\n""\n', mtime=0),
             r"a\.csv\.gz:3: no text",
         ),
-        ("a.jsonl.xz", b"", r"a\.jsonl\.xz .*unxz -k"),
         ("a.csv", b"id,text\n1,\xff\n", r"a\.csv:2: not UTF-8"),
     ],
 )
@@ -214,14 +205,11 @@ def test_packed_files_and_saved_data_sets(texts, folder):
     records = [{"id": str(number), "text": text} for number, text in enumerate(TEXTS)]
     frame = datasets.Dataset.from_list(records)
     frame.save_to_disk("saved")
-    write_rows(folder / "a.jsonl", records)
-    frame.to_pandas().to_csv("a.csv")
-    for name in (texts, "a.jsonl", "a.csv"):
-        packed = gzip.compress((folder / name).read_bytes())
-        (folder / f"{name}.gz").write_bytes(packed)
-    for name in (f"{texts}.gz", "a.jsonl.gz", "a.csv.gz", "saved"):
-        np.testing.assert_allclose(vectors_of(name), expected(), atol=1e-6)
-    vectors_of("saved", "out.parquet")
+    (folder / "texts.txt.gz").write_bytes(gzip.compress((folder / texts).read_bytes()))
+    np.testing.assert_allclose(vectors_of("texts.txt.gz"), expected(), atol=1e-6)
+    np.testing.assert_allclose(
+        vectors_of("saved", "out.parquet"), expected(), atol=1e-6
+    )
     ids = pq.read_table("out.parquet").column("id").to_pylist()
     assert ids == [record["id"] for record in records]
     datasets.DatasetDict(train=frame, test=frame).save_to_disk("both")

@@ -36,8 +36,10 @@ def test_tables(pairs, printed):
     lines = [line.split() for line in text.splitlines() if line.strip()]
     assert lines[0] == ["size", "nDCG@10", "MRR@10", "Recall@10", "MAP@10"]
     for line, size, prefix in ((lines[1], "whole", ""), (lines[2], "8", "dim8/")):
-        names = [f"{prefix}{name}@10" for name in ("ndcg", "mrr", "recall", "map")]
-        assert line == [size, *(f"{scores[name]:.4f}" for name in names)]
+        values = [
+            scores[f"{prefix}{name}@10"] for name in ("ndcg", "mrr", "recall", "map")
+        ]
+        assert line == [size, *(f"{value:.4f}" for value in values)]
     assert lines[3] == ["cut-off", "nDCG", "MRR", "Recall", "MAP"]
     assert [line[0] for line in lines[4:]] == ["1", "5", "10", "100"]
     assert lines[4][1] == f"{scores['ndcg@1']:.4f}"
@@ -72,10 +74,10 @@ def test_mapping_split_and_bad_records(tmp_path, printed):
 def test_compressed_documents(pairs, tmp_path, printed):
     """Scores by hand: int8 orders as float does, binary by the number of equal signs; one picture, one table."""
     picture = tmp_path / "bytes.svg"
-    model_name = str(shared(tiny_bert_st))
-    options = {"dims": "8", "compressed": str(picture)}
-    scores, text = printed(model_name, str(pairs), **options)
-    assert "<svg" in picture.read_text()
+    scores, text = printed(
+        str(shared(tiny_bert_st)), str(pairs), dims="8", compressed=str(picture)
+    )
+    assert picture.read_text().startswith("<svg")
     for size, prefix in ((32, ""), (8, "dim8/")):
         assert scores[f"compressed/float32/{size}/ndcg@10"] == pytest.approx(
             scores[f"{prefix}ndcg@10"]

@@ -147,6 +147,11 @@ def test_similarities_of_pairs_in_the_order_of_the_file(
     )
 
 
+def test_a_target_that_cannot_be_written_is_said_first(records, tmp_path):
+    with pytest.raises(UserError, match=r"writes \.npy, \.jsonl"):
+        scoring.score("no model", str(records), str(tmp_path / "out.csv"))
+
+
 # ---- several processes, copies and shards ----------------------------------------------------------------------
 
 
@@ -205,17 +210,11 @@ def _assert_as_one_writes(folder, val, out, strategy, ends):
         assert max(held) < 1.3 * total / len(ends)
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl"])
-def test_pairs_of_sentences_with_given_scores_are_scored(tmp_path, kind):
-    path, output = tmp_path / f"sts.{kind}", tmp_path / "scores.npy"
-    rows = [{"sentence1": text, "sentence2": "bird", "score": 0.5} for text in TEXTS]
-    lines = [json.dumps(row) for row in rows]
-    if kind == "csv":
-        lines = [",".join(rows[0])]
-        lines += [",".join(map(str, row.values())) for row in rows]
+def test_pairs_of_sentences_with_given_scores_are_scored(tmp_path):
+    path, output = tmp_path / "sts.csv", tmp_path / "scores.npy"
+    lines = ["sentence1,sentence2,score", *(f"{text},bird,0.5" for text in TEXTS)]
     path.write_text("\n".join(lines))
     scoring.score(str(shared(tiny_bert)), str(path), str(output))
-    expected = Embedder(shared(tiny_bert), device="cpu").score(
-        [(one, "bird") for one in TEXTS]
-    )
+    pairs_read = [(text, "bird") for text in TEXTS]
+    expected = Embedder(shared(tiny_bert), device="cpu").score(pairs_read)
     np.testing.assert_allclose(np.load(output), expected, rtol=1e-5, atol=1e-6)

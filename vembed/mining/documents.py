@@ -32,12 +32,7 @@ ROWS = -1
 
 def content_key(item: Item) -> int:
     """A 63-bit number that is the same for items with the same text apart from case, width and spaces, and the same images."""
-    digest = hashlib.blake2b(digest_size=8)
-    if item.text is not None:
-        digest.update(b"t" + casefolded(item.text).encode("utf-8", "surrogatepass"))
-    for image in item.images:
-        digest.update(b"\x00i" + image.identity())
-    return int.from_bytes(digest.digest(), "little") >> 1
+    return item.key(casefolded)
 
 
 def id_key(identity: object) -> int:

@@ -259,7 +259,6 @@ def starter(
         epochs=epochs,
         num_train=num_train,
         num_steps=num_steps,
-        interval=values.steps_between(num_steps),
     )
     lines = [text.rstrip(), *_bad_record_lines(summary, text)]
     if facts is None:
