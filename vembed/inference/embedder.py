@@ -28,7 +28,7 @@ from vembed.inference.encoding import default_budget, encode_items, first_dims
 from vembed.inference.quantization import Precision as VectorPrecision
 from vembed.inference.quantization import checked_ranges, quantized
 from vembed.models.building import load_embedder
-from vembed.models.hidden_states import HiddenStates
+from vembed.models.embedding_model import HiddenStates
 from vembed.models.precision import keep_copies, never_keep_copies
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.placement import precision_of_use
