@@ -96,9 +96,7 @@ def test_kind_and_cut(texts):
     "records",
     [
         TEXTS,
-        [{"query": text, "positive": "not this"} for text in TEXTS],
         [{"title": "no", "body": text} for text in TEXTS],
-        [{"body": {"text": text}} for text in TEXTS],
         [
             {"title": text.split()[0], "text": " ".join(text.split()[1:])}
             for text in TEXTS
@@ -168,7 +166,6 @@ def test_an_empty_file_gives_no_rows(folder):
             r"a\.csv\.gz:3: no text",
         ),
         ("a.csv", b"id,text\n1,\xff\n", r"a\.csv:2: not UTF-8"),
-        ("a.parquet", b"nothing", "cannot be read as Parquet"),
     ],
 )
 def test_a_bad_line_is_named_and_an_old_file_stays(folder, name, content, message):
@@ -201,13 +198,10 @@ def test_packed_files_and_saved_data_sets(texts, folder):
     ("source", "target", "options", "message"),
     [
         ("texts.txt", "out.csv", {}, r"writes \.npy and \.parquet"),
-        ("texts.txt", "nowhere/out.npy", {}, "is not a folder"),
         ("missing.txt", "out.npy", {}, r"missing\.txt cannot be read: No such file"),
         ("texts.txt", "out.npy", {"column": "body"}, "has no column body"),
-        ("texts.txt", "out.npy", {"keep": "id"}, "text has no columns"),
         ("table.csv", "out.npy", {"column": "Fragen"}, r"table\.csv:2: .*has Nr, Frage"),
         ("table.csv", "out.npy", {"column": "Frage", "keep": "Nrr"}, "--keep Nrr: .*has Nr"),
-        ("table.csv", "out.npy", {"keep": "Nr,Nr"}, "--keep Nr,Nr"),
         ("gap.csv", "out.npy", {"column": "Frage"}, r"gap\.csv:3: Frage is empty"),
         ("texts.txt", "out.npy", {"ranges": "r.npy"}, "--ranges"),
         ("texts.txt", "out.npy", {"pooling": "cls"}, "--pooling"),

@@ -35,12 +35,10 @@ from vembed.evaluation.report.page import render_page
 from vembed.mining.candidates import CandidateSearch, open_candidates
 from vembed.mining.choice import calibrate
 from vembed.mining.config import MineConfig
-from vembed.mining.documents import content_key
-from vembed.mining.known_positives import Inputs, read_inputs
+from vembed.mining.inputs import Inputs, Rows, content_key, open_rows, read_inputs
 from vembed.mining.mine import Log, open_session, work_folder
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.record_tables import Rows, open_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
 from vembed.saving.durability import replace_text

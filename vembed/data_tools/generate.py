@@ -29,21 +29,21 @@ from vembed.errors import UserError
 from vembed.inference.reranker import add_padding_token, read_weights
 from vembed.mining.candidates import open_candidates
 from vembed.mining.config import Endpoint, MineConfig, RowOptions, paths_of
-from vembed.mining.documents import (
+from vembed.mining.endpoint import ChatClient
+from vembed.mining.inputs import (
     EXACT,
     FILE,
     START,
     CorpusFile,
     content_key,
     distinct_by,
+    open_rows,
     read_corpus,
+    read_inputs,
 )
-from vembed.mining.endpoint import ChatClient
-from vembed.mining.known_positives import read_inputs
 from vembed.mining.mine import Log, open_session
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.record_tables import open_rows
 from vembed.mining.retrievers import files_identity
 from vembed.mining.vectors import DTYPES
 from vembed.models.families.model_files import whole_model_folder
