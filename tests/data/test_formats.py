@@ -132,13 +132,9 @@ def index_of(reader: Format, *, with_keys: bool = False, **options: Any) -> Inde
 
 
 def as_plain(index: Any) -> dict[str, Any]:
-    values = vars(index).copy()
-    keys = values.pop("keys", None)
-    if hasattr(keys, "values") and hasattr(keys, "starts"):
-        values |= {"key_values": keys.values, "key_starts": keys.starts}
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in values.items()
+        for name, value in vars(index).items()
     }
 
 
@@ -385,7 +381,7 @@ def test_records_checked_together_are_those_checked_alone(
         together = results(path)
         assert len(together["numbers"]) + together["counts"]["bad"] >= 9
         with pytest.MonkeyPatch.context() as alone:
-            alone.setattr(RecordFormat, "num_plain_negatives", lambda *_: None)
+            alone.setattr(RecordFormat, "plain_example", lambda *_: None)
             assert results(path) == together
 
 
@@ -436,7 +432,7 @@ def test_texts_that_are_taken_together_are_taken_alone(name: str) -> None:
     records = [pair(query=value) for value in VALUES[name]]
     images = ImageRoot("/", allow_urls=False)
     form = RecordFormat(Columns(), images, losses=("infonce",))
-    together = form.num_plain_negatives(records) is not None
+    together = form.plain_example(records) is not None
     assert together == (name in ("ascii", "not ascii", "begins with space"))
     if together:
         for record in records:

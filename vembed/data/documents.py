@@ -17,6 +17,7 @@ from vembed.data.formats.base import Format, LineFormat
 from vembed.data.formats.opening import open_reader
 from vembed.data.images.files import ImageRoot
 from vembed.data.messages import listed
+from vembed.data.records import image_ref
 from vembed.files import cache_folder
 
 ID_FIELDS = ("_id", "id", "doc_id", "document_id", "docid", "pid")
@@ -97,24 +98,15 @@ def document_item(
         if not text:
             raise BadRecord("an empty text")
         return Item(text=text)
-    filled = [record[name] for name in IMAGE_FIELDS if record.get(name) is not None]
-    values = filled[0] if filled else []
-    if not isinstance(values, list):
-        values = [values]
-    if not values and not text:
+    refs: list[ImageRef] = []
+    for name in IMAGE_FIELDS:
+        value = record.get(name)
+        if value is not None and not refs:
+            values = value if isinstance(value, list) else [value]
+            refs = [image_ref(image, name, images) for image in values]
+    if not refs and not text:
         names = f"{', '.join(fields)} and image are read"
         raise BadRecord(
             f"no text and no image ({names}, and it has {listed(record) or 'no fields'})"
         )
-    refs = []
-    for value in values:
-        image = value
-        if isinstance(value, dict):
-            image = value.get("bytes") or value.get("path")
-        if isinstance(image, bytes):
-            refs.append(ImageRef(data=image))
-        elif isinstance(image, str):
-            refs.append(images.reference(image))
-        else:
-            raise BadRecord("an image that is no path")
     return Item(text=text or None, images=tuple(refs))

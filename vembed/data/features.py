@@ -105,7 +105,7 @@ class BaseFeaturiser(ABC, Generic[Unit]):
                 rows.append(feature.token_ids)
         if not images:
             assert self.texts is not None
-            return self.texts.padding.pad(rows)
+            return self.texts.pad(rows)
         if self.chat is not None:
             return self.chat.collate(rows, images)
         assert self.pixels is not None
@@ -222,7 +222,7 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
             rows = self.chat.encode_with_images(prompts, plain_texts, images)
         else:
             assert self.texts is not None
-            fixed = self.texts.padding.fixed_length
+            fixed = self.texts.fixed_length
             texts = [item.text or "" for item in items.values()]
             limits = [limit for _, _, limit in items]
             rows = self.texts.encode(prompts, texts, limits)

@@ -40,15 +40,10 @@ _LETTERS_ALONE = (
 
 def normal_key(item: Item) -> int:
     """Return a 63-bit number that is equal for equal normalised texts and equal image files. Reads image files."""
-    digest = hashlib.blake2b(digest_size=8)
-    if item.text is not None:
-        digest.update(b"t" + normal_text(item.text).encode("utf-8", "surrogatepass"))
-    for image in item.images:
-        digest.update(b"\x00i" + _image_digest(image))
-    return int.from_bytes(digest.digest(), "little") >> 1
+    return item.key(normal_text, image_digest)
 
 
-def _image_digest(image: ImageRef) -> bytes:
+def image_digest(image: ImageRef) -> bytes:
     """Return a hash of the file's bytes; of the path where there is no file to read."""
     try:
         data = image.data

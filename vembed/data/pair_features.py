@@ -21,7 +21,7 @@ from vembed.errors import UserError
 from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
-from vembed.models.processors import image_placeholder, load_tokenizer
+from vembed.models.processors import image_placeholder
 
 Pair = tuple[Item, Item]
 """A query and a document."""
@@ -44,10 +44,11 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
     ) -> None:
         """`role` names the model in messages; by default its own name. `options`: those of BaseFeaturiser."""
         super().__init__(description, **options)
+        assert self.texts is not None
+        self._texts = self.texts
         if self.chat is not None:
             self._placeholder = image_placeholder(description)
         self.role = role or description.name
-        self._tokenizer = load_tokenizer(description)
         self._lock = Lock()  # a fast tokenizer keeps the truncation as a state
 
     def units(self, example: Example) -> list[Pair]:
@@ -69,7 +70,7 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
         else:
             query_prompt = self.description.query_prompt
             with self._lock:
-                encoded = self._tokenizer(
+                encoded = self._texts.tokenizer(
                     [query_prompt + query for query in queries],
                     documents,
                     truncation=True,
@@ -116,22 +117,15 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
     ) -> list[list[int]]:
         """Return the token ids of the questions whose answer is yes or no. What is too long is cut at its end."""
         form = answer_form(self.description)
-        begin = self._tokenizer.encode(ANSWER_PROMPT, add_special_tokens=False)
-        end = self._tokenizer.encode(form.end, add_special_tokens=False)
+        begin, end = self._texts.tokenize([ANSWER_PROMPT, form.end])
         room = max(self.description.max_length - len(begin) - len(end), 1)
         bodies = []
         for query, document in zip(queries, documents, strict=True):
             bodies.append(form.begin + form.query + query + form.document + document)
-        with self._lock:
-            encoded = self._tokenizer(
-                bodies,
-                add_special_tokens=False,
-                truncation=self.chat is None,
-                max_length=room,
-            )
         rows = []
-        for body, pair_images in zip(encoded["input_ids"], images, strict=True):
-            row = body
+        encoded = self._texts.tokenize(bodies)
+        for body, pair_images in zip(encoded, images, strict=True):
+            row = body[:room]
             if self.chat is not None:
                 whole = self.chat.with_image_tokens(body, pair_images)
                 row = whole[:room]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +41,33 @@ class TextProcessing:
     """Tokeniser of plain texts, with special tokens and truncation at max_length."""
 
     def __init__(self, description: ModelDescription) -> None:
-        self._tokenizer = load_tokenizer(description)
+        self.tokenizer = load_tokenizer(description)
         self._max_length = description.max_length
-        self._cut_left = self._tokenizer.truncation_side == "left"
-        self._before, self._after = _special_tokens_around(self._tokenizer)
+        self._cut_left = self.tokenizer.truncation_side == "left"
+        self._before, self._after = _special_tokens_around(self.tokenizer)
         self._template_bos: str | None = None
         """Start token that a template puts before a conversation."""
-        self._tokenize = _batch_encoder(self._tokenizer)
-        self.padding = Padding(self._tokenizer, description)
-        self.vocab_size = len(self._tokenizer)
+        self._pad_id = int(self.tokenizer.pad_token_id)
+        self._pads_left = description.padding_side == "left"
+        self._is_masked = "attention_mask" in self.tokenizer.model_input_names
+        self.fixed_length: int | None = None
+        """SigLIP pools the last position, padding included, so all texts must have the same length."""
+        if description.traits.has_fixed_length:
+            self.fixed_length = description.max_length
+        if self.tokenizer.is_fast:
+            # Set once: `tokenizer(...)` sets it in each call, which is slow and not thread-safe.
+            core: Any = self.tokenizer.backend_tokenizer
+            core.no_padding()
+            core.no_truncation()
+            core.encode_special_tokens = self.tokenizer.split_special_tokens
+        self.vocab_size = len(self.tokenizer)
         self._num_tokens = 0
         self._num_unknown = 0
-        self._unknown: int | None = self._tokenizer.unk_token_id
+        self._unknown: int | None = self.tokenizer.unk_token_id
         # Decoders name their end token as the unknown one, too.
         if self._unknown in (
-            self._tokenizer.bos_token_id,
-            self._tokenizer.eos_token_id,
+            self.tokenizer.bos_token_id,
+            self.tokenizer.eos_token_id,
         ):
             self._unknown = None
 
@@ -75,12 +86,12 @@ class TextProcessing:
             beginnings = [_beginning(text, length) for text in texts]
         rendered = list(map(self._render, prompts, beginnings))
         rows = []
-        for number, ids in enumerate(self._tokenize(rendered)):
+        for number, ids in enumerate(self.tokenize(rendered)):
             text = texts[number]
             whole = rendered[number]
             if len(beginnings[number]) < len(text) and len(ids) <= self._max_length:
                 whole = self._render(prompts[number], text)
-                (ids,) = self._tokenize([whole])  # noqa: PLW2901
+                (ids,) = self.tokenize([whole])  # noqa: PLW2901
             row = self._cut(whole, ids, limits[number])
             if not row:
                 raise UserError(
@@ -91,9 +102,33 @@ class TextProcessing:
             self._count_unknown(rows[:UNKNOWN_SAMPLE_TOKENS])
         return rows
 
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of texts, without special tokens and truncation."""
+        if not self.tokenizer.is_fast:
+            encoded = self.tokenizer(list(texts), add_special_tokens=False)
+            return list(encoded["input_ids"])
+        core: Any = self.tokenizer.backend_tokenizer
+        encodings = core.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def pad(self, rows: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+        """Return input_ids [n, length], and attention_mask if a row is padded."""
+        lengths = [len(row) for row in rows]
+        longest = self.fixed_length or max(lengths)
+        ids = np.full((len(rows), longest), self._pad_id, dtype=np.int64)
+        mask = np.zeros(ids.shape, dtype=np.int64)
+        for at, row in enumerate(rows):
+            start = longest - len(row) if self._pads_left else 0
+            ids[at, start : start + len(row)] = row
+            mask[at, start : start + len(row)] = 1
+        batch = {"input_ids": torch.from_numpy(ids)}
+        if self._is_masked and min(lengths) < longest:
+            batch["attention_mask"] = torch.from_numpy(mask)
+        return batch
+
     def decoded(self, token_ids: np.ndarray) -> str:
         """Return the text that the model reads, with special tokens."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def _render(self, prompt: str, text: str) -> str:
         return prompt + text
@@ -121,7 +156,7 @@ class TextProcessing:
 
     def _count_unknown(self, rows: Sequence[np.ndarray]) -> None:
         """Warn once if more than a tenth of the tokens of the first texts are unknown to the tokenizer."""
-        special = {*self._tokenizer.all_special_ids} - {self._unknown}
+        special = {*self.tokenizer.all_special_ids} - {self._unknown}
         ids = np.concatenate(rows)
         self._num_tokens += int((~np.isin(ids, list(special))).sum())
         self._num_unknown += int((ids == self._unknown).sum())
@@ -130,7 +165,7 @@ class TextProcessing:
             log.warning(
                 "the tokenizer of %s does not know %.0f%% of the tokens of the first texts: is it that of the model, and "
                 "of this language?",
-                self._tokenizer.name_or_path,
+                self.tokenizer.name_or_path,
                 100 * share,
             )
             self._unknown = None
@@ -144,8 +179,8 @@ class ChatProcessing(TextProcessing):
     def __init__(self, description: ModelDescription, pixels: Pixels) -> None:
         super().__init__(description)
         self._pixels = pixels
-        self._template = load_chat_template(description, self._tokenizer)
-        self._template_bos = self._tokenizer.bos_token
+        self._template = load_chat_template(description, self.tokenizer)
+        self._template_bos = self.tokenizer.bos_token
         self._frames: dict[tuple[str, int], tuple[str, str] | None] = {}
         self._tails: dict[str, list[int]] = {}
         config = read_config(
@@ -181,7 +216,7 @@ class ChatProcessing(TextProcessing):
         for prompt, text, item_images in zip(prompts, texts, images, strict=True):
             rendered.append(self._render(prompt, text, len(item_images)))
         rows = []
-        encoded = self._tokenize(rendered)
+        encoded = self.tokenize(rendered)
         for text, ids, item_images in zip(rendered, encoded, images, strict=True):
             whole = self.with_image_tokens(ids, item_images)
             row = self._cut(text, whole, None)
@@ -193,7 +228,7 @@ class ChatProcessing(TextProcessing):
         self, rows: Sequence[np.ndarray], images: Sequence[ImageRef]
     ) -> dict[str, torch.Tensor]:
         """Return the padded conversations and the pixels of all their images, in order."""
-        batch = self.padding.pad(rows)
+        batch = self.pad(rows)
         is_image = batch["input_ids"] == self.image_token_id
         pixels = self._pixels.stack(images)
         # grid [images, (time, height, width)] counts patches; the model merges merge_size**2 of them into one token.
@@ -272,7 +307,7 @@ class ChatProcessing(TextProcessing):
         if prompt:
             system = [{"type": "text", "text": prompt}]
             messages.insert(0, {"role": "system", "content": system})
-        rendered: Any = self._tokenizer.apply_chat_template(
+        rendered: Any = self.tokenizer.apply_chat_template(
             messages,
             chat_template=self._template.template,
             tokenize=False,
@@ -284,7 +319,7 @@ class ChatProcessing(TextProcessing):
         """Return the tokens that the template appends after any text: the common suffix of two renderings."""
         if prompt not in self._tails:
             fillers = [self._render(prompt, filler) for filler in ("0", "1 2 3 4")]
-            first, second = self._tokenize(fillers)
+            first, second = self.tokenize(fillers)
             shortest = min(len(first), len(second))
             count = 0
             while count < shortest and first[-1 - count] == second[-1 - count]:
@@ -292,36 +327,6 @@ class ChatProcessing(TextProcessing):
             tail = [*first[len(first) - count :], *self._after]
             self._tails[prompt] = tail if count < shortest else []
         return self._tails[prompt]
-
-
-class Padding:
-    """Padding of token ids to the longest row, or to a fixed length if the model requires one."""
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, description: ModelDescription
-    ) -> None:
-        self._pad_id = int(tokenizer.pad_token_id)
-        self._left = description.padding_side == "left"
-        self._masked = "attention_mask" in tokenizer.model_input_names
-        # SigLIP pools the last position, padding included, so all texts must have the same length.
-        self.fixed_length = (
-            description.max_length if description.traits.has_fixed_length else None
-        )
-
-    def pad(self, rows: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        """Return input_ids [n, length], and attention_mask if a row is padded."""
-        lengths = [len(row) for row in rows]
-        longest = self.fixed_length or max(lengths)
-        ids = np.full((len(rows), longest), self._pad_id, dtype=np.int64)
-        mask = np.zeros(ids.shape, dtype=np.int64)
-        for at, row in enumerate(rows):
-            start = longest - len(row) if self._left else 0
-            ids[at, start : start + len(row)] = row
-            mask[at, start : start + len(row)] = 1
-        batch = {"input_ids": torch.from_numpy(ids)}
-        if self._masked and min(lengths) < longest:
-            batch["attention_mask"] = torch.from_numpy(mask)
-        return batch
 
 
 def cut_words(text: str, length: int, *, from_left: bool = False) -> str:
@@ -346,28 +351,6 @@ def _beginning(text: str, length: int) -> str:
         text.rfind(" ", length // 2, length), text.rfind("\n", length // 2, length)
     )
     return text[: end if end > 0 else length]
-
-
-def _batch_encoder(
-    tokenizer: PreTrainedTokenizerBase,
-) -> Callable[[Sequence[str]], list[list[int]]]:
-    """Return a function from texts to ids, without special tokens and truncation.
-
-    The Rust core of a fast tokenizer is called directly: `tokenizer(...)` sets its truncation in each call, which is
-    slow and not thread-safe. Tokenizers in Python keep no such state.
-    """
-    if not tokenizer.is_fast:
-        return lambda texts: tokenizer(list(texts), add_special_tokens=False)[
-            "input_ids"
-        ]
-    core: Any = tokenizer.backend_tokenizer
-    core.no_padding()
-    core.no_truncation()
-    core.encode_special_tokens = tokenizer.split_special_tokens
-    return lambda texts: [
-        encoding.ids
-        for encoding in core.encode_batch_fast(list(texts), add_special_tokens=False)
-    ]
 
 
 def _special_tokens_around(

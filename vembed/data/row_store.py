@@ -293,11 +293,22 @@ class FeatureStore(RowStore):
         self._keys: dict[int, bytes] = {}
 
     def keys(self, features: Sequence[Features]) -> list[bytes]:
-        """Return the key of each input."""
+        """Return a key of each input that is valid across runs. For image files it includes size and modification
+        time."""
+        keys = []
         for feature in features:
             if feature.key not in self._keys:
-                self._keys[feature.key] = lasting_key(feature)
-        return [self._keys[feature.key] for feature in features]
+                digest = hashlib.blake2b(
+                    feature.modality.encode(), digest_size=KEY_BYTES
+                )
+                if feature.token_ids is not None:
+                    digest.update(feature.token_ids.tobytes())
+                for image in feature.images:
+                    identity = lasting_identity(image)
+                    digest.update(len(identity).to_bytes(8, "little") + identity)
+                self._keys[feature.key] = digest.digest()
+            keys.append(self._keys[feature.key])
+        return keys
 
 
 def size_of_all(folder: Path) -> tuple[int, int]:
@@ -307,17 +318,6 @@ def size_of_all(folder: Path) -> tuple[int, int]:
         with suppress(OSError):  # deleted by another process
             sizes[path.parent] = sizes.get(path.parent, 0) + path.stat().st_size
     return len(sizes), sum(sizes.values())
-
-
-def lasting_key(features: Features) -> bytes:
-    """Return the key of an input that is valid across runs. For image files it includes size and modification time."""
-    digest = hashlib.blake2b(features.modality.encode(), digest_size=KEY_BYTES)
-    if features.token_ids is not None:
-        digest.update(features.token_ids.tobytes())
-    for image in features.images:
-        identity = lasting_identity(image)
-        digest.update(len(identity).to_bytes(8, "little") + identity)
-    return digest.digest()
 
 
 def lasting_identity(image: ImageRef) -> bytes:

@@ -201,8 +201,8 @@ def find_candidates(
     row_positives = shifted(rank_rows, num_negatives)
     row_queries = shifted(rank_rows, first_query - query_rows.start)
 
-    content = _ranks(batch.content)
-    row_keys = _content_sets(batch)
+    content = ranks(batch.content)
+    row_keys = _content_sets(batch, content)
     query_keys = content[batch.query]
     positive_keys = content[batch.positive]
     negative_keys = content[batch.parts_of_negatives()]
@@ -287,22 +287,22 @@ def example_negatives(batch: LossBatch, rows: slice) -> tuple[Tensor, Tensor]:
     row, negative = join_equal(batch.example[rows], batch.negative_example)
     if not row.numel():
         return row, negative
-    row_keys = _content_sets(batch)[rows][row]  # [P, S]
-    negative_keys = _ranks(batch.content)[batch.parts_of_negatives()[negative]]
+    content = ranks(batch.content)
+    row_keys = _content_sets(batch, content)[rows][row]  # [P, S]
+    negative_keys = content[batch.parts_of_negatives()[negative]]
     # [P, S, 1 or 2]: every key of the row against every key of the negative.
     differs = (row_keys[:, :, None] != negative_keys[:, None]).flatten(1).all(1)
     return row[differs], negative[differs]
 
 
-def _ranks(values: Tensor) -> Tensor:
-    """Return each value's rank among the sorted distinct values, as int32."""
-    ranks: Tensor = torch.unique(values, return_inverse=True)[1]
-    return ranks.to(torch.int32)
+def ranks(values: Tensor) -> Tensor:
+    """Return each value's rank among the sorted distinct values, as int32: a key that takes half the memory."""
+    inverse: Tensor = torch.unique(values, return_inverse=True)[1]
+    return inverse.int()
 
 
-def _content_sets(batch: LossBatch) -> Tensor:
-    """Return [R, S] int32 contents, as ranks, of each row's query and of its example's positives."""
-    content = _ranks(batch.content)
+def _content_sets(batch: LossBatch, content: Tensor) -> Tensor:
+    """Return [R, S] the `content` of each row's query and of its example's positives."""
     positive = content[batch.positive]
     example, size = torch.unique(
         batch.example, return_inverse=True, return_counts=True

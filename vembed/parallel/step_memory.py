@@ -10,14 +10,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 
-from vembed.config.schema import BatchSection, ModelSection, TrainConfig
+from vembed.config.schema import BatchSection, TrainConfig
 from vembed.data.batching.feeding import ModelInputs
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError
@@ -132,7 +131,7 @@ class Demand:
 
 def measure(config: TrainConfig) -> ModelSize:
     """Measure the model of a config without its weights: its files' settings are read, and it is built empty."""
-    with _quiet():
+    with quiet():
         description = describe(
             config.model, config.matryoshka, use_qlora=config.adapters.use_qlora
         )
@@ -181,24 +180,6 @@ def measure(config: TrainConfig) -> ModelSize:
         inner=inner,
         max_length=description.max_length,
     )
-
-
-def hidden_size(options: ModelSection) -> int:
-    """Return the hidden size of a model, of its widest tower where it has two, from its files' settings."""
-    with _quiet():
-        description = describe(options)
-    return max(
-        description.hidden_dim,
-        description.text_hidden_dim or 0,
-        description.image_hidden_dim or 0,
-    )
-
-
-def file_bytes(options: ModelSection) -> int:
-    """Return the bytes of a model's files of weights."""
-    with _quiet():
-        folder = Path(describe(options).source)
-    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 
 
 class MemoryEstimate:
@@ -341,7 +322,7 @@ def tokens_of(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Drop log lines of the with-block: the model is built once more for training, and says then what there is."""
     log = logging.getLogger("vembed")
     level = log.level

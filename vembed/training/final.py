@@ -19,8 +19,7 @@ from vembed.errors import RunError
 from vembed.evaluation.report.record import RunSummary, collect_versions
 from vembed.evaluation.report.report import write_report
 from vembed.inference.encoding import encode_features
-from vembed.models.precision import saved_dtype
-from vembed.models.quantized import is_quantized, store_rounded
+from vembed.models.precision import is_quantized, saved_dtype, store_rounded
 from vembed.parallel import collectives
 from vembed.parallel.parameters import full_state_dict, num_parameters
 from vembed.parallel.session import Session

@@ -16,9 +16,9 @@ from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import FILE_OPTIONS
 from vembed.data.in_memory import as_path
 from vembed.errors import UserError
-from vembed.models.custom.folder import as_options
+from vembed.models.custom.own_code import as_options
 from vembed.parallel.environment import RankInfo, launched_rank
-from vembed.parallel.launch_check import COMPARED, DERIVED
+from vembed.parallel.launch_check import COMPARED
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.checkpoint.resume import (
@@ -161,5 +161,5 @@ def facts_of(run: ResolvedRun) -> dict[str, Any]:
             if name != "source":
                 decisions[f"fsdp {name}"] = str(value)
     for name, value in decisions.items():
-        facts[f"{name}{DERIVED}"] = value
+        facts[f"{name} (decided)"] = value
     return facts

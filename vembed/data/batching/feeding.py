@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+=======
+from collections.abc import Iterator, Sequence
+>>>>>>> main
 from typing import Any
 
 import torch
@@ -49,35 +53,20 @@ class Feeder:
         self.featuriser = featuriser
         self.device = device
         self.packs_texts = packs_texts
-        self.pool: ThreadPoolExecutor | None = None
 
     def feed(
         self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]
     ) -> Iterator[ModelInputs]:
         """Yield the inputs of each micro-batch, in order."""
-        with_images = []
-        for micro_batch in micro_batches:
-            for modality, rows in micro_batch:
-                if modality != "text":
-                    with_images += rows
-        if not with_images:
-            # Nothing is to be decoded, so no thread is needed.
-            for micro_batch in micro_batches:
-                yield self._to_device(self._collate(micro_batch, features))
-            return
-        if self.pool is None:
-            # These only wait for images and join them; the featuriser's decoders work elsewhere.
-            self.pool = ThreadPoolExecutor(
-                MICRO_BATCHES_AHEAD + 1, thread_name_prefix="vembed-collate"
-            )
-        self.featuriser.decode_ahead([features[row] for row in with_images])
-        waiting: deque[Future[ModelInputs]] = deque()
-        for micro_batch in micro_batches:
-            waiting.append(self.pool.submit(self._collate, micro_batch, features))
-            if len(waiting) > MICRO_BATCHES_AHEAD:
-                yield self._to_device(waiting.popleft().result())
-        while waiting:
-            yield self._to_device(waiting.popleft().result())
+        for number, micro_batch in enumerate(micro_batches):
+            # Images of the next micro-batches are decoded on other cores while the model computes.
+            wanted = []
+            for ahead in micro_batches[number : number + 1 + MICRO_BATCHES_AHEAD]:
+                for modality, rows in ahead:
+                    if modality != "text":
+                        wanted += [features[row] for row in rows]
+            self.featuriser.decode_ahead(wanted)
+            yield self._to_device(self._collate(micro_batch, features))
 
     def padded_tokens(
         self, micro_batch: MicroBatch, features: Sequence[Features]
@@ -93,7 +82,7 @@ class Feeder:
     def _collate(
         self, micro_batch: MicroBatch, features: Sequence[Features]
     ) -> ModelInputs:
-        """Return the tensors of a micro-batch on the host. With images this runs in a thread beside the step."""
+        """Return the tensors of a micro-batch on the host."""
         inputs = []
         for modality, rows in micro_batch:
             chosen = [features[row] for row in rows]

@@ -135,6 +135,10 @@ class ArrowRows(Format):
                 number += 1
                 line += 1
 
+    def read(self, number: int) -> Any:
+        """Return one record again."""
+        return row_values(self.table().slice(number, 1).to_batches()[0])[0]
+
     def num_records(self) -> int:
         """Return the number of rows."""
         return self.stop

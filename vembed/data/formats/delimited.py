@@ -42,12 +42,11 @@ class DelimitedFile(TextFormat):
         with self.open_at(self.start) as file:
             first = file.readline(MAX_RECORD_BYTES).decode(errors="replace")
         line = 1
+        self._delimiter = delimiter_of(first, self.expected_delimiter)
         if separator := _SEPARATOR.fullmatch(first):  # a line for Excel
             self.start += len(first.encode())
             line = 2
             self._delimiter = separator[1]
-        else:
-            self._delimiter = delimiter_of(first, self.expected_delimiter)
         if self._delimiter != self.expected_delimiter:
             log.info(
                 "%s: fields are separated by %r, not %r, as its header shows",

@@ -134,9 +134,9 @@ def open_reader(path: str, columns: Columns | None, role: Role, cache: Path) -> 
         try:
             columns.check(reader.columns)
         except UserError as error:
-            is_odd = not guess_mapping(reader.columns, ("query", "positive"))
             hint = ""
-            if is_odd and reader.numbers_are_text:
+            guesses = guess_mapping(reader.columns, ("query", "positive"))
+            if reader.numbers_are_text and not guesses:
                 hint = (
                     "; the first line of the file is taken for the names of the columns"
                 )
@@ -162,8 +162,7 @@ def _readers(path: str, role: Role, cache: Path) -> list[Format]:
         ) from None
     except (OSError, ValueError, RuntimeError) as error:
         # A symlink loop, a NUL character, or an unknown home folder.
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"{path} cannot be read: {reason}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error
     if stat.S_ISDIR(status.st_mode):
         return _open_folder(file, role, cache)
     if not stat.S_ISREG(status.st_mode):

@@ -37,8 +37,15 @@ class Resizing:
 
     def __call__(self, picture: Image.Image) -> Arrays:
         """Return the resized and cropped image."""
-        if self.size:
-            picture = resized(picture, *self._height_and_width(picture), self.resample)
+        if "shortest_edge" in self.size:
+            short = self.size["shortest_edge"]
+            long = int(short * max(picture.size) / min(picture.size))
+            is_high = picture.width <= picture.height
+            height, width = (long, short) if is_high else (short, long)
+            picture = resized(picture, height, width, self.resample)
+        elif self.size:
+            height = self.size["height"]
+            picture = resized(picture, height, self.size["width"], self.resample)
         if self.crop is not None:
             height, width = self.crop
             top = (picture.height - height) // 2
@@ -50,13 +57,6 @@ class Resizing:
         # A copy: `tobytes` gives memory that cannot be written.
         planes_CHW = np.array(planes_HCW.transpose(1, 0, 2), order="C")
         return {PIXELS: planes_CHW[None]}
-
-    def _height_and_width(self, picture: Image.Image) -> tuple[int, int]:
-        if "shortest_edge" not in self.size:
-            return self.size["height"], self.size["width"]
-        short = self.size["shortest_edge"]
-        long = int(short * max(picture.size) / min(picture.size))
-        return (long, short) if picture.width <= picture.height else (short, long)
 
 
 @dataclass(frozen=True)

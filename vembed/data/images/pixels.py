@@ -97,11 +97,35 @@ class Pixels:
 
     def stack(self, images: Sequence[ImageRef]) -> Processed:
         """Return the images' tensors, concatenated along the first dimension. `finished` gives what the model takes."""
-        made = self._all(images)
+        self.decode_ahead(images)
+        with self._lock:
+            entries = [
+                self._kept.get(image) or self._decoding.get(image) for image in images
+            ]
+        made: dict[ImageRef, Arrays] = {}
+        image = None
+        try:
+            for image, entry in zip(images, entries, strict=True):
+                # Not begun where more is being decoded than the cache holds, or where it was pushed out just now.
+                begun = self.decoders.start([image])[0] if entry is None else entry
+                made[image] = begun.wait() if isinstance(begun, Decoding) else begun
+        finally:
+            with self._lock:
+                for done in (*made, image):
+                    self._decoding.pop(done, None)  # type: ignore[arg-type]
+                for done, arrays in made.items():
+                    if done not in self._kept:
+                        self._bytes_of_one = max(_size(arrays), 1)
+                        self._num_bytes += self._bytes_of_one
+                    self._kept[done] = arrays
+                    self._kept.move_to_end(done)
+                while self._num_bytes > self._cache_bytes:
+                    self._num_bytes -= _size(self._kept.popitem(last=False)[1])
+        ordered = [made[image] for image in images]
         # By NumPy, in the calling thread: PyTorch would wake a team of threads beside those that decode.
         return {
-            name: torch.from_numpy(np.concatenate([arrays[name] for arrays in made]))
-            for name in made[0]
+            name: torch.from_numpy(np.concatenate([arrays[name] for arrays in ordered]))
+            for name in ordered[0]
         }
 
     def finished(self, stacked: Processed) -> Processed:
@@ -156,34 +180,6 @@ class Pixels:
     def alone(self, image: ImageRef) -> Processed:
         """Return the tensors of one image as the model takes them, decoded in the calling thread."""
         return self.finished(self._recipe.halfway(load_image(image)))
-
-    def _all(self, images: Sequence[ImageRef]) -> list[Arrays]:
-        """Return what was made of each image, and keep it."""
-        self.decode_ahead(images)
-        with self._lock:
-            entries = [
-                self._kept.get(image) or self._decoding.get(image) for image in images
-            ]
-        made: dict[ImageRef, Arrays] = {}
-        image = None
-        try:
-            for image, entry in zip(images, entries, strict=True):
-                # Not begun where more is being decoded than the cache holds, or where it was pushed out just now.
-                begun = self.decoders.start([image])[0] if entry is None else entry
-                made[image] = begun.wait() if isinstance(begun, Decoding) else begun
-        finally:
-            with self._lock:
-                for done in (*made, image):
-                    self._decoding.pop(done, None)  # type: ignore[arg-type]
-                for done, arrays in made.items():
-                    if done not in self._kept:
-                        self._bytes_of_one = max(_size(arrays), 1)
-                        self._num_bytes += self._bytes_of_one
-                    self._kept[done] = arrays
-                    self._kept.move_to_end(done)
-                while self._num_bytes > self._cache_bytes:
-                    self._num_bytes -= _size(self._kept.popitem(last=False)[1])
-        return [made[image] for image in images]
 
 
 def _size(arrays: Arrays) -> int:
@@ -250,7 +246,13 @@ class PixelRecipe:
 def find_recipe(processor: Any) -> PixelRecipe:
     """Return the recipe that gives what the processor gives: its own code where it cannot be taken apart."""
     settings = processor.to_dict()
-    pictures = [_noise(*size) for size in _PROBES]
+    pictures = []
+    for width, height in _PROBES:
+        draw = np.random.default_rng(width)
+        values = draw.integers(0, 256, (height, width, 3), np.uint8)
+        # Every value of a byte in every channel.
+        values.reshape(-1, 3)[:256] = np.arange(256, dtype=np.uint8)[:, None]
+        pictures.append(Image.fromarray(values))
     for first, frames in _first_halves(processor, settings):
         for scale in _scales(settings):
             recipe = PixelRecipe(first, scale, frames)
@@ -313,12 +315,3 @@ def _agrees(recipe: PixelRecipe, processor: Any, picture: Image.Image) -> bool:
         and torch.equal(wanted[name], tensors[name])
         for name in wanted
     )
-
-
-def _noise(width: int, height: int) -> Image.Image:
-    """Return a picture with every value of a byte in every channel."""
-    values = np.random.default_rng(width).integers(
-        0, 256, (height, width, 3), dtype=np.uint8
-    )
-    values.reshape(-1, 3)[:256] = np.arange(256, dtype=np.uint8)[:, None]
-    return Image.fromarray(values)
