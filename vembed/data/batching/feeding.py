@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-=======
-from collections.abc import Iterator, Sequence
->>>>>>> main
 from typing import Any
 
 import torch
