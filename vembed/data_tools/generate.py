@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,21 @@ from vembed.errors import UserError
 from vembed.inference.reranker import add_padding_token, read_weights
 from vembed.mining.candidates import open_candidates
 from vembed.mining.config import Endpoint, MineConfig, RowOptions, paths_of
-from vembed.mining.documents import (
+from vembed.mining.endpoint import ChatClient
+from vembed.mining.inputs import (
     EXACT,
     FILE,
     START,
     CorpusFile,
     content_key,
     distinct_by,
+    open_rows,
     read_corpus,
+    read_inputs,
 )
-from vembed.mining.endpoint import ChatClient
-from vembed.mining.known_positives import read_inputs
 from vembed.mining.mine import Log, open_session
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.record_tables import open_rows
 from vembed.mining.retrievers import files_identity
 from vembed.mining.vectors import DTYPES
 from vembed.models.families.model_files import whole_model_folder
@@ -503,13 +504,13 @@ def pairs_of(
     fields = record if isinstance(record, dict) else {"text": document_text(record)}
     text = item.text or ""
     # In the order in which they are tried where nobody chooses. Cropping says least, and comes last.
-    makers: dict[str, Callable[[], list[Pair]]] = {
-        "docstring_function": lambda: docstring_function(text),
-        "caption_image": lambda: caption_image(fields, item),
-        "title_body": lambda: title_body(fields),
-        "heading_section": lambda: heading_section(text),
-        "first_sentence": lambda: first_sentence(text),
-        "crop": lambda: crop(text, random),
+    makers = {
+        "docstring_function": partial(docstring_function, text),
+        "caption_image": partial(caption_image, fields, item),
+        "title_body": partial(title_body, fields),
+        "heading_section": partial(heading_section, text),
+        "first_sentence": partial(first_sentence, text),
+        "crop": partial(crop, text, random),
     }
     pairs: list[tuple[str, Pair]] = []
     for kind in kinds or makers:
