@@ -171,7 +171,6 @@ def test_every_option_is_compared_or_may_differ_for_a_reason(
 
 PLAIN_TEXTS = frozenset(
     [
-        "guide_margin",
         "model_revision",
         "query_prompt",
         "document_prompt",
