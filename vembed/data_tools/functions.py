@@ -9,16 +9,10 @@ import re
 def documented_functions(source: str) -> list[tuple[str, str]]:
     """Return the first paragraph of the docstring of each function that has one, and the function without it and without
     its indentation, in the order of the source. Raise SyntaxError if it is no Python."""
-    functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
-    pending: list[ast.AST] = [ast.parse(source)]
-    while pending:
-        node = pending.pop()
+    functions = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             functions.append(node)
-        # Statements alone: most nodes are parts of expressions.
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-                pending.append(child)
     # As Python counts them: a form feed ends no line.
     lines = re.split(r"\r\n?|\n", source)
     pairs = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +22,17 @@ ModelInputs = list[tuple[Modality, dict[str, Tensor]]]
 """Arguments of a forward pass: the tensors of each modality."""
 MICRO_BATCHES_AHEAD = 2
 """Micro-batches whose images are decoded ahead; limits the pixels in host memory."""
+
+
+def indices_by_modality(
+    features: Sequence[Features], modalities: Iterable[Modality]
+) -> dict[Modality, list[int]]:
+    """Return where the inputs of each of these modalities are."""
+    indices: dict[Modality, list[int]] = {modality: [] for modality in modalities}
+    for index, feature in enumerate(features):
+        if feature.modality in indices:
+            indices[feature.modality].append(index)
+    return indices
 
 
 class Feeder:
