@@ -148,8 +148,8 @@ BUILT: dict[str, Row] = {
     ),
     "mrl_dims": (
         "many",
-        lambda one: tuple(one.trainer.components.loss.sizes.dims),
-        (16, 8),
+        "components.loss.configured.dims",
+        (8, 16),
     ),
     "mrl_projection": (
         "mrl",
