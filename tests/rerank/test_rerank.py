@@ -303,7 +303,14 @@ def test_documents_are_ranked(tmp_path: Path) -> None:
         ({"mine": {"every_epochs": 1}}, "mine"),
         ({"hard_negatives_scope": "own"}, "hard_negatives_scope"),
         ({"same_side_negatives": "both"}, "same_side_negatives"),
-        ({"loss": "kl", "teacher": "scores", "distill_candidates": "batch"}, "distill"),
+        (
+            {
+                "losses": [
+                    {"loss": "kl", "teacher": "scores", "distill_candidates": "batch"}
+                ]
+            },
+            "distill",
+        ),
         ({"bidirectional": True}, "bidirectional"),
         ({"task": "embed", "rerank_top_k": 5}, "rerank_top_k"),
         ({"task": "embed", "in_batch_negatives": 5}, "in_batch_negatives"),

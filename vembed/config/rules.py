@@ -376,8 +376,6 @@ def remarks(config: TrainConfig) -> list[str]:
         # A guide or a teacher may serve one of several losses, so one that reads it is enough.
         of_losses -= read_options(term.loss.name)
     unread[f"with {_names(config.objective, terms)}"] = of_losses
-    if all(term.guide is None for term in terms):
-        unread["without guide"] = {"guide_margin"} - of_losses
     of_optimizers = {name for kind in OPTIMIZERS.values() for name in kind.options}
     of_optimizers -= OPTIMIZERS[optimizer.optim].options
     unread[f"with optim: {optimizer.optim}"] = of_optimizers
