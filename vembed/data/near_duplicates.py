@@ -278,9 +278,11 @@ class Groups:
             self._parents[second] = first
 
 
-def near_groups(features: Sequence[np.ndarray], **options: Any) -> np.ndarray:
-    """[n] a number for each text, the same for near-duplicates, and for texts that a chain of near-duplicates joins:
-    that of the first text of the group. `options`: of `NearIndex`."""
+def near_links(
+    features: Sequence[np.ndarray], **options: Any
+) -> Iterator[tuple[int, int]]:
+    """Yield pairs of near texts that connect each group of texts which are near-duplicates, or joined by a chain of them.
+    `options`: of `NearIndex`."""
     index = NearIndex(features, **options)
     groups = Groups()
 
@@ -290,8 +292,8 @@ def near_groups(features: Sequence[np.ndarray], **options: Any) -> np.ndarray:
     for text in range(len(features)):
         for other in index.near(text, functools.partial(are_apart, text)):
             groups.join(text, other)
+            yield other, text
         index.add(text, groups.of(text))
-    return np.array([groups.of(text) for text in range(len(features))], np.int64)
 
 
 class DuplicateFinder:

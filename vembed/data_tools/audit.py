@@ -315,11 +315,15 @@ class Checks:
             if sentence is None or index.labels is not None or index.counts["scored"]:
                 continue
             examples = []
+            names = list(table.record(0))
             for number in range(min(self.config.num_examples, len(table))):
-                example = {}
-                for name, value in table.record(number).items():
-                    example[name] = str(value)[:PREVIEW_CHARACTERS]
-                examples.append(example)
+                record = table.record(number)
+                examples.append(
+                    {
+                        name: str(record.get(name, ""))[:PREVIEW_CHARACTERS]
+                        for name in names
+                    }
+                )
             self.add(
                 "unread_judgement",
                 "warning",
@@ -717,14 +721,11 @@ def render(report: dict[str, Any]) -> str:
     )
     findings = []
     for finding in ordered:
-        columns: dict[str, None] = {}
-        for example in finding["examples"]:
-            columns |= dict.fromkeys(example)
-        examples = []
-        for example in finding["examples"]:
-            examples.append([example.get(name, "") for name in columns])
         count = f"{finding['count']:,d} ({finding['share']:.1%})"
-        table = {"count": count, "columns": list(columns), "examples": examples}
+        examples = finding["examples"]
+        columns = list(examples[0]) if examples else []
+        rows = [list(example.values()) for example in examples]
+        table = {"count": count, "columns": columns, "examples": rows}
         findings.append(finding | table)
     return render_page(
         "audit.html.j2",

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -503,13 +504,13 @@ def pairs_of(
     fields = record if isinstance(record, dict) else {"text": document_text(record)}
     text = item.text or ""
     # In the order in which they are tried where nobody chooses. Cropping says least, and comes last.
-    makers: dict[str, Callable[[], list[Pair]]] = {
-        "docstring_function": lambda: docstring_function(text),
-        "caption_image": lambda: caption_image(fields, item),
-        "title_body": lambda: title_body(fields),
-        "heading_section": lambda: heading_section(text),
-        "first_sentence": lambda: first_sentence(text),
-        "crop": lambda: crop(text, random),
+    makers = {
+        "docstring_function": partial(docstring_function, text),
+        "caption_image": partial(caption_image, fields, item),
+        "title_body": partial(title_body, fields),
+        "heading_section": partial(heading_section, text),
+        "first_sentence": partial(first_sentence, text),
+        "crop": partial(crop, text, random),
     }
     pairs: list[tuple[str, Pair]] = []
     for kind in kinds or makers:

@@ -31,12 +31,12 @@ from vembed.models.heads import (
     save_with_head,
 )
 from vembed.models.processors import save_processors
+from vembed.models.towers import taken
 from vembed.saving.card import Card, render_card
 from vembed.saving.checksums import write_weight_checksums
 from vembed.saving.durability import sync, sync_folder
 from vembed.saving.layout import (
     refuse_unclaimed,
-    taken,
     write_layout,
     write_reranker_layout,
 )

@@ -76,6 +76,9 @@ logging_steps: 1
 """
 
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
 @dataclass(frozen=True)
 class Size:
     """Amount of data and training."""
@@ -282,7 +285,8 @@ def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
     ):  # a few files are invalid on purpose (samples of lib2to3 and encodings)
         return
     lines = list(io.StringIO(source))  # as Python counts them: a form feed ends no line
-    for node in sorted(_functions(tree), key=lambda node: node.lineno):
+    functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
+    for node in sorted(functions, key=lambda node: node.lineno):
         docstring = ast.get_docstring(node)
         if docstring is None or len(node.body) < 2:
             continue
@@ -291,27 +295,13 @@ def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
             yield Pair(module, query, _without_docstring(node, lines))
 
 
-def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield the functions of a module. Looks at statements alone: most nodes are parts of expressions."""
-    pending: list[ast.AST] = [tree]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-                pending.append(child)
-
-
 def _without_docstring(
     node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
 ) -> str:
     """Return the function's source, comments included, without its docstring and indentation."""
     first = node.body[0]
     end = node.end_lineno or node.lineno
-    remaining = (
-        lines[node.lineno - 1 : first.lineno - 1]
-        + lines[first.end_lineno or first.lineno : end]
-    )
+    remaining = lines[node.lineno - 1 : first.lineno - 1]
+    remaining += lines[first.end_lineno or first.lineno : end]
     indent = " " * node.col_offset
     return "".join(line.removeprefix(indent) for line in remaining).rstrip()
