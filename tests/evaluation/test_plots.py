@@ -62,7 +62,7 @@ def test_values_rise_upwards_between_the_edges_and_the_axes_have_round_numbers()
     assert list(ys) == sorted(ys, reverse=True)
     assert all(LEFT <= x <= RIGHT and TOP <= y <= BOTTOM for x, y in stroke.points)
     assert texts(plot) == ["0.4", "0.6", "0.8", "0", "1", "2", "step"]
-    assert 'aria-label="a &lt; b over the steps"' in plot.svg()
+    assert 'aria-label="a &lt; b over the steps"' in plot.__html__()
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_values_rise_upwards_between_the_edges_and_the_axes_have_round_numbers()
 )
 def test_any_values_can_be_drawn(values: list[float]) -> None:
     for from_zero in (False, True):
-        svg = plot_curve(curve(values, from_zero=from_zero)).svg()
+        svg = plot_curve(curve(values, from_zero=from_zero)).__html__()
         assert svg.count("<text") >= 3
         assert "nan" not in svg and "inf" not in svg
 

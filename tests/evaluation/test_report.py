@@ -278,17 +278,6 @@ def test_a_worse_model_is_not_shown_as_progress(tmp_path):
     assert '<td class="down">-0.1000</td>' in page
 
 
-def test_scored_pairs(tmp_path):
-    lines = [
-        {"step": i, "epoch": 0, "eval": {"spearman": 0.5 + i, "pearson": 0.4}}
-        for i in (0, 1)
-    ]
-    run = write_run(tmp_path / "run", [lines[0], step(1), lines[1]])
-    _, text = parsed(write_report(run))
-    assert "Spearman 0.500 → 1.500" in text
-    assert "Pearson" in text
-
-
 def test_long_runs_stay_small_and_are_smoothed(tmp_path):
     run = write_run(
         tmp_path / "run", [step(i, loss=2 + math.sin(i)) for i in range(1, 20_001)]

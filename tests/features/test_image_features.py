@@ -179,20 +179,20 @@ def test_conversations_are_those_of_sentence_transformers(
         for n, s in enumerate([(40, 100, 3), (64, 64, 3), (20, 20, 3)])
     ]
     refs = [ImageRef(data=encode(picture, "PNG")) for picture in pictures]
+    long = "word " * 60
     items = [
         of_images(refs[0]),
         of_images(refs[1], refs[2], text="both"),
-        of_images(refs[2], text="word " * 60),
+        of_images(refs[2], text=long),
     ]
     features = mine.features(items)  # type: ignore[arg-type]
     batch = mine.collate(features)
-    expected = theirs.preprocess(
-        [
-            {"image": pictures[0]},
-            {"image": pictures[1:], "text": "both"},
-            {"image": pictures[2], "text": "word " * 60},
-        ]
-    )
+    inputs = [
+        {"image": pictures[0]},
+        {"image": pictures[1:], "text": "both"},
+        {"image": pictures[2], "text": long},
+    ]
+    expected = theirs.preprocess(inputs)
     assert [feature.length for feature in features] == expected["attention_mask"].sum(
         dim=1
     ).tolist()

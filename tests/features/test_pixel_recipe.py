@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,13 +161,20 @@ def test_pixels_stay_bytes_until_they_are_on_the_device(
                 for modality, batch in inputs
             ]
 
-    monkeypatch.setattr(feeding, "pinned", lambda tensor, _: tensor)
+    threads = []
+
+    def pinned(tensor: torch.Tensor, _: torch.device) -> torch.Tensor:
+        threads.append(threading.current_thread().name)
+        return tensor
+
+    monkeypatch.setattr(feeding, "pinned", pinned)
     fed = list(
         Gpu(mine, torch.device("cuda")).feed(
             [[("image", [0, 1])], [("image", [2, 3])]], features
         )
     )
     assert moved == [torch.uint8] * 2
+    assert all(name.startswith("vembed-collate") for name in threads)
     assert torch.equal(
         torch.cat([one[0][1][PIXELS] for one in fed]), mine.collate(features)[PIXELS]
     )

@@ -20,7 +20,6 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 import torch.distributed as dist
 
-import vembed
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
 from vembed.config.loading import resolve_run
@@ -172,7 +171,6 @@ def test_every_option_is_compared_or_may_differ_for_a_reason(
 
 PLAIN_TEXTS = frozenset(
     [
-        "guide_margin",
         "model_revision",
         "query_prompt",
         "document_prompt",
@@ -228,21 +226,6 @@ def test_the_same_data_in_another_place_are_the_same(
     meetings: list[dict[str, str | None]],
 ) -> None:
     assert meetings[0]["same data elsewhere"] is None
-
-
-def test_checkouts_of_one_version_are_told_apart_by_their_sources(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "a.py").write_text("x = 1")
-    before = launch_check.sources_digest(tmp_path)
-    (tmp_path / "a.pyc").write_text("of no account")
-    assert launch_check.sources_digest(tmp_path) == before
-    (tmp_path / "inner" / "a.py").write_text("x = 2")
-    assert launch_check.sources_digest(tmp_path) != before
-    assert launch_check.versions()["vembed's version"].startswith(
-        f"{vembed.__version__} (sources "
-    )
 
 
 # ---- processes that do not find each other, on loopback ----------------------

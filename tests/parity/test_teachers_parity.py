@@ -65,10 +65,10 @@ DISTILLED = [
     {"loss": "circle", "temperature": 0.2, "guide": "teacher", "weight": 0.5},
 ]
 CASES = [
-    Case("guide", {**GUIDED, **EVERY_NEGATIVE}, data="several"),
+    Case("guide", {"losses": [GUIDED], **EVERY_NEGATIVE}, data="several"),
     Case(
         "guide-own-kept-graphs",
-        {**GUIDED, "hard_negatives_scope": "own"},
+        {"losses": [GUIDED], "hard_negatives_scope": "own"},
         data="several",
         cache=False,
     ),

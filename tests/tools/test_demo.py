@@ -6,19 +6,17 @@ from dataclasses import astuple
 from types import SimpleNamespace
 
 import pytest
-import yaml
 
 from vembed import UserError
 from vembed.cli.commands import demo
 from vembed.cli.commands.demo import (
     FULL,
     Pair,
-    demo_yaml,
     free_folder,
     split_by_module,
     standard_library_pairs,
 )
-from vembed.config.schema import TrainConfig
+from vembed.config.loading import load_config
 from vembed.data.near_duplicates import normal_text
 from vembed.evaluation.report.record import read_run
 
@@ -110,19 +108,6 @@ def test_no_module_is_in_both_parts_and_the_split_is_the_same_each_time(pairs):
         split_by_module(pairs[:100], 1536, 1000)
 
 
-def test_the_yaml_is_a_config_to_go_on_from(tmp_path):
-    folder = tmp_path / "my # folder: one"
-    text = demo_yaml(tmp_path / "a model", folder, FULL)
-    config = TrainConfig(**yaml.safe_load(text))
-    assert config.model.model_name == str(tmp_path / "a model")
-    assert config.data.data_path == str(folder / "data" / "train.jsonl")
-    assert (config.batch.batch_size, config.model.max_length) == (64, 128)
-    assert config.optimizer.learning_rate == "auto", (
-        "`vembed demo use_lora=true` would learn little at the rate of all weights"
-    )
-    assert config.matryoshka.mrl_dims == [384, 256, 128, 64]
-
-
 def test_an_earlier_run_is_never_overwritten(tmp_path):
     assert free_folder(tmp_path / "demo") == tmp_path / "demo"
     (tmp_path / "demo").mkdir()
@@ -150,7 +135,7 @@ def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch, pairs):
     # Reading the standard library takes seconds.
     monkeypatch.setattr(demo, "standard_library_pairs", lambda: pairs)
     monkeypatch.setattr(demo, "QUICK", demo.Size(32, 40, 16, 48))
-    folder = tmp_path / "demo"
+    folder = tmp_path / "demo # one: two"
     assert demo.demo(["report_to=none"], str(folder), quick=True) == 0
     record = read_run(folder)
     output = capsys.readouterr().out
@@ -160,8 +145,13 @@ def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch, pairs):
     assert [line["step"] for line in record.steps] == [1, 2]
     firsts = [line.split()[0] for line in output.splitlines() if line.strip()]
     assert [name for name in firsts if name.isdecimal()] == ["384", "256", "128", "64"]
-    name = "dim64/mrr@10"
-    assert f"{record.before[name]:.3f} -> {record.after[name]:.3f}" in output
+    name = "dim64/ndcg@10"
+    assert f"{record.before[name]:.4f}" in output
+    assert f"{record.after[name]:.4f}" in output
+    config = load_config(folder / "demo.yaml")
+    assert config.optimizer.learning_rate == "auto", (
+        "`vembed demo use_lora=true` would learn little at the rate of all weights"
+    )
     for path in (folder / "final", folder / "report.html", folder / "demo.yaml"):
         assert path.exists()
         assert str(path) in output

@@ -9,14 +9,13 @@ from tests.tiny import shared, tiny_bert_st
 from vembed import Embedder, UserError, evaluate
 from vembed.cli.commands.scores import eval as evaluate_command
 
+WORDS = ("red", "green", "cat", "dog", "house")
+
 
 @pytest.fixture
 def pairs(tmp_path):
     path = tmp_path / "val.jsonl"
-    records = [
-        {"query": word, "positive": f"a {word} thing"}
-        for word in ("red", "green", "cat", "dog", "house")
-    ]
+    records = [{"query": word, "positive": f"a {word} thing"} for word in WORDS]
     path.write_text("\n".join(map(json.dumps, records)))
     return path
 
@@ -48,12 +47,9 @@ def test_tables(pairs, printed):
 
 def test_scored_pairs_have_one_table(tmp_path, printed):
     path = tmp_path / "sts.jsonl"
-    path.write_text(
-        "\n".join(
-            json.dumps({"sentence1": "cat", "sentence2": f"dog {i}", "score": i})
-            for i in range(4)
-        )
-    )
+    pair = {"sentence1": "cat", "sentence2": "dog"}
+    lines = [json.dumps({**pair, "score": score}) for score in range(4)]
+    path.write_text("\n".join(lines))
     scores, text = printed(str(shared(tiny_bert_st)), str(path))
     assert text.split()[:3] == ["size", "Spearman", "Pearson"]
     assert f"{scores['spearman']:.4f}" in text
@@ -86,14 +82,9 @@ def test_compressed_documents(pairs, tmp_path, printed):
         assert scores[f"compressed/float32/{size}/ndcg@10"] == pytest.approx(
             scores[f"{prefix}ndcg@10"]
         )
-    model, words = (
-        Embedder(shared(tiny_bert_st)),
-        ("red", "green", "cat", "dog", "house"),
-    )
-    asked, documents = (
-        model.encode(words, "query"),
-        model.encode([f"a {word} thing" for word in words]),
-    )
+    model = Embedder(shared(tiny_bert_st))
+    asked = model.encode(WORDS, "query")
+    documents = model.encode([f"a {word} thing" for word in WORDS])
     equal = ((asked[:, None] > 0) == (documents[None] > 0)).sum(axis=2)
     ranks = [
         int((row > row[own]).sum() + (row[:own] == row[own]).sum())

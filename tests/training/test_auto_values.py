@@ -11,6 +11,7 @@ import yaml
 import vembed
 from tests import tiny
 from tests.data.files import write_jsonl
+from tests.training.test_run import metrics
 from vembed.config.auto import (
     RunSize,
     Trained,
@@ -223,9 +224,7 @@ def run(
         for other in tiny.WORDS[:8]
     ]
     write_jsonl(folder / "train.jsonl", rows)
-    (folder / "val.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows[::16])
-    )
+    write_jsonl(folder / "val.jsonl", rows[::16])
     settings = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),
         "data_path": str(folder / "train.jsonl"),
@@ -259,13 +258,9 @@ def test_four_lines_decide_the_rest_and_say_why(
         written["learning_rate"] > 2e-5
         and written["eval_steps"] == written["save_steps"] == 2
     )
-    lines = [
-        json.loads(line)
-        for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
-    ]
-    scores = {line["step"]: line["eval"]["ndcg@10"] for line in lines if "eval" in line}
+    scores = [entry["ndcg@10"] for entry in metrics(result.output_dir, "eval")]
     assert len(scores) >= 11
-    best = max(score for step, score in scores.items() if step)
+    best = max(scores[1:])  # the first is of the model before training
     assert result.metrics["ndcg@10"] == best, "final/ holds the best"
     assert vembed.evaluate(result.model_dir, run[0]["val_data_path"])[
         "ndcg@10"

@@ -119,7 +119,6 @@ def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
         run.train().save()
     assert found_in(tmp_path).name == "checkpoint-4"
     state = read_state(tmp_path / "checkpoint-4")
-    assert state["optimizer"] == "AdamW of torch"
     assert (state["world_size"], state["strategy"]) == (1, "single")
 
 
@@ -277,10 +276,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, make, says):
 def test_state_of_another_optimizer_is_refused(tmp_path, first, second):
     with starting(tmp_path, optim=first) as run:
         run.resume().train().save()
-    says = r"holds the state of AdamW.* of \w+, which .* cannot take over"
     with (
         starting(tmp_path, optim=second, resume="force") as run,
-        pytest.raises(UserError, match=says),
+        pytest.raises(
+            UserError, match=r"another model or optimizer: only .* has optimizer\."
+        ),
     ):
         run.resume()
 

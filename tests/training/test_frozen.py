@@ -69,7 +69,8 @@ def train(settings):
         EmbeddingModel.tower_output = original
     output = settings["output_dir"]
     losses = list(zip(metrics(output), metrics(output, "grad_norm"), strict=True))
-    return {"losses": losses, "passed": sum(passed)}
+    # The check before final/ passes one more.
+    return {"losses": losses, "passed": sum(passed) - 1}
 
 
 def train_there(cache, settings):

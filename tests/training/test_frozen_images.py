@@ -72,7 +72,8 @@ def train(settings, keeps=True):
             strict=True,
         )
     )
-    return {"losses": found, "passed": sum(passed)}
+    # The check before final/ passes one more.
+    return {"losses": found, "passed": sum(passed) - 1}
 
 
 @pytest.mark.parametrize("make", FAMILIES)

@@ -5,15 +5,14 @@ import json
 import logging
 import os
 import pty
-import resource
 import signal
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import vembed
 from tests.commands import start
+from tests.training.test_checkpoint import small_files
 from tests.training.test_run import metrics, settings
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.report import write_report
@@ -56,27 +55,17 @@ def test_a_closed_terminal_is_a_signal_and_the_checkpoint_is_saved(
     assert (checkpoint / "manifest.json").exists()
 
 
-@contextmanager
-def no_file_above(num_bytes):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_lines_wait_until_there_is_room(tmp_path, caplog):
     caplog.set_level("INFO", logger="vembed")
     path = tmp_path / "lines"
     file = LineFile(path)
-    with no_file_above(10):
+    with small_files(10):
         for line in ("first", "second", "third"):
             file.write(line)
             assert path.read_bytes() == b"first\n", "no half a line"
     file.write("fourth")
     assert path.read_text().split() == ["first", "second", "third", "fourth"]
-    with no_file_above(1):
+    with small_files(1):
         file.write("fifth")
         file.close()
     assert [record.getMessage() for record in caplog.records] == [

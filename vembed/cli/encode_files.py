@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -61,56 +61,51 @@ class Row:
     """All fields of the record."""
 
 
+@dataclass
 class EncodeInput:
     """Inputs in chunks of rows, which every process reads. Iterating is collective.
 
     Inputs that cannot be encoded are refused together with the others of their chunk, or left out.
     """
 
-    def __init__(
-        self,
-        source: str,
-        session: Session,
-        *,
-        column: str | None,
-        keep: Sequence[str],
-        line_format: LineFormat,
-        image_root: str | None,
-        skips: bool,
-        chunk_rows: int,
-    ) -> None:
-        self.session = session
-        self.column = column
-        self.keep = keep
-        self.line_format = line_format
-        self.skips = skips
-        self.chunk_rows = chunk_rows
-        self.left_out: list[tuple[int, str]] = []
-        """Number of the row, and the reason, of each input that is left out."""
-        self.name = "standard input" if source == "-" else source
-        self.path = Path(source)
+    source: str
+    session: Session
+    column: str | None
+    keep: Sequence[str]
+    line_format: LineFormat
+    image_root: str | None
+    skips: bool
+    chunk_rows: int
+    left_out: list[tuple[int, str]] = field(default_factory=list)
+    """Number of the row, and the reason, of each input that is left out."""
+    total: int | None = None
+    """Number of rows, where it is known."""
+
+    def __post_init__(self) -> None:
+        self.is_stdin = self.source == "-"
+        self.name = "standard input" if self.is_stdin else self.source
+        self.path = Path(self.source)
         self.has_images = self.path.is_dir() and not is_saved_dataset(self.path)
         folder = self.path.absolute()
         if not folder.is_dir():
             folder = folder.parent
-        self.images = ImageRoot(image_root or str(folder), allow_urls=False)
-        self.total: int | None = None
-        """Number of rows, where it is known."""
+        self.images = ImageRoot(self.image_root or str(folder), allow_urls=False)
         try:
             self.rows = self._open()
         except OSError as error:
-            raise UserError(f"{source} cannot be read: {error.strerror}") from error
+            raise UserError(
+                f"{self.source} cannot be read: {error.strerror}"
+            ) from error
 
     def _open(self) -> Iterator[RawRow]:
         """Return the rows of the source."""
         if self.has_images:
             return self._image_rows()
         ending = ending_of(self.path)
-        is_stdin = self.name != str(self.path)
         is_table = self.path.is_dir() or ending in ENDINGS
-        if not is_stdin and self.line_format == "auto" and is_table:
-            return self._reader_rows()
-        if not is_stdin and self.line_format == "auto":
+        if not self.is_stdin and self.line_format == "auto":
+            if is_table:
+                return self._reader_rows()
             if ending in {*WAYS_OUT} - {".txt", ".text"}:
                 raise unknown_ending(self.path)
             self.line_format = "text"
@@ -119,7 +114,7 @@ class EncodeInput:
                 f"{self.name} is read as plain text, which has no column {self.column}: leave out --column, or give "
                 "--input-format jsonl"
             )
-        if is_stdin:
+        if self.is_stdin:
             return self._line_rows(sys.stdin.buffer)
         if self.path.suffix.lower() in CODECS:
             self.path = unpacked_copy(self.path, cache_folder())
@@ -291,21 +286,17 @@ def broken_images(rows: Sequence[Row]) -> list[tuple[int, str]]:
 # ---- files of vectors ---------------------------------------------------------------------------------------
 
 
+@dataclass
 class NpyWriter:
     """A .npy file that grows. Kept columns go to a file of their own."""
 
-    def __init__(
-        self,
-        file: BinaryIO,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        kept_file: BinaryIO | None,
-    ) -> None:
-        self.file = file
-        self.shape = shape
-        self.dtype = dtype
-        self.kept_file = kept_file
-        self.num_rows = 0
+    file: BinaryIO
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    kept_file: BinaryIO | None
+    num_rows: int = 0
+
+    def __post_init__(self) -> None:
         self._write_header()
 
     def write(self, vectors: np.ndarray, columns: Mapping[str, list[Any]]) -> None:
@@ -333,14 +324,14 @@ class NpyWriter:
         np.lib.format.write_array_header_1_0(self.file, header)
 
 
+@dataclass
 class ParquetWriter:
     """A row group per chunk: the kept columns, and the embedding."""
 
-    def __init__(self, file: BinaryIO, num_dims: int, dtype: np.dtype[Any]) -> None:
-        self.file = file
-        self.num_dims = num_dims
-        self.dtype = dtype
-        self.writer: pq.ParquetWriter | None = None
+    file: BinaryIO
+    num_dims: int
+    dtype: np.dtype[Any]
+    writer: pq.ParquetWriter | None = None
 
     def write(self, vectors: np.ndarray, columns: Mapping[str, list[Any]]) -> None:
         """Append rows. The first ones decide on the schema, which is written before the first row group."""

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, is_dataclass
@@ -230,13 +230,18 @@ def plain_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, soft_wrap=True, markup=False, highlight=False)
 
 
-def number_table(first: str, columns: Sequence[str], title: str | None = None) -> Table:
+def number_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None
+) -> Table:
     """Return a table of names and, to the right, numbers."""
     from rich.table import Table
 
+    first, *columns = header
     table = Table(first, box=None, pad_edge=False, title=title, title_justify="left")
     for name in columns:
         table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 

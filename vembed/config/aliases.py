@@ -8,6 +8,7 @@ from typing import Any
 
 from vembed.config.options import all_options, yaml_word
 from vembed.config.parsing import parse_value
+from vembed.losses.table import ENTRY_OPTIONS, loss_options
 from vembed.models.poolings.table import POOLINGS
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
@@ -381,6 +382,9 @@ REFUSED = {
     "drop_last": "the last incomplete batch of an epoch is left out, unless it is the only one",
     "layer_lr_decay": "freeze: [first_n_layers=6] or head_learning_rate treats parts of a model differently",
     "guide_margin_kind": "guide_margin: 5% is a share of the score, guide_margin: 0.05 a difference",
+    " ".join(
+        ENTRY_OPTIONS
+    ): "it stands in an entry of losses, as losses: [{loss: infonce, focal_gamma: 2.0}]",
     "eval_ks ks": "evaluations have the cut-offs 1, 5, 10, 100 and that of eval_metric, such as ndcg@20; `vembed eval --ks` takes others",
     "gradient_cache_chunk_size gc_chunk_size mini_batch_size": "micro_batch_tokens bounds a micro-batch by its padded "
     "tokens, so that its memory is the same for short and long "
@@ -408,6 +412,7 @@ FORMER_DEFAULTS = {
     "eval_ks": [1, 5, 10, 100],
     "layer_lr_decay": 1.0,
     "guide_margin_kind": "absolute",
+    **{name: loss_options()[name].default for name in ENTRY_OPTIONS},
 }
 """The values of refused keys that say what happens in any case. They are accepted."""
 

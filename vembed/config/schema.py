@@ -33,7 +33,12 @@ from vembed.config.values import (
     Task,
 )
 from vembed.errors import UserError
-from vembed.losses.table import LOSSES, loss_options, with_constraints
+from vembed.losses.table import (
+    ENTRY_OPTIONS,
+    LOSSES,
+    loss_options,
+    with_constraints,
+)
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
 
@@ -212,6 +217,11 @@ class DataSection(Section, title="data"):
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
     """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images. 0: none."""
 
+    @property
+    def has_validation(self) -> bool:
+        """True if there are validation data."""
+        return self.val_data_path is not None or self.val_split is not None
+
     def adds_negatives(self) -> bool:
         """Return whether records get further negatives, so that they need none of their own."""
         is_mined = self.mine is not None and self.mine.at_start
@@ -237,7 +247,8 @@ class _Objective(Section, title="loss"):
     here, and alone with loss: none, as `masked_token` of encoders is, whose tokens are hidden with probability 0.15."""
     losses: Annotated[list[LossTerm] | None, NamesFiles("model")] = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
-    own `temperature`, `teacher`, `guide` and other options of this section."""
+    own `temperature`, `teacher`, `guide` and other options of this section, and those that only entries have
+    (docs/teachers.md)."""
     similarity: Literal["cosine", "dot"] = "cosine"
     """Similarity of two embeddings, in the loss, the evaluation and the saved model."""
     quantize_embeddings: Literal["int8", "binary"] | None = None
@@ -253,6 +264,8 @@ def _with_loss_options() -> Any:
     text = "What is trained. " + ". ".join(summaries) + "."
     fields: dict[str, Any] = {"loss": (LossName, Field("infonce", description=text))}
     for name, field in loss_options().items():
+        if name in ENTRY_OPTIONS:
+            continue
         value = Field(default=field.default, description=field.description)
         fields[name] = (with_constraints(field), value)
     return create_model("ObjectiveSection", __base__=_Objective, **fields)

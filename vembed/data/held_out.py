@@ -20,7 +20,7 @@ from vembed.data.examples import Example, Examples, Item, Kind
 from vembed.data.near_duplicates import (
     Groups,
     feature_arrays,
-    near_groups,
+    near_links,
     ngrams,
     normal_key,
     words,
@@ -200,12 +200,9 @@ def _near_links(
         return []
     # In the order of the keys, so that the groups do not depend on that of the records.
     keys = sorted(texts)
-    groups = near_groups(
-        feature_arrays(features(texts[key]) for key in keys), **options
-    )
-    return [
-        (keys[group], key) for key, group in zip(keys, groups.tolist(), strict=True)
-    ]
+    arrays = feature_arrays(features(texts[key]) for key in keys)
+    links = near_links(arrays, **options)
+    return [(keys[first], keys[second]) for first, second in links]
 
 
 def _sizes(groups: np.ndarray) -> dict[int, int]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -116,12 +115,12 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
         images: Sequence[tuple[ImageRef, ...]],
     ) -> list[list[int]]:
         """Return the token ids of the questions whose answer is yes or no. What is too long is cut at its end."""
-        form = answer_form(self.description)
-        begin, end = self._texts.tokenize([ANSWER_PROMPT, form.end])
+        instruction, query_mark, document_mark, end_text = answer_form(self.description)
+        begin, end = self._texts.tokenize([ANSWER_PROMPT, end_text])
         room = max(self.description.max_length - len(begin) - len(end), 1)
         bodies = []
         for query, document in zip(queries, documents, strict=True):
-            bodies.append(form.begin + form.query + query + form.document + document)
+            bodies.append(instruction + query_mark + query + document_mark + document)
         rows = []
         encoded = self._texts.tokenize(bodies)
         for body, pair_images in zip(encoded, images, strict=True):
@@ -144,22 +143,13 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
         return item.text
 
 
-@dataclass(frozen=True)
-class AnswerForm:
-    """Texts around the query and the document of a question, after ANSWER_PROMPT."""
-
-    begin: str
-    query: str
-    document: str
-    end: str
-
-
-def answer_form(description: ModelDescription) -> AnswerForm:
-    """Return the form that Qwen3-Reranker was trained on, or Qwen3-VL-Reranker."""
+def answer_form(description: ModelDescription) -> tuple[str, str, str, str]:
+    """Return the texts around the query and the document of a question after ANSWER_PROMPT, and its end, in the form that
+    Qwen3-Reranker was trained on, or Qwen3-VL-Reranker."""
     begin = f"<Instruct>: {description.query_prompt}"
     if description.traits.reads_chats:
-        return AnswerForm(begin, "<Query>:", "\n<Document>:", IMAGE_ANSWER_END)
-    return AnswerForm(begin, "\n<Query>: ", "\n<Document>: ", ANSWER_END)
+        return begin, "<Query>:", "\n<Document>:", IMAGE_ANSWER_END
+    return begin, "\n<Query>: ", "\n<Document>: ", ANSWER_END
 
 
 def pair_template(description: ModelDescription, image_placeholder: str = "") -> str:
@@ -167,7 +157,7 @@ def pair_template(description: ModelDescription, image_placeholder: str = "") ->
 
     Its messages have the roles query and document, and system for another instruction.
     """
-    form = answer_form(description)
+    _, query_mark, document_mark, end = answer_form(description)
     image = json.dumps(image_placeholder)
     lines = [
         "{%- macro content(role) -%}",
@@ -181,11 +171,11 @@ def pair_template(description: ModelDescription, image_placeholder: str = "") ->
     parts = [
         json.dumps(ANSWER_PROMPT + "<Instruct>: "),
         f"(content('system') or {instruction})",
-        json.dumps(form.query),
+        json.dumps(query_mark),
         "content('query')",
-        json.dumps(form.document + description.document_prompt),
+        json.dumps(document_mark + description.document_prompt),
         "content('document')",
-        json.dumps(form.end),
+        json.dumps(end),
     ]
     lines.append("{{- " + " ~ ".join(parts) + " }}")
     return "\n".join(lines)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -35,18 +35,15 @@ from vembed.evaluation.report.page import render_page
 from vembed.mining.candidates import CandidateSearch, open_candidates
 from vembed.mining.choice import calibrate
 from vembed.mining.config import MineConfig
-from vembed.mining.documents import content_key
-from vembed.mining.known_positives import Inputs, read_inputs
+from vembed.mining.inputs import Inputs, Rows, content_key, open_rows, read_inputs
 from vembed.mining.mine import Log, open_session, work_folder
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.record_tables import Rows, open_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
 from vembed.saving.durability import replace_text
 
 Severity = Literal["error", "warning", "note"]
-SEVERITY_ORDER = ("error", "warning", "note")
 SOURCE_COLUMNS = (
     "source",
     "rows",
@@ -317,11 +314,15 @@ class Checks:
             if sentence is None or index.labels is not None or index.counts["scored"]:
                 continue
             examples = []
+            names = list(table.record(0))
             for number in range(min(self.config.num_examples, len(table))):
-                example = {}
-                for name, value in table.record(number).items():
-                    example[name] = str(value)[:PREVIEW_CHARACTERS]
-                examples.append(example)
+                record = table.record(number)
+                examples.append(
+                    {
+                        name: str(record.get(name, ""))[:PREVIEW_CHARACTERS]
+                        for name in names
+                    }
+                )
             self.add(
                 "unread_judgement",
                 "warning",
@@ -715,18 +716,15 @@ def render(report: dict[str, Any]) -> str:
     """Return the page: first what `vembed data` prints, then the findings."""
     ordered = sorted(
         report["findings"],
-        key=lambda row: (SEVERITY_ORDER.index(row["severity"]), -row["share"]),
+        key=lambda row: (get_args(Severity).index(row["severity"]), -row["share"]),
     )
     findings = []
     for finding in ordered:
-        columns: dict[str, None] = {}
-        for example in finding["examples"]:
-            columns |= dict.fromkeys(example)
-        examples = []
-        for example in finding["examples"]:
-            examples.append([example.get(name, "") for name in columns])
         count = f"{finding['count']:,d} ({finding['share']:.1%})"
-        table = {"count": count, "columns": list(columns), "examples": examples}
+        examples = finding["examples"]
+        columns = list(examples[0]) if examples else []
+        rows = [list(example.values()) for example in examples]
+        table = {"count": count, "columns": columns, "examples": rows}
         findings.append(finding | table)
     return render_page(
         "audit.html.j2",

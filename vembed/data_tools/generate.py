@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -12,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +24,26 @@ from vembed.data.documents import document_id, document_text
 from vembed.data.examples import Item
 from vembed.data.near_duplicates import casefolded
 from vembed.data_tools.config import GenerateConfig, Writer
+from vembed.data_tools.functions import documented_functions
 from vembed.errors import UserError
 from vembed.inference.reranker import add_padding_token, read_weights
 from vembed.mining.candidates import open_candidates
 from vembed.mining.config import Endpoint, MineConfig, RowOptions, paths_of
-from vembed.mining.documents import (
+from vembed.mining.endpoint import ChatClient
+from vembed.mining.inputs import (
     EXACT,
     FILE,
     START,
     CorpusFile,
     content_key,
     distinct_by,
+    open_rows,
     read_corpus,
+    read_inputs,
 )
-from vembed.mining.endpoint import ChatClient
-from vembed.mining.known_positives import read_inputs
 from vembed.mining.mine import Log, open_session
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.record_tables import open_rows
 from vembed.mining.retrievers import files_identity
 from vembed.mining.vectors import DTYPES
 from vembed.models.families.model_files import whole_model_folder
@@ -451,26 +452,10 @@ def docstring_function(text: str) -> list[Pair]:
     if "def " not in text:
         return []
     try:
-        tree = ast.parse(text)
+        pairs = documented_functions(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    # As Python counts them: a form feed ends no line.
-    lines = re.split(r"\r\n?|\n", text)
-    pairs: list[Pair] = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        docstring = ast.get_docstring(node)
-        if len(node.body) < 2 or not docstring:
-            continue
-        if _is_long(docstring, MIN_QUERY_WORDS):
-            first = node.body[0]
-            # From `def` on, without decorators, to the line before the docstring; then all behind it.
-            head = lines[node.lineno - 1 : first.lineno - 1]
-            body = lines[first.end_lineno or first.lineno : node.end_lineno]
-            summary = " ".join(docstring.partition("\n\n")[0].split())
-            pairs.append((summary, "\n".join(head + body)))
-    return pairs
+    return [pair for pair in pairs if _is_long(pair[0], MIN_QUERY_WORDS)]
 
 
 def caption_image(record: dict[str, Any], item: Item) -> list[Pair]:
@@ -503,13 +488,13 @@ def pairs_of(
     fields = record if isinstance(record, dict) else {"text": document_text(record)}
     text = item.text or ""
     # In the order in which they are tried where nobody chooses. Cropping says least, and comes last.
-    makers: dict[str, Callable[[], list[Pair]]] = {
-        "docstring_function": lambda: docstring_function(text),
-        "caption_image": lambda: caption_image(fields, item),
-        "title_body": lambda: title_body(fields),
-        "heading_section": lambda: heading_section(text),
-        "first_sentence": lambda: first_sentence(text),
-        "crop": lambda: crop(text, random),
+    makers = {
+        "docstring_function": partial(docstring_function, text),
+        "caption_image": partial(caption_image, fields, item),
+        "title_body": partial(title_body, fields),
+        "heading_section": partial(heading_section, text),
+        "first_sentence": partial(first_sentence, text),
+        "crop": partial(crop, text, random),
     }
     pairs: list[tuple[str, Pair]] = []
     for kind in kinds or makers:

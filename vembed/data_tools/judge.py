@@ -15,13 +15,12 @@ from vembed.data.distinct import distinct
 from vembed.data_tools.config import JudgeConfig
 from vembed.errors import UserError
 from vembed.mining.choice import UNDECIDED
-from vembed.mining.documents import content_key, row_value
+from vembed.mining.inputs import content_key, open_rows, row_value
 from vembed.mining.judges import Cascade, Pair, text_of
 from vembed.mining.merged import NEGATIVES_NAME, POSITIVE_NAME
 from vembed.mining.mine import Log, open_session
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.record_tables import open_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
 

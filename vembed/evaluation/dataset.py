@@ -14,14 +14,16 @@ from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.data.example_store import open_examples
 from vembed.data.examples import Example, Item, ReadAs
 from vembed.errors import UserError
-from vembed.evaluation.beir_folder import (
+from vembed.evaluation.beir import (
+    Corpus,
     choose_qrels,
     folder_of_qrels,
+    identified_texts,
     is_beir_folder,
     open_texts,
+    read_corpus,
     read_judgements,
 )
-from vembed.evaluation.corpus import Corpus, identified_texts, read_corpus
 
 log = logging.getLogger("vembed")
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vembed.data.distinct import KeyIndex
-from vembed.evaluation.corpus import Corpus
+from vembed.evaluation.beir import Corpus
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
 from vembed.evaluation.top_k import Pairs, TopK, top_k

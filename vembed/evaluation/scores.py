@@ -15,7 +15,7 @@ from vembed.data.examples import Item, Kind
 from vembed.data.features import BaseFeaturiser
 from vembed.data.pair_features import PairFeaturiser
 from vembed.errors import UserError
-from vembed.evaluation.corpus import Corpus
+from vembed.evaluation.beir import Corpus
 from vembed.evaluation.dataset import (
     TEST_FIRST,
     EvalData,

@@ -92,6 +92,16 @@ def loss_options() -> dict[str, FieldInfo]:
     return options
 
 
+ENTRY_OPTIONS = (
+    "guide_margin",
+    "hardness_alpha",
+    "focal_gamma",
+    "mix_negatives",
+    "distill_candidates",
+)
+"""Options of losses that only entries of `losses` have, since few runs set them."""
+
+
 def read_options(name: str) -> set[str]:
     """Return the names of the config's options that a loss reads."""
     loss = LOSSES[name]

@@ -13,8 +13,7 @@ from vembed.config.entries import ChoiceOptions
 from vembed.data.cache import short_hash
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.mining.config import BM25, MineConfig
-from vembed.mining.documents import array_identity
-from vembed.mining.known_positives import Inputs, KnownPositives
+from vembed.mining.inputs import Inputs, KnownPositives, array_identity
 from vembed.mining.retrievers import (
     DenseRetriever,
     LexicalRetriever,

@@ -12,7 +12,7 @@ from vembed.config.entries import ChoiceOptions
 from vembed.data.near_duplicates import DuplicateFinder
 from vembed.errors import UserError
 from vembed.mining.candidates import CandidateChunk, CandidateSearch, claimed_limit
-from vembed.mining.documents import Documents
+from vembed.mining.inputs import Documents
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 

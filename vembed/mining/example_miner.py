@@ -18,9 +18,7 @@ from vembed.data.examples import Example, Item, Kind
 from vembed.mining.candidates import CandidateSearch
 from vembed.mining.choice import choose_negatives, columns_by_row
 from vembed.mining.config import DataOptions
-from vembed.mining.documents import Documents, array_identity
-from vembed.mining.known_positives import KnownPositives
-from vembed.mining.record_tables import Rows
+from vembed.mining.inputs import Documents, KnownPositives, Rows, array_identity
 from vembed.mining.retrievers import DenseRetriever
 from vembed.parallel.session import Session
 

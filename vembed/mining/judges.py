@@ -23,7 +23,7 @@ from vembed.mining.candidates import CandidateChunk
 from vembed.mining.choice import UNDECIDED, Chosen
 from vembed.mining.config import Judge, MineConfig, WeightOptions
 from vembed.mining.endpoint import ChatClient
-from vembed.mining.known_positives import Inputs
+from vembed.mining.inputs import Inputs
 from vembed.mining.retrievers import files_identity
 from vembed.models.families.model_files import kind_of, model_folder, whole_model_folder
 from vembed.parallel import collectives

@@ -13,8 +13,7 @@ from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.mining.candidates import CandidateSearch
 from vembed.mining.choice import UNDECIDED, Chosen, columns_by_row
 from vembed.mining.config import MineConfig
-from vembed.mining.documents import content_key, row_value
-from vembed.mining.known_positives import Inputs
+from vembed.mining.inputs import Inputs, content_key, row_value
 
 SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
 POSITIVE_NAME = "positive"

@@ -14,8 +14,8 @@ from vembed.evaluation.bm25 import check_bm25
 from vembed.mining.candidates import open_candidates
 from vembed.mining.choice import Calibration, Limits, choose_negatives
 from vembed.mining.config import BM25, MineConfig
+from vembed.mining.inputs import read_inputs
 from vembed.mining.judges import CandidateJudge
-from vembed.mining.known_positives import read_inputs
 from vembed.mining.merged import RowMaker
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows

@@ -28,8 +28,7 @@ from vembed.evaluation.top_k import NOTHING, Pairs, documents_of, scores_of
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_items
 from vembed.mining.config import ModelOptions, Retriever
-from vembed.mining.documents import Documents, array_identity
-from vembed.mining.known_positives import Inputs, KnownPositives
+from vembed.mining.inputs import Documents, Inputs, KnownPositives, array_identity
 from vembed.mining.vectors import DTYPES, VectorStore
 from vembed.models.families.model_files import check_no_pickles, model_folder
 from vembed.parallel import collectives

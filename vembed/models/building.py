@@ -56,7 +56,7 @@ from vembed.models.heads import (
     load_dense,
 )
 from vembed.models.poolings.table import POOLINGS
-from vembed.models.quantized import (
+from vembed.models.precision import (
     four_bit,
     keep_trainable_layout,
     round_weights,
@@ -352,15 +352,10 @@ def _load(
                 "weights: random, drawn by the constructor of %s under the run's seed",
                 built_class.__name__,
             )
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(stored)
-        try:
-            with empty:
-                backbone = built_class._from_config(
-                    config, dtype=stored, attn_implementation=kernel_of_class
-                )
-        finally:
-            torch.set_default_dtype(default)
+        with empty:
+            backbone = built_class._from_config(
+                config, dtype=stored, attn_implementation=kernel_of_class
+            )
     else:
         quantization = None
         if adapters.use_qlora:
@@ -424,23 +419,19 @@ def _load_weights(
         ) from error
     # A base model's folder may lack a language-model head, which is then new.
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    missing = []
-    for name in sorted(info["missing_keys"]):
-        if name.startswith(prefix) and not is_never_used(name):
-            missing.append(name)
+    missing = [
+        name
+        for name in sorted(info["missing_keys"])
+        if name.startswith(prefix) and not is_never_used(name)
+    ]
     if missing:
         raise UserError(
             f"{folder} lacks {len(missing):,d} of the weights of {built_class.__name__}, {missing[0]} among them; "
             "it is incomplete, or its config.json is that of another model"
         )
-    unused = sorted(info["unexpected_keys"])
+    unused = info["unexpected_keys"]
     if unused:
-        log.info(
-            "ignored %d unused weights of %s (first: %s)",
-            len(unused),
-            folder,
-            unused[0],
-        )
+        log.info("ignored %d unused weights of %s", len(unused), folder)
     return cast(PreTrainedModel, model)
 
 
@@ -486,14 +477,11 @@ def cast_frozen_towers(
         tower_module(backbone, description.traits, tower).to(dtype)
     if not freeze or options.torch_dtype not in ("bfloat16", "float16"):
         return
-    num_wide = 0
-    for parameter in backbone.parameters():
-        num_wide += not parameter.requires_grad and parameter.dtype == torch.float32
-    if num_wide:
+    frozen = [value for value in backbone.parameters() if not value.requires_grad]
+    if any(parameter.dtype == torch.float32 for parameter in frozen):
         log.info(
-            "torch_dtype: %s is for whole frozen towers: %d frozen tensors of partly trained towers stay float32",
+            "torch_dtype: %s is for whole frozen towers: frozen tensors of partly trained towers stay float32",
             options.torch_dtype,
-            num_wide,
         )
 
 

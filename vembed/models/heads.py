@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from copy import deepcopy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,19 +60,15 @@ class Dense(nn.Module):
         bias: bool = False,
         activation: str = IDENTITY,
     ) -> None:
-        """`activation`: dotted path of a class in torch.nn, as Sentence Transformers writes it."""
+        """`activation`: dotted path of a class in torch.nn, as Sentence Transformers writes it. Raise TypeError for any
+        other, and for a layer with sizes of its own."""
         super().__init__()
         self.linear = nn.Linear(in_features, out_features, bias=bias)
         self.activation_path = activation
         kind: Any = vars(nn).get(activation.rsplit(".", 1)[-1])
-        try:
-            if not activation.startswith("torch.nn"):
-                raise TypeError("it is not a module of torch.nn")
-            self.activation = kind()
-        except TypeError as error:  # also for a layer with sizes of its own
-            raise UserError(
-                f"the activation {activation} of a Dense module is not an activation: {error}"
-            ) from error
+        if not activation.startswith("torch.nn") or not isinstance(kind, type):
+            raise TypeError("it is not a module of torch.nn")
+        self.activation = kind()
 
     def forward(self, vectors: Tensor) -> Tensor:
         """Map [n, in_features] to [n, out_features], in the dtype of the weights."""
@@ -113,8 +108,10 @@ def load_dense(folder: Path) -> Dense:
             bias=settings.bias,
             activation=settings.activation_function or IDENTITY,
         )
-    except UserError as error:
-        raise UserError(f"{folder / 'config.json'}: {error}") from error
+    except TypeError as error:
+        raise UserError(
+            f"{folder / 'config.json'}: activation_function {settings.activation_function}: {error}"
+        ) from error
     check_weights(folder)
     weights = load_file(folder / "model.safetensors")
     dense.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
@@ -147,7 +144,7 @@ class GivenStates(nn.Module):
 
     states: Tensor | None = None
 
-    def __init__(self, pooler: nn.Module | None = None) -> None:
+    def __init__(self, pooler: nn.Module | None) -> None:
         """`pooler`: the base model's layer over the first token, which only classifiers use."""
         super().__init__()
         self.pooler = pooler
@@ -156,12 +153,40 @@ class GivenStates(nn.Module):
         self, *_: Any, **__: Any
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
         """Return them."""
-        pooled = None
-        if self.pooler is not None and self.states is not None:
-            pooled = self.pooler(self.states)
+        pooled = None if self.pooler is None else self.pooler(self.states)
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=self.states, pooler_output=pooled
         )
+
+
+class WholeHead(nn.Module):
+    """The layers of a whole model of Transformers behind its base model."""
+
+    def __init__(
+        self,
+        whole: PreTrainedModel,
+        description: ModelDescription,
+        pooler: nn.Module | None = None,
+    ) -> None:
+        """`whole`: the model. Its base model is taken out of it."""
+        super().__init__()
+        self.base_name = str(whole.base_model_prefix)
+        setattr(whole, self.base_name, GivenStates(pooler))
+        self.whole = whole
+        stored = read_tensors(Path(description.source))
+        names = [name for name, _ in whole.named_parameters()]
+        self.is_new = any(name not in stored for name in names)
+        """True: its weights are not those of files."""
+
+    def logits(self, states: Tensor, ids: Tensor) -> Tensor:
+        """Return what the head gives for hidden states [n, tokens, dim] and as many tokens."""
+        stand_in: Any = getattr(self.whole, self.base_name)
+        stand_in.states = states
+        try:
+            logits: Tensor = self.whole(input_ids=ids).logits
+        finally:
+            stand_in.states = None
+        return logits
 
 
 def save_with_head(
@@ -197,14 +222,12 @@ def class_with_scores(
     else:
         chosen = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
         needed = "sequence classifier"
-        if config.num_labels > 2 and "SequenceClassification" in str(
-            config.architectures
-        ):
+        if "SequenceClassification" not in str(config.architectures):
+            config.num_labels = 1
+        elif config.num_labels > 2:
             raise UserError(
                 f"{description.name} has {config.num_labels} outputs, and a reranker has 1 or 2: give another reranker"
             )
-        if "SequenceClassification" not in str(config.architectures):
-            config.num_labels = 1
     if chosen is None:
         raise UserError(
             f"Transformers has no {needed} for model_type {config.model_type!r}: use another model as reranker"
@@ -212,38 +235,30 @@ def class_with_scores(
     return chosen
 
 
-class ScoreHead(nn.Module):
+class ScoreHead(WholeHead):
     """The layers of a sequence classifier behind its base model."""
 
-    def __init__(self, whole: PreTrainedModel, pad_token: int | None) -> None:
-        """`whole`: the classifier. Its base model is taken out of it."""
-        super().__init__()
-        name = whole.base_model_prefix
+    def __init__(
+        self, whole: PreTrainedModel, description: ModelDescription, tokenizer: Any
+    ) -> None:
+        """`whole`: the classifier."""
         base: Any = whole.base_model
         pooler = getattr(base, "pooler", None)
         if pooler is not None:
             base.pooler = None
-        setattr(whole, name, GivenStates(pooler))
-        self.whole = whole
-        self.is_new = False
-        """True: its weights are not those of files."""
-        self.base_name = name
+        super().__init__(whole, description, pooler)
         if whole.config.pad_token_id is None:
+            pad_token = tokenizer.pad_token_id or tokenizer.eos_token_id
             whole.config.pad_token_id = pad_token
         # Decoders look for the last token that is no padding.
         self.token = 0 if whole.config.pad_token_id else 1
 
     def forward(self, states: Tensor) -> Tensor:
         """Map pooled states [n, width] to scores [n, 1]."""
-        stand_in: Any = getattr(self.whole, self.base_name)
         weight = next(self.whole.parameters())
-        stand_in.states = states.to(weight.dtype)[:, None]
         ids = torch.full((len(states), 1), self.token, device=states.device)
-        try:
-            with torch.autocast(states.device.type, enabled=False):
-                logits: Tensor = self.whole(input_ids=ids).logits
-        finally:
-            stand_in.states = None
+        with torch.autocast(states.device.type, enabled=False):
+            logits = self.logits(states.to(weight.dtype)[:, None], ids)
         # Of two labels the sigmoid of the difference is the second one's probability.
         if logits.shape[1] == 2:
             return logits[:, 1:] - logits[:, :1]
@@ -257,11 +272,11 @@ class AnswerHead(nn.Module):
     are: where they are tied to the input embeddings, as in Qwen3-Reranker, those stay too.
     """
 
-    def __init__(self, whole: Any, answers: tuple[int, int]) -> None:
-        """`answers`: the tokens of no and yes."""
+    def __init__(self, whole: Any, no: int, yes: int) -> None:
+        """`no`, `yes`: the tokens of the answers."""
         super().__init__()
         rows = whole.get_output_embeddings().weight.detach()
-        difference = rows[answers[1]].float() - rows[answers[0]].float()
+        difference = rows[yes].float() - rows[no].float()
         self.difference = nn.Parameter(difference, requires_grad=False)
 
     def forward(self, states: Tensor) -> Tensor:
@@ -279,11 +294,8 @@ def build_score_head(
     if description.scores == "answer":
         if whole.config.tie_word_embeddings:
             whole.get_input_embeddings().requires_grad_(False)
-        return AnswerHead(whole, answer_tokens(tokenizer, description.name))
-    stored = read_tensors(Path(description.source))
-    head = ScoreHead(whole, tokenizer.pad_token_id or tokenizer.eos_token_id)
-    names = [name for name, _ in head.whole.named_parameters()]
-    head.is_new = any(name not in stored for name in names)
+        return AnswerHead(whole, *answer_tokens(tokenizer, description.name))
+    head = ScoreHead(whole, description, tokenizer)
     log.info(
         "score: of %s, whose head is %s",
         type(whole).__name__,
@@ -351,6 +363,8 @@ def has_language_head(
     has_weight = bool(names) and not is_own_model
     if not alone and not has_weight:
         return False
+    trust = description.trust_remote_code
+    config = read_config(Path(description.source), trust_remote_code=trust)
     problem = None
     if description.scores is not None:
         problem = "is a reranker"
@@ -360,11 +374,7 @@ def has_language_head(
         problem = f"is of the family {description.family}, and only text models have a language-model head here"
     elif description.bidirectional_attention:
         problem = "has bidirectional_attention: true, so that each token sees the next one, which it would predict"
-    elif not alone and not is_decoder_only(
-        read_config(
-            Path(description.source), trust_remote_code=description.trust_remote_code
-        )
-    ):
+    elif not alone and not is_decoder_only(config):
         problem = "is an encoder, and tokens that are hidden from it would be hidden from the other loss too"
     elif description.quantized:
         problem = "has weights in 4 bits (use_qlora)"
@@ -389,7 +399,7 @@ def class_with_head(config: PretrainedConfig) -> type[PreTrainedModel]:
     return known
 
 
-class LanguageHead(nn.Module):
+class LanguageHead(WholeHead):
     """The layers behind the hidden states that give the logits of tokens."""
 
     def __init__(
@@ -399,20 +409,18 @@ class LanguageHead(nn.Module):
         *,
         from_scratch: bool,
     ) -> None:
-        """`whole`: the model with its head, of the class that `language_class` names. Its base model is taken out.
-        `from_scratch`: the weights are new."""
-        super().__init__()
-        prefix = f"{whole.base_model_prefix}."
-        self.is_causal = is_decoder_only(whole.config)
-        self.name = NEXT_TOKEN if self.is_causal else MASKED_TOKEN
+        """`whole`: the model with its head, of the class that `language_class` names. `from_scratch`: the weights are
+        new."""
         # A tied weight is one parameter under two names: it stays where its first name is, and is lent in the forward.
-        self.tied: dict[str, str] = dict(whole.all_tied_weights_keys)
-        setattr(whole, whole.base_model_prefix, GivenStates())
-        self.whole = whole
-        for target in self.tied:
+        tied = dict(whole.all_tied_weights_keys)
+        for target in tied:
             holder, name = _holder(whole, target)
             holder._parameters[name] = None
-        self.prefix = prefix
+        super().__init__(whole, description)
+        self.tied = tied
+        self.is_new |= from_scratch
+        self.is_causal = is_decoder_only(whole.config)
+        self.name = NEXT_TOKEN if self.is_causal else MASKED_TOKEN
         tokenizer = load_tokenizer(description)
         self.mask_token = tokenizer.mask_token_id
         self.special_tokens = torch.tensor(tokenizer.all_special_ids)
@@ -422,9 +430,6 @@ class LanguageHead(nn.Module):
                 f"loss: none hides tokens from {description.name}, an encoder, and its tokenizer has no mask token: "
                 "add `mask_token` to it"
             )
-        stored = read_tensors(Path(description.source))
-        names = [name for name, _ in whole.named_parameters()]
-        self.is_new = from_scratch or any(name not in stored for name in names)
         log.info(
             "language model: %s of %s, %s",
             self.name,
@@ -437,9 +442,7 @@ class LanguageHead(nn.Module):
         IGNORED_TARGET where nothing is asked. An encoder's hidden tokens are drawn with torch's default generator."""
         ids = inputs["input_ids"]
         mask = inputs.get("attention_mask")
-        is_token = (
-            torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
-        )
+        is_token = torch.ones_like(ids).bool() if mask is None else mask.bool()
         if self.is_causal:
             # The state at place i predicts token i + 1; the last one, and one before padding, predicts nothing.
             targets = torch.full_like(ids, IGNORED_TARGET)
@@ -451,13 +454,11 @@ class LanguageHead(nn.Module):
         # As in BERT: 80% of the chosen tokens become the mask token, 10% another token, 10% stay and are predicted too.
         draw = torch.rand(ids.shape, device=ids.device)
         others = torch.randint(self.vocab_size, ids.shape, device=ids.device)
-        replacements = torch.full_like(ids, int(self.mask_token or 0))
-        replacements = torch.where(
-            draw < KEPT_SHARE + REPLACED_SHARE, others, replacements
-        )
-        replacements = torch.where(draw < KEPT_SHARE, ids, replacements)
+        masked = torch.full_like(ids, int(self.mask_token or 0))
+        masked = torch.where(draw < KEPT_SHARE + REPLACED_SHARE, others, masked)
+        masked = torch.where(draw < KEPT_SHARE, ids, masked)
         targets = torch.where(chosen, ids, IGNORED_TARGET)
-        return {**inputs, "input_ids": torch.where(chosen, replacements, ids)}, targets
+        return {**inputs, "input_ids": torch.where(chosen, masked, ids)}, targets
 
     def forward(self, states: Tensor, targets: Tensor, base: nn.Module) -> Tensor:
         """Return [2, n]: for each text the sum of the tokens' cross-entropies and their number.
@@ -478,17 +479,17 @@ class LanguageHead(nn.Module):
             strict=True,
         ):
             # Recomputed in the backward pass, so that the logits of all tokens are never held at once.
-            recomputed = partial(checkpoint, self._entropy, use_reentrant=False)
-            entropy = recomputed if torch.is_grad_enabled() else self._entropy
-            entropies.append(entropy(chunk, chunk_targets, base))
+            entropies.append(
+                checkpoint(
+                    self._entropy, chunk, chunk_targets, base, use_reentrant=False
+                )
+            )
         of_tokens = torch.cat(entropies)
         sums = of_tokens.new_zeros(len(states)).index_add(0, rows, of_tokens)
         return torch.stack([sums, counts.to(sums.dtype)])
 
     def _entropy(self, states: Tensor, targets: Tensor, base: nn.Module) -> Tensor:
         """Return the cross-entropy of each of [m, dim] states; 0 where nothing is asked."""
-        stand_in: Any = getattr(self.whole, self.prefix[:-1])
-        stand_in.states = states[None]
         lent = []
         try:
             # Tied weights are put where the head's code looks for them.
@@ -497,11 +498,10 @@ class LanguageHead(nn.Module):
                 holder, name = _holder(self.whole, target)
                 holder._parameters[name] = origin._parameters[origin_name]
                 lent.append((holder, name))
-            logits = self.whole(input_ids=targets[None].clamp(min=0)).logits[0]
+            logits = self.logits(states[None], targets[None].clamp(min=0))[0]
         finally:
             for holder, name in lent:
                 holder._parameters[name] = None
-            stand_in.states = None
         logits = logits if logits.dtype == torch.float64 else logits.float()
         return functional.cross_entropy(
             logits, targets, ignore_index=IGNORED_TARGET, reduction="none"
@@ -509,8 +509,9 @@ class LanguageHead(nn.Module):
 
     def _origin(self, source: str, base: nn.Module) -> tuple[nn.Module, str]:
         """Return the module that holds a tied weight, and the weight's name there."""
-        if source.startswith(self.prefix):
-            return _holder(base, source.removeprefix(self.prefix))
+        prefix = f"{self.base_name}."
+        if source.startswith(prefix):
+            return _holder(base, source.removeprefix(prefix))
         return _holder(self.whole, source)
 
     def lends(self, module: nn.Module, base: nn.Module) -> bool:

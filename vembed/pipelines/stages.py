@@ -26,6 +26,7 @@ from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
 from vembed.config.stages import DATA_FILES, Pipeline, Step, read_pipeline
 from vembed.errors import RunError, UserError
+from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.record import read_run
 from vembed.files import read_json_object
 from vembed.names import did_you_mean, is_hub_model, similar_path
@@ -387,12 +388,7 @@ def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[Step]:
 
 def _write_report(pipeline: Pipeline) -> Path:
     """Write one report over all stages: what each was, how long it took, what it scored, and where its report is."""
-    lines = [
-        "# Stages",
-        "",
-        "| stage | step | state | took | scores | |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for step in pipeline.steps:
         folder = pipeline.folder(step.name)
         state = _read_state(folder)
@@ -401,18 +397,14 @@ def _write_report(pipeline: Pipeline) -> Path:
         if step.kind == "train" and (folder / "config.yaml").is_file():
             scores = read_run(folder).after
         if (folder / "report.html").is_file():
-            link = f"[report]({folder.name}/report.html)"
+            link = f"{folder.name}/report.html"
         texts = [
             f"{name} {scores[name]:.4f}" for name in REPORTED_METRICS if name in scores
         ]
-        took = f"{state['seconds']:,.0f} s" if "seconds" in state else ""
-        result = state.get("state", "not run")
-        lines.append(
-            f"| {step.name} | {step.kind} | {result} | {took} | {', '.join(texts)} | {link} |"
-        )
+        rows.append((step, state, ", ".join(texts), link))
     path = Path(pipeline.root) / REPORT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text(render_page("stages.md.j2", rows=rows), encoding="utf-8")
     return path
 
 

@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import metadata_load
 
 from vembed.evaluation.report.page import render_page
-from vembed.models.custom.folder import own_class
+from vembed.models.custom.own_code import own_class
 from vembed.models.families.description import ModelDescription
 from vembed.names import short_name
 from vembed.saving.masking import is_secret, masked

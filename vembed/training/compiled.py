@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from vembed.config.resolved import Decision
-from vembed.data.batching.feeding import ModelInputs
+from vembed.data.batching.feeding import Feeder, ModelInputs, indices_by_modality
 from vembed.data.features import BaseFeaturiser
 from vembed.errors import UserError
 from vembed.models.embedding_model import EmbeddingModel
@@ -85,12 +85,9 @@ def check_compiled(
     if asked != "auto" or not session.placement.compilation.value:
         return
     features = featuriser.features(units)
-    inputs: ModelInputs = []
-    for modality in featuriser.description.modalities:
-        rows = [feature for feature in features if feature.modality == modality]
-        tensors = featuriser.joined(rows or [featuriser.dummy(modality)])
-        batch = {name: part.to(session.device) for name, part in tensors.items()}
-        inputs.append((modality, featuriser.finished(batch)))
+    indices = indices_by_modality(features, featuriser.modalities)
+    feeder = Feeder(featuriser, session.device)
+    (inputs,) = feeder.feed([list(indices.items())], features)
     problem = difference(model, layers, inputs, session)
     # All processes decide alike: compiled and plain layers round differently.
     if not collectives.max_ints([int(problem is not None)])[0]:

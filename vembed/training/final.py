@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor
 
 from vembed.config.schema import TrainConfig, option_fields
 from vembed.data.example_store import ExampleStore
-from vembed.data.examples import ImageRef, Item
 from vembed.data.language import MAX_TEXTS, is_english, language_of
 from vembed.errors import RunError
 from vembed.evaluation.report.record import RunSummary, collect_versions
 from vembed.evaluation.report.report import write_report
 from vembed.inference.encoding import encode_features
-from vembed.models.precision import saved_dtype
-from vembed.models.quantized import is_quantized, store_rounded
+from vembed.models.precision import is_quantized, saved_dtype, store_rounded
 from vembed.parallel import collectives
 from vembed.parallel.parameters import full_state_dict, num_parameters
 from vembed.parallel.session import Session
@@ -203,21 +199,11 @@ def _not_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> str | None:
     """Return which embeddings of the model, or weights of any rank, are not finite. Collective."""
     components = writer.components
     embedder = components.embedder
-    traits = embedder.description.traits
-    items = []
-    if traits.reads_text:
-        items = [Item("a text of a few words"), Item("another")]
-    if traits.has_image_encoder or not items:
-        with io.BytesIO() as file:
-            Image.linear_gradient("L").convert("RGB").save(file, "PNG")
-            items.append(Item(images=(ImageRef(data=file.getvalue()),)))
-    units: list[Any] = [(item, "document") for item in items]
-    if embedder.description.scores is not None:
-        units = [(items[0], items[1])]
+    featuriser = components.featuriser
     embeddings = encode_features(
         components.model,
-        components.featuriser,
-        components.featuriser.features(units),
+        featuriser,
+        [featuriser.dummy(modality) for modality in featuriser.modalities],
         writer.session.device,
         world_size=writer.session.world_size,
     )

@@ -19,6 +19,7 @@ from vembed.data.batching.feeding import (
     MicroBatch,
     ModalitySlice,
     ModelInputs,
+    indices_by_modality,
     row_index,
     to_device,
 )
@@ -205,12 +206,7 @@ class FrozenTowers:
         encode. Local to the rank."""
         cached: dict[Modality, CachedRows] = {}
         missing: dict[Modality, list[int]] = {}
-        for modality in self.modalities:
-            indices = [
-                index
-                for index, feature in enumerate(features)
-                if feature.modality == modality
-            ]
+        for modality, indices in indices_by_modality(features, self.modalities).items():
             cached[modality] = {}
             if modality in self.stores:
                 store = self.stores[modality]

@@ -16,7 +16,7 @@ from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import FILE_OPTIONS
 from vembed.data.in_memory import as_path
 from vembed.errors import UserError
-from vembed.models.custom.folder import as_options
+from vembed.models.custom.own_code import as_options
 from vembed.parallel.environment import RankInfo, launched_rank
 from vembed.parallel.launch_check import COMPARED
 from vembed.parallel.session import start_session

@@ -175,15 +175,12 @@ class ConsoleHandler(logging.Handler):
         is_warning = record.levelno >= logging.WARNING
         if "ends_setup" in fields:
             self._is_setup = False
-        if not (is_verbose or is_warning):
-            is_headline = "is_headline" in fields or record.module in SHOWN_MODULES
-            is_detail = record.module in DETAIL_MODULES
-            if (
-                self.mode == "quiet"
-                or is_detail
-                or (self._is_setup and not is_headline)
-            ):
-                return
+        is_headline = "is_headline" in fields or record.module in SHOWN_MODULES
+        is_hidden = self.mode == "quiet" or record.module in DETAIL_MODULES
+        if self._is_setup and not is_headline:
+            is_hidden = True
+        if is_hidden and not (is_verbose or is_warning):
+            return
         was_closed = self.stream.is_closed
         if not is_verbose and SHORT_FORM in fields:
             record = copy(record)

@@ -178,17 +178,13 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
             "`vembed mine`, or take those of other queries with in_batch_negatives: 7"
         )
     optimizer = config.optimizer
-    epochs = optimizer.epochs
-    if epochs == "auto":
-        # Only where the length is left open is the model looked at: a checkpoint of another model is refused first.
-        is_open = optimizer.max_steps is None
-        has_scale = is_open and describe(config.model).traits.has_scale_and_bias
-        decision = decide_epochs(
-            optimizer, config.model, len(store), has_scale=has_scale
-        )
-        epochs = decision.value
-        if is_open:
-            log.info(f"epochs: {epochs:g} (auto; {decision.reason})")
+    # Only where the length is left open is the model looked at: a checkpoint of another model is refused first.
+    is_open = not optimizer.gives_length()
+    has_scale = is_open and describe(config.model).traits.has_scale_and_bias
+    decision = decide_epochs(optimizer, config.model, len(store), has_scale=has_scale)
+    epochs = decision.value
+    if is_open:
+        log.info(f"epochs: {epochs:g} (auto; {decision.reason})")
 
     world_size = session.world_size
     size = config.batch.global_batch_size or config.batch.batch_size * world_size

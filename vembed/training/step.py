@@ -40,7 +40,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vembed.config.schema import ObjectiveSection
-from vembed.data.batching.feeding import MicroBatch, ModelInputs, row_index
+from vembed.data.batching.feeding import (
+    MicroBatch,
+    ModelInputs,
+    indices_by_modality,
+    row_index,
+)
 from vembed.data.batching.microbatches import LockstepSplit
 from vembed.data.batching.rank_batch import RankBatch
 from vembed.data.pair_features import PairFeaturiser
@@ -267,11 +272,8 @@ class ContrastiveStep:
         budget = self.budget
         features = rank_batch.features
         lengths = [feature.length for feature in features]
-        inputs_by_modality: dict[Modality, list[int]] = {}
-        for modality in self.source.feeder.featuriser.modalities:
-            inputs_by_modality[modality] = []
-        for index, feature in enumerate(features):
-            inputs_by_modality[feature.modality].append(index)
+        modalities = self.source.feeder.featuriser.modalities
+        inputs_by_modality = indices_by_modality(features, modalities)
         limit = budget.micro_batch_tokens
         trained_split = LockstepSplit(lengths, inputs_by_modality, limit)
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)

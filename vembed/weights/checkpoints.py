@@ -14,8 +14,7 @@ from vembed.losses.build import build_loss
 from vembed.models.building import build_model, load_embedder
 from vembed.models.families.description import describe
 from vembed.models.families.model_files import read_model
-from vembed.models.precision import saved_dtype
-from vembed.models.quantized import store_rounded
+from vembed.models.precision import saved_dtype, store_rounded
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import save_model
 from vembed.training.checkpoint import folder as integrity

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import yaml
-from jinja2 import Template
 from typer import Option
 
 from vembed.cli.commands.demo import demo_model
@@ -36,6 +35,7 @@ from vembed.data_tools.init.columns import (
 )
 from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
 from vembed.errors import UserError
+from vembed.evaluation.report.page import render_page
 from vembed.losses.declaration import Loss
 from vembed.losses.table import LOSSES
 from vembed.models.families.family import Family
@@ -50,7 +50,6 @@ SMALLEST_SCORED = 200
 """Scored pairs from which a tenth can be held out."""
 MAX_CHECKED = 100_000
 """Records that are all checked, as training does. Of larger data only the first ones are."""
-TEMPLATE = Path(values.__file__).with_name("starter.yaml.j2")
 MINING = """
 # The data have no hard negatives, which a reranker learns from. BM25 finds them first, which needs
 # pip install "vembed[mine]"; model_name may also be an embedding model.
@@ -239,9 +238,8 @@ def starter(
     batch_size = values.fitting_batch(num_train, kind.batch_size)
     epochs = values.fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
     num_steps = max(num_train // batch_size, 1) * epochs if num_train else 0
-    text = Template(
-        TEMPLATE.read_text("utf-8"), trim_blocks=True, lstrip_blocks=True
-    ).render(
+    text = render_page(
+        "starter.yaml.j2",
         option=_line,
         task=task,
         family=family,
@@ -262,7 +260,7 @@ def starter(
         num_train=num_train,
         num_steps=num_steps,
     )
-    lines = [text, *_bad_record_lines(summary, text)]
+    lines = [text.rstrip(), *_bad_record_lines(summary, text)]
     if facts is None:
         lines.append(
             f"\n# Memory: not planned, since {name} is not on this machine; once it is, `vembed plan <this file>`"

@@ -63,7 +63,7 @@ class Call(Generic[Config]):
 def mine(args: ConfigArguments = None) -> Any:
     """Find hard negatives for training data in a corpus."""
     call = read_call("mine", MineConfig, mine.__doc__, args)
-    from vembed.mining.known_positives import read_inputs
+    from vembed.mining.inputs import read_inputs
     from vembed.mining.mine import check_config, work_folder
     from vembed.mining.mine import mine as run_mine
 
@@ -112,7 +112,7 @@ def audit(args: ConfigArguments = None) -> Any:
     call = read_call("audit", AuditConfig, audit.__doc__, args)
     from vembed.data_tools.audit import audit as run_audit
     from vembed.data_tools.audit import check_audit, mining_config
-    from vembed.mining.known_positives import read_inputs
+    from vembed.mining.inputs import read_inputs
 
     page = check_audit(call.config)
     if not call.is_dry_run:

@@ -109,10 +109,7 @@ def eval(
                 console.print(table)
             stored = stored_table(scores)
             if compressed is not None and stored is not None:
-                table = number_table(stored.header[0], stored.header[1:])
-                for row in stored.rows:
-                    table.add_row(*row)
-                console.print(" ", table, sep="\n")
+                console.print(" ", number_table(stored.header, stored.rows), sep="\n")
                 plot = plot_stored(stored_points(scores), "nDCG@10")
                 plot.write(Path(compressed), "nDCG@10")
     return scores
@@ -125,22 +122,22 @@ def score_tables(scores: dict[str, float]) -> list[Table]:
 
     whole = [key for key in scores if "/" not in key]
     columns = [key for key in whole if "@" not in key or key.endswith(f"@{REPORTED_K}")]
-    by_dim = number_table("size", [metric_name(key) for key in columns])
+    names = [metric_name(key) for key in columns]
     sizes = [match[0] for key in scores if (match := re.match(r"dim\d+/", key))]
+    rows = []
     for prefix in ("", *dict.fromkeys(sizes)):
-        name = prefix.removeprefix("dim").removesuffix("/") or "whole"
-        by_dim.add_row(name, *(f"{scores[prefix + key]:.4f}" for key in columns))
-    ks = sorted({int(key.split("@")[1]) for key in whole if "@" in key})
-    if len(ks) < 2:
-        return [by_dim]
-    metrics = [key.split("@")[0] for key in columns]
-    by_cut = number_table(
-        "cut-off", [metric_name(key).split("@")[0] for key in columns], title=" "
-    )
-    for k in ks:
-        values = (f"{scores[f'{metric}@{k}']:.4f}" for metric in metrics)
-        by_cut.add_row(str(k), *values)
-    return [by_dim, by_cut]
+        size = prefix.removeprefix("dim").removesuffix("/") or "whole"
+        rows.append([size, *(f"{scores[prefix + key]:.4f}" for key in columns)])
+    tables = [number_table(("size", *names), rows)]
+    cuts = sorted({int(key.split("@")[1]) for key in whole if "@" in key})
+    if len(cuts) > 1:
+        rows = []
+        for cut in cuts:
+            keys = [f"{key.split('@')[0]}@{cut}" for key in columns]
+            rows.append([str(cut), *(f"{scores[key]:.4f}" for key in keys)])
+        header = ["cut-off", *(name.split("@")[0] for name in names)]
+        tables.append(number_table(header, rows, title=" "))
+    return tables
 
 
 def score(

@@ -139,10 +139,7 @@ def show(prediction: Prediction) -> dict[str, Any]:
         ("rows of each process", f"{placement.rows:,d}"),
     ]
     console = plain_console()
-    table = number_table("what", ["GB"], "memory of each process")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    console.print(number_table(("what", "GB"), rows, "memory of each process"))
     fsdp_notes = () if placement.fsdp is None else placement.run.fsdp_notes
     for line in (*placement.run.notes, *fsdp_notes, *placement.notes):
         console.print(f"note: {line}")

@@ -108,10 +108,10 @@ def merge(
         if session.is_main:
             console = plain_console()
             if result.trials:
-                table = number_table("at", ["score"])
-                for trial in result.trials:
-                    table.add_row(f"{trial.at:g}", f"{trial.score:.4f}")
-                console.print(table)
+                rows = [
+                    (f"{trial.at:g}", f"{trial.score:.4f}") for trial in result.trials
+                ]
+                console.print(number_table(("at", "score"), rows))
             kind = " of the differences from the base"
             kind = kind if result.recipe.of_differences else ""
             # Names as they were given: most are called final.
@@ -190,12 +190,12 @@ def edit(
             session=session,
         )
         if session.is_main:
-            table = number_table("", ["before", "after"])
-            for key, name in EDIT_METRICS.items():
-                if key in result.before:
-                    before = f"{result.before[key]:.4f}"
-                    table.add_row(name, before, f"{result.after[key]:.4f}")
+            rows = [
+                (name, f"{result.before[key]:.4f}", f"{result.after[key]:.4f}")
+                for key, name in EDIT_METRICS.items()
+                if key in result.before
+            ]
             console = plain_console()
-            console.print(table)
+            console.print(number_table(("", "before", "after"), rows))
             console.print(f"wrote {result.model_dir}")
     return result

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,6 +24,17 @@ MICRO_BATCHES_AHEAD = 2
 """Micro-batches whose images are decoded ahead; limits the pixels in host memory."""
 
 
+def indices_by_modality(
+    features: Sequence[Features], modalities: Iterable[Modality]
+) -> dict[Modality, list[int]]:
+    """Return where the inputs of each of these modalities are."""
+    indices: dict[Modality, list[int]] = {modality: [] for modality in modalities}
+    for index, feature in enumerate(features):
+        if feature.modality in indices:
+            indices[feature.modality].append(index)
+    return indices
+
+
 class Feeder:
     """Converter from micro-batches of indices to the tensors of a forward pass."""
 
@@ -36,20 +49,33 @@ class Feeder:
         self.featuriser = featuriser
         self.device = device
         self.packs_texts = packs_texts
+        # These only wait for images and join them; the featuriser's decoders work elsewhere.
+        self._pool: ThreadPoolExecutor | None = None
 
     def feed(
         self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]
     ) -> Iterator[ModelInputs]:
         """Yield the inputs of each micro-batch, in order."""
-        for number, micro_batch in enumerate(micro_batches):
-            # Images of the next micro-batches are decoded on other cores while the model computes.
-            wanted = []
-            for ahead in micro_batches[number : number + 1 + MICRO_BATCHES_AHEAD]:
-                for modality, rows in ahead:
-                    if modality != "text":
-                        wanted += [features[row] for row in rows]
-            self.featuriser.decode_ahead(wanted)
-            yield self._to_device(self._collate(micro_batch, features))
+        with_images = []
+        for micro_batch in micro_batches:
+            for modality, rows in micro_batch:
+                if modality != "text":
+                    with_images += [features[row] for row in rows]
+        if not with_images:
+            # Nothing is to be decoded, so no thread is needed.
+            for micro_batch in micro_batches:
+                yield self._to_device(self._collate(micro_batch, features))
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(MICRO_BATCHES_AHEAD + 1, "vembed-collate")
+        self.featuriser.decode_ahead(with_images)
+        waiting: deque[Future[ModelInputs]] = deque()
+        for micro_batch in micro_batches:
+            waiting.append(self._pool.submit(self._collate, micro_batch, features))
+            if len(waiting) > MICRO_BATCHES_AHEAD:
+                yield self._to_device(waiting.popleft().result())
+        while waiting:
+            yield self._to_device(waiting.popleft().result())
 
     def padded_tokens(
         self, micro_batch: MicroBatch, features: Sequence[Features]
@@ -65,7 +91,7 @@ class Feeder:
     def _collate(
         self, micro_batch: MicroBatch, features: Sequence[Features]
     ) -> ModelInputs:
-        """Return the tensors of a micro-batch on the host."""
+        """Return the tensors of a micro-batch on the host. With images this runs in a thread beside the step."""
         inputs = []
         for modality, rows in micro_batch:
             chosen = [features[row] for row in rows]

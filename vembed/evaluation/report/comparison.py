@@ -7,12 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
-from vembed.evaluation.report.plots import RUNS, Curve, plot_runs
+from vembed.evaluation.report.plots import RUNS, Curve, Plot, plot_runs
 from vembed.evaluation.report.query_changes import (
     NO_DIFFERENCE,
     Comparison,
@@ -116,7 +114,7 @@ class SeveralRuns:
                 settings[name] = values
         return settings
 
-    def figures(self) -> list[dict[str, Any]]:
+    def figures(self) -> list[tuple[Curve, Plot, str]]:
         """Return plots of all runs: the deciding metric first, then what was logged by step."""
         name = metric_name(self.metric)
         evaluated = []
@@ -130,15 +128,13 @@ class SeveralRuns:
                 evaluated.append((number, curve))
             for curve in curves(run.record):
                 logged.setdefault(curve.title, []).append((number, curve))
-        plots = []
+        figures = []
         if any(len(curve.steps) > 1 for _, curve in evaluated):
-            plots.append((evaluated[0][1], plot_runs(evaluated, has_points=True)))
+            plot = plot_runs(evaluated, has_points=True)
+            figures.append((evaluated[0][1], plot, ""))
         for of_runs in logged.values():
-            plots.append((of_runs[0][1], plot_runs(of_runs)))
-        return [
-            {"title": curve.title, "note": curve.note, "svg": Markup(plot.svg())}
-            for curve, plot in plots
-        ]
+            figures.append((of_runs[0][1], plot_runs(of_runs), ""))
+        return figures
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -225,10 +221,9 @@ def score_lines(runs: SeveralRuns) -> str:
 def as_json(runs: SeveralRuns) -> dict[str, Any]:
     """Return the comparison as JSON values."""
     names = [run.name for run in runs.runs]
-    settings = {
-        option: dict(zip(names, values, strict=True))
-        for option, values in runs.differing_settings().items()
-    }
+    settings = {}
+    for option, values in runs.differing_settings().items():
+        settings[option] = dict(zip(names, values, strict=True))
     return {
         "metric": runs.metric or None,
         "compared_with": names[0],

@@ -166,8 +166,8 @@ class Plot:
     marks: Sequence[Mark]
     height: float = HEIGHT
 
-    def svg(self) -> str:
-        """Return the plot for inlining, without fonts or size of its own."""
+    def __html__(self) -> str:
+        """Return the SVG for a page, whose fonts and width it takes. Templates call this."""
         start = f'<svg viewBox="0 0 {WIDTH:g} {self.height:g}" role="img" aria-label="{escape(self.description)}">'
         return "\n".join([start, *(mark.svg() for mark in self.marks), "</svg>"])
 

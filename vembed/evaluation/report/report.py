@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from markupsafe import Markup
 
 from vembed.evaluation.report.page import render_page, thumbnail
 from vembed.evaluation.report.plots import (
     Curve,
+    Plot,
     plot_curve,
     plot_dims,
     plot_evaluations,
@@ -141,14 +141,17 @@ def changed_table(
             mark = "[relevant] " if documents and documents[0][1] else ""
             first = [item for item, _ in documents[:1]]
             cells.append((first, mark if documents else "nothing"))
-        texts = [mark + _item_text(items) for items, mark in cells]
-        rows.append((*texts, f"{query.before:.3f} -> {query.after:.3f}"))
-        for column, (items, _) in enumerate(cells):
-            addresses = []
-            for item in items[:1]:
-                for path in item["images"]:
-                    addresses.append(query.pictures.get(path) or thumbnail(path))
+        texts = []
+        for column, (items, mark) in enumerate(cells):
+            parts = []
+            for item in items:
+                names = [short_name(path) for path in item["images"]]
+                parts.append(" ".join(filter(None, [item["text"], *names])))
+            texts.append(mark + "; ".join(parts))
+            paths = items[0]["images"] if items else ()
+            addresses = [query.pictures.get(path) or thumbnail(path) for path in paths]
             pictures[row, column] = tuple(filter(None, addresses))
+        rows.append((*texts, f"{query.before:.3f} -> {query.after:.3f}"))
     header = ("query", "relevant", before, after, "score")
     return ReportTable(header, tuple(rows), pictures) if rows else None
 
@@ -162,15 +165,6 @@ def _before_after(record: RunRecord, key: str) -> tuple[str, str, str]:
         "" if after is None else f"{after:.4f}",
         "" if before is None or after is None else f"{after - before:+.4f}",
     )
-
-
-def _item_text(items: Sequence[Mapping[str, Any]]) -> str:
-    texts = []
-    for item in items:
-        words = [item["text"]] if item["text"] else []
-        words += [short_name(path) for path in item["images"]]
-        texts.append(" ".join(words))
-    return "; ".join(texts)
 
 
 # ---- sentences -----------------------------------------------------------------------------------------------------
@@ -328,26 +322,26 @@ def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float
     return steps, values
 
 
-def _dims_svg(record: RunRecord) -> str:
+def _dims_plot(record: RunRecord) -> Plot | None:
     """Return the plot of the deciding metric by size, where there are two sizes."""
     keys = {dim: f"dim{dim}/{record.headline}" for dim in record.dims}
     dims = [dim for dim, key in keys.items() if key in record.after]
     if len(dims) < 2:
-        return ""
+        return None
     after = [record.after[keys[dim]] for dim in dims]
     before = None
     if all(keys[dim] in record.before for dim in dims):
         before = [record.before[keys[dim]] for dim in dims]
-    return plot_dims(dims, before, after, metric_name(record.headline)).svg()
+    return plot_dims(dims, before, after, metric_name(record.headline))
 
 
-def _evaluations_svg(record: RunRecord) -> str:
+def _evaluations_plot(record: RunRecord) -> Plot | None:
     """Return the plot, or nothing if only a before and an after were measured."""
     steps, values = record.scores_over_steps(record.headline)
     if len(steps) < 3:
-        return ""
+        return None
     kept = record.final.step if record.final else None
-    return plot_evaluations(steps, values, metric_name(record.headline), kept).svg()
+    return plot_evaluations(steps, values, metric_name(record.headline), kept)
 
 
 def stored_points(
@@ -415,9 +409,9 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     intervals = changes.intervals if changes else None
     key = record.headline
     stored = stored_table(record.after)
-    stored_svg = ""
+    stored_plot = None
     if stored:
-        stored_svg = plot_stored(stored_points(record.after), "nDCG@10").svg()
+        stored_plot = plot_stored(stored_points(record.after), "nDCG@10")
     measured = record.after or record.before
     explanations = []
     for metric in TABLE:
@@ -440,14 +434,8 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     changed_yaml = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     figures = []
     for curve in curves(record):
-        figures.append(
-            {
-                "title": curve.title,
-                "note": curve.note,
-                "last": curve.write(curve.values[-1]),
-                "svg": Markup(plot_curve(curve).svg()),
-            }
-        )
+        last_value = curve.write(curve.values[-1])
+        figures.append((curve, plot_curve(curve), last_value))
     return {
         "title": f"{record.model_name()} - vembed report",
         "name": str(record.config.get("run_name") or record.folder.resolve().name),
@@ -462,11 +450,11 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "explanations": explanations,
         "scores": score_table(record, TABLE, intervals),
         "all_scores": score_table(record, intervals=intervals),
-        "scores_svg": Markup(_evaluations_svg(record)),
+        "scores_plot": _evaluations_plot(record),
         "dims": dims_table(record),
-        "dims_svg": Markup(_dims_svg(record)),
+        "dims_plot": _dims_plot(record),
         "stored": stored,
-        "stored_svg": Markup(stored_svg),
+        "stored_plot": stored_plot,
         "better": changed_table(changes.better) if changes else None,
         "worse": changed_table(changes.worse) if changes else None,
         "figures": figures,
@@ -474,5 +462,5 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "calls": calls,
         "changed_settings": short_paths(changed_yaml),
         "settings": settings,
-        "versions": list(record.summary.versions.items()),
+        "versions": record.summary.versions,
     }

@@ -30,8 +30,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from vembed.errors import UserError
-from vembed.models.custom.classes import trusted_class
 from vembed.models.custom.modeling import OwnConfig
+from vembed.models.custom.own_code import trusted_class
 from vembed.models.families.family import Family
 from vembed.models.families.model_files import (
     LIBRARY_ERRORS,

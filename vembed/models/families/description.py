@@ -17,8 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from vembed.config.schema import MatryoshkaSection, ModelSection
 from vembed.errors import UserError
-from vembed.models.custom.folder import own_folder
 from vembed.models.custom.modeling import OwnConfig
+from vembed.models.custom.own_code import own_folder
 from vembed.models.families.backbones import (
     POSITIONS_AFTER_PADDING,
     Shape,
@@ -27,7 +27,7 @@ from vembed.models.families.backbones import (
     read_config,
     shape_of,
 )
-from vembed.models.families.family import Evidence, Family, Modality
+from vembed.models.families.family import Family, Modality
 from vembed.models.families.model_files import (
     ModelFiles,
     TokenizerSettings,
@@ -518,11 +518,6 @@ def without_effect(
     ]
 
 
-def _recognised(evidence: Evidence) -> Family:
-    """Return the family that is recognised by this evidence."""
-    return next(record for record in FAMILIES.values() if record.evidence == evidence)
-
-
 def _family(reading: _Reading) -> Family:
     """Return the model's family: what its files say, and the option model_family where it fits."""
     options = reading.options
@@ -540,10 +535,10 @@ def _family(reading: _Reading) -> Family:
     elif kind in by_model_type:
         detected = by_model_type[kind]
     elif reading.model_class.main_input_name == "pixel_values":
-        detected = _recognised("pixel_input")
+        detected = FAMILIES["image_encoder"]
         reason += ": its input is pixels"
     elif "pixel_values" in inputs:
-        detected = _recognised("both_inputs")
+        detected = FAMILIES["own_text_image"]
         reason += ": its forward takes input_ids and pixel_values"
     elif "vision_config" in reading.config.to_dict():
         raise UserError(
@@ -551,10 +546,10 @@ def _family(reading: _Reading) -> Family:
             f"supported: {', '.join(sorted(by_model_type))}"
         )
     elif is_decoder_only(reading.config):
-        detected = _recognised("decoder_only")
+        detected = FAMILIES["text_decoder"]
         reason += ": a decoder-only language model"
     else:
-        detected = _recognised("text_input")
+        detected = FAMILIES["text_encoder"]
     family = FAMILIES.get(options.model_family, detected)
     is_in_config = options.model_family != "auto"
     if options.image_model_name is not None:
@@ -565,7 +560,7 @@ def _family(reading: _Reading) -> Family:
                 f"{family.name}; leave image_model_name out"
             )
         reason = f"image_model_name: {options.image_model_name} is its second tower"
-        family = _recognised("image_model_name")
+        family = FAMILIES["composed"]
     elif family.has_two_models and not detected.has_two_models:
         raise UserError(
             f"model_family: {family.name} needs image_model_name, the tower for images"
@@ -693,7 +688,7 @@ def _image_tower(
             f"image_model_name: {folder} is of the type {config.model_type}, which is not an image encoder; "
             "give one such as a ViT, DINOv2 or ConvNeXt"
         )
-    shape = shape_of(folder, config, chosen, _recognised("pixel_input"))
+    shape = shape_of(folder, config, chosen, FAMILIES["image_encoder"])
     pooling, reading.reasons["image_pooling"] = _image_pooling(config, shape)
     shared_dim = min(text_dim, shape.hidden_dim)
     reason = f"the smaller of the towers' sizes, {text_dim} for text and {shape.hidden_dim} for images"

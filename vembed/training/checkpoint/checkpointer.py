@@ -65,7 +65,6 @@ from vembed.training.checkpoint.resume import (
 from vembed.training.checkpoint.tensors import (
     CheckpointPlanner,
     CheckpointWriter,
-    optimizer_kind,
     quieten_torch,
     restore,
     tensors_of,
@@ -404,7 +403,6 @@ class Checkpointer:
                 "loop": dict(state),
                 "config": dict(self.settings),
                 "identity": self.identity,
-                "optimizer": optimizer_kind(optimizer),
                 "strategy": self.session.strategy,
                 "precision": self.session.mixed_precision,
                 "world_size": self.session.world_size,
@@ -529,7 +527,6 @@ class Checkpointer:
             no_dist=self._is_alone,
             # Another strategy may hold the same weights in another type.
             checks_dtypes=point.state["strategy"] == self.session.strategy,
-            saved_optimizer=point.state["optimizer"],
             extra=tensors,
         )
 

@@ -192,7 +192,6 @@ def restore(
     *,
     no_dist: bool,
     checks_dtypes: bool = False,
-    saved_optimizer: str = "",
     extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Restore model, loss and optimizer from a checkpoint, and of the tensors `extra` those that it holds.
@@ -204,7 +203,6 @@ def restore(
     # The same names as in `tensors_of`: a tensor of the checkpoint finds its place by name alone.
     model_and_loss = nn.ModuleDict({"model": model, "loss": loss})
     weights = _weights(model_and_loss)
-    _check_weights(weights, stored, checks_dtypes=checks_dtypes)
     tensors = dict(weights)
     for name, value in (extra or {}).items():
         if _HOOKS + name in stored:
@@ -223,11 +221,14 @@ def restore(
         for name, values in allocated["state"].items():
             if any(key.startswith(f"{_OPTIMIZER}{name}.") for key in stored):
                 state[name] = values
-        state_tensors = _state_tensors(state)
-        _check_optimizer(
-            state_tensors, stored, saved_optimizer, optimizer_kind(optimizer)
-        )
-        tensors |= state_tensors
+        tensors |= _state_tensors(state)
+    if optimizer is None:
+        stored = {
+            name: entry
+            for name, entry in stored.items()
+            if not name.startswith(_OPTIMIZER)
+        }
+    _check(tensors, stored, checks_dtypes=checks_dtypes)
     load(
         {name: _movable(value) for name, value in tensors.items()},
         storage_reader=HuggingFaceStorageReader(str(checkpoint)),
@@ -255,13 +256,6 @@ def restore(
                 optimizer.state.pop(parameter, None)
     if optimizer is not None and not state:
         optimizer.state.clear()
-
-
-def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
-    """Return the optimizer's name and library, such as "AdamW8bit of torchao"."""
-    return (
-        f"{type(optimizer).__name__} of {type(optimizer).__module__.partition('.')[0]}"
-    )
 
 
 def _weights(model_and_loss: nn.Module) -> dict[str, Any]:
@@ -334,68 +328,46 @@ def _movable(value: Any) -> Any:
     )
 
 
-def _check_weights(
-    weights: Mapping[str, Any],
+def _check(
+    tensors: Mapping[str, Any],
     stored: Mapping[str, TensorStorageMetadata],
     *,
     checks_dtypes: bool,
 ) -> None:
     """Raise UserError unless the checkpoint holds exactly the tensors that this run trains."""
-    held = {name for name in stored if not name.startswith((_OPTIMIZER, _HOOKS))}
-    sides = {
-        "only this run trains": sorted(set(weights) - held),
-        "only the checkpoint has": sorted(held - set(weights)),
-    }
+    missing = sorted(tensors.keys() - stored.keys())
+    if any(_OWN.search(name) for name in missing) and any(map(_OWN.search, stored)):
+        raise UserError(
+            f"the checkpoint's optimizer state cannot be divided among {collectives.world_size()} process(es), since its "
+            "8-bit blocks follow the shards: resume on as many processes as wrote it (only optim: adamw moves freely), "
+            "or start anew in another output_dir"
+        )
+    unused = []
+    for name in sorted(stored.keys() - tensors.keys()):
+        if not name.startswith(_HOOKS) and not _OWN.search(name):
+            unused.append(name)
     differences = []
+    sides = {"only this run trains": missing, "only the checkpoint has": unused}
     for side, names in sides.items():
         num_more = len(names) - MAX_NAMED
         more = f" and {num_more:,d} more" if num_more > 0 else ""
         if names:
             differences.append(f"{side} {', '.join(names[:MAX_NAMED])}{more}")
-    settings = "model, LoRA and freeze settings"
-    for name, value in weights.items() if not differences else ():
+    settings = "model, LoRA, freeze and optim settings"
+    for name, value in tensors.items() if not differences else ():
         saved = stored[name]
+        is_weight = not name.startswith((_OPTIMIZER, _HOOKS))
         if value.size() != saved.size:
             differences.append(
                 f"{name} has the shape {list(saved.size)} there and {list(value.size())} in this run"
             )
-        elif checks_dtypes and value.dtype != saved.properties.dtype:
+        elif checks_dtypes and is_weight and value.dtype != saved.properties.dtype:
             settings = "torch_dtype and mixed_precision"
             differences.append(
                 f"{name} is stored as {saved.properties.dtype} there and is {value.dtype} in this run"
             )
     if differences:
         raise UserError(
-            f"the checkpoint is of another model: {'; '.join(differences[:2])}; resume with the {settings} that it was "
-            "trained with, or start anew in another output_dir"
+            f"the checkpoint is of another model or optimizer: {'; '.join(differences[:2])}; resume with the {settings} "
+            "and the strategy that it was trained with, or start anew in another output_dir"
         )
-
-
-def _check_optimizer(
-    state_tensors: Mapping[str, Any],
-    stored: Mapping[str, TensorStorageMetadata],
-    saved_kind: str,
-    kind: str,
-) -> None:
-    """Raise UserError if the optimizer state does not fit: another optimizer, or 8-bit blocks of other shards."""
-    foreign = []
-    for name, tensor in state_tensors.items():
-        if name not in stored or stored[name].size != tensor.size():
-            foreign.append(name)
-    for name in stored:
-        is_shared = name.startswith(_OPTIMIZER) and not _OWN.search(name)
-        if is_shared and name not in state_tensors:
-            foreign.append(name)
-    if not foreign:
-        return
-    if saved_kind == kind and any(_OWN.search(name) for name in foreign):
-        raise UserError(
-            f"the checkpoint's state of {saved_kind} cannot be divided among {collectives.world_size()} process(es), since "
-            "its 8-bit blocks follow the shards: resume on as many processes as wrote it (only optim: adamw moves "
-            "freely), or start anew in another output_dir"
-        )
-    raise UserError(
-        f"the checkpoint holds the state of {saved_kind}, which {kind} cannot take over ({min(foreign)}): resume with the "
-        "optim and strategy that it was trained with (8-bit state does not move between copied and sharded "
-        "parameters), or start anew in another output_dir"
-    )
