@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vembed.config.auto import (
-    HEAD,
+    HEAD_RATE,
     RunIntervals,
     RunSize,
     Trained,
@@ -531,7 +531,7 @@ def decide_rates(
     elif getattr(embedder.head, "is_new", False):
         new_layers = "the layer of the score is"
     if new_layers is not None and head_rate is None:
-        head_rate = max(HEAD, decision.value)
+        head_rate = max(HEAD_RATE, decision.value)
         log.info(f"head_learning_rate: {head_rate:g} (auto; {new_layers} new)")
     return config.changed(learning_rate=decision.value, head_learning_rate=head_rate)
 
