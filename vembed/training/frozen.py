@@ -103,7 +103,7 @@ class InputSource:
         image_bytes: int | None = None,
     ) -> None:
         """Collective. `frozen`: modalities whose towers are not trained. Each of their inputs passes its tower once per
-        step, or never if `stores` holds its features. `image_bytes`: see `EmbeddingModel.bytes_of_frozen_images`."""
+        step, or never if `stores` holds its features. `image_bytes`: see `EmbeddingModel.frozen_image_token_bytes`."""
         self.model = model
         self.feeder = feeder
         self.towers = FrozenTowers(model, frozen, feeder, stores or {})
