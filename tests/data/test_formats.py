@@ -1,6 +1,7 @@
 """The contract of file formats, for all that `FORMATS` declares: order, names of rows, parts, pickling, fingerprints.
 
-A new format in the file NAME.py needs a function `write` in tests/data/test_NAME.py.
+A new format in the file NAME.py needs a function `write` in tests/data/test_NAME.py, and the constant
+`LINES = (line of the first record, lines of each)` unless that is (1, 1).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import csv
 import json
 import pickle
 import pydoc
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -92,8 +94,16 @@ def writer_of(form: type[Format]) -> Callable[[Path, Records], None]:
     return writer
 
 
-FIRST_LINE = {JsonArray: 2, DelimitedFile: 2, TsvFile: 2}
-LINES_OF_RECORD = {JsonArray: 5}
+LINES_OF_WRITERS = {JsonArray: (2, 5), DelimitedFile: (2, 1), TsvFile: (2, 1)}
+"""Line of the first record and lines of each, in what the writers of this file write, where that is not (1, 1)."""
+
+
+def line_of(form: type[Format], number: int) -> int:
+    """The line of a record, counted from 0. The test file of a format may have the constant LINES."""
+    module = sys.modules[writer_of(form).__module__]
+    lines = LINES_OF_WRITERS.get(form) or getattr(module, "LINES", (1, 1))
+    return int(lines[0] + number * lines[1])
+
 
 all_formats = pytest.mark.parametrize(
     "form", [*FORMATS, JsonArray], ids=lambda form: form.__name__
@@ -206,10 +216,8 @@ def test_records_come_in_order_and_again(form: type[Format], tmp_path: Path) -> 
 def test_names_are_file_and_line(form: type[Format], tmp_path: Path) -> None:
     path = written(form, tmp_path)
     store = open_path(path)
-    first = FIRST_LINE.get(form, 1)
-    step = LINES_OF_RECORD.get(form, 1)
     for number in (0, 1, 20, NUM_RECORDS - 1):
-        assert store[number].where == f"{path}:{first + number * step}"
+        assert store[number].where == f"{path}:{line_of(form, number)}"
 
 
 @all_formats
@@ -218,10 +226,9 @@ def test_a_bad_record_is_named(form: type[Format], tmp_path: Path) -> None:
     for number in (3, 200):
         records[number]["positive"] = "" if form is not ParquetFile else None
     path = written(form, tmp_path, records)
-    line = FIRST_LINE.get(form, 1) + 3 * LINES_OF_RECORD.get(form, 1)
     with pytest.raises(UserError) as caught:
         open_path(path)
-    assert f"{path}:{line}: positive" in str(caught.value)
+    assert f"{path}:{line_of(form, 3)}: positive" in str(caught.value)
     assert f"2 of {NUM_RECORDS} records" in str(caught.value)
     assert len(open_path(path, on_bad_record="skip")) == NUM_RECORDS - 2
 

@@ -575,6 +575,11 @@ def _sections_by_option() -> dict[str, tuple[str, type[Section], FieldInfo]]:
     for name, field in TrainConfig.model_fields.items():
         section: Any = field.annotation
         for option, option_field in section.model_fields.items():
+            if option in options:
+                raise TypeError(
+                    f"the sections {options[option][0]} and {name} both have the option {option}; if a loss declares it, "
+                    "give it another name there"
+                )
             options[option] = (name, section, option_field)
     return options
 

@@ -79,7 +79,7 @@ class RowLoss(ABC):
         """Return the gradient of the total with respect to the positives' logits [n]."""
 
 
-def _each(values: Tensor, row: Tensor | None) -> Tensor:
+def for_each(values: Tensor, row: Tensor | None) -> Tensor:
     """Return a value of each row [n] in a shape that meets its logits: [n, 1] for a tile, [P] for single logits."""
     return values[:, None] if row is None else values[row]
 
@@ -89,7 +89,7 @@ def _add_to_rows(sums: Tensor, values: Tensor, row: Tensor | None) -> Tensor:
     return sums + values.sum(1) if row is None else sums.index_add(0, row, values)
 
 
-class _OnlineSum:
+class OnlineSum:
     """Sum of exp(logit) of each row, relative to the row's largest logit so far.
 
     No exp has a positive exponent. When a tile raises the maximum, what was summed before is rescaled to it.
@@ -107,7 +107,7 @@ class _OnlineSum:
             largest = torch.maximum(self.largest, logits.amax(1))
         else:
             largest = self.largest.scatter_reduce(0, row, logits, "amax")
-        terms = torch.sub(logits, _each(largest, row), out=out).exp_()
+        terms = torch.sub(logits, for_each(largest, row), out=out).exp_()
         rescale = torch.exp(self.largest - largest)
         self.sum = _add_to_rows(self.sum * rescale, terms, row)
         self.largest = largest
@@ -140,7 +140,7 @@ class SoftmaxRows(RowLoss):
         self.stretch = stretch
         self.focal_gamma = focal_gamma
         # The positive is part of the maximum from the start.
-        self.rest = _OnlineSum(self.positive, torch.zeros_like(self.positive))
+        self.rest = OnlineSum(self.positive, torch.zeros_like(self.positive))
 
     def add(self, candidates: CandidateLogits) -> None:
         """See RowLoss."""
@@ -177,7 +177,7 @@ class SoftmaxRows(RowLoss):
         """See RowLoss."""
         # coefficient * focus * softmax = exp(logit - shift): one subtraction and one exp over the tile.
         logits = self._stretched(candidates)
-        shift = _each(self.shift, candidates.row)
+        shift = for_each(self.shift, candidates.row)
         return torch.sub(logits, shift, out=candidates.out).exp_()
 
     def d_positive(self) -> Tensor:
@@ -276,8 +276,8 @@ class DivergenceRows(RowLoss):
         self.target_scale = target_scale
         self.positive_target = start.target * target_scale
         # The positive is the first candidate: exp(0) = 1.
-        self.student = _OnlineSum(self.positive, torch.ones_like(self.positive))
-        self.teacher = _OnlineSum(self.positive_target, torch.ones_like(self.positive))
+        self.student = OnlineSum(self.positive, torch.ones_like(self.positive))
+        self.teacher = OnlineSum(self.positive_target, torch.ones_like(self.positive))
         self.difference = self.positive_target - self.positive
         """[n] sum of exp(t - largest t) * (t - s)"""
 
@@ -310,8 +310,8 @@ class DivergenceRows(RowLoss):
         # coefficient * (softmax of the student - softmax of the teacher)
         row = candidates.row
         teacher = self._targets(candidates)
-        teacher.sub_(_each(self.teacher_log_sum, row)).exp_()
-        log_sum = _each(self.student_log_sum, row)
+        teacher.sub_(for_each(self.teacher_log_sum, row)).exp_()
+        log_sum = for_each(self.student_log_sum, row)
         student = torch.sub(candidates.logits, log_sum, out=candidates.out).exp_()
         return student.sub_(teacher).mul_(self.coefficient)
 

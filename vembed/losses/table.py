@@ -6,12 +6,12 @@ function `reference` in tests/losses/test_NAME.py that computes it plainly.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic.fields import FieldInfo
 
 from vembed.losses.contrastive import Circle, InfoNCE, Sigmoid, Triplet
-from vembed.losses.declaration import Loss
+from vembed.losses.declaration import Follows, Loss, Negatives, Records
 from vembed.losses.listwise import (
     BCE,
     KL,
@@ -64,6 +64,16 @@ def check_declarations(classes: tuple[type[Loss], ...]) -> dict[str, type[Loss]]
         for declaration in ("name", "summary", "records", "negatives"):
             if not hasattr(loss, declaration):
                 raise TypeError(f"{where} declares no `{declaration}`")
+        for declaration, values in (
+            ("records", get_args(Records)),
+            ("negatives", get_args(Negatives)),
+            ("follows", get_args(Follows)),
+        ):
+            value = getattr(loss, declaration)
+            if value not in values:
+                raise TypeError(
+                    f"{where} declares `{declaration}` = {value!r}: write one of {', '.join(values)}"
+                )
         if loss.name in losses:
             raise TypeError(f"{where} has the name of another loss: {loss.name}")
         if loss.__abstractmethods__:
@@ -72,6 +82,9 @@ def check_declarations(classes: tuple[type[Loss], ...]) -> dict[str, type[Loss]]
         for option, field in loss.model_fields.items():
             if field.description is None:
                 raise TypeError(f"{where} has no text under its option `{option}`")
+            # Its option is one of every run, also of those with another loss.
+            if field.is_required():
+                raise TypeError(f"{where} has no default for its option `{option}`")
             other, known = options.setdefault(option, (loss, field))
             if (known.annotation, known.default) != (field.annotation, field.default):
                 raise TypeError(

@@ -12,6 +12,8 @@ from vembed.data.formats.delimited import DelimitedFile, TsvFile
 from vembed.data.formats.json_lines import JsonLines
 from vembed.data.formats.parquet import ParquetFile
 
+PACKED_ENDINGS = (".gz", ".zst", ".bz2")
+"""Endings of packed files, which may follow each of the others."""
 FORMATS: tuple[type[Format], ...] = (
     JsonLines,
     DelimitedFile,
@@ -30,8 +32,12 @@ def check_formats(formats: tuple[type[Format], ...]) -> dict[str, type[Format]]:
         if missing:
             raise TypeError(f"{where} declares no `{'`, `'.join(missing)}`")
         for ending in form.endings:
-            if not ending.startswith(".") or ending != ending.lower():
-                raise TypeError(f"{where}: write the ending {ending!r} as '.name'")
+            is_suffix = Path(f"data{ending}").suffix == ending == ending.lower()
+            if not is_suffix or ending in PACKED_ENDINGS:
+                raise TypeError(
+                    f"{where}: write the ending {ending!r} as '.name', in small letters, with one dot, and other than "
+                    + ", ".join(PACKED_ENDINGS)
+                )
             other = by_ending.setdefault(ending, form)
             if other is not form:
                 raise TypeError(f"{where} has the ending {ending} of {other.__name__}")
@@ -40,8 +46,6 @@ def check_formats(formats: tuple[type[Format], ...]) -> dict[str, type[Format]]:
 
 ENDINGS = check_formats(FORMATS)
 """Format by the ending of the file."""
-PACKED_ENDINGS = (".gz", ".zst", ".bz2")
-"""Endings of packed files, which may follow each of the others."""
 
 
 def ending_of(path: Path) -> str:

@@ -5,9 +5,26 @@ A new family needs its record in a file of this folder, and its entry in the lis
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from vembed.models.families.family import CHAT_LENGTH, Family, Starter
+from vembed.models.families.family import (
+    CHAT_LENGTH,
+    Family,
+    Forward,
+    Modality,
+    Starter,
+    Tower,
+)
+from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
+
+RECOGNISED_BY_INPUTS = (
+    "text_encoder",
+    "text_decoder",
+    "image_encoder",
+    "composed",
+    "own_text_image",
+)
+"""Families of models whose model_type no family names: their inputs tell. Others need `model_types`."""
 
 _RECORDS = (
     Family(
@@ -155,6 +172,21 @@ def check_families(records: tuple[Family, ...]) -> dict[str, Family]:
         where = f"model family {family.name}"
         if family.name in families or family.name == "auto":
             raise TypeError(f"{where} has a name that is taken")
+        if not family.model_types and family.name not in RECOGNISED_BY_INPUTS:
+            raise TypeError(f"{where} declares no `model_types`")
+        if not isinstance(family.model_types, frozenset):
+            raise TypeError(f"{where}: write its `model_types` as a frozenset")
+        for field, values, known in (
+            ("forwards", family.forwards, get_args(Modality)),
+            ("forwards", family.forwards.values(), get_args(Forward)),
+            ("towers", family.towers, get_args(Tower)),
+            ("pooling", [family.pooling], (*POOLINGS, MODEL_POOLING)),
+        ):
+            for value in values:
+                if value not in known:
+                    raise TypeError(
+                        f"{where} has {value!r} in its `{field}`: write one of {', '.join(known)}"
+                    )
         for model_type in family.model_types:
             other = family_of_type.setdefault(model_type, family.name)
             if other != family.name:

@@ -37,6 +37,7 @@ _CLASSES: tuple[type[Pooling], ...] = (
 def check_poolings(classes: tuple[type[Pooling], ...]) -> dict[str, Pooling]:
     """Return the poolings by name. Raise TypeError for a class that lacks something."""
     poolings: dict[str, Pooling] = {}
+    owners: dict[str, type[Pooling]] = {}
     for pooling in classes:
         where = f"pooling {pooling.__name__} of {pooling.__module__}"
         if not hasattr(pooling, "name"):
@@ -46,6 +47,16 @@ def check_poolings(classes: tuple[type[Pooling], ...]) -> dict[str, Pooling]:
         if not pooling.__doc__:
             raise TypeError(
                 f"{where} has no docstring, whose first sentence is its text"
+            )
+        for word in (pooling.name, *pooling.spellings.split()):
+            if owners.setdefault(word, pooling) is not pooling:
+                raise TypeError(
+                    f"{where} has the spelling {word} of {owners[word].__name__}"
+                )
+        unknown = [mode for mode in pooling.modes if mode not in MODE_FLAGS]
+        if unknown:
+            raise TypeError(
+                f"{where} has unknown `modes` {unknown}: write some of {', '.join(MODE_FLAGS)}"
             )
         needed = ("build",) if pooling.is_trained else ("pool", "reference")
         for method in needed:
