@@ -14,7 +14,7 @@ from vembed.evaluation.beir import Corpus
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
 from vembed.evaluation.top_k import Pairs, TopK, top_k
-from vembed.inference.encoding import Between, first_dims
+from vembed.inference.encoding import InterruptCheck, first_dims
 from vembed.inference.quantization import quantized, ranges_of
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -47,7 +47,7 @@ class RetrievalSearch:
 
     A document with the query's own content is excluded unless the data mark it as relevant. With a session of several
     ranks it is collective: every rank passes the same embeddings, searches for its share of the queries, and gets the
-    same scores. `between` is called after each tile, equally often on all ranks.
+    same scores. `check_interrupt` is called after each tile, equally often on all ranks.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class RetrievalSearch:
         *,
         normalize: bool = True,
         session: Session | None = None,
-        between: Between | None = None,
+        check_interrupt: InterruptCheck | None = None,
     ) -> None:
         """`dims`: further sizes; each is normalised after the cut, if `normalize`."""
         self._data = data
         self._ks = ks
         self._dims = dims
         self._normalize = normalize
-        self._between = between
+        self._check_interrupt = check_interrupt
         self._session = session
         self._full = queries_QD.shape[1]
         world_size = session.world_size if session else 1
@@ -90,8 +90,8 @@ class RetrievalSearch:
                 search.add(
                     torch.from_numpy(documents), torch.from_numpy(numbers_N[tile])
                 )
-                if self._between is not None:
-                    self._between()
+                if self._check_interrupt is not None:
+                    self._check_interrupt()
 
     def scores(self, results: QueryResults | None = None) -> dict[str, float]:
         """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for the further

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vembed.data.features import BaseFeaturiser, Features
-from vembed.models.attention import TOKENS, real_tokens
+from vembed.models.attention import TOKEN_INDEX, real_tokens
 from vembed.models.families.family import Modality
 
 ModalitySlice = tuple[Modality, list[int]]
@@ -102,7 +102,7 @@ class Feeder:
                 and "attention_mask" in batch
             ):
                 # On the GPU this would force a sync.
-                batch[TOKENS] = real_tokens(batch["attention_mask"])
+                batch[TOKEN_INDEX] = real_tokens(batch["attention_mask"])
             for name, tensor in batch.items():
                 batch[name] = pinned(tensor, self.device)
             inputs.append((modality, batch))
