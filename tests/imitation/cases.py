@@ -156,7 +156,21 @@ CASES = [
 # ---- the whole matrix, on demand -------------------------------------------------------------------------------
 
 FAMILIES: dict[Data, tuple[str, ...]] = {
-    "texts": ["bert", "distilbert", "gemma", "gpt2", "llama", "mistral", "modernbert", "mpnet", "qwen2", "qwen3", "roberta", "t5", "xlmr"],
+    "texts": [
+        "bert",
+        "distilbert",
+        "gemma",
+        "gpt2",
+        "llama",
+        "mistral",
+        "modernbert",
+        "mpnet",
+        "qwen2",
+        "qwen3",
+        "roberta",
+        "t5",
+        "xlmr",
+    ],
     "captions": ["clip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "siglip", "siglip2"],
     "pictures": ["convnext", "dinov2", "dinov3", "vit", "vitmae"],
 }
