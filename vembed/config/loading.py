@@ -428,7 +428,7 @@ def render(
     for name, replaced in REPLACES.items():
         if values[name] is not None:
             del values[replaced]
-    if "temperature" not in config.given:
+    if "temperature" not in config.explicit_options:
         # A learned temperature starts from the model's own, unless this option is given.
         del values["temperature"]
     lines: list[str] = []
