@@ -27,7 +27,7 @@ from vembed.evaluation.retrieval import (
 )
 from vembed.evaluation.top_k import as_keys, documents_of, top_k
 from vembed.inference.embedder import Embedder
-from vembed.inference.encoding import Between, encode_features, encode_items
+from vembed.inference.encoding import InterruptCheck, encode_features, encode_items
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
@@ -49,8 +49,8 @@ def evaluate_reranker(
     ks: Sequence[int],
     active: bool = False,
     log: Callable[[str], object] | None = None,
-    between: Between | None = None,
-    queries: QueryResults | None = None,
+    check_interrupt: InterruptCheck | None = None,
+    query_results: QueryResults | None = None,
 ) -> dict[str, float]:
     """Return the scores of a reranker. Collective: every rank calls it and gets the same scores.
 
@@ -71,7 +71,7 @@ def evaluate_reranker(
             featuriser.features(pairs),
             device,
             world_size=world_size,
-            between=between,
+            check_interrupt=check_interrupt,
         )[:, 0]
         if not np.isfinite(scores).all():
             raise UserError(
@@ -127,10 +127,10 @@ def evaluate_reranker(
     rankings = from_all_ranks(rankings, len(candidates), session)
     names, values = score_rankings(rankings, data.relevance, ks)
     _, first_values = score_rankings(candidates, data.relevance, ks)
-    if queries is not None:
-        queries.names = names
-        queries.values = values
-        queries.found = rankings[:, :NUM_FOUND]
+    if query_results is not None:
+        query_results.names = names
+        query_results.values = values
+        query_results.found = rankings[:, :NUM_FOUND]
     result = dict(zip(names, values.mean(axis=0).tolist(), strict=True))
     before = dict(zip(names, first_values.mean(axis=0).tolist(), strict=True))
     return result | {FIRST_STAGE + name: value for name, value in before.items()}

@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 """Called with the number of items done and the total, both summed over all ranks."""
 Take = Callable[[np.ndarray, np.ndarray], None]
 """Called with the numbers of some inputs and their embeddings, [n, D] float32 as the model gives them."""
-Between = Callable[[], None]
+InterruptCheck = Callable[[], None]
 """Called after each micro-batch, equally often on all ranks. An exception from it ends the encoding."""
 
 
@@ -90,15 +90,15 @@ def encode_chunks(
     max_rows: int | None = None,
     session: Session | None = None,
     progress: Progress | None = None,
-    between: Between | None = None,
-    kept: FrozenTowers | None = None,
+    check_interrupt: InterruptCheck | None = None,
+    frozen_towers: FrozenTowers | None = None,
 ) -> None:
     """Encode distinct inputs, and give the embeddings of each chunk to `take`, on every rank.
 
     With a session of several ranks it is collective: all ranks pass the same inputs, and each encodes a part. All ranks
     run equally many micro-batches per modality, as sharded models need (a rank without inputs runs a dummy). At most
     CHUNK inputs per rank, twice, are in memory. The inputs come sorted by length, in the same order on any number of
-    ranks. `lengths`: of their texts in characters, if they are known. `num_items`: what progress counts to. `kept`
+    ranks. `lengths`: of their texts in characters, if they are known. `num_items`: what progress counts to. `frozen_towers`
     provides cached tower features.
     """
     rank, world_size = (session.rank, session.world_size) if session else (0, 1)
@@ -114,8 +114,8 @@ def encode_chunks(
         num_done += num_rows
         if progress is not None:
             progress(min(round(num_done * factor), total), total)
-        if between is not None:
-            between()
+        if check_interrupt is not None:
+            check_interrupt()
 
     def featurise(chunk: np.ndarray) -> list[Features]:
         numbers = chunk[rank::world_size].tolist()
@@ -136,8 +136,8 @@ def encode_chunks(
         budget=budget_tokens or default_budget(device),
         max_rows=max_rows,
         world_size=world_size,
-        between=between,
-        kept=kept,
+        check_interrupt=check_interrupt,
+        frozen_towers=frozen_towers,
     )
     with (
         _evaluating(model),
@@ -172,8 +172,8 @@ def encode_features(
     device: torch.device,
     *,
     world_size: int = 1,
-    between: Between | None = None,
-    kept: FrozenTowers | None = None,
+    check_interrupt: InterruptCheck | None = None,
+    frozen_towers: FrozenTowers | None = None,
 ) -> np.ndarray:
     """Return [n, d] float32 embeddings of this rank's tokenized inputs, as the model gives them.
 
@@ -188,9 +188,9 @@ def encode_features(
             budget=default_budget(device),
             max_rows=None,
             world_size=world_size,
-            between=between,
-            kept=kept,
-            after=lambda _: between and between(),
+            check_interrupt=check_interrupt,
+            frozen_towers=frozen_towers,
+            after=lambda _: check_interrupt and check_interrupt(),
         )
     result: np.ndarray = embeddings.float().cpu().numpy()
     return result
@@ -232,15 +232,15 @@ def _encode_rank(
     budget: int,
     max_rows: int | None,
     world_size: int,
-    between: Between | None,
-    kept: FrozenTowers | None,
+    check_interrupt: InterruptCheck | None,
+    frozen_towers: FrozenTowers | None,
     after: Callable[[int], object],
 ) -> Tensor:
     """Return [n, D] embeddings of this rank's inputs, in as many micro-batches per modality as every other rank runs.
     `after` is called after each with the number of its inputs."""
     tables: Mapping[Modality, Tensor] = {}
-    if kept is not None:
-        tables = kept.encode(features, budget, max_rows, between)
+    if frozen_towers is not None:
+        tables = frozen_towers.encode(features, budget, max_rows, check_interrupt)
     rows_of: dict[Modality, list[int]] = {
         modality: [] for modality in feeder.featuriser.modalities
     }
@@ -255,8 +255,8 @@ def _encode_rank(
     fed = feeder.feed(micro_batches, features)
     result: Tensor | None = None
     for (modality, rows), inputs in zip(slices, fed, strict=True):
-        if kept is not None and modality in tables:
-            inputs = [kept.inputs((modality, rows), tables)]  # noqa: PLW2901
+        if frozen_towers is not None and modality in tables:
+            inputs = [frozen_towers.inputs((modality, rows), tables)]  # noqa: PLW2901
         (embeddings,) = model(inputs)
         if result is None:
             result = embeddings.new_empty(len(features), embeddings.shape[1])

@@ -27,7 +27,7 @@ from vembed.data.features import Features
 from vembed.data.row_store import FeatureStore, size_of_all
 from vembed.errors import UserError
 from vembed.files import cache_folder
-from vembed.inference.encoding import Between, split_in_step
+from vembed.inference.encoding import InterruptCheck, split_in_step
 from vembed.models.embedding_model import FEATURES, IMAGE_FEATURES, EmbeddingModel
 from vembed.models.families.family import Modality
 from vembed.models.towers import tower_identity
@@ -103,7 +103,7 @@ class InputSource:
         image_bytes: int | None = None,
     ) -> None:
         """Collective. `frozen`: modalities whose towers are not trained. Each of their inputs passes its tower once per
-        step, or never if `stores` holds its features. `image_bytes`: see `EmbeddingModel.bytes_of_frozen_images`."""
+        step, or never if `stores` holds its features. `image_bytes`: see `EmbeddingModel.frozen_image_token_bytes`."""
         self.model = model
         self.feeder = feeder
         self.towers = FrozenTowers(model, frozen, feeder, stores or {})
@@ -222,25 +222,25 @@ class FrozenTowers:
         features: Sequence[Features],
         budget: int,
         max_rows: int | None,
-        between: Between | None,
+        check_interrupt: InterruptCheck | None,
     ) -> dict[Modality, Tensor]:
         """Return the same as `features`, outside of a training step. Collective: the ranks share their counts first."""
         cached, missing = self.look_up(features)
         splits = split_in_step(
             features, missing, budget, max_rows, collectives.world_size()
         )
-        return self.features(features, cached, splits, between)
+        return self.features(features, cached, splits, check_interrupt)
 
     def features(
         self,
         features: Sequence[Features],
         cached: Mapping[Modality, CachedRows],
         splits: Mapping[Modality, list[list[int]]],
-        between: Between | None = None,
+        check_interrupt: InterruptCheck | None = None,
     ) -> dict[Modality, Tensor]:
         """Return a [len(features), width] table per frozen modality, with zeros for inputs of other modalities.
 
-        Collective: `splits` must hold equally many micro-batches of the missing inputs on every rank. `between` is
+        Collective: `splits` must hold equally many micro-batches of the missing inputs on every rank. `check_interrupt` is
         called after each micro-batch.
         """
         tables: dict[Modality, Tensor] = {}
@@ -266,8 +266,8 @@ class FrozenTowers:
                     store = self.stores[modality]
                     keys = store.keys([features[index] for index in indices])
                     store.add_rows(keys, output.cpu().numpy())
-            if between is not None:
-                between()
+            if check_interrupt is not None:
+                check_interrupt()
         return tables
 
     def inputs(

@@ -1,13 +1,13 @@
 """One contrastive step on one global batch. Without dropout the result is the same on any number of ranks and with
 micro-batches of any size; dropout draws depend on the rank and the micro-batch.
 
-The gradient is divided at the embeddings. The model gives each input i of the global batch an embedding e_i(w) of
-width D, and the loss L reads nothing but all embeddings E [U, D]. By the chain rule
+The backward pass is split in two at the embeddings. The model gives each input i of the global batch an embedding e_i(w)
+of width D, and the loss L is a function of the embeddings E [U, D] of all U inputs alone. By the chain rule
 
-    dL/dw = sum over i of  G_i . de_i/dw        with  G = dL/dE  [U, D],
+    dL/dw = sum over i of  G_i . de_i/dw        with  G = dL/dE  [U, D].
 
-so that once G is known, each input's part can be computed by itself: <e_i, G_i>, with G_i as a constant, has the same
-gradient. Inputs may therefore pass the model in micro-batches of any size, and be divided among ranks in any way.
+Once G is known, each input's summand can be computed by itself: it is the gradient of the dot product <e_i, G_i>, with
+G_i as a constant. Inputs may therefore pass the model in micro-batches of any size, and be divided among ranks in any way.
 This rank holds n of the U inputs, each of them once, however often it occurs in the rows of the loss. An input may be
 a pair, whose vector is its score (D = 1). It may also have several vectors: their number is known from its tokens,
 before the forward pass, and `starts` says where they begin in E. Five stages, five methods:
@@ -21,8 +21,8 @@ before the forward pass, and `starts` says where they begin in E. Five stages, f
 4. `score`     L is a sum over the rows. This rank computes the part of its rows, and its gradient with respect to all
                of E. Added up over the ranks, these are G, of which this rank gets its n vectors, times the world size:
                the gradients of the ranks are averaged later.
-5. `backward`  <e_i, G_i> through each micro-batch, in the graphs that were kept, or in a second forward pass with the
-               same random draws. Under FSDP the last backward pass synchronises the gradients of the ranks.
+5. `backward`  Backpropagate G_i from e_i through each micro-batch, in the graph that was kept, or in that of a second
+               forward pass with the same random draws. Under FSDP the last backward pass synchronises the gradients of the ranks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Counts:
     """Rows of the loss: pairs of a query and a positive."""
     negatives: list[int]
     has_scores: list[int]
-    """1 if the rank has teacher scores of its positives, and 1 if it has them of its hard negatives."""
+    """1 if the rank's data have scores of its positives. Below: of its hard negatives."""
     has_negative_scores: list[int]
     padded_tokens: list[int]
     longest: list[int]
@@ -183,6 +183,7 @@ def order_micro_batches(
     The last micro-batches of all modalities share one forward pass, so that the backward pass that synchronises
     gradients reaches every tower. Within a forward pass, frozen modalities come last.
     """
+    # False sorts before True, and the sort is stable: the order is the same on every rank.
     modalities = sorted(splits, key=lambda modality: modality in frozen)
     micro_batches: list[MicroBatch] = []
     for modality in modalities:
@@ -205,10 +206,10 @@ class ContrastiveStep:
         guard: MemoryGuard,
         seed: int,
         teachers: Teachers | None = None,
-        auxiliary: ObjectiveSection | None = None,
+        auxiliary_options: ObjectiveSection | None = None,
     ) -> None:
         """`budget` may be replaced between two batches, after a shortage of memory. `teachers`: of the loss, if any.
-        `auxiliary`: options of the model's own losses, if it has any."""
+        `auxiliary_options`: options of the model's own losses; None for a model without."""
         self.model = model
         self.loss = loss
         self.source = source
@@ -217,7 +218,7 @@ class ContrastiveStep:
         self.guard = guard
         self.seed = seed
         self.teachers = teachers
-        self.auxiliary = auxiliary
+        self.auxiliary_options = auxiliary_options
         self.timer = PhaseTimer(session.device)
 
     def accumulate(
@@ -238,9 +239,9 @@ class ContrastiveStep:
             with self.timer("data"):
                 inputs = self.source.of(rank_batch.features)
                 batch = StepBatch(rank_batch, batch_number, last, inputs)
-            if self.auxiliary is not None:
+            if self.auxiliary_options is not None:
                 batch.auxiliary = AuxiliaryBatch(
-                    self.auxiliary, rank_batch, self.session.device
+                    self.auxiliary_options, rank_batch, self.session.device
                 )
             with self.timer("wait"):
                 self.split(batch)
@@ -286,6 +287,7 @@ class ContrastiveStep:
         has_negative_scores = (
             rank_batch.negative_scores is not None or num_negatives == 0
         )
+        # In the order of the fields of Counts.
         rank_counts = [
             len(features),
             len(features) if batch.starts is None else int(batch.starts[-1]),
@@ -296,8 +298,9 @@ class ContrastiveStep:
             trained_split.padded_tokens,
             max(lengths, default=0),
         ]
-        # One table [ranks, columns], so that one collective carries everything. Before the first forward pass: under
-        # FSDP the ranks run equally many of them.
+        # One collective for all numbers: a table [ranks, columns] of the counts above, then this rank's micro-batches of
+        # each trained modality, then those of each frozen one. Before the first forward pass, because under FSDP all
+        # ranks must run equally many.
         table = collectives.all_gather_ints(
             [*rank_counts, *trained_split.counts, *frozen_split.counts]
         )
@@ -367,7 +370,7 @@ class ContrastiveStep:
         # The gather itself is not differentiated; `score` does its backward by hand.
         embeddings = collectives.all_gather_rows(batch.embeddings, counts.vectors)
         embeddings.requires_grad_()
-        # Indices of inputs are local; behind the gather, rank r's inputs begin after those of ranks 0 to r - 1.
+        # A rank's indices count its own inputs from 0. After the gather its inputs follow those of ranks 0 to r - 1.
         offset = sum(counts.inputs[:rank])
         features = rank_batch.features
         content = np.array([feature.content for feature in features], dtype=np.int64)
@@ -379,6 +382,7 @@ class ContrastiveStep:
             "negative": Column(rank_batch.negative + offset, counts.negatives),
             "negative_example": Column(rank_batch.negative_example, counts.negatives),
         }
+        # Some inputs have several vectors. Every rank sees this in the shared counts.
         has_starts = counts.vectors != counts.inputs
         if has_starts:
             num_vectors = np.array([feature.rows for feature in features])
@@ -393,6 +397,7 @@ class ContrastiveStep:
             columns["negative_scores"] = Column(negative_scores, counts.negatives)
         on_host = gather_columns(columns)
         if has_starts:
+            # From the number of vectors of each of the U inputs to [U + 1] where they begin in E.
             on_host["starts"] = F.pad(on_host["starts"].cumsum(0), (1, 0))
         fields: dict[str, Any] = {"scores": None}  # without scores
         copies = copied_together(on_host, self.session.device)
@@ -483,7 +488,7 @@ class ContrastiveStep:
                     gradients.append(surrogate.new_full((), factor))
             if roots:
                 torch.autograd.backward(roots, gradients)
-        # Units that had no backward pass (a frozen tower, one without inputs) are gathered still.
+        # FSDP units without a backward pass (a frozen tower, a tower without inputs) are still gathered.
         if batch.is_last and self.session.keeps_gathered:
             reshard(self.model)
 
@@ -496,7 +501,7 @@ class ContrastiveStep:
         rank = self.session.rank
         seed = seed_of(self.seed, batch.batch_number, rank, micro_index)
         seed_draws(seed, self.session.device)
-        if self.auxiliary is None:
+        if self.auxiliary_options is None:
             return self.model(inputs), []
         outputs, losses = self.model(inputs, with_auxiliary=True)
         return outputs, losses
@@ -556,15 +561,16 @@ def gather_columns(columns: Mapping[str, Column]) -> dict[str, Tensor]:
 
     Every rank passes the same names and dtypes.
     """
-    # Floating-point columns travel as their bits, not converted: all columns share one int64 collective.
+    # All columns share one int64 collective. Floating-point columns are sent as their bits, without conversion.
     flat = [column.values.view(np.int64) for column in columns.values()]
-    # sizes[r, c]: numbers of rank r in column c. On the host: reading a number from the device would wait for it.
+    # [ranks, columns] how many numbers each rank has in each column.
     sizes = np.array([column.counts for column in columns.values()]).T
     per_rank = sizes.sum(axis=1).tolist()
-    # By way of the host: numbers that a GPU gathers would have to be waited for.
+    # [this rank's numbers], column by column. Where there is a group for CPU tensors the host gathers them: the results
+    # of a GPU would have to be waited for.
     joined = torch.from_numpy(np.concatenate(flat)).to(collectives.number_device())
     gathered = collectives.all_gather_rows(joined, per_rank).cpu().numpy()
-    # The gathered numbers lie rank by rank, and column by column within a rank.
+    # [numbers of all ranks], rank by rank, and column by column within a rank. `column_of` gives the column of each.
     indices = np.tile(np.arange(len(columns)), len(sizes))
     column_of = np.repeat(indices, sizes.ravel())
     results = {}
@@ -591,7 +597,7 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Count the time inside the with-block as `phase`."""
-        # Batches are prepared by the host; the device would show nothing of the time that is waited for them.
+        # Batches are prepared on the host. Events on the device would not show the time that the step waits for them.
         if self.on_cuda and phase != "data":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
