@@ -517,6 +517,7 @@ class ContrastiveStep:
             self.model,
             is_last or session.reduces_each_micro_batch,
             all_reduce=is_last or not session.all_reduces_once,
+            is_last=is_last,
         )
 
     def _keep_gathered(self, on: bool) -> None:
