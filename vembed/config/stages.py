@@ -145,7 +145,9 @@ def source_layers(
     if isinstance(source, TrainConfig):
         # Only what was set: defaults would win over the launcher and files.
         options = source.options()
-        set_options = {name: options[name] for name in options if name in source.given}
+        set_options = {
+            name: options[name] for name in options if name in source.explicit_options
+        }
         return [plain_layer("TrainConfig", Level.CONFIG, set_options)], {}
     tree, name = source_tree(source)
     presets = tree.value.get(USER_PRESETS, Node({}, None))
