@@ -25,7 +25,7 @@ from vembed.cli.commands.demo import demo_model
 from vembed.config.schema import TrainConfig
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
-from vembed.models import modalities
+from vembed.models import embedding_model
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel import collectives
 from vembed.training.optimizer import Update
@@ -93,7 +93,7 @@ def counting(
 
         return call
 
-    def uncounted(inputs: modalities.Inputs) -> Tensor | None:
+    def uncounted(inputs: embedding_model.Inputs) -> Tensor | None:
         reads.counting = (
             False  # only the CPU path looks at the mask, where reading costs no wait
         )
@@ -108,7 +108,7 @@ def counting(
         ):  # a run also encodes to check what it saves
             forwards.append(1)
 
-    padding_mask = modalities.padding_mask
+    padding_mask = embedding_model.padding_mask
     hook = nn.modules.module.register_module_forward_pre_hook(forward)
     try:
         with (
@@ -118,7 +118,7 @@ def counting(
                 around(ContrastiveStep.accumulate, first=True),
             ),
             mock.patch.object(Update, "apply", around(Update.apply, first=False)),
-            mock.patch.object(modalities, "padding_mask", uncounted),
+            mock.patch.object(embedding_model, "padding_mask", uncounted),
         ):
             yield
     finally:

@@ -178,17 +178,18 @@ def in_steps(
                 / (time.perf_counter() - start)
             )
 
-        decoders = featuriser.decoders
-        assert decoders is not None
+        pixels = featuriser.pixels
+        assert pixels is not None
+        decoders = pixels.decoders
         try:
             cold = speed()
             until = time.perf_counter() + SECONDS_TO_START
             while len(decoders.pids) < cores and time.perf_counter() < until:
-                featuriser.forget_images()
+                pixels.forget()
                 speed()
             passes = []
             for _ in range(PASSES):
-                featuriser.forget_images()
+                pixels.forget()
                 passes.append(speed())
             return Speeds(cold, median(passes), len(decoders.pids))
         finally:

@@ -165,7 +165,11 @@ def main(words: Sequence[str] | None = None) -> None:
         variants["false negatives, no guide"] = (wrong, {"max_steps": few})
         variants["false negatives, guide"] = (
             wrong,
-            {"max_steps": few, "guide_margin": 0.05, **guided},
+            {
+                "max_steps": few,
+                "losses": [{"loss": "infonce", "guide_margin": 0.05}],
+                **guided,
+            },
         )
         common = {
             "batch_size": arguments.batch,

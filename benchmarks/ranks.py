@@ -33,7 +33,7 @@ from vembed.data.example_store import open_examples
 from vembed.data.features import Featuriser
 from vembed.losses import candidates
 from vembed.losses.build import build_loss
-from vembed.models.embedding_model import build_model
+from vembed.models.building import build_model
 from vembed.models.families.description import describe
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from vembed.config.schema import TrainConfig
-from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.building import build_model
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import ModelDescription, describe
 
 

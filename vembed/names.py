@@ -71,3 +71,9 @@ def nearest(word: str, names: Iterable[str]) -> str | None:
     """Return the most similar name, or None if no name is similar."""
     near = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
     return near[0] if near else None
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence with the most similar name; empty if no name is similar."""
+    near = nearest(word, names)
+    return f", did you mean {near!r}?" if near else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -42,6 +41,14 @@ class ProgressReport:
         self.began = self.last_line = time.monotonic()
 
     def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Show the bar, if there is one."""
         self.began = self.last_line = time.monotonic()
         if self.active and self.log is None and self.console.is_terminal:
             columns = (
@@ -54,7 +61,6 @@ class ProgressReport:
             self.bar = Progress(*columns, console=self.console, transient=True)
             self.task = self.bar.add_task(self.title, total=None, rate="")
             self.bar.start()
-        return self
 
     def __call__(self, done: int, total: int | None) -> None:
         """Report that `done` items are done. `total: None` if the total is not known."""
@@ -78,14 +84,11 @@ class ProgressReport:
             else:
                 self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def stop(self) -> None:
+        """Take the bar away."""
         if self.bar is not None:
             self.bar.stop()
+            self.bar = None
 
 
 def duration(seconds: float) -> str:

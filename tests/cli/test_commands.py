@@ -98,10 +98,6 @@ def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
     ("words", "expected"),
     [
         (
-            "--fsdp-config single_node_fsdp --devices 4",
-            "world size: 4 = 4 process(es) (num_processes)",
-        ),
-        (
             "--fsdp-config single_node_fsdp",
             "world size: 8 = 8 process(es) (configs/single_node_fsdp.yaml)",
         ),
@@ -112,10 +108,6 @@ def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
         (
             "--accelerate-config large_scale_fsdp --num-nodes 4",
             "world size: 32 = 8 process(es) on each of 4 machines",
-        ),
-        (
-            "--fsdp-config multi_node_fsdp",
-            "world size: 32 = 8 process(es) on each of 4 machines (configs/multi_node",
         ),
         (
             "--accelerate-config accelerate_hsdp",
@@ -137,7 +129,6 @@ def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
         ("--use-fsdp true", "strategy: single (one process, although fsdp was"),
         ("--nproc 2", "strategy: auto (decided by the size of the model"),
         ("--effective-batch-size 256 --nproc 8", "global batch: 256 = 8 x 32 examples"),
-        ("strategy=ddp nproc=2", "strategy: ddp"),
         (
             "--accelerate-config accelerate_ddp --num-nodes 4 --devices 8 sync_batchnorm=true",
             "world size: 32 = 8 process(es) on each of 4 machines",
@@ -166,7 +157,6 @@ def test_dry_runs_of_the_documents(
         ("global_batch_size=10 --nproc 3", "global_batch_size: 10"),
         ("strategy=single --nproc 2", "strategy: single is one process, but 2"),
         ("--num-machines 2 --nproc 2", "--machine-rank and --main-process-ip"),
-        ("--num-machines 2 --machine-rank 2 --main-process-ip a", "--machine-rank 2"),
         ("--stage stage1", "no training_stages block"),
         ("use_fsdp=true fsdp_state_dict_type=local_state_dict", "SHARDED_STATE_DICT"),
     ],
@@ -252,8 +242,9 @@ def test_the_entry_point_works_as_a_file_of_a_checkout(process: Command) -> None
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "vembed", "checkout/vembed", symlinks=True, ignore=ignored)
     shutil.copytree(ROOT / "configs", "checkout/configs")
-    module = Path("checkout/vembed/cli/run_train.py")
-    module.write_text(module.read_text().replace("would run: ", "the checkout: "))
+    template = Path("checkout/vembed/evaluation/report/templates/dry_run.txt.j2")
+    text = template.read_text().replace("would run: ", "the checkout: ")
+    template.write_text(text)
     words = ("cfg.yaml", "epochs=2", "use_fsdp=true", "--dry-run")
     done = process("checkout/vembed/entrypoints/train.py", *words)
     assert done.code == 0, done.err
@@ -308,14 +299,11 @@ def test_schema_is_json_for_editors(vembed: Command) -> None:
     ("words", "option"),
     [
         ("eval m d --dims a,b", "--dims"),
-        ("eval m d --task x", "--task"),
         ("encode m i o.npy --kind x", "--kind"),
         ("encode m i o.npy --torch-dtype int8", "torch_dtype"),
         ("encode m i o.npy --layers 1 --pooling x", "--pooling"),
-        ("export m --check --format x", "--format"),
         ("mine x.yaml --nproc two", "--nproc"),
         ("schema --format xml", "--format"),
-        ("config model_name=m data_path=d batch_size=1e20", "batch_size"),
         ("config model_name=m data_path=d batch_size=1.5", "batch_size"),
     ],
 )

@@ -159,10 +159,7 @@ def test_verbs_take_a_run_and_a_checkpoint(vembed: Command, run: str) -> None:
     shutil.rmtree("run/final")
     done = vembed("eval run train.jsonl")
     assert done.code == 2
-    assert (
-        "is a run that has not finished, so it has no final/: resume it; `vembed export run/checkpoint-6"
-        in done.err
-    )
+    assert "is a run that has not finished, so it has no final/: resume it" in done.err
     assert vembed("export run other").code == 2 and not Path("other").exists()
     Path("empty").mkdir()
     Path("empty/config.json").write_text("{}")

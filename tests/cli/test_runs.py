@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.cli.conftest import Command, losses, on_ranks, write_config
+from tests.cli.conftest import Command, losses, write_config
 from tests.commands import command
-from tests.tiny import shared, texts, tiny_bert_st
 
 
 @pytest.fixture
@@ -47,27 +44,3 @@ def test_a_mistake_in_the_data_on_two_processes_is_one_sentence(
     assert done.returncode == 2
     assert "error: " in done.stderr and "train.jsonl:2" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_eval_and_encode(vembed: Command, run_config: str) -> None:
-    model = str(shared(tiny_bert_st))
-    words = "train.jsonl --dims 16 --ks 1,10 --json scores.json"
-    assert vembed("eval", model, *words.split()).code == 0
-    scores = json.loads(Path("scores.json").read_text())
-    assert {"ndcg@10", "recall@1", "dim16/mrr@10"} <= set(scores)
-    words = "train.jsonl vectors.npy --column positive --truncate-dim 16"
-    assert vembed("encode", model, *words.split()).code == 0
-    assert np.load("vectors.npy").shape == (16, 16)
-
-
-@pytest.mark.promise("B14", "B15")
-def test_encode_on_two_processes_writes_the_same(
-    vembed: Command, run_config: str
-) -> None:
-    model = str(shared(tiny_bert_st))
-    Path("seven.txt").write_text("".join(f"{text}\n" for text in texts(7)))
-    assert vembed("encode", model, "seven.txt", "one.npy").code == 0
-    assert [
-        done.code for done in on_ranks("encode", model, "seven.txt", "two.npy")
-    ] == [0, 0]
-    np.testing.assert_allclose(np.load("two.npy"), np.load("one.npy"), atol=1e-6)

@@ -156,7 +156,7 @@ def run_all(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
                 "recomputes": all(
                     layer.gradient_checkpointing for layer in layers_of(model)
                 ),
-                "parameters": local_bytes(model)["parameters"],
+                "parameters": local_bytes(model),
                 "offload": is_new
                 and "CPU"
                 in type(

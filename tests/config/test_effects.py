@@ -328,9 +328,6 @@ SCORED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "false_negative_margin": ({}, {"false_negative_margin": -0.3}),
     "hard_negatives_scope": ({}, {"hard_negatives_scope": "own"}),
     "margin": ({"loss": "triplet"}, {"margin": 0.9}),
-    "hardness_alpha": ({}, {"hardness_alpha": 2.0}),
-    "focal_gamma": ({}, {"focal_gamma": 2.0}),
-    "mix_negatives": ({}, {"mix_negatives": 2}),
     "quantize_embeddings": ({}, {"quantize_embeddings": "binary"}),
 }
 
@@ -607,11 +604,8 @@ def test_options_of_wandb_reach_it(
 TEACHERS = [{"name": "vectors", "model": "some/model"}]
 TWO = [*TEACHERS, {"name": "reranker", "model": "another/model"}]
 TAUGHT = {"teachers": TEACHERS, "loss": "kl"}
-GUIDED = {"teachers": TEACHERS, "guide": "vectors"}
 OF_TEACHERS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "teacher_temperature": (TAUGHT, {"teacher_temperature": 0.9}),
-    "distill_candidates": (TAUGHT, {"distill_candidates": "batch"}),
-    "guide_margin": (GUIDED, {"guide_margin": 0.4}),
     "guide": ({"teachers": TEACHERS}, {"guide": "vectors"}),
     "teacher": (
         {**TAUGHT, "teachers": TWO, "teacher": "vectors"},

@@ -47,11 +47,10 @@ def test_preset_loads_in_accelerate_and_here(
     theirs = load_config_from_file(str(presets_folder() / f"{name}.yaml"))
     ours = read_accelerate_file(name)
     assert ours.notes == ()
-    assert ours.num_machines == theirs.num_machines
-    assert ours.num_machines is not None
-    assert theirs.num_processes == (
-        "auto" if ours.num_processes is None else ours.num_processes * ours.num_machines
-    )
+    machines = ours.options["num_machines"]
+    processes = ours.options.get("num_processes")
+    assert machines == theirs.num_machines
+    assert theirs.num_processes == (processes * machines if processes else "auto")
     run = resolve_run(write_config(f"accelerate_config: {name}\n"), env={})
     settings = run.fsdp
     assert (settings is None) == (name == "accelerate_ddp")
@@ -69,20 +68,14 @@ def test_what_the_presets_promise() -> None:
         read_accelerate_file(f"{name}_fsdp")
         for name in ("single_node", "multi_node", "large_scale")
     )
-    assert (single.num_machines, single.num_processes) == (1, 8)
-    assert (multi.num_machines, multi.num_processes) == (4, 8)
-    assert (large.num_machines, large.num_processes) == (8, 8)
-    assert [file.fsdp["fsdp_offload_params"] for file in (single, multi, large)] == [
-        False,
-        True,
-        True,
-    ]
-    assert all(file.fsdp["gradient_checkpointing"] for file in (single, multi, large))
-    assert large.fsdp["fsdp_forward_prefetch"] is True
-    assert (
-        read_accelerate_file("accelerate_hsdp").fsdp["fsdp_sharding_strategy"]
-        == "HYBRID_SHARD"
-    )
+    options = ("num_machines", "num_processes", "fsdp_offload_params")
+    promised = [(1, 8, False), (4, 8, True), (8, 8, True)]
+    for file, values in zip((single, multi, large), promised, strict=True):
+        assert tuple(file.options[name] for name in options) == values
+        assert file.options["gradient_checkpointing"]
+    assert large.options["fsdp_forward_prefetch"] is True
+    hybrid = read_accelerate_file("accelerate_hsdp")
+    assert hybrid.options["fsdp_sharding_strategy"] == "HYBRID_SHARD"
 
 
 @pytest.mark.promise("D30")

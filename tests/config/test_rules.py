@@ -119,7 +119,7 @@ def config(**values: Any) -> TrainConfig:
             "loss: relational needs vectors",
         ),
         (
-            "loss: kl\nteacher: scores\ndistill_candidates: batch",
+            "losses: [{loss: kl, teacher: scores, distill_candidates: batch}]",
             "loss: kl needs vectors",
         ),
         ("guide: scores", "guide: scores cannot score pairs that nobody listed"),
@@ -192,7 +192,6 @@ def test_global_batch_that_cannot_be_divided() -> None:
             "margin: 0.5 has no effect with loss: infonce",
         ),
         ({"loss": "cosent", "guide": "g"}, "guide: g has no effect with loss: cosent"),
-        ({"guide_margin": 0.1}, "guide_margin: 0.1 has no effect without guide"),
         (
             {
                 "losses": [

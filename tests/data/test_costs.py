@@ -11,43 +11,11 @@ from tests import tiny
 from tests.built import described
 from tests.data.files import open_path
 from vembed.config.schema import TrainConfig
+from vembed.data import processing
 from vembed.data.formats import parquet as parquet_table
 from vembed.data.formats.base import MAX_RECORD_BYTES
 from vembed.data.processing import TextProcessing
 from vembed.errors import UserError
-
-
-def parquet(path, value, count):
-    """A file that stores a value once and names it `count` times."""
-    values = pa.DictionaryArray.from_arrays(
-        pa.array([0] * count, pa.int32()), pa.array([value])
-    )
-    pq.write_table(
-        pa.table({"query": values, "positive": ["p"] * count}),
-        path,
-        compression="zstd",
-        store_schema=False,
-    )
-    return path
-
-
-def test_a_column_that_unpacks_to_gigabytes_is_refused_by_its_metadata(tmp_path):
-    path = parquet(tmp_path / "a.parquet", "a" * (2 * MAX_RECORD_BYTES + 1), 1)
-    assert path.stat().st_size < 10_000
-    with pytest.raises(
-        UserError,
-        match=r"query unpacks from .* to 67,1.* bytes, which no texts or images do",
-    ):
-        open_path(path)
-
-
-def test_one_value_named_many_times_is_refused_before_memory_is_gone(tmp_path):
-    path = parquet(tmp_path / "a.parquet", "a" * 3_000_000, 1_000)
-    with pytest.raises(
-        UserError,
-        match=r"more than .* bytes, far more than the file says: .* use_dictionary=False",
-    ):
-        open_path(path)
 
 
 def test_dictionaries_inside_of_lists_may_differ_between_groups(tmp_path):
@@ -124,7 +92,7 @@ def test_the_limit_per_record_holds_for_parquet(tmp_path):
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_xlmr])
-def test_the_beginning_of_a_long_text_gives_the_tokens_of_the_whole(make):
+def test_the_beginning_of_a_long_text_gives_the_tokens_of_the_whole(make, monkeypatch):
     description = described(
         TrainConfig(model_name=str(tiny.shared(make)), data_path=[], max_length=24)
     )
@@ -137,10 +105,12 @@ def test_the_beginning_of_a_long_text_gives_the_tokens_of_the_whole(make):
         "".join(words),
         "\n".join(words[:7]),
     ]
-    cut, whole = TextProcessing(description), TextProcessing(description)
-    whole._longest = 10**9
-    for found, expected in zip(cut.encode(texts), whole.encode(texts), strict=True):
-        assert found.tolist() == expected.tolist()
+    count = len(texts)
+    cut = TextProcessing(description).encode([""] * count, texts, [None] * count)
+    monkeypatch.setattr(processing, "CHARACTERS_PER_TOKEN", 10**9)
+    whole = TextProcessing(description).encode([""] * count, texts, [None] * count)
+    for row, expected in zip(cut, whole, strict=True):
+        assert row.tolist() == expected.tolist()
 
 
 def test_a_text_of_many_megabytes_takes_no_time():
@@ -149,9 +119,9 @@ def test_a_text_of_many_megabytes_takes_no_time():
             model_name=str(tiny.shared(tiny.tiny_bert)), data_path=[], max_length=24
         )
     )
-    processing = TextProcessing(description)
+    texts = TextProcessing(description)
     text = " ".join(tiny.WORDS[:50]) * 80_000
     assert len(text) > 20_000_000
     began = time.process_time()
-    (ids,) = processing.encode([text])
+    (ids,) = texts.encode([""], [text], [None])
     assert len(ids) == 24 and time.process_time() - began < 4

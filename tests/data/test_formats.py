@@ -27,8 +27,8 @@ from vembed.data.columns import Columns
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import BadRecord
 from vembed.data.first_pass import Index, build_index, index_part
-from vembed.data.formats import base, json_lines, parquet
-from vembed.data.formats.base import Block, Format
+from vembed.data.formats import base, parquet
+from vembed.data.formats.base import Format, row_values
 from vembed.data.formats.delimited import DelimitedFile, TsvFile
 from vembed.data.formats.json_lines import JsonArray, JsonLines
 from vembed.data.formats.opening import SeveralFiles, open_reader
@@ -113,9 +113,9 @@ def written(form: type[Format], folder: Path, records: Records = RECORDS) -> Pat
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of these tests have several parts, pieces and batches, and are copied into the cache folder."""
-    monkeypatch.setattr(json_lines, "PART_BYTES", 5_000)
+    monkeypatch.setattr(base, "PART_BYTES", 5_000)
+    monkeypatch.setattr(base, "READ_ROWS", 7)
     monkeypatch.setattr(parquet, "MAX_HELD_BYTES", 100)
-    monkeypatch.setattr(parquet, "MAX_BATCH_ROWS", 7)
     monkeypatch.setattr(parquet, "READ_ROWS", 32)
     monkeypatch.setattr(parquet, "PART_BYTES", 4_000)
 
@@ -132,13 +132,9 @@ def index_of(reader: Format, *, with_keys: bool = False, **options: Any) -> Inde
 
 
 def as_plain(index: Any) -> dict[str, Any]:
-    values = vars(index).copy()
-    keys = values.pop("keys", None)
-    if hasattr(keys, "values") and hasattr(keys, "starts"):
-        values |= {"key_values": keys.values, "key_starts": keys.starts}
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value
-        for name, value in values.items()
+        for name, value in vars(index).items()
     }
 
 
@@ -201,7 +197,6 @@ def test_records_come_in_order_and_again(form: type[Format], tmp_path: Path) -> 
     numbers = [number for number, _, _ in rows]
     assert numbers == sorted(set(numbers))
     assert [reader.read(number) for number in reversed(numbers)] == RECORDS[::-1]
-    assert [record for _, _, record in reader.sample(3)] == RECORDS[:3]
     assert reader.num_records() in (None, NUM_RECORDS)
     if reader.columns is not None:
         assert reader.columns == tuple(RECORDS[0])
@@ -239,9 +234,9 @@ def test_parts_are_the_whole(form: type[Format], tmp_path: Path) -> None:
     lines = []
     first_line = 0
     for part in parts:
-        for block in reader.blocks(part.start, part.stop):
-            numbers += block.numbers.tolist()
-            lines += (block.lines + first_line).tolist()
+        for number, line, _ in reader.rows(part.start, part.stop):
+            numbers.append(number)
+            lines.append(line + first_line)
         first_line += reader.num_lines(part)
     rows = list(reader.rows())
     assert numbers == [number for number, _, _ in rows]
@@ -378,16 +373,15 @@ def test_records_checked_together_are_those_checked_alone(
         + b'{"query": "\xff", "positive": "b"}\n',
         "pairs": b'{"query": "a", "positive": "b"}\r\n' * 9,
     }
-    monkeypatch.setattr(json_lines, "MAX_RECORD_BYTES", longest)
     monkeypatch.setattr(base, "MAX_RECORD_BYTES", longest)
-    monkeypatch.setattr(base, "BLOCK_ROWS", 5)
+    monkeypatch.setattr(first_pass, "BLOCK_ROWS", 5)
     for name, data in files.items():
         path = tmp_path / name
         path.write_bytes(data)
         together = results(path)
         assert len(together["numbers"]) + together["counts"]["bad"] >= 9
         with pytest.MonkeyPatch.context() as alone:
-            alone.setattr(RecordFormat, "num_plain_negatives", lambda *_: None)
+            alone.setattr(RecordFormat, "plain_example", lambda *_: None)
             assert results(path) == together
 
 
@@ -434,30 +428,22 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), None])
-def test_texts_by_their_bytes(name: str, kind: pa.DataType | None) -> None:
-    values = VALUES[name]
-    is_text = all(isinstance(value, str | None) for value in values)
-    around = ("before", "\0after") if is_text else (values[0], values[0])
-    column = pa.array([around[0], *values, around[1]])
-    if kind is not None and is_text:
-        column = column.cast(kind)
-    batch = pa.record_batch({"query": column}).slice(1, 3)
-    records = [{"query": value} for value in values]
-    numbers = np.arange(3)
-    block = Block(numbers, numbers + 1, batch)
-    plain = Block(numbers, numbers + 1, records)
-    assert block.are_texts(("query",)) == plain.are_texts(("query",))
-    assert list(block.rows()) == list(plain.rows())
-    assert block.columns() == ("query",)
+def test_texts_that_are_taken_together_are_taken_alone(name: str) -> None:
+    records = [pair(query=value) for value in VALUES[name]]
+    images = ImageRoot("/", allow_urls=False)
+    form = RecordFormat(Columns(), images, losses=("infonce",))
+    together = form.plain_example(records) is not None
+    assert together == (name in ("ascii", "not ascii", "begins with space"))
+    if together:
+        for record in records:
+            assert form.example(record, "").query.text == record["query"]
 
 
-def test_bytes_that_are_no_text() -> None:
+def test_values_that_python_cannot_hold_are_bad_records() -> None:
     broken = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
-    numbers = np.arange(3)
-    block = Block(numbers, numbers, pa.record_batch({"query": broken}))
-    assert not block.are_texts(("query",))
-    assert isinstance(list(block.rows())[1][2], BadRecord)
+    rows = row_values(pa.record_batch({"query": broken}))
+    assert rows[::2] == [{"query": "a"}, {"query": "c"}]
+    assert isinstance(rows[1], BadRecord)
 
 
 def copies(cache_home: Path) -> list[Path]:

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from tests.data.files import open_examples, pair
 from vembed.config.schema import TrainConfig
 from vembed.data.example_store import ExampleStore
-from vembed.data.formats import base, delimited, json_lines
+from vembed.data.formats import base, delimited
 from vembed.errors import UserError
 
 NUM_INPUTS = int(os.environ.get("VEMBED_FUZZ", "500"))
@@ -50,7 +50,6 @@ def folder() -> Iterator[Path]:
     with (
         tempfile.TemporaryDirectory() as name,
         mock.patch.object(base, "MAX_RECORD_BYTES", LONGEST_LINE),
-        mock.patch.object(json_lines, "MAX_RECORD_BYTES", LONGEST_LINE),
         mock.patch.object(delimited, "MAX_RECORD_BYTES", LONGEST_LINE),
     ):
         yield Path(name)

@@ -65,19 +65,8 @@ def test_no_query_and_no_near_duplicate_is_on_both_sides(
         one.where for _, one in held
     ]
     assert train.fingerprint != store.fingerprint
-    assert len(train.all_keys().starts) == len(train) + 1
-    assert train.all_keys().of(0).tolist() == [
-        item.key() for item in (train[0].query, train[0].positives[0])
-    ]
-
-
-def test_records_that_are_added_leave_the_others_on_their_side(
-    tmp_path: Path, rows: list[dict[str, object]]
-) -> None:
-    some, more = store_of(tmp_path, rows[:180]), store_of(tmp_path, rows, "b.jsonl")
-    before = {one.query.text for _, one in hold_out(some, 0.2, seed=1).examples}
-    after = {one.query.text for _, one in hold_out(more, 0.2, seed=1).examples}
-    assert len(before - after) <= 4
+    items = (train[0].query, train[0].positives[0])
+    assert train.all_keys().of(0).tolist() == [item.key() for item in items]
 
 
 def test_a_split_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
@@ -129,25 +118,13 @@ def test_overlap_counts_queries_positives_and_pairs(tmp_path: Path) -> None:
     assert sentence.startswith("1 of the 994 queries of the validation data (0.1%)")
 
 
-def test_vowel_signs_and_tone_marks_are_part_of_words(tmp_path: Path) -> None:
-    train = store_of(
-        tmp_path,
-        [{"query": "दिन", "positive": "วันนี้"}, {"query": "love ❤️", "positive": "কি"}],
-    )
-    validation = store_of(
-        tmp_path,
-        [{"query": "दान", "positive": "วันนั้"}, {"query": "Love", "positive": "কা"}],
-        "b.jsonl",
-    )
-    pairs = [
-        (one.query, one.positives[0])
-        for one in (validation[index] for index in range(2))
-    ]
-    (sentence,) = overlap_warnings(train, pairs)
-    assert "1 of the 2 queries" in sentence and "'Love'" in sentence
+def test_vowel_signs_and_tone_marks_are_part_of_words() -> None:
+    for first, second in (("दिन", "दान"), ("วันนี้", "วันนั้"), ("কি", "কা")):
+        assert normal_text(first) != normal_text(second)
+    assert normal_text("love ❤️") == normal_text("Love")
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_group_of_most_queries_is_not_held_out(tmp_path: Path, seed: int) -> None:
     draw = random.Random(0)
     similar = [
@@ -155,13 +132,10 @@ def test_a_group_of_most_queries_is_not_held_out(tmp_path: Path, seed: int) -> N
         for n in range(140)
     ]
     others = [" ".join(draw.choices(WORDS, k=40)) for _ in range(60)]
-    store = store_of(
-        tmp_path,
-        [
-            {"query": one, "positive": f"p{n}"}
-            for n, one in enumerate([*similar, *others])
-        ],
-    )
+    rows: list[dict[str, object]] = []
+    for number, query in enumerate([*similar, *others]):
+        rows.append({"query": query, "positive": f"p{number}"})
+    store = store_of(tmp_path, rows)
     assert np.unique(example_groups(store).by_query[:140]).size < 10, "near-duplicates"
     parts = hold_out(store, 0.2, seed)
     train, held = parts.train, parts.examples
@@ -187,14 +161,9 @@ def test_copies_of_queries_are_on_one_side(tmp_path: Path, change: str) -> None:
         for query in (words, copy):
             rows.append({"query": " ".join(query), "positive": f"{number} {query[0]}"})
     parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
-    numbers = [
-        {str(example.positives[0].text).split()[0] for example in side}
-        for side in (
-            [parts.train[index] for index in range(len(parts.train))],
-            [example for _, example in parts.examples],
-        )
-    ]
-    assert not numbers[0] & numbers[1] and len(numbers[1]) >= 28
+    kept = {parts.train[index].positives[0].text for index in range(len(parts.train))}
+    held = {example.positives[0].text for _, example in parts.examples}
+    assert kept.isdisjoint(held) and len(held) >= 28
 
 
 def test_answers_of_several_queries_are_on_one_side(tmp_path: Path) -> None:
@@ -219,20 +188,6 @@ def test_answers_of_several_queries_are_on_one_side(tmp_path: Path) -> None:
     assert {item.text for item in data.documents} == set(answers), "all of the file"
 
 
-def test_documents_that_most_queries_share_are_said_to_be_trained_on(
-    tmp_path: Path,
-) -> None:
-    draw = random.Random(5)
-    rows: list[dict[str, object]] = [
-        {"query": " ".join(words), "positive": f"answer {number % 3}"}
-        for number, words in enumerate(shuffled_queries(draw, 200))
-    ]
-    parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
-    assert not parts.by_documents and len(parts.examples) == 20
-    assert (parts.num_documents, parts.num_trained_documents) == (3, 3)
-    assert "3 of the 3 documents" in parts.notes()[0] and len(parts.notes()) == 2
-
-
 def test_a_run_says_which_documents_were_trained_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -249,7 +204,7 @@ def test_a_run_says_which_documents_were_trained_on(
         seed=options.run.seed,
         compares=False,
     )
-    assert sets.evaluation is not None
+    assert sets.evaluation is not None and len(sets.evaluation.notes) == 2
     assert "over 3 documents" in sets.evaluation.summary()
     assert "3 of the 3 documents" in sets.evaluation.summary()
     assert sets.evaluation.summary() in caplog.text

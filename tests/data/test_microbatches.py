@@ -51,20 +51,6 @@ def test_splitting_finer_never_pads_more(
     )
 
 
-@given(LENGTHS, BUDGETS, MAX_ROWS)
-def test_padded_tokens_is_what_the_model_sees(
-    lengths: list[int], budget: int, max_rows: int | None
-) -> None:
-    split = microbatches.split(lengths, budget, max_rows)
-    assert microbatches.padded_tokens(lengths, split) == sum(
-        padded_size(lengths, rows) for rows in split
-    )
-    assert microbatches.padded_tokens(lengths, split) >= sum(lengths)
-    assert microbatches.padded_tokens(
-        lengths, [*split, []]
-    ) == microbatches.padded_tokens(lengths, split)
-
-
 def best_cost(
     ordered: list[int], budget: int, max_rows: int | None, per_micro_batch: int
 ) -> int:
@@ -100,40 +86,21 @@ def test_no_cut_is_cheaper(
     assert cost == best_cost(sorted(lengths, reverse=True), budget, max_rows, price)
 
 
-def test_splits_the_largest_in_balance() -> None:
-    assert [len(rows) for rows in microbatches.split([8] * 8, 64, at_least=2)] == [4, 4]
-    assert [len(rows) for rows in microbatches.split([8] * 8, 64, at_least=4)] == [
-        2,
-        2,
-        2,
-        2,
-    ]
-    lengths = [64, 16, 16, 16, 16]
-    sizes = [
-        padded_size(lengths, rows)
-        for rows in microbatches.split(lengths, 999, at_least=2)
-    ]
-    assert sizes == [64, 64]
-
-
-def test_an_item_longer_than_the_budget_is_alone() -> None:
-    assert microbatches.split([5, 100, 3], 40) == [[1], [0, 2]]
-
-
-def test_fewer_items_than_asked_for() -> None:
-    assert microbatches.split([5, 7], 100, at_least=4) == [[1], [0], [], []]
-    assert microbatches.split([], 100, at_least=2) == [[], []]
-    assert microbatches.split([], 100) == []
-
-
 @pytest.mark.parametrize(
-    ("lengths", "budget", "max_rows"), [([0], 10, None), ([3], 0, None), ([3], 10, 0)]
+    ("lengths", "budget", "at_least", "expected"),
+    [
+        ([8] * 4, 64, 2, [[0, 1], [2, 3]]),
+        ([64, 16, 16, 16, 16], 999, 2, [[0], [1, 2, 3, 4]]),  # the same padded size
+        ([5, 100, 3], 40, 0, [[1], [0, 2]]),  # one is longer than the budget
+        ([5, 7], 100, 4, [[1], [0], [], []]),
+        ([], 100, 2, [[], []]),
+        ([], 100, 0, []),
+    ],
 )
-def test_nonsense_is_refused(
-    lengths: list[int], budget: int, max_rows: int | None
+def test_splits(
+    lengths: list[int], budget: int, at_least: int, expected: list[list[int]]
 ) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        microbatches.split(lengths, budget, max_rows)
+    assert microbatches.split(lengths, budget, at_least=at_least) == expected
 
 
 def test_fast_enough_for_every_step() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from itertools import combinations
 
-import numpy as np
 import pytest
 
 from tests.tiny import WORDS
@@ -13,7 +12,7 @@ from vembed.data.near_duplicates import (
     NearIndex,
     containment,
     feature_arrays,
-    near_groups,
+    near_links,
     ngrams,
     words,
 )
@@ -87,22 +86,21 @@ def test_a_large_group_of_copies_takes_linear_time() -> None:
     for number in range(1, 3000):
         assert next(index.near(number)) == 0
     assert compared == 2999
-    assert not near_groups(copies, threshold=0.85).any(), "one group"
+    assert len(list(near_links(copies, threshold=0.85))) == 2999, "one group"
 
 
 def test_a_chain_is_one_group() -> None:
     letters = [set(range(start, start + 10)) for start in range(0, 6, 2)]
     arrays = feature_arrays([*letters, set(range(100, 110))])
-    assert near_groups(arrays, threshold=0.8).tolist() == [0, 0, 0, 3]
-    assert near_groups(arrays, threshold=0.9).tolist() == [0, 1, 2, 3]
+    assert list(near_links(arrays, threshold=0.8)) == [(0, 1), (1, 2)]
+    assert not list(near_links(arrays, threshold=0.9))
 
 
 def test_size_ratio_and_smallest_size() -> None:
     arrays = feature_arrays([range(6), range(20)])
-    assert np.unique(near_groups(arrays, threshold=0.9)).size == 1
+    assert list(near_links(arrays, threshold=0.9)) == [(0, 1)]
     for options in ({"min_size_ratio": 0.5}, {"min_features": 7}):
-        groups = near_groups(arrays, threshold=0.9, **options)
-        assert np.unique(groups).size == 2, options
+        assert not list(near_links(arrays, threshold=0.9, **options)), options
 
 
 def test_words_of_scripts_without_spaces_are_letters() -> None:

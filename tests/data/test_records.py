@@ -59,9 +59,12 @@ def said(content: Any, role: str = "user") -> dict[str, Any]:
             {"positive_images": [["a"], ["b"]]},
             "positive_messages has 1 conversations, and positive_images 2 lists",
         ),
-        ({"positive_messages": 5}, "positive_messages is 5, and a list"),
-        ({"positive_messages": said("p")}, "positive_messages is .*, and a list"),
-        ({"positive_images": 5}, "positive_images is 5, and a list"),
+        (
+            {"positive_messages": 5},
+            "positive_messages and positive_images have to be lists",
+        ),
+        ({"positive_messages": said("p")}, "positive_messages .* have to be lists"),
+        ({"positive_images": 5}, "positive_images have to be lists"),
     ],
 )
 def test_conversations_that_mean_nothing(fields: dict[str, Any], reason: str) -> None:
@@ -540,7 +543,7 @@ def test_missing_columns_of_a_table() -> None:
         (("Question", "Answer"), "{Question: query, Answer: positive}$"),
         ((" Anchor ", "Positive "), "{' Anchor ': query, 'Positive ': positive}$"),
         (("sentence-A", "Sentence B"), "{sentence-A: query, Sentence B: positive}$"),
-        (("text", "category"), "or, if category is the class .*{category: label}$"),
+        (("text", "category"), "or, if these are texts and their classes"),
         (("caption", "file_name"), "{caption: query, file_name: positive_image}$"),
         (
             ("caption", "image"),

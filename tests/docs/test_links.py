@@ -15,6 +15,7 @@ from vembed.config.aliases import BLOCKS, target_of
 from vembed.config.entries import EpochMining
 from vembed.data.columns import COLUMNS
 from vembed.data_tools.config import AuditConfig, GenerateConfig
+from vembed.losses.table import ENTRY_OPTIONS
 from vembed.mining.config import MineConfig
 
 NO_OPTIONS = {"compute_device", "num_processes", "kind", "restartPolicy"}
@@ -66,6 +67,7 @@ def test_names_of_options_exist(page: Path) -> None:
                 or key in BLOCKS
                 or key in NO_OPTIONS
                 or key in MINING_OPTIONS
+                or key in ENTRY_OPTIONS
             ), f"{page.name}: {span}"
         for name in re.findall(r"\bfsdp_\w+", span):
             known = target_of(name) or name in (

@@ -11,8 +11,8 @@ from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.inference import encoding
-from vembed.inference.encoding import encode_items, first_dims
-from vembed.models.embedding_model import load_embedder
+from vembed.inference.encoding import encode_items
+from vembed.models.building import load_embedder
 from vembed.parallel.session import start_session
 
 
@@ -92,27 +92,6 @@ def test_nothing_gives_an_empty_array(model, featuriser):
         assert empty.shape == (0, width)
 
 
-def test_several_chunks(model, featuriser, monkeypatch):
-    whole = encode_items(model, featuriser, items(17), "document")
-    monkeypatch.setattr(encoding, "CHUNK", 4)
-    np.testing.assert_allclose(
-        encode_items(model, featuriser, items(17), "document"), whole, atol=1e-6
-    )
-
-
-def test_normalisation_comes_after_the_cut(model, featuriser):
-    raw = encode_items(model, featuriser, items(3), "document", normalize=False)
-    cut = encode_items(model, featuriser, items(3), "document", truncate_dim=8)
-    np.testing.assert_allclose(np.linalg.norm(cut, axis=1), 1, atol=1e-6)
-    np.testing.assert_allclose(
-        cut, raw[:, :8] / np.linalg.norm(raw[:, :8], axis=1, keepdims=True), atol=1e-6
-    )
-
-
-def test_first_dims_of_a_zero_vector_is_zero():
-    assert (first_dims(np.zeros((1, 4), np.float32), 2, True) == 0).all()
-
-
 def test_every_module_is_in_its_mode_afterwards_and_no_graph_is_kept():
     model = load_embedder(shared(tiny_bert_st)).requires_grad_(True)
     featuriser = Featuriser(model.description)
@@ -131,21 +110,6 @@ def test_every_module_is_in_its_mode_afterwards_and_no_graph_is_kept():
     assert {name: module.training for name, module in model.named_modules()} == before
     assert True in before.values()
     assert False in before.values()
-
-
-def test_an_error_in_the_middle_restores_the_modes_too(model, featuriser):
-    model.train()
-    try:
-        with (
-            model.register_forward_pre_hook(
-                lambda *_: (_ for _ in ()).throw(RuntimeError("broken"))
-            ),
-            pytest.raises(RuntimeError, match="broken"),
-        ):
-            encode_items(model, featuriser, items(2), "document")
-        assert model.training
-    finally:
-        model.eval()
 
 
 def test_progress_counts_all_items(model, featuriser):

@@ -1,57 +1,68 @@
-"""Plots of the report: what is drawn where."""
+"""Plots: what is drawn where on the page, and the same in the files."""
 
 from __future__ import annotations
 
 import math
-import re
+from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from vembed.evaluation.report.plots import (
+    ACCENT,
     BOTTOM,
     LEFT,
+    MARGIN,
     RIGHT,
     RUNS,
+    TITLE_HEIGHT,
     TOP,
     Curve,
-    Line,
-    curve_svg,
-    dims_svg,
-    evaluations_svg,
-    runs_svg,
+    Dot,
+    Plot,
+    Stroke,
+    Text,
+    plot_bars,
+    plot_curve,
+    plot_dims,
+    plot_evaluations,
+    plot_front,
+    plot_runs,
+    plot_stored,
+    plot_sweep,
 )
 
-
-def drawn(svg: str) -> list[list[tuple[float, float]]]:
-    """The points of each line, without the grid."""
-    paths = [
-        one.attrib["d"]
-        for one in ElementTree.fromstring(svg).iter("path")
-        if "H" not in one.attrib["d"]
-    ]
-    return [
-        [(float(x), float(y)) for x, y in re.findall(r"[ML]([\d.-]+) ([\d.-]+)", path)]
-        for path in paths
-    ]
+PIXELS = 3
 
 
-def texts(svg: str) -> list[str]:
-    return [one.text or "" for one in ElementTree.fromstring(svg).iter("text")]
+def curve(values: list[float], **options: bool) -> Curve:
+    steps = [float(step) for step in range(len(values))]
+    return Curve("a < b", "", steps, values, "{:.3g}".format, **options)
+
+
+def strokes(plot: Plot) -> list[Stroke]:
+    """Lines without the grid."""
+    marks = [mark for mark in plot.marks if isinstance(mark, Stroke)]
+    return [mark for mark in marks if mark.width != 0.8]
+
+
+def texts(plot: Plot) -> list[str]:
+    return [mark.text for mark in plot.marks if isinstance(mark, Text)]
 
 
 def test_values_rise_upwards_between_the_edges_and_the_axes_have_round_numbers() -> (
     None
 ):
-    svg = curve_svg(
-        Curve("a < b", "", [10, 20, 30], [0.31, 0.52, 0.87], "{:.3g}".format)
-    )
-    (points,) = drawn(svg)
-    assert [x for x, _ in points] == sorted(x for x, _ in points)
-    assert [y for _, y in points] == sorted((y for _, y in points), reverse=True)
-    assert all(LEFT <= x <= RIGHT and TOP <= y <= BOTTOM for x, y in points)
-    assert texts(svg) == ["0.4", "0.6", "0.8", "0", "10", "20", "30", "step"]
-    assert 'aria-label="a &lt; b over the steps"' in svg
+    plot = plot_curve(curve([0.31, 0.52, 0.87]))
+    (stroke,) = strokes(plot)
+    xs, ys = zip(*stroke.points, strict=True)
+    assert list(xs) == sorted(xs)
+    assert list(ys) == sorted(ys, reverse=True)
+    assert all(LEFT <= x <= RIGHT and TOP <= y <= BOTTOM for x, y in stroke.points)
+    assert texts(plot) == ["0.4", "0.6", "0.8", "0", "1", "2", "step"]
+    assert 'aria-label="a &lt; b over the steps"' in plot.__html__()
 
 
 @pytest.mark.parametrize(
@@ -59,51 +70,60 @@ def test_values_rise_upwards_between_the_edges_and_the_axes_have_round_numbers()
 )
 def test_any_values_can_be_drawn(values: list[float]) -> None:
     for from_zero in (False, True):
-        svg = curve_svg(
-            Curve(
-                "Loss", "", list(range(len(values))), values, "{:.3g}".format, from_zero
-            )
-        )
-        assert len(texts(svg)) >= 3
+        svg = plot_curve(curve(values, from_zero=from_zero)).__html__()
+        assert svg.count("<text") >= 3
         assert "nan" not in svg and "inf" not in svg
 
 
-def test_a_value_that_is_not_finite_leaves_a_gap() -> None:
-    svg = curve_svg(
-        Curve(
-            "Loss", "", [1, 2, 3, 4, 5], [1.0, 2.0, math.nan, 2.0, 1.0], "{:.3g}".format
-        )
-    )
-    (path,) = re.findall(r'd="(M[^H"]*L[^H"]*)"', svg)
-    assert [command for command in path if command in "ML"] == ["M", "L", "M", "L"]
-
-
-def test_a_long_noisy_curve_also_has_its_running_mean() -> None:
-    values = [float(step % 2) for step in range(80)]
-    raw, mean = drawn(
-        curve_svg(
-            Curve("Loss", "", list(range(80)), values, "{:.3g}".format, noisy=True)
-        )
-    )
-    heights = [
-        max(y for _, y in of[5:-5]) - min(y for _, y in of[5:-5]) for of in (raw, mean)
-    ]
+def test_a_gap_and_a_running_mean() -> None:
+    pieces = strokes(plot_curve(curve([1.0, 2.0, math.nan, 2.0, 1.0])))
+    assert [len(piece.points) for piece in pieces] == [2, 2]
+    noisy = curve([float(step % 2) for step in range(80)], noisy=True)
+    raw, mean = strokes(plot_curve(noisy))
+    heights = [np.ptp([y for _, y in line.points[5:-5]]) for line in (raw, mean)]
     assert heights[1] < heights[0] / 3
 
 
-def test_marks_of_evaluations_sizes_and_runs() -> None:
-    assert (
-        evaluations_svg([0, 5, 10], [0.1, 0.3, 0.2], "nDCG@10", 5).count('r="5"') == 1
-    ), "a ring"
-    assert {"before", "after", "64", "dimensions kept"} <= set(
-        texts(dims_svg([64, 32], [0.4, 0.3], [0.5, 0.4], "m"))
-    )
-    svg = runs_svg(
-        [Line(run, [1, 2], [run, run]) for run in range(len(RUNS) + 1)],
-        "Loss",
-        "{:.3g}".format,
-    )
-    assert svg.count("stroke-dasharray") == 1, (
-        "the ninth run has the first colour again"
-    )
-    assert all(colour in svg for colour in RUNS)
+def test_marks_of_evaluations_sizes_forms_and_runs() -> None:
+    plot = plot_evaluations([0, 5, 10], [0.1, 0.3, 0.2], "nDCG@10", 5)
+    rings = [mark for mark in plot.marks if isinstance(mark, Dot) and mark.is_ring]
+    assert [ring.x for ring in rings] == [strokes(plot)[0].points[1][0]]
+    plot = plot_dims([64, 32], [0.4, 0.3], [0.5, 0.4], "m")
+    assert {"before", "after", "64", "dimensions kept"} <= set(texts(plot))
+    plot = plot_stored({"binary": [(128, 16, 0.5), (256, 32, 0.6)]}, "m")
+    assert {"16", "32", "binary"} <= set(texts(plot))
+    plot = plot_runs([(run, curve([1.0, run])) for run in range(len(RUNS) + 1)])
+    colours = [(stroke.colour, stroke.opacity) for stroke in strokes(plot)]
+    assert colours == [*((colour, 1.0) for colour in RUNS), (RUNS[0], 0.5)]
+
+
+def accent(path: Path) -> np.ndarray:
+    """[height, width] where a picture has the accent's colour."""
+    image = np.asarray(Image.open(path)).astype(int)
+    return (np.abs(image - (31, 95, 191)) < 12).all(axis=2)
+
+
+def test_files_have_colours_of_their_own_and_what_the_page_shows(
+    tmp_path: Path,
+) -> None:
+    plot = plot_sweep([0, 0.5, 1], [0.4, 0.6, 0.5], "a < b", 1)
+    path = plot.write(tmp_path / "sweep.svg", "nDCG@10 & more")
+    assert "var(" not in path.read_text()
+    root = ElementTree.fromstring(path.read_bytes())
+    names = [shape.text for shape in root if shape.tag.endswith("text")]
+    assert {"nDCG@10 & more", "a < b", "0.6000", "0", "1"} <= set(names)
+    pixels = accent(plot.write(tmp_path / "sweep.png"))
+    dots = [mark for mark in plot.marks if isinstance(mark, Dot)]
+    assert len(dots) == 4, "three points and a ring"
+    for dot in dots:
+        x = round((dot.x + MARGIN) * PIXELS)
+        y = round((dot.y + MARGIN + TITLE_HEIGHT) * PIXELS)
+        assert dot.colour == ACCENT
+        assert pixels[y - 2 : y + 3, x - 2 : x + 3].any()
+    assert pixels.mean() < 0.05
+    trials = plot_front([(0.5, 0.6), (0.7, 0.5)], [0], (0.9, 0.65), "probe")
+    assert accent(trials.write(tmp_path / "trials.png")).any()
+    bars = plot_bars({"learning_rate": 0.8, "temperature": 0.2}, "share")
+    rows = accent(bars.write(tmp_path / "bars.png")).sum(axis=1)
+    lengths = sorted({int(length) for length in rows if length > 20})
+    assert lengths[-1] == pytest.approx(4 * lengths[0], rel=0.05)

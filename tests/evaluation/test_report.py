@@ -10,9 +10,8 @@ import yaml
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.evaluation.report.record import read_run
+from vembed.evaluation.report.record import RunSummary, read_run
 from vembed.evaluation.report.report import curves, write_report
-from vembed.evaluation.report.summary import RunSummary
 
 VOID = {"meta", "br", "path", "use"}
 
@@ -277,17 +276,6 @@ def test_a_worse_model_is_not_shown_as_progress(tmp_path):
     page = write_report(run).read_text()
     assert '<span class="delta worse">-0.100</span>' in page
     assert '<td class="down">-0.1000</td>' in page
-
-
-def test_scored_pairs(tmp_path):
-    lines = [
-        {"step": i, "epoch": 0, "eval": {"spearman": 0.5 + i, "pearson": 0.4}}
-        for i in (0, 1)
-    ]
-    run = write_run(tmp_path / "run", [lines[0], step(1), lines[1]])
-    _, text = parsed(write_report(run))
-    assert "Spearman 0.500 → 1.500" in text
-    assert "Pearson" in text
 
 
 def test_long_runs_stay_small_and_are_smoothed(tmp_path):

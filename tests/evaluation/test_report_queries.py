@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import shutil
 from html import unescape
 from pathlib import Path
 
@@ -23,13 +22,13 @@ from vembed.evaluation.report.page import TEMPLATES
 from vembed.evaluation.report.query_changes import (
     NO_DIFFERENCE,
     Changed,
-    compare_queries,
+    compare_results,
     paired_intervals,
     path_of,
     read_queries,
 )
 from vembed.evaluation.report.record import read_run
-from vembed.evaluation.report.report import changed_table, curves, write_report
+from vembed.evaluation.report.report import changed_table, curves
 from vembed.names import short_name
 from vembed.saving.card import calls_of
 from vembed.training.hooks.base import Evaluation
@@ -70,7 +69,8 @@ def test_the_results_of_the_queries_are_those_of_the_evaluation(run: Path) -> No
 
 def test_the_report_shows_queries_intervals_and_meanings(run: Path) -> None:
     page, text = (run / "report.html").read_text(), (run / "report.md").read_text()
-    found = compare_queries(run, 0, 11, "ndcg@10")
+    first, last = (read_queries(path_of(run, step)) for step in (0, 11))
+    found = compare_results(first, last, "ndcg@10")
     assert found is not None and found.num_queries == 39
     for report in (page, text):
         assert "95 % interval of the change" in report
@@ -103,12 +103,6 @@ def test_the_model_and_its_calls_are_told_as_in_the_card(run: Path) -> None:
         assert inner not in text and inner not in page and inner not in card
 
 
-def test_a_run_without_a_model_has_no_calls(run: Path, tmp_path: Path) -> None:
-    for name in ("config.yaml", "metrics.jsonl"):
-        shutil.copy(run / name, tmp_path / name)
-    assert "Use the model" not in write_report(tmp_path).read_text()
-
-
 def test_curves_have_every_step_where_lines_are_rarer(run: Path) -> None:
     lines = [
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
@@ -131,12 +125,6 @@ def test_hyperparameters_are_in_tensorboard(run: Path) -> None:
         "_hparams_/session_start_info"
     ].plugin_data.content
     assert b"learning_rate" in content
-
-
-def test_a_run_without_validation_data_says_how_to_get_a_score(tmp_path: Path) -> None:
-    options = {**settings(tmp_path, max_steps=2), "val_data_path": None}
-    text = (vembed.train(options).output_dir / "report.md").read_text()
-    assert text.startswith("# Not evaluated") and "set val_split: 0.1" in text
 
 
 def test_intervals_cover_chance_and_find_differences() -> None:
@@ -214,7 +202,8 @@ def test_images_that_the_data_hold_themselves_are_shown_too(tmp_path: Path) -> N
         record.on_evaluation(
             Evaluation(step, 1.0, {"ndcg@10": 0.5}, "ndcg@10", False, results)
         )
-    changes = compare_queries(tmp_path, 0, 5, "ndcg@10")
+    first, last = (read_queries(path_of(tmp_path, step)) for step in (0, 5))
+    changes = compare_results(first, last, "ndcg@10")
     assert changes is not None
     better, worse = (changed_table(one) for one in (changes.better, changes.worse))
     assert better.rows[0][:4] == (

@@ -24,23 +24,6 @@ def data_of(num_queries, num_documents, relevance):
     )
 
 
-def test_metrics_by_hand():
-    # One query; relevant: document 1 (grade 3), 4 (grade 1) and 7 (grade 2, not found). Found: 0 1 2 3 4.
-    names, values = score_rankings(
-        np.array([[0, 1, 2, 3, 4]]), [{1: 3, 4: 1, 7: 2}], [1, 2, 5]
-    )
-    found = dict(zip(names, values[0], strict=True))
-    gain = 3 / math.log2(3) + 1 / math.log2(6)
-    ideal = 3 + 2 / math.log2(3) + 1 / math.log2(4)
-    assert found["ndcg@5"] == pytest.approx(gain / ideal)
-    assert found["ndcg@1"] == 0
-    assert found["ndcg@2"] == pytest.approx(3 / math.log2(3) / (3 + 2 / math.log2(3)))
-    assert (found["mrr@1"], found["mrr@2"], found["mrr@5"]) == (0, 0.5, 0.5)
-    assert found["recall@5"] == pytest.approx(2 / 3)
-    assert found["recall@1"] == 0
-    assert found["map@5"] == pytest.approx((1 / 2 + 2 / 5) / 3)
-
-
 def plain_metrics(ranking, relevant, k):
     grades = [relevant.get(document, 0) for document in ranking[:k] if document >= 0]
     ideal = sum(

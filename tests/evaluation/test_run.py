@@ -11,11 +11,10 @@ from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_qwen3_st
 from tests.tiny_tokenizers import WORDS
 from vembed import Embedder, UserError, evaluate
-from vembed.config.schema import DataSection, TrainConfig
-from vembed.data.examples import Example, Item
-from vembed.evaluation.dataset import from_examples, open_eval_data
+from vembed.config.schema import TrainConfig
+from vembed.evaluation.dataset import open_eval_data
 from vembed.evaluation.retrieval import RetrievalSearch
-from vembed.evaluation.scores import deciding_metric, evaluate_model
+from vembed.evaluation.scores import evaluate_model
 from vembed.inference import encoding
 from vembed.parallel.session import start_session
 
@@ -75,15 +74,6 @@ def test_scores_are_those_of_the_vectors_of_sentence_transformers(make, tmp_path
     assert {key.partition("/")[2] or key for key in scores} == {
         f"{metric}@{k}" for metric in ("ndcg", "mrr", "recall", "map") for k in (3, 10)
     }
-
-
-def test_an_open_model_and_open_data(tmp_path):
-    write_pairs(tmp_path / "val.jsonl")
-    model = Embedder(shared(tiny_bert_st), device="cpu")
-    data = open_eval_data(DataSection(data_path="d"), str(tmp_path / "val.jsonl"))
-    assert evaluate(model, data) == evaluate(
-        shared(tiny_bert_st), tmp_path / "val.jsonl", device="cpu"
-    )
 
 
 def test_documents_are_searched_chunk_by_chunk_and_never_held_together(
@@ -255,22 +245,6 @@ def test_a_model_that_is_published_cut_is_measured_cut(tmp_path):
         plain_ndcg(shared(tiny_bert_st), records, dim=8)
     )
     assert {key.split("/")[0] for key in scores if "/" in key} == {"dim8", "dim4"}
-
-
-def test_which_metric_decides(tmp_path):
-    write_pairs(tmp_path / "val.jsonl")
-    data = open_eval_data(DataSection(data_path="d"), str(tmp_path / "val.jsonl"))
-    scores = {"ndcg@10": 1, "map@5": 1}
-    assert deciding_metric("auto", data, scores) == "ndcg@10"
-    assert deciding_metric("map@5", data, scores) == "map@5"
-    with pytest.raises(UserError, match=r"eval_metric: map@7 .*: ndcg@10, map@5"):
-        deciding_metric("map@7", data, scores)
-    pairs = []
-    for i in range(2):
-        item = Item(text=str(i))
-        pairs.append(Example(item, (item,), (), (float(i),)))
-    scored = from_examples(pairs, "test")
-    assert deciding_metric("auto", scored, {"spearman": 1}) == "spearman"
 
 
 def _evaluate_on_a_rank(folder, path):

@@ -148,15 +148,22 @@ def test_a_tolerance_below_zero_is_refused_at_once(tmp_path: Path) -> None:
     assert "--tolerance" in done.output and "writing" not in done.output
 
 
+def as_traced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an export take the graphs that are there."""
+
+    def take(graph: Any, _example: Any, _shapes: Any, target: Path, _: str) -> None:
+        is_of_images = isinstance(graph, onnx_format.ImageGraph)
+        name = "image_model.onnx" if is_of_images else "model.onnx"
+        shutil.copyfile(folder / name, target)
+
+    monkeypatch.setattr(onnx_format, "trace", take)
+
+
 @pytest.mark.parametrize("precision", ["int8", "float16"])
 def test_smaller_precisions(
     precision: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        onnx_format,
-        "_trace_texts",
-        lambda _, target: shutil.copyfile(exported / "model.onnx", target),
-    )
+    as_traced(exported, monkeypatch)
     done = run(
         "export",
         model_folder(),
@@ -229,11 +236,7 @@ def test_a_broken_export_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        onnx_format,
-        "_trace_texts",
-        lambda _, target: shutil.copyfile(exported / "model.onnx", target),
-    )
+    as_traced(exported, monkeypatch)
     monkeypatch.setattr(kind, "write", broken(kind.write, breaks))
     form = "onnx" if kind is OnnxFormat else "safetensors"
     done = run("export", model_folder(), tmp_path / "out", "--format", form)
@@ -256,19 +259,6 @@ def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
         and "check: 40 images through" in done.output
     )
     return folder
-
-
-def as_traced(siglip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an export take the graphs that are there."""
-    for trace, name in (
-        ("_trace_texts", "model.onnx"),
-        ("_trace_images", "image_model.onnx"),
-    ):
-        monkeypatch.setattr(
-            onnx_format,
-            trace,
-            lambda _, target, name=name: shutil.copyfile(siglip / name, target),
-        )
 
 
 def test_images_have_a_graph_of_their_own(

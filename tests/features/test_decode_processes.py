@@ -59,14 +59,15 @@ def test_processes_give_the_pixels_of_threads(
         Image.fromarray(values).save(str(images[-1].path))
     images.append(ImageRef(data=Path(str(images[0].path)).read_bytes()))
     features = mine.features([(Item(images=(image,)), "document") for image in images])
-    assert mine.decoders is not None
+    assert mine.pixels is not None
+    decoders = mine.pixels.decoders
     by_threads = mine.collate(features)[PIXELS]
-    assert not mine.decoders.pids
+    assert not decoders.pids
     monkeypatch.setattr(module, "DECODED_BY_THREADS", 1)
-    mine.forget_images()
+    mine.pixels.forget()
     assert mine.collate(features)[PIXELS].equal(by_threads)
-    assert mine.decoders.pids
-    mine.decoders.close()
+    assert decoders.pids
+    decoders.close()
 
 
 def test_one_core_starts_no_process(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,10 +12,9 @@ from tests import tiny
 from tests.features.test_image_features import image, of_images
 from tests.features.test_text_features import featuriser
 from vembed.data.batching.feeding import Feeder
-from vembed.data.examples import ImageRef, Item
+from vembed.data.examples import ImageRef
 from vembed.data.features import Featuriser
 from vembed.data.images import decoders
-from vembed.errors import UserError
 
 COUNT = 24
 
@@ -92,13 +90,3 @@ def test_decoding_ahead_stays_within_the_cache(seen) -> None:
     )
     mine.collate(features[5:])
     assert len(seen) == COUNT - 1
-
-
-def test_an_image_that_breaks_ahead_is_named_where_it_is_used(tmp_path: Path) -> None:
-    mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=2)
-    path = tmp_path / "gone.png"
-    features = mine.features([(Item(images=(ImageRef(path=str(path)),)), "document")])
-    mine.decode_ahead(features)
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"gone\.png does not exist"):
-            mine.collate(features)

@@ -91,32 +91,21 @@ def test_pixels_are_kept_for_the_second_pass_and_bounded(
     assert len(decoded) == 6
 
 
-def test_keys_of_images_depend_on_the_image_alone() -> None:
-    mine = featuriser(tiny.shared(tiny.tiny_clip), query_prompt="find ")
-    same = [(Item(images=(image(seed=1),)), kind) for kind in ("query", "document")]
-    other = [(Item(images=(image(seed=2),)), "document")]
-    keys = [feature.key for feature in mine.features([*same, *other])]  # type: ignore[list-item]
-    assert keys[0] == keys[1] != keys[2]
-
-
 def test_mixed_items_go_to_their_modalities_in_order() -> None:
-    mine = featuriser(tiny.shared(tiny.tiny_clip))
+    mine = featuriser(tiny.shared(tiny.tiny_clip), query_prompt="find ")
     items = [
         of_images(image()),
         (Item(text="a cat"), "query"),
         of_images(image(seed=4)),
-        (Item(text="photo.jpg"), "query"),
+        (Item(images=(image(),)), "query"),
     ]
     features = mine.features(items)  # type: ignore[arg-type]
-    assert [feature.modality for feature in features] == [
-        "image",
-        "text",
-        "image",
-        "text",
-    ]
+    modalities = [feature.modality for feature in features]
+    assert modalities == ["image", "text", "image", "image"]
     assert [feature.content for feature in features] == [
         item.key() for item, _ in items
     ]
+    assert features[0].key == features[3].key != features[2].key, "no prompt"
 
 
 @pytest.mark.parametrize(
@@ -190,20 +179,20 @@ def test_conversations_are_those_of_sentence_transformers(
         for n, s in enumerate([(40, 100, 3), (64, 64, 3), (20, 20, 3)])
     ]
     refs = [ImageRef(data=encode(picture, "PNG")) for picture in pictures]
+    long = "word " * 60
     items = [
         of_images(refs[0]),
         of_images(refs[1], refs[2], text="both"),
-        of_images(refs[2], text="word " * 60),
+        of_images(refs[2], text=long),
     ]
     features = mine.features(items)  # type: ignore[arg-type]
     batch = mine.collate(features)
-    expected = theirs.preprocess(
-        [
-            {"image": pictures[0]},
-            {"image": pictures[1:], "text": "both"},
-            {"image": pictures[2], "text": "word " * 60},
-        ]
-    )
+    inputs = [
+        {"image": pictures[0]},
+        {"image": pictures[1:], "text": "both"},
+        {"image": pictures[2], "text": long},
+    ]
+    expected = theirs.preprocess(inputs)
     assert [feature.length for feature in features] == expected["attention_mask"].sum(
         dim=1
     ).tolist()
@@ -237,20 +226,15 @@ def test_image_tokens_are_counted_from_the_header(decoded: list[ImageRef]) -> No
 
 
 def test_limits_of_the_image_area_change_the_number_of_tokens() -> None:
+    qwen = tiny.shared(tiny.tiny_qwen3_vl)
+    items = [of_images(image(side, side)) for side in (40, 200)]
     lengths = []
     for limits in ({}, {"max_pixels": 4 * CELL}, {"min_pixels": 9 * CELL}):
-        mine = featuriser(tiny.shared(tiny.tiny_qwen3_vl), **limits)
-        lengths.append(
-            [
-                mine.features([of_images(image(side, side))])[0].length
-                for side in (40, 200)
-            ]
-        )  # type: ignore[list-item]
+        features = featuriser(qwen, **limits).features(items)  # type: ignore[arg-type]
+        lengths.append([feature.length for feature in features])
     assert np.diff(lengths, axis=0).tolist() == [[0, 4 - 16], [9 - 1, 16 - 4]]
     with pytest.raises(UserError, match=r"min_pixels is 16,384 and max_pixels 2,048"):
-        featuriser(
-            tiny.shared(tiny.tiny_qwen3_vl), min_pixels=16 * CELL, max_pixels=2 * CELL
-        )
+        featuriser(qwen, min_pixels=16 * CELL, max_pixels=2 * CELL)
 
 
 def test_images_that_do_not_fit_are_an_error_and_never_cut() -> None:
@@ -264,24 +248,20 @@ def test_images_that_do_not_fit_are_an_error_and_never_cut() -> None:
         mine.features([of_images(image(200, 200))])  # type: ignore[list-item]
 
 
-def test_a_placeholder_in_a_text_is_refused() -> None:
-    mine = featuriser(tiny.shared(tiny.tiny_qwen3_vl))
-    with pytest.raises(UserError, match="placeholder of an image"):
-        mine.features([(Item(text="look: <|image_pad|>"), "query")])
-    with pytest.raises(UserError, match="placeholder of an image"):
-        mine.features([of_images(image(), text="look: <|image_pad|>")])  # type: ignore[list-item]
-
-
-def test_an_image_of_impossible_shape_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "line.png"
-    Image.new("RGB", (900, 3)).save(path)
-    with pytest.raises(
-        UserError,
-        match=r"image .*line\.png, 900 x 3 pixels, cannot be used: absolute aspect ratio",
-    ):
-        featuriser(tiny.shared(tiny.tiny_qwen3_vl)).features(
-            [of_images(ImageRef(path=str(path)))]
-        )  # type: ignore[list-item]
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (Item(text="look: <|image_pad|>"), "placeholder of an image"),
+        (
+            Item(text="look: <|image_pad|>", images=(image(),)),
+            "placeholder of an image",
+        ),
+        (Item(images=(image(900, 3),)), "900 x 3 pixels, cannot be used: absolute"),
+    ],
+)
+def test_what_a_chat_cannot_hold_is_said(item: Item, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        featuriser(tiny.shared(tiny.tiny_qwen3_vl)).features([(item, "query")])
 
 
 def test_an_image_that_changed_since_is_named(tmp_path: Path) -> None:
@@ -333,32 +313,26 @@ def test_a_model_with_code_of_its_own_for_chats_is_read_as_a_chat_model(
 ) -> None:
     """As GME is published: its first module is code in the folder, which puts an end-of-text token behind each chat."""
     folder = tiny.tiny_qwen2_vl(tmp_path)
-    kinds = [
-        "custom_st.MultiModalTransformer",
-        *(f"sentence_transformers.models.{kind}" for kind in ("Pooling", "Normalize")),
-    ]
-    paths = ["", "1_Pooling", "2_Normalize"]
-    modules = [
-        {"idx": at, "name": str(at), "path": paths[at], "type": kind}
-        for at, kind in enumerate(kinds)
-    ]
+    kinds = {
+        "": "custom_st.MultiModalTransformer",
+        "1_Pooling": "sentence_transformers.models.Pooling",
+        "2_Normalize": "sentence_transformers.models.Normalize",
+    }
+    modules = []
+    for at, (path, kind) in enumerate(kinds.items()):
+        modules.append({"idx": at, "name": str(at), "path": path, "type": kind})
     tiny.write_json(folder / "modules.json", modules)
-    tiny.write_json(
-        folder / "1_Pooling" / "config.json",
-        {"word_embedding_dimension": 32, "pooling_mode_lasttoken": True},
-    )
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_lasttoken": True}
+    tiny.write_json(folder / "1_Pooling" / "config.json", pooling)
     tiny.write_json(folder / "sentence_bert_config.json", {"max_seq_length": 300})
     mine = featuriser(folder)
-    assert (mine.description.family, mine.description.pooling) == (
-        "vision_language",
-        "last",
-    )
+    assert mine.description.family == "vision_language"
+    assert mine.description.pooling == "last"
     for item in (Item(text="a cat"), Item(images=(image(),))):
         (feature,) = mine.features([(item, "query")])
         assert feature.token_ids is not None
-        assert (
-            int(feature.token_ids[-1]) == 0
-        )  # <|endoftext|>, behind the opened answer
+        # <|endoftext|>, behind the opened answer.
+        assert int(feature.token_ids[-1]) == 0
     tiny.write_json(folder / "config.json", {"model_type": "bert"})
     with pytest.raises(
         UserError, match=r"unsupported module type custom_st\.MultiModalTransformer"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -98,15 +98,6 @@ def test_padding_goes_to_the_side_that_the_tokenizer_says(
     assert "attention_mask" not in made.collate([short, short])  # nothing is padded
 
 
-def test_a_decoder_whose_tokenizer_adds_an_end_token_keeps_it_when_the_text_is_cut() -> (
-    None
-):
-    mine = featuriser(tiny.shared(tiny.tiny_qwen3), max_length=6)
-    (feature,) = mine.features(documents(" ".join(TEXTS)))  # type: ignore[arg-type]
-    assert feature.token_ids is not None
-    assert (feature.length, int(feature.token_ids[-1])) == (6, 0)  # 0 is <|endoftext|>
-
-
 def test_equal_inputs_have_equal_keys_and_only_they() -> None:
     mine = featuriser(tiny.shared(tiny.tiny_bert), query_prompt="find ", max_length=8)
     long = "cat dog bird fish horse house river mountain"
@@ -130,13 +121,15 @@ def test_a_text_is_tokenised_once_and_the_cache_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mine = featuriser(tiny.shared(tiny.tiny_bert), cache_bytes=5_000)
-    assert mine._text is not None
+    assert mine.texts is not None
     tokenised: list[str] = []
-    encode = mine._text.encode
+    encode = mine.texts.encode
     monkeypatch.setattr(
-        mine._text,
+        mine.texts,
         "encode",
-        lambda texts, *rest: tokenised.extend(texts) or encode(texts, *rest),
+        lambda prompts, texts, limits: (
+            tokenised.extend(texts) or encode(prompts, texts, limits)
+        ),
     )
     few = tiny.texts(5, seed=9)
     first = mine.features([(Item(text=text), "query") for text in few * 2])
@@ -154,27 +147,16 @@ def test_a_text_is_tokenised_once_and_the_cache_is_bounded(
 
 def test_threads_may_share_a_featuriser() -> None:
     mine, alone = (featuriser(tiny.shared(tiny.tiny_bert)) for _ in range(2))
-    texts = tiny.texts(400, seed=5)
-    expected = [
-        feature.key
-        for feature in alone.features([(Item(text=text), "query") for text in texts])
-    ]
-    results: dict[int, list[int]] = {}
+    units = [(Item(text=text), "query") for text in tiny.texts(400, seed=5)]
+    expected = [feature.key for feature in alone.features(units)]  # type: ignore[arg-type]
 
-    def work(number: int) -> None:
-        order = np.random.default_rng(number).permutation(len(texts))
-        keys = {
-            int(at): mine.features([(Item(text=texts[at]), "query")])[0].key
-            for at in order
-        }
-        results[number] = [keys[at] for at in range(len(texts))]
+    def work(number: int) -> list[int]:
+        order = np.random.default_rng(number).permutation(len(units))
+        keys = {int(at): mine.features([units[at]])[0].key for at in order}  # type: ignore[list-item]
+        return [keys[at] for at in range(len(units))]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == dict.fromkeys(range(4), expected)
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == [expected] * 4
 
 
 def test_lower_casing_that_sentence_transformers_files_ask_for(tmp_path: Path) -> None:
@@ -199,17 +181,7 @@ def test_the_dummy_is_a_short_text_and_no_random_number_is_drawn() -> None:
     assert (dummy.modality, dummy.length) == ("text", 3)
 
 
-def test_what_a_text_model_cannot_embed_is_said() -> None:
-    mine = featuriser(tiny.shared(tiny.tiny_bert))
-    with pytest.raises(
-        UserError, match="embeds texts only, and got an item with an image"
-    ):
-        mine.features([(Item(images=(ImageRef(path="x.jpg"),)), "query")])
-    with pytest.raises(UserError, match="neither a text nor an image"):
-        mine.features([(Item(), "query")])
-
-
-def test_a_text_without_any_token_is_named(tmp_path: Path) -> None:
+def test_what_a_text_model_cannot_embed_is_named(tmp_path: Path) -> None:
     description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_llama)), data_path="unused")
     )
@@ -219,6 +191,11 @@ def test_a_text_without_any_token_is_named(tmp_path: Path) -> None:
     tiny.byte_tokenizer(
         ["<unk>"], "$A", unk_token="<unk>", pad_token="<unk>"
     ).save_pretrained(tmp_path)
+    mine = featuriser(tiny.shared(tiny.tiny_bert))
+    with pytest.raises(UserError, match="texts only, and got an item with an image"):
+        mine.features([(Item(images=(ImageRef(path="x.jpg"),)), "query")])
+    with pytest.raises(UserError, match="neither a text nor an image"):
+        mine.features([(Item(), "query")])
     with pytest.raises(UserError, match="the text '' becomes no token at all"):
         Featuriser(description.with_(source=str(tmp_path))).features(
             [(Item(text=""), "document")]
@@ -268,11 +245,7 @@ def test_an_inputs_own_prompt_and_length_give_the_ids_of_a_run_with_these(
         [(Item(text, prompt="other: ", max_length=9), "query") for text in TEXTS]
     )
     plain = own.features([(Item(text), "query") for text in TEXTS])
-    for one, other, third in zip(
-        mine,
-        run.features([(Item(text), "query") for text in TEXTS]),
-        plain,
-        strict=True,
-    ):
+    expected = run.features([(Item(text), "query") for text in TEXTS])
+    for one, other, third in zip(mine, expected, plain, strict=True):
         np.testing.assert_array_equal(one.token_ids, other.token_ids)
         assert one.key != third.key and one.content == third.content

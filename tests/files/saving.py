@@ -18,7 +18,7 @@ from vembed.config.schema import TrainConfig
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.inference.encoding import encode_items, first_dims
-from vembed.models.embedding_model import load_embedder
+from vembed.models.building import load_embedder
 from vembed.saving.card import Card
 from vembed.saving.files import save_model
 

@@ -62,7 +62,7 @@ def test_an_evaluation_that_will_be_made_again_is_cut(tmp_path):
     ]
     for is_scored, evaluations in ((True, 2), (False, 1)):
         (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-        assert trim_metrics(tmp_path, 4, is_scored=is_scored) == 2 - evaluations
+        trim_metrics(tmp_path, 4, is_scored=is_scored)
         assert len(metrics(tmp_path, "eval")) == evaluations
         assert len(metrics(tmp_path)) == 2
 

@@ -23,7 +23,7 @@ from tests.files.saving import (
 )
 from tests.files.test_text_models import assert_same
 from vembed.data.examples import ImageRef, Item
-from vembed.models.embedding_model import load_embedder
+from vembed.models.building import load_embedder
 
 TEXTS = [
     "a cat",

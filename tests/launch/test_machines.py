@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from pathlib import Path
 
 import yaml
@@ -91,29 +90,4 @@ def test_a_machine_of_another_run_is_refused(tmp_path: Path) -> None:
         assert machine.wait(timeout=300) == 2
         err = errors_of(config, number).read_text()
         assert "(VEMBED_RUN_ID) is monday on rank 0 (" in err and "Traceback" not in err
-    assert not (tmp_path / "run").exists()
-
-
-def test_both_machines_name_a_version_that_differs(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        yaml.safe_dump(
-            {**settings(tmp_path), "report_to": "none", "dist_timeout_minutes": 1}
-        )
-    )
-    packages = tmp_path / "packages"
-    (packages / "accelerate-99.0.dist-info").mkdir(parents=True)
-    metadata = "Metadata-Version: 2.1\nName: accelerate\nVersion: 99.0\n"
-    (packages / "accelerate-99.0.dist-info" / "METADATA").write_text(metadata)
-    port = free_port()
-    machines = [start(config, 0, port), start(config, 1, port, packages=packages)]
-    for number, machine in enumerate(machines):
-        code, err = machine.wait(100), errors_of(config, number).read_text()
-        assert code == 2, err
-        (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
-        assert (
-            f"accelerate's version is {version('accelerate')} on rank 0 (machine 0, "
-            in line
-        )
-        assert ") but 99.0 on rank 1 (machine 1, " in line and "Traceback" not in err
     assert not (tmp_path / "run").exists()

@@ -20,12 +20,16 @@ from vembed.losses.batch import (
     Teaching,
 )
 from vembed.losses.build import build_loss
+from vembed.losses.table import ENTRY_OPTIONS
 
 TEACHER_DIM = 7
 SIZES: dict[str, Any] = {"embedding_dim": 12, "teacher_dims": {"vectors": TEACHER_DIM}}
 
 
 def config_of(**options: object) -> TrainConfig:
+    entry = {name: options.pop(name) for name in ENTRY_OPTIONS if name in options}
+    if entry:
+        options["losses"] = [{"loss": options.pop("loss", "infonce"), **entry}]
     return TrainConfig(model_name="none", data_path="none", **options)  # type: ignore[arg-type]
 
 

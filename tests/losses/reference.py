@@ -17,8 +17,8 @@ from tests.parts import from_its_test
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import Term, source_terms
 from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
+from vembed.losses.declaration import SCORES
 from vembed.losses.mixing import draw_mixtures
-from vembed.losses.teacher_scores import SCORES
 
 TIE = 64 * torch.finfo(torch.float64).eps
 

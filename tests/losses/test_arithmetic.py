@@ -21,8 +21,7 @@ from tests.losses.batches import (
 )
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import TermLoss, build_loss
-from vembed.losses.candidates import ExclusionMask
-from vembed.losses.tiles import MEBIBYTE, Tiling
+from vembed.losses.tiles import Tiling
 
 EVERYTHING = {
     "bidirectional": True,
@@ -168,17 +167,6 @@ def test_small_losses_keep_their_digits_in_float32() -> None:
     assert float(loss.detach()) == pytest.approx(1.3887943864964e-11, rel=1e-5)
 
 
-def test_what_is_not_a_number_shows() -> None:
-    for bad in (float("nan"), float("inf")):
-        batch = make_batch(5, num_contents=None)
-        with torch.no_grad():
-            batch.embeddings[batch.query[2]] = bad
-        for loss in ("infonce", "sigmoid", "cosent", "cosine"):
-            assert not torch.isfinite(
-                build_loss(config_of(loss=loss, mrl_dims=[4, 12]))(batch)
-            )
-
-
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_autograd_contract(options: dict[str, object]) -> None:
     batch = make_batch(7, max_positives=2)
@@ -250,37 +238,3 @@ def test_memory_grows_with_the_rows_and_not_with_their_square(
         largest.append(seen.num_elements)
         assert seen.num_elements < num_examples**2 / 2
     assert largest[1] < 2.2 * largest[0]
-
-
-def test_tiles_keep_to_their_share_of_memory() -> None:
-    embeddings = torch.empty(0, 1024)
-    for scores_per_row in (1, 500, 3 * 131_072, 10_000_000):
-        tiling = Tiling.for_scores(scores_per_row, embeddings)
-        assert tiling.rows == 16 or tiling.rows * scores_per_row * 4 <= 192 * MEBIBYTE
-        assert tiling.rows * tiling.columns * 4 <= 32 * MEBIBYTE
-
-
-@pytest.mark.parametrize("num_contents", [3, 40, 4000])
-@pytest.mark.parametrize("slots", [(1, 1), (2, 1), (4, 3)])
-@pytest.mark.parametrize("size", [1, 7, 64])
-def test_what_is_left_out_by_places_is_what_all_keys_say(
-    num_contents: int, slots: tuple[int, int], size: int
-) -> None:
-    draw = torch.Generator().manual_seed(0)
-    row_keys, column_keys = (
-        torch.randint(0, num_contents, (50, width), generator=draw, dtype=torch.int32)
-        for width in slots
-    )
-    row_keys[::3, 1:], column_keys[::2, 1:] = -1, -2
-    rule = ExclusionMask(row_keys, column_keys)
-    for rows in (slice(0, 50), slice(7, 30), slice(3, 3)):
-        expected = (
-            (row_keys[rows, None, :, None] == column_keys[None, :, None, :])
-            .flatten(2)
-            .any(2)
-        )
-        found = torch.zeros_like(expected)
-        parts = found.split(size, dim=1)
-        for part, given in zip(parts, rule.tiles(rows, size), strict=False):
-            part[given] = True
-        assert torch.equal(found, expected)

@@ -4,42 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.commands import command
 from tests.losses.batches import assert_close, check, config_of, make_batch
 from vembed.config.schema import TrainConfig
 from vembed.losses.build import build_loss
-
-
-@pytest.mark.parametrize(
-    "loss", ["infonce", "circle", "cosent", "angle", "cosine", "triplet", "sigmoid"]
-)
-def test_every_loss_falls_by_gradient_descent(loss: str) -> None:
-    batch = make_batch(12, num_contents=None, max_negatives=2)
-    objective = build_loss(config_of(loss=loss, learn_temperature=True)).double()
-    optimizer = torch.optim.SGD(
-        [batch.embeddings, *objective.parameters()],
-        lr=1.0 if loss in ("cosine", "triplet") else 0.05,
-    )
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        value = objective(batch)
-        value.backward()
-        losses.append(float(value.detach()))
-        optimizer.step()
-        objective.project_parameters()
-    assert losses[-1] < 0.9 * losses[0]
-
 
 LEARN = {"learn_temperature": True}
 TERM = {"loss": "infonce", "learn_temperature": True, "temperature": 0.2}
@@ -144,38 +116,3 @@ def test_each_matryoshka_size_keeps_its_own_weight_in_any_order() -> None:
         1e-14,
         "loss",
     )
-
-
-def run_benchmark(*options: str) -> str:
-    """In a process of its own from the start: its peak of memory is measured."""
-    command = [sys.executable, "-m", "benchmarks.loss", *options]
-    root = Path(__file__).parents[2]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, cwd=root, env=one_thread, capture_output=True, text=True, check=True
-    ).stdout
-
-
-def test_the_benchmark_compares_times() -> None:
-    words = ["--rows", "64", "--dim", "32", "--repeats", "1", "--memory-rows", "0"]
-    done = command(*words, module="benchmarks.loss", folder=Path(__file__).parents[2])
-    assert done.returncode == 0 and done.stdout.count("ratio") == 4, done.stderr
-
-
-def test_peak_memory_of_a_process() -> None:
-    """Beside the embeddings and their gradient there is never more than about one further copy of what is scored."""
-
-    def fits() -> bool:
-        printed = run_benchmark(
-            "--repeats", "0", "--memory-rows", "16384", "--memory-own-rows", "64"
-        )
-        found = re.search(
-            r"([\d.]+) GiB beyond the embeddings and their gradient \(([\d.]+) GiB each\)",
-            printed,
-        )
-        assert found is not None
-        beyond, gradient = (float(number) for number in found.groups())
-        return beyond < 1.3 * gradient
-
-    # Now and then the kernel hands a busy process larger pages than it asked for: the smallest peak is the loss's own.
-    assert any(fits() for _ in range(3))

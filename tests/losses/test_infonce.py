@@ -36,19 +36,6 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("loss", ["infonce", "sigmoid"])
-@pytest.mark.parametrize("num_contents", [None, 7])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_each_option_equals_the_reference(
-    options: dict[str, object], num_contents: int | None, loss: str
-) -> None:
-    for max_positives in (1, 3):
-        check(
-            make_batch(9, max_positives=max_positives, num_contents=num_contents),
-            config_of(loss=loss, **options),
-        )
-
-
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     options=st.fixed_dictionaries(

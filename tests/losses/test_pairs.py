@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import vembed.losses.similarity
 from tests.losses.batches import check, config_of, make_batch
@@ -32,41 +30,6 @@ def test_equals_the_reference(
             11, max_positives=max_positives, max_negatives=3, num_contents=num_contents
         )
         check(batch, config_of(loss=loss, **options))
-
-
-@settings(max_examples=60)
-@given(
-    loss=st.sampled_from(["cosent", "angle", "cosine", "triplet"]),
-    num_examples=st.integers(1, 12),
-    max_negatives=st.integers(0, 3),
-    num_contents=st.sampled_from([1, 3, None]),
-    margin=st.sampled_from([0.0, 0.2, 1.5]),
-    learn_temperature=st.booleans(),
-    seed=st.integers(0, 1000),
-)
-def test_any_size_equals_the_reference(
-    loss: str,
-    num_examples: int,
-    max_negatives: int,
-    num_contents: int | None,
-    margin: float,
-    learn_temperature: bool,
-    seed: int,
-) -> None:
-    config = config_of(
-        loss=loss,
-        margin=margin,
-        learn_temperature=learn_temperature,
-    )
-    check(
-        make_batch(
-            num_examples,
-            seed=seed,
-            max_negatives=max_negatives,
-            num_contents=num_contents,
-        ),
-        config,
-    )
 
 
 def test_many_pairs_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,14 +85,6 @@ def test_shares_add_up(options: dict[str, object], cuts: list[int]) -> None:
         )
 
 
-@pytest.mark.parametrize("options", CASES, ids=str)
-def test_each_share_is_that_of_the_definition(options: dict[str, object]) -> None:
-    for part in rank_batches(
-        make_batch(9, max_positives=2, num_contents=50), [3, 3, 7]
-    ):
-        check(part, config_of(**options))
-
-
 def test_a_row_split_from_its_example_is_no_different() -> None:
     batch = make_batch(6, max_positives=3)
     config = config_of(hard_negatives_scope="own", bidirectional=True)

@@ -157,26 +157,6 @@ def test_gist(
     compare(embeddings, options, {"guide": teacher_vectors(guided)}, theirs, 1.0)
 
 
-def test_margin_mse() -> None:
-    from sentence_transformers.sentence_transformer.losses import MarginMSELoss
-    from sentence_transformers.util import pairwise_dot_score
-
-    embeddings = columns(1 + WAYS, 2)
-    scores = torch.randn(
-        N, WAYS, generator=torch.Generator().manual_seed(3), dtype=torch.float64
-    )
-    loss = peer(MarginMSELoss, similarity_fct=pairwise_dot_score, loss_fct=nn.MSELoss())
-    theirs = loss.compute_loss_from_embeddings(embeddings, scores)
-    options = {"loss": "margin_mse", "teacher": "scores_of", "similarity": "dot"}
-    compare(
-        embeddings,
-        options,
-        {"scores_of": TeacherScores(scores[:, 0], scores[:, 1:].T.flatten())},
-        theirs,
-        1.0,
-    )
-
-
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_kl(temperature: float) -> None:
     """Theirs is multiplied by the student's temperature squared, ours is the divergence itself: use `weight`."""
@@ -205,25 +185,6 @@ def test_kl(temperature: float) -> None:
     }
     teachers = {"scores_of": TeacherScores(scores[:, 0], scores[:, 1:].T.flatten())}
     compare(embeddings, options, teachers, theirs, temperature**2)
-
-
-def test_spread_out() -> None:
-    """Theirs is max(0, mean of squares - 1/d) per column: the same gradient, and the loss differs by that constant."""
-    from sentence_transformers.sentence_transformer.losses import (
-        GlobalOrthogonalRegularizationLoss,
-    )
-    from sentence_transformers.util import cos_sim
-
-    embeddings = columns(2, 6)
-    loss = peer(
-        GlobalOrthogonalRegularizationLoss,
-        similarity_fct=cos_sim,
-        mean_weight=None,
-        second_moment_weight=1.0,
-        aggregation="sum",
-    )
-    theirs = loss.compute_loss_from_embeddings(embeddings)["gor_second_moment"]
-    compare(embeddings, {"loss": "spread_out"}, {}, theirs + 2 / DIM, 1.0)
 
 
 def test_angle() -> None:

@@ -106,20 +106,3 @@ def test_levels_are_those_of_stored_vectors() -> None:
     assert inside.double().mean() > 0.9
     np.testing.assert_allclose(found[inside], levels[inside], atol=1e-3)
     assert ((found - levels).abs() < 1 + 1e-3).all()
-
-
-def test_every_size_of_signs_and_extremes() -> None:
-    vectors = torch.tensor(
-        [[3.0, -1.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0], [1e-30, -5.0, 1e30, -1e-9]]
-    ).double()
-    found = as_stored(vectors, "binary", cosine=True)
-    assert (found > 0).tolist() == (vectors > 0).tolist() and torch.isfinite(
-        found
-    ).all()
-    np.testing.assert_allclose(found.norm(dim=1), 1.0)
-    for form in ("int8", "binary"):
-        same = as_stored(torch.ones(3, 4).double(), form, cosine=False)  # type: ignore[arg-type]
-        (
-            np.testing.assert_allclose(same, 1.0),
-            "coordinates without a range keep their value",
-        )

@@ -1,7 +1,6 @@
 """`vembed audit`: each finding on data that have it, the page, the JSON, and the data that are cleaned."""
 
 import json
-from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,9 +10,6 @@ from PIL import Image
 from tests.mining.data import documents, model, read_lines, write_lines
 from vembed import UserError, audit
 from vembed.cli.commands.make_data import audit as run_audit
-from vembed.config.loading import load_config
-from vembed.data_tools.data_page import sections
-from vembed.data_tools.datasets import open_sets
 
 LONG = "the quick way to sort a list of numbers in place without a copy of the list"
 
@@ -95,7 +91,7 @@ def test_findings_without_a_model(options):
     assert all(one.fix.startswith("vembed ") for one in result.findings)
     report = json.loads(result.output_path.with_suffix(".json").read_text())
     assert report["num_rows"] == 45
-    assert report["lengths"]["queries"]["count"] == 45
+    assert report["data"][3]["figures"]["lengths"]["queries"]["measured"] == 45
     assert report["scripts"]["queries"] == {"LATIN": 1.0}
     page = Text(result.output_path.read_text())
     assert not page.foreign
@@ -104,42 +100,6 @@ def test_findings_without_a_model(options):
     assert text.index(
         "Samples, without prompts and special tokens, since no model is named"
     ) < text.index("Findings")
-
-
-def test_the_page_begins_with_what_vembed_data_shows(options):
-    result, _ = run(options, model_name=model())
-    page = unescape(result.output_path.read_text())
-    begin, _, rest = page.partition("<h2>Findings</h2>")
-    names = {
-        "model_name": model(),
-        "data_path": options["data_path"],
-        "val_data_path": options["val_data_path"],
-    }
-    config = load_config(names)
-    sets = open_sets(
-        config.data,
-        config.objective,
-        model_name=config.model.model_name,
-        seed=config.run.seed,
-        compares=True,
-    )
-    shown = sections(sets.examples, [], config.model)[
-        1:
-    ]  # the first one is on what was read, in the words of each command
-    assert [one.title.partition(",")[0] for one in shown] == [
-        "repetitions",
-        "negatives",
-        "lengths in tokens",
-        "samples",
-    ]
-    assert rest
-    for section in shown:
-        cells = [cell for row in section.table for cell in row]
-        for text in (*section.lines, *cells):
-            assert text in begin
-    (overlap,) = sets.warnings[:1]
-    assert f"warning: {overlap}" in begin
-    assert result.report["data"][0]["title"] == "what was read"
 
 
 def test_cleaned_data_have_none_of_it(options, tmp_path):
@@ -220,19 +180,6 @@ def test_all_rows_that_are_near_to_one_validation_query_leak(tmp_path):
     )
     assert found["leakage"].count == 1500 and result.num_cleaned == 1
     assert [row["positive"] for row in read_lines(cleaned)] == ["another"]
-
-
-def test_rows_inside_longer_rows_are_near_duplicates(tmp_path):
-    """At any length: the definition asks for the share of the shorter one's n-grams."""
-    texts = [" ".join(documents()[5 * n : 5 * n + 5]) for n in range(30)]
-    rows = [{"query": text, "positive": "the same"} for text in texts]
-    for number, text in enumerate(texts):
-        more = " ".join(documents()[150 + 5 * number : 155 + 5 * number])
-        rows.append({"query": f"{text} {more} {more[::-1]}", "positive": "the same"})
-    data = write_lines(tmp_path / "train.jsonl", rows)
-    options = {"data_path": str(data), "output_path": str(tmp_path / "audit.html")}
-    _, found = run(options)
-    assert found["near_duplicates"].count == 30
 
 
 def test_the_command(options, tmp_path, capsys):

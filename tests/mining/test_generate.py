@@ -106,12 +106,6 @@ def test_lines_of_a_source_are_those_that_python_counts(before):
     assert (query, positive.strip()) == WANTED["f"][1:]
 
 
-def test_kinds_that_are_asked_for(options):
-    rows, _ = run(options, kinds=["crop", "first_sentence"])
-    assert {row["kind"] for row in rows} == {"crop", "first_sentence"}
-    assert rows == run(options, kinds=["crop", "first_sentence"])[0]
-
-
 def test_an_endpoint_writes_queries(options, serve, tmp_path):
     def decide(prompt, number):
         if "short" in prompt.partition("Document: ")[2]:
@@ -150,13 +144,6 @@ def test_an_endpoint_writes_queries(options, serve, tmp_path):
     )
     assert {row["kind"] for row in own} == {"claim", "title_body"}
     assert server.asked[-1][0].startswith("Claim! ")
-
-
-def test_a_dead_endpoint_is_named(options, serve):
-    server = serve(lambda *_: None)
-    with pytest.raises(RunError, match="gave no answer in 2 attempts"):
-        run(options, writer=endpoint(server, max_retries=1))
-    assert not Path(options["output_path"]).exists()
 
 
 def test_what_a_dead_endpoint_has_answered_is_kept(options, serve, tmp_path):

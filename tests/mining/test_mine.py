@@ -469,13 +469,3 @@ def test_columns_that_parquet_cannot_hold(tmp_path, value):
         UserError, match=r"Parquet cannot hold a value of the rows .*: write \.jsonl"
     ):
         run(options, output_path=str(tmp_path / "mined.parquet"))
-
-
-@pytest.mark.parametrize(
-    "dtype, computed", [("auto", "dtype"), ("bfloat16", "bfloat16")]
-)
-def test_the_log_names_the_precision_of_vectors(options, dtype, computed):
-    lines: list[str] = []
-    mine({**options, "torch_dtype": dtype, "vector_dtype": "float16"}, log=lines.append)
-    (line,) = [line for line in lines if line.startswith(f"{model()}: vectors")]
-    assert computed in line and line.endswith("float16")

@@ -35,10 +35,10 @@ def killed_at_the_third_block(options):
 def killed_in_the_search(options):
     find = candidates.CandidateSearch._find
 
-    def find_and_end(self, first):
+    def find_and_end(self, first, last):
         if first > 16:
             os.kill(os.getpid(), signal.SIGKILL)
-        return find(self, first)
+        return find(self, first, last)
 
     candidates.CandidateSearch._find = find_and_end
     return mined(options, 16)

@@ -10,32 +10,28 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch.overrides import TorchFunctionMode
 from transformers import AutoModel
 
 from tests import tiny
 from tests.built import described, model_of
-from tests.measure import gradient_errors
 from tests.models.families import (
     COMPOSED,
     EVERY,
     built,
     config_for,
-    gradients_of,
     loss_of,
     parts_for,
 )
 from vembed.errors import UserError
-from vembed.models import adapters
 from vembed.models.adapters import (
     has_adapters,
     merged_state,
     save_adapter,
 )
-from vembed.models.building import empty_backbone
-from vembed.models.embedding_model import EmbeddingModel, load_embedder
+from vembed.models.building import empty_backbone, load_embedder
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import DESCRIPTION_FILE
-from vembed.models.quantized import is_quantized
+from vembed.models.precision import is_quantized
 
 ADAPTED_LAYERS = {  # linear layers inside the transformer layers, and the projections behind them
     **{make.__name__: 2 * 6 for make in EVERY},
@@ -250,52 +246,6 @@ def test_towers_choose_where_adapters_go_and_the_others_stay_frozen():
     assert model.frozen_modalities() == ["image"]
     model = built(tiny.tiny_qwen3_vl, use_lora=True, freeze=["text"])
     assert all(name.startswith("visual.") for name in _adapted_names(model))
-
-
-@pytest.mark.parametrize("make", [tiny.tiny_qwen3, tiny.tiny_bert, tiny.tiny_clip])
-@pytest.mark.parametrize("kind", ["float32", "bf16"])
-def test_adapters_of_one_input_are_computed_together_and_give_the_same(
-    make, kind, monkeypatch
-):
-    products, gradients = [], []
-
-    class Count(TorchFunctionMode):
-        def __torch_function__(self, function, kinds, arguments=(), keywords=None):
-            weight = arguments[1] if function is torch.nn.functional.linear else None
-            products[-1] += weight is not None and len(weight) in (4, 8, 12)
-            return function(*arguments, **(keywords or {}))
-
-    for is_joined in (True, False):
-        if not is_joined:
-            monkeypatch.setattr(adapters, "join_adapters", lambda _: None)
-        model = _trained(built(make, use_lora=True, lora_r=4)).train()
-        for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        if kind == "bf16":
-            model.compute_in_bf16()
-        products.append(0)
-        with Count():
-            output = model(parts_for(model.description))
-        loss_of([one.float() for one in output]).backward()
-        gradients.append(gradients_of(model))
-    if kind == "float32":
-        layers = 4 if make is tiny.tiny_clip else 2
-        fewer = 3 if make is tiny.tiny_qwen3 else 2  # q, k and v in one, gate and up
-        assert products[1] - products[0] == layers * fewer
-    tolerance = 5e-2 if kind == "bf16" else 1e-4
-    assert max(gradient_errors(*gradients).values()) < tolerance
-
-
-def test_adapters_with_dropout_or_of_other_inputs_are_computed_apart():
-    model = built(tiny.tiny_qwen3, use_lora=True, lora_dropout=0.1)
-    assert not any("forward" in vars(one) for one in model.modules())
-    matrices = [torch.nn.Linear(4, 2, bias=False) for _ in range(2)]
-    joint = adapters._Joint(matrices)
-    first, second = torch.randn(3, 4), torch.randn(3, 4)
-    for number, values in ((0, first), (1, second), (0, second), (0, second)):
-        expected = matrices[number](values)
-        torch.testing.assert_close(joint.product(number, values), expected)
 
 
 def test_targets_by_name_and_all_linear():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 
 import pytest
@@ -222,15 +221,14 @@ def test_poolings_that_vembed_has_not_are_named(tmp_path):
 
 
 def test_prompts_of_published_models_are_known_by_name_unless_their_files_say():
-    assert published_prompts("intfloat/multilingual-e5-base")[:2] == (
-        "query: ",
-        "passage: ",
-    )
-    assert published_prompts("intfloat/e5-small-v2")[:2] == ("query: ", "passage: ")
-    assert published_prompts("BAAI/bge-base-en-v1.5")[0].startswith(
-        "Represent this sentence"
-    )
-    assert published_prompts("Qwen/Qwen3-Embedding-0.6B")[0].endswith("Query:")
+    for name, query, document in (
+        ("intfloat/multilingual-e5-base", "query: ", "passage: "),
+        ("intfloat/e5-small-v2", "query: ", "passage: "),
+        ("BAAI/bge-base-en-v1.5", "passages: ", ""),
+        ("Qwen/Qwen3-Embedding-0.6B", "Query:", ""),
+    ):
+        prompts = published_prompts(name)
+        assert prompts["query"].endswith(query) and prompts["document"] == document
     assert (
         published_prompts("BAAI/bge-m3") is published_prompts("me/note5-small") is None
     )
@@ -331,13 +329,14 @@ def test_a_folder_is_read_once_and_again_when_its_files_change(tmp_path, monkeyp
     folder = tmp_path / "model"
     shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
     config, read = TrainConfig(model_name=str(folder), data_path="d"), []
-    original = backbones.check_fit
+    original = backbones.layers_of
     monkeypatch.setattr(
-        backbones, "check_fit", lambda *given: read.append(given) or original(*given)
+        backbones, "layers_of", lambda model: read.append(model) or original(model)
     )
     assert described(config) == described(config)
     assert len(read) == 1
-    os.utime(folder / "model.safetensors", ns=(1, 1))
+    settings = json.loads((folder / "config.json").read_text())
+    tiny.write_json(folder / "config.json", {**settings, "layer_norm_eps": 1e-6})
     described(config)
     assert len(read) == 2
 

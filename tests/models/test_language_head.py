@@ -27,13 +27,12 @@ from tests.parity.engine import (
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
-from vembed.models.language_head import (
+from vembed.models.heads import (
     IGNORED_TARGET,
     LanguageHead,
     has_language_head,
 )
 from vembed.parallel.session import start_session
-from vembed.training.auxiliary_losses import AuxiliaryLosses
 
 ROUNDED = 2e-5
 """Error in float64: the norms and rotary positions of these models round to float32 inside."""
@@ -99,11 +98,7 @@ def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
                 config = config_of(
                     folder, strategy=strategy, gradient_checkpointing=strategy == "fsdp"
                 )
-                found.append(
-                    step_on_rank(
-                        case, config, session, AuxiliaryLosses(config.objective)
-                    )[0]
-                )
+                found.append(step_on_rank(case, config, session, config.objective)[0])
     return found
 
 

@@ -127,7 +127,7 @@ def test_padding_on_either_side_and_none(side):
                     "text",
                     {
                         **inputs,
-                        attention.TOKENS: attention.token_index(
+                        attention.TOKENS: attention.real_tokens(
                             inputs["attention_mask"]
                         ),
                     },

@@ -20,11 +20,11 @@ from tests.parts import unlisted_classes
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.inference.embedder import Embedder
-from vembed.models.modalities import pool
+from vembed.models.embedding_model import pool
 from vembed.models.poolings.base import Pooling
 from vembed.models.poolings.table import POOLINGS, check_poolings
 from vembed.saving.files import save_model
-from vembed.training.optimizer import LearningRates, trained_parameters
+from vembed.training.optimizer import trained_parameters
 
 LENGTHS = [5, 1, 9, 3]
 TEXTS = ["red cat", "the list of every old house in this city", "parse"]
@@ -238,8 +238,7 @@ def test_a_trained_pooling_trains_beside_a_frozen_tower(monkeypatch, tmp_path):
     )
     model = model_of(config).train()
     assert model.frozen_modalities() == []
-    rates = LearningRates.given(config.optimizer)
-    trained = trained_parameters(model, nn.Module(), rates)
+    trained = trained_parameters(model, nn.Module(), config.optimizer)
     assert [(one.name, one.learning_rate) for one in trained] == [
         ("pooling.direction", 0.5)
     ]

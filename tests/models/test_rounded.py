@@ -14,7 +14,7 @@ from tests.tiny import shared, tiny_resnet
 from tests.training.test_run import settings
 from vembed.config.loading import load_config
 from vembed.errors import UserError
-from vembed.models.quantized import INT8_MAX, RoundedLinear, round_weights, rounded
+from vembed.models.precision import INT8_MAX, RoundedLinear, round_weights, rounded
 
 
 def test_values_and_gradients_are_those_of_the_rounded_weight():

@@ -37,7 +37,6 @@ from vembed.cli.main import app
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.parallel.session import start_session
-from vembed.training.auxiliary_losses import AuxiliaryLosses
 
 BAG = f"{ROOT / 'tests/own/bag.py'}:Bag"
 PACKED = f"{ROOT / 'tests/own/packed.py'}:PackedBag"
@@ -154,9 +153,7 @@ def on_ranks(place: Path, strategy: str) -> Found:
     with start_session(config_of(CASES[0], place, **more)) as session:
         for case in CASES:
             config = config_of(case, place, **more)
-            gradients, result = step_on_rank(
-                case, config, session, AuxiliaryLosses(config.objective)
-            )
+            gradients, result = step_on_rank(case, config, session, config.objective)
             found.gradients.append(gradients)
             found.auxiliary.append(dict(result.auxiliary))
     return found

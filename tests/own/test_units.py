@@ -24,8 +24,7 @@ from tests.docs.pages import ROOT
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.resolved import FsdpConfig
 from vembed.config.schema import TrainConfig
-from vembed.models.custom.classes import find_class
-from vembed.models.custom.folder import as_options
+from vembed.models.custom.own_code import as_options, find_class
 from vembed.parallel.sharding import choose_units
 
 SIZES = {
@@ -146,7 +145,7 @@ def test_a_class_is_found_beside_the_config(tmp_path):
         == config.model.model_name
         == f"{tmp_path / 'mine.py'}:Bag"
     )
-    assert find_class(config.model.model_class).value.__name__ == "Bag"
+    assert find_class(config.model.model_class).__name__ == "Bag"
     for wrong, said in {
         "mine.py": "must be path/to/file.py:Name",
         "none.py:Bag": "is not a file here",

@@ -180,12 +180,22 @@ def sharded_step(
         optimizer.step()
         parameters.clip_gradients(model.parameters(), 0.25)
         clipped = float(parameters.global_grad_norm(model))
+        held = {
+            "gradients": [one.grad for one in model.parameters()],
+            "optimizer": [
+                state["momentum_buffer"] for state in optimizer.state.values()
+            ],
+        }
+        num_bytes = {"parameters": parameters.local_bytes(model)}
+        for kind, tensors in held.items():
+            local = [parameters.local_tensor(one) for one in tensors if one is not None]
+            num_bytes[kind] = sum(one.nbytes for one in local)
         return Result(
             norm=norm,
             clipped_norm=clipped,
             weights=parameters.full_state_dict(model),
             summary=summary,
-            bytes=parameters.local_bytes(model, optimizer),
+            bytes=num_bytes,
             lines=lines,
             strategy=session.strategy,
             facts={

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
-from tests.commands import command
 from tests.harness import run_ranks
 from tests.measure import gradient_errors
 from tests.parallel.steps import config_of, listen
-from tests.tiny import shared, tiny_bert, tiny_resnet
+from tests.tiny import shared, tiny_bert
 from vembed.parallel import collectives
 from vembed.parallel.batch_norms import share_batch_norms
 from vembed.parallel.session import start_session
@@ -91,48 +86,6 @@ def test_shared_batch_norms_are_those_of_one_process() -> None:
             ["sync_batchnorm: 3 batch norms share their statistics among processes"],
             [],
         )
-
-
-def test_inputs_that_repeat_across_processes_count_as_often_as_they_occur(
-    tmp_path: Path,
-) -> None:
-    draw = np.random.default_rng(0)
-    lines = []
-    for row in range(8):
-        for name in (f"a{row}", f"b{row}"):
-            pixels = draw.integers(0, 255, (32, 32, 3), np.uint8)
-            Image.fromarray(pixels).save(tmp_path / f"{name}.png")
-        # The first image is the positive of every second row, in both halves of the batch.
-        positive = "b0" if row % 2 == 0 else f"b{row}"
-        record = {
-            "query": {"image": f"a{row}.png"},
-            "positive": {"image": f"{positive}.png"},
-        }
-        lines.append(json.dumps(record) + "\n")
-    (tmp_path / "train.jsonl").write_text("".join(lines))
-    norms = []
-    for num_processes in (1, 2):
-        output = tmp_path / f"out{num_processes}"
-        options = {
-            "model_name": str(shared(tiny_resnet)),
-            "data_path": str(tmp_path / "train.jsonl"),
-            "output_dir": str(output),
-            "global_batch_size": 8,
-            "num_processes": num_processes,
-            "max_steps": 2,
-            "learning_rate": 1e-3,
-            "sync_batchnorm": True,
-            "mixed_precision": "no",
-            "micro_batch_tokens": 10**6,
-            "logging_steps": 1,
-            "report_to": "none",
-        }
-        words = [f"{option}={value}" for option, value in options.items()]
-        result = command("train", *words)
-        assert result.returncode == 0, result.stderr
-        rows = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
-        norms.append([row["grad_norm"] for row in rows if "loss" in row])
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
 def test_batch_norms_that_are_not_shared_are_said_to_break_parity() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import platform
 import re
-import resource
 import time
 
 import numpy as np
@@ -113,28 +112,3 @@ def test_gpu_line_has_the_words_of_the_documents(
         "Rank 0, GPU 3: Allocated: 1.23GB, Reserved: 2.34GB, Peak: 3.45GB",
         "Total across 1 processes: Allocated: 1.23GB, Reserved: 2.34GB, Peak: 3.45GB",
     ]
-
-
-def faults_of_large_blocks() -> int:
-    """Page faults of blocks of 16 MB that come and go, in a process of their own."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(20):
-        blocks = [torch.ones(2**22) for _ in range(4)]
-        del blocks
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
-def kept_and_not(_: str) -> tuple[int, int]:
-    as_ever = faults_of_large_blocks()
-    assert memory.keep_freed_memory()
-    faults_of_large_blocks()
-    return as_ever, faults_of_large_blocks()
-
-
-def test_what_a_step_frees_serves_the_next_step() -> None:
-    if platform.libc_ver()[0] != "glibc":
-        assert not memory.keep_freed_memory()
-        return
-    ((as_ever, kept),) = run_ranks(kept_and_not, 1, "", process_group=False)
-    assert as_ever > 100
-    assert kept < as_ever / 10

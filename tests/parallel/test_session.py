@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import json
 import os
 import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,19 +19,13 @@ from torch import nn
 from tests.commands import command
 from tests.harness import rank_outcomes, run_ranks
 from tests.parallel.steps import (
-    check_against_one_process,
     config_of,
     listen,
-    sharded_step,
-    whole_step,
 )
-from tests.tiny import shared, tiny_bert, tiny_dinov2
+from tests.tiny import shared, tiny_bert
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import Decision
 from vembed.errors import UserError
-from vembed.models.families import model_files
 from vembed.parallel import collectives, launch_check, session
-from vembed.parallel.devices import enable_expandable_segments, matmul_precision
 from vembed.parallel.environment import RankInfo, interface_to, read_rank_info
 from vembed.parallel.launch import free_port
 from vembed.parallel.placement import Placement, choose_precision, place
@@ -90,27 +81,6 @@ def test_nodes_counted_as_processes_are_refused() -> None:
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
-
-
-def test_growing_segments_are_asked_for_unless_the_user_says_otherwise() -> None:
-    env: dict[str, str] = {}
-    enable_expandable_segments(env)
-    assert env == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        own = {name: "max_split_size_mb:64"}
-        enable_expandable_segments(own)
-        assert own == {name: "max_split_size_mb:64"}
-
-
-def test_float32_products_are_as_exact_as_before_afterwards() -> None:
-    before = torch.get_float32_matmul_precision()
-    with pytest.raises(KeyError), matmul_precision("high"):
-        assert torch.get_float32_matmul_precision() == "high"
-        with matmul_precision("highest"):
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert torch.get_float32_matmul_precision() == "high"
-        raise KeyError
-    assert torch.get_float32_matmul_precision() == before
 
 
 @pytest.mark.promise("C23", "D15")
@@ -215,40 +185,6 @@ def test_the_estimate_counts_weights_gradients_and_optimizer() -> None:
     adapted, with_adapters = states(use_lora=True, lora_r=1)
     assert 4 * total < adapted < 4 * with_adapters + 12 * (with_adapters - total) + 1
     assert states(quantize_weights="nf4", use_lora=True, lora_r=1)[0] < adapted
-
-
-def test_the_estimate_of_an_adapter_saved_alone_counts_the_weights_below_it(
-    tmp_path: Path,
-) -> None:
-    folder = shared(tiny_bert)
-    (tmp_path / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": str(folder), "r": 4})
-    )
-    (tmp_path / "adapter_model.safetensors").touch()
-    alone, whole = (
-        measure(config_of(one, use_lora=True, lora_r=4)) for one in (tmp_path, folder)
-    )
-    assert alone == whole
-
-
-def test_the_revision_of_the_text_model_is_not_asked_of_the_image_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: dict[str, str | None] = {}
-    folders = {"org/text": shared(tiny_bert), "org/image": shared(tiny_dinov2)}
-
-    def download(name: str, *, revision: str | None = None, **_: Any) -> str:
-        asked[name] = revision
-        return str(folders[name])
-
-    monkeypatch.setattr(model_files, "snapshot_download", download)
-    options = {
-        "image_model_name": "org/image",
-        "mrl_dims": [8],
-        "model_revision": "v2",
-    }
-    assert measure(config_of("org/text", **options)).total > 0
-    assert asked == {"org/text": "v2", "org/image": None}
 
 
 # ---- start and end ---------------------------------------------------------------------------------------------------
@@ -377,31 +313,6 @@ def test_one_launch_holds_several_sessions(tmp_path: Path) -> None:
     assert done.stdout.count("SUM 2.0") == 6
 
 
-def short_session(folder: str) -> int:
-    with session.start_session(config_of(folder, strategy="ddp")) as one:
-        (found,) = collectives.sum_ints([1])
-        if one.rank == 0:
-            time.sleep(0.3)
-        return found
-
-
-def sessions_in_turn(folder: str) -> int:
-    sums = 0
-    for _ in range(3):
-        sums += short_session(folder)
-        gc.collect()  # ends what the session held, also in circles
-    return sums
-
-
-def test_a_rank_may_come_to_the_next_meeting_before_rank_0_has_left_the_last_session() -> (
-    None
-):
-    """Both are at one address: the store of the last session is still there, and would end while they meet."""
-    assert run_ranks(
-        sessions_in_turn, 2, str(shared(tiny_bert)), process_group=False
-    ) == [6, 6]
-
-
 def alone_under_torchrun(folder: str) -> tuple[str, bool]:
     with session.start_session(config_of(folder, strategy="fsdp")) as one:
         one.prepare(nn.Linear(3, 3))
@@ -413,32 +324,6 @@ def test_one_process_under_torchrun_ends_well_too() -> None:
     assert run_ranks(
         alone_under_torchrun, 1, str(shared(tiny_bert)), process_group=False
     ) == [("single", False)]
-
-
-OFFLOADED = {
-    "strategy": "fsdp",
-    "fsdp_offload_params": True,
-    "gradient_checkpointing": False,
-}
-
-
-def alone_but_offloaded(folder: str) -> Any:
-    """What a single GPU with fsdp_offload_params does, on the CPU."""
-    original = session.place
-    session.place = lambda *args, **options: replace(
-        original(*args, **options),
-        strategy=Decision("fsdp", "test"),
-        fsdp=resolve_run(config_of(folder, **OFFLOADED)).fsdp,
-    )
-    return sharded_step(config_of(folder, **OFFLOADED))
-
-
-def test_a_model_can_be_sharded_in_one_process() -> None:
-    folder = str(shared(tiny_bert))
-    result = run_ranks(alone_but_offloaded, 1, folder, process_group=False)
-    check_against_one_process(
-        result, whole_step(config_of(folder, gradient_checkpointing=False), 1)
-    )
 
 
 def test_a_state_that_another_trainer_left_is_replaced() -> None:
@@ -498,51 +383,6 @@ def test_the_others_end_in_time_and_name_rank_and_collective(misfortune: str) ->
     if misfortune == "raises":
         assert outcomes[1].error is not None
         assert "no more paper" in outcomes[1].error
-
-
-def wait_for_nobody(folder: str) -> str:
-    os.environ["WORLD_SIZE"] = "2"
-    launch_check.REFUSAL_SECONDS = 0.1
-    began = time.monotonic()
-    with pytest.raises(UserError) as caught:
-        session.start_session(config_of(folder, dist_timeout_minutes=1 / 60))
-    assert time.monotonic() - began < 20
-    return str(caught.value)
-
-
-def test_a_process_that_never_arrives_is_an_error_with_the_address() -> None:
-    (message,) = run_ranks(
-        wait_for_nobody, 1, str(shared(tiny_bert)), process_group=False
-    )
-    assert message.startswith("Rank 0 did not find all 2 processes at 127.0.0.1:")
-    assert "MASTER_ADDR, MASTER_PORT and WORLD_SIZE and a RANK of its own" in message
-
-
-def between_machines(folder: str) -> tuple[str | None, str | None, list[str]]:
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
-    lines = listen()
-    with session.start_session(config_of(folder, strategy="ddp")) as one:
-        one.barrier()
-        during = os.environ.get("GLOO_SOCKET_IFNAME")
-    return (
-        during,
-        os.environ.get("GLOO_SOCKET_IFNAME"),
-        [line for line in lines if line.startswith("network: ")],
-    )
-
-
-def test_between_machines_gloo_takes_the_interface_that_leads_to_machine_0() -> None:
-    """By itself it takes the address of the machine's own name, which Debian maps to loopback."""
-    loopback = interface_to("127.0.0.1", 29500)
-    assert loopback is not None and loopback.startswith("lo")
-    assert interface_to("nowhere.invalid", 29500) is None
-    message = [
-        f"network: interface {loopback} (it leads to 127.0.0.1; GLOO_SOCKET_IFNAME names another)"
-    ]
-    for found in run_ranks(
-        between_machines, 2, str(shared(tiny_bert)), process_group=False
-    ):
-        assert found == (loopback, None, message)
 
 
 def started_by_hand(

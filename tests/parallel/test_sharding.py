@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from tests.harness import result_of, run_cases, run_ranks
 from tests.parallel.steps import (
@@ -17,9 +15,7 @@ from tests.parallel.steps import (
     build,
     check_against_one_process,
     config_of,
-    parts_of,
     sharded_step,
-    share_of_loss,
     whole_step,
 )
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3, tiny_siglip
@@ -178,45 +174,6 @@ def test_large_gradients_are_reduced_after_every_micro_batch() -> None:
     results = run_cases(reduction, 2, limits, process_group=False)
     assert result_of(results, "once") == [False, False]
     assert result_of(results, "every") == [True, True]
-
-
-def gathers_of_fsdp1(folder: str, strategy: str) -> tuple[set[str], int]:
-    """The strategies of the units, and how many gathers a forward and a backward pass take."""
-    config = config_of(
-        folder, strategy="fsdp", fsdp_version=1, fsdp_sharding_strategy=strategy
-    )
-    count = 0
-    original = dist.all_gather
-
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        return original(*args, **options)
-
-    with session.start_session(config) as one:
-        built, featuriser = build(config, dtype=torch.float32, meta=one.builds_empty)
-        model = one.prepare(built, built.description.layer_classes)
-        dist.all_gather = counted
-        for parts in (parts_of(featuriser, one.rank, number) for number in range(2)):
-            share_of_loss(model(parts)).backward()
-        dist.all_gather = original
-        return {
-            unit.sharding_strategy.name
-            for unit in FullyShardedDataParallel.fsdp_modules(model)
-        }, count
-
-
-def test_units_of_fsdp1_have_the_strategy_that_was_asked_for() -> None:
-    folder = str(shared(tiny_bert, layers=3))
-    cases = {name: (folder, name) for name in ("FULL_SHARD", "SHARD_GRAD_OP")}
-    results = run_cases(gathers_of_fsdp1, 2, cases, process_group=False)
-    found = {name: result_of(results, name)[0] for name in cases}
-    assert {name: units for name, (units, _) in found.items()} == {
-        name: {name} for name in found
-    }
-    assert found["SHARD_GRAD_OP"][1] < found["FULL_SHARD"][1], (
-        "parameters stay whole until the backward pass"
-    )
 
 
 FAMILIES = (tiny_qwen3, tiny_clip, tiny_siglip)

@@ -18,7 +18,7 @@ from tests.losses.reference import reference_loss
 from tests.measure import gradient_errors
 from tests.tiny import shared, texts, tiny_bert, tiny_reranker
 from vembed.config.loading import resolve_run
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import ObjectiveSection, TrainConfig
 from vembed.data.batching import microbatches
 from vembed.data.batching.feeding import Feeder
 from vembed.data.batching.rank_batch import RankBatch, make_rank_batch
@@ -33,7 +33,6 @@ from vembed.models.families.backbones import plain_name
 from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.teachers.supply import Teachers
-from vembed.training.auxiliary_losses import AuxiliaryLosses
 from vembed.training.frozen import InputSource
 from vembed.training.optimizer import synchronise
 from vembed.training.step import (
@@ -150,12 +149,12 @@ def step_of(
     rows: list[Example],
     budget: Budget,
     teachers: Teachers | None = None,
-    auxiliary: AuxiliaryLosses | None = None,
+    auxiliary: ObjectiveSection | None = None,
     **inputs: Any,
 ) -> tuple[ContrastiveStep, RankBatch]:
     """The real step of a prepared model, and this rank's part of the rows. `inputs`: of InputSource."""
     rank = rank_rows(len(rows), session.rank, session.world_size)
-    rank_batch = make_rank_batch(rows[rank], rank.start, 0, 0, featuriser)
+    rank_batch = make_rank_batch(rows[rank], rank.start, featuriser)
     feeder = Feeder(featuriser, session.device)
     source = InputSource(model, feeder, session, **inputs)
     guard = MemoryGuard(session)
@@ -183,7 +182,7 @@ def step_on_rank(
     case: Case,
     config: TrainConfig,
     session: Session,
-    auxiliary: AuxiliaryLosses | None = None,
+    auxiliary: ObjectiveSection | None = None,
     teachers: Teachers | None = None,
 ) -> tuple[dict[str, Tensor], BatchResult]:
     """This rank's part of the case's batch through the real step: the whole gradients by name, and the result."""
@@ -287,7 +286,7 @@ def drawn_batch(
     rank_batches: list[RankBatch] = []
     for rank in range(world_size):
         own = rank_rows(len(rows), rank, world_size)
-        rank_batches.append(make_rank_batch(rows[own], own.start, 0, 0, featuriser))
+        rank_batches.append(make_rank_batch(rows[own], own.start, featuriser))
     lengths = [
         [feature.length for feature in rank_batch.features]
         for rank_batch in rank_batches

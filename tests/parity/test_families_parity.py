@@ -223,9 +223,7 @@ def wanted(name: str) -> dict[str, torch.Tensor]:
     """From the formula: one padded batch of each modality, one dense loss, autograd."""
     config = BY_NAME[name].config()
     model, loss, featuriser = build(config)
-    rank_batch = make_rank_batch(
-        examples(model.description.modalities), 0, 0, 0, featuriser
-    )
+    rank_batch = make_rank_batch(examples(model.description.modalities), 0, featuriser)
     embeddings = torch.zeros(
         len(rank_batch.features), model.description.embedding_dim, dtype=torch.float64
     )

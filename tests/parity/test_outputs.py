@@ -107,7 +107,7 @@ def step_on_rank(strategy: str, cache: bool) -> dict[str, Tensor]:
         loss = MaxSim()
         rank = rank_rows(NUM_EXAMPLES, session.rank, session.world_size)
         featuriser = Featuriser(described(config))
-        batch = make_rank_batch(examples()[rank], rank.start, 0, 0, featuriser)
+        batch = make_rank_batch(examples()[rank], rank.start, featuriser)
         features = [replace(f, rows=f.length - 2) for f in batch.features]
         model = session.prepare(model, ())
         step = ContrastiveStep(

@@ -26,14 +26,13 @@ from tests.parity.engine import (
     step_on_rank,
     worst_error,
 )
-from tests.teachers.test_cache import Data
+from tests.teachers.test_cache import Data, width_of
 from tests.tiny import shared, tiny_bert, tiny_reranker
 from vembed.data.examples import Item
 from vembed.data.row_store import RowStore
 from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
 from vembed.losses.table import LOSSES
 from vembed.parallel.session import start_session
-from vembed.teachers.cached import KIND
 from vembed.teachers.models import item_key, pair_key
 from vembed.teachers.supply import Teachers
 
@@ -66,10 +65,10 @@ DISTILLED = [
     {"loss": "circle", "temperature": 0.2, "guide": "teacher", "weight": 0.5},
 ]
 CASES = [
-    Case("guide", {**GUIDED, **EVERY_NEGATIVE}, data="several"),
+    Case("guide", {"losses": [GUIDED], **EVERY_NEGATIVE}, data="several"),
     Case(
         "guide-own-kept-graphs",
-        {**GUIDED, "hard_negatives_scope": "own"},
+        {"losses": [GUIDED], "hard_negatives_scope": "own"},
         data="several",
         cache=False,
     ),
@@ -196,10 +195,10 @@ def wanted(case: Case, folder: Path) -> dict[str, torch.Tensor]:
 def answered(case: Case, batch: LossBatch, folder: Path) -> LossBatch:
     """The batch with the teachers' answers, one vector for each occurrence."""
     stores = [
-        RowStore(folder / "teachers", path.name, KIND)
+        RowStore(folder / "teachers", path.name, "teacher", ".answers")
         for path in (folder / "teachers").iterdir()
     ]
-    by_width = {store.width: store for store in stores}
+    by_width = {width_of(store): store for store in stores}
 
     def answers(keys: list[bytes], width: int) -> torch.Tensor:
         rows = by_width[width].find_rows(keys)

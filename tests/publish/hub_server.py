@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, unquote
+from urllib.parse import unquote
 
 TOKEN = "hf_" + "abcdefgh" * 4
 
@@ -22,7 +22,6 @@ class Repository:
 
     is_private: bool
     files: dict[str, bytes] = field(default_factory=dict)
-    large: set[str] = field(default_factory=set)
     commits: list[tuple[str, list[str]]] = field(default_factory=list)
     tags: dict[str, dict[str, bytes]] = field(default_factory=dict)
 
@@ -113,35 +112,20 @@ class Handler(BaseHTTPRequestHandler):
             200 if is_new else 409, {"url": f"{self.hub.url}/{name}", "name": name}
         )
 
-    def paths_info(self, repository: Repository, data: bytes) -> None:
-        found = []
-        for path in parse_qs(data.decode())["paths"]:
+    def preupload(self, repository: Repository, data: bytes) -> None:
+        rows = []
+        for file in json.loads(data)["files"]:
+            path = file["path"]
+            is_large = path.endswith(".safetensors")
+            mode = "lfs" if is_large else "regular"
+            row = {"path": path, "uploadMode": mode, "shouldIgnore": False}
             if path in repository.files:
                 content = repository.files[path]
-                row: dict[str, Any] = {
-                    "type": "file",
-                    "path": path,
-                    "size": len(content),
-                    "oid": oid(content),
-                }
-                if path in repository.large:
-                    row["lfs"] = {
-                        "size": len(content),
-                        "oid": hashlib.sha256(content).hexdigest(),
-                        "pointerSize": 1,
-                    }
-                found.append(row)
-        self.answer(200, found)
-
-    def preupload(self, repository: Repository, data: bytes) -> None:
-        files = json.loads(data)["files"]
-        found = []
-        for one in files:
-            mode = "lfs" if one["path"].endswith(".safetensors") else "regular"
-            found.append(
-                {"path": one["path"], "uploadMode": mode, "shouldIgnore": False}
-            )
-        self.answer(200, {"files": found})
+                row["oid"] = (
+                    hashlib.sha256(content).hexdigest() if is_large else oid(content)
+                )
+            rows.append(row)
+        self.answer(200, {"files": rows})
 
     def batch(self, values: dict[str, Any]) -> None:
         objects = []
@@ -171,7 +155,6 @@ class Handler(BaseHTTPRequestHandler):
             value = line["value"]
             if line["key"] == "lfsFile":
                 repository.files[value["path"]] = self.hub.stored[value["oid"]]
-                repository.large.add(value["path"])
             else:
                 repository.files[value["path"]] = base64.b64decode(value["content"])
             paths.append(value["path"])

@@ -173,21 +173,6 @@ def test_a_published_decoder_in_the_layout_of_cross_encoder(tmp_path: Path) -> N
     assert vembed.Reranker(saved).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_trained_decoder_is_a_teacher(tmp_path: Path) -> None:
-    final = trained(tmp_path, shared(tiny_qwen3_reranker), max_length=512)
-    config = {
-        "model_name": str(shared(tiny_bert)),
-        "data_path": str(tmp_path / "train.jsonl"),
-        "output_dir": str(tmp_path / "embedder"),
-        "loss": "margin_mse",
-        "teacher": str(final),
-        "batch_size": 8,
-        "max_steps": 1,
-        "report_to": [],
-    }
-    assert vembed.train(config).model_dir.is_dir()
-
-
 def test_a_decoder_with_a_new_label(tmp_path: Path) -> None:
     final = trained(tmp_path, shared(tiny_qwen3), reranker_head="label")
     names = json.loads((final / "config.json").read_text())["architectures"]
@@ -318,7 +303,14 @@ def test_documents_are_ranked(tmp_path: Path) -> None:
         ({"mine": {"every_epochs": 1}}, "mine"),
         ({"hard_negatives_scope": "own"}, "hard_negatives_scope"),
         ({"same_side_negatives": "both"}, "same_side_negatives"),
-        ({"loss": "kl", "teacher": "scores", "distill_candidates": "batch"}, "distill"),
+        (
+            {
+                "losses": [
+                    {"loss": "kl", "teacher": "scores", "distill_candidates": "batch"}
+                ]
+            },
+            "distill",
+        ),
         ({"bidirectional": True}, "bidirectional"),
         ({"task": "embed", "rerank_top_k": 5}, "rerank_top_k"),
         ({"task": "embed", "in_batch_negatives": 5}, "in_batch_negatives"),

@@ -307,14 +307,10 @@ def test_vllm_scores(reranking: Server) -> None:
     ("route", "values", "words"),
     [
         ("/rerank", {"texts": DOCUMENTS}, "query"),
-        ("/rerank", {"query": QUERY}, "documents"),
-        ("/rerank", {"query": QUERY, "texts": []}, "texts"),
         ("/rerank", {"query": ["a", "b"], "texts": DOCUMENTS}, "2 queries"),
         ("/rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": 0}, "top_n"),
         ("/rerank", {"query": QUERY, "documents": [{"title": "a"}]}, "documents"),
-        ("/score", {"text_1": ["a", "b"], "text_2": DOCUMENTS}, "3 documents"),
         ("/embed", {"inputs": TEXTS}, "/rerank"),
-        ("/v1/embeddings", {"input": TEXTS}, "/rerank"),
     ],
 )
 def test_what_clients_of_a_reranker_get_wrong(
@@ -336,27 +332,20 @@ def test_an_embedding_model_reranks_nothing(server: Server, route: str) -> None:
 @pytest.mark.parametrize(
     ("route", "values", "status", "words"),
     [
-        ("/v1/embeddings", {}, 400, "input"),
         ("/v1/embeddings", {"input": []}, 400, "input"),
         ("/v1/embeddings", {"input": ["a", [1]]}, 400, "input"),
-        ("/v1/embeddings", {"input": [1, True]}, 400, "input"),
         ("/v1/embeddings", {"input": [1, -2]}, 400, "-2"),
-        ("/v1/embeddings", {"input": [1, 10**30]}, 400, "token ids"),
         ("/v1/embeddings", {"input": [[1], [2] * 9000]}, 400, "input[1]"),
         ("/v1/embeddings", {"input": [1], "input_type": "query"}, 400, "input_type"),
         ("/v1/embeddings", {"input": ["a"] * 2049}, 400, "2,048"),
         ("/v1/embeddings", {"input": "a", "dimensions": 99}, 400, "1 to 24"),
-        ("/v1/embeddings", {"input": "a", "dimensions": True}, 400, "dimensions"),
-        ("/v1/embeddings", {"input": "a", "encoding_format": "int4"}, 400, "int4"),
         ("/v1/embeddings", {"input": "a", "input_type": "passage"}, 400, "passage"),
         ("/embed", [], 400, "JSON object"),
         ("/embed", {"inputs": float("nan")}, 400, "NaN"),
         ("/embed", {"inputs": ["a", "half an emoji \ud83d"]}, 400, "inputs[1]"),
         ("/embed", {"inputs": ["a", "b" * 1_000_001]}, 413, "inputs[1]"),
         ("/nowhere", {}, 404, "/nowhere"),
-        ("/embed/", {}, 404, "/embed/"),
         ("/health", {}, 405, "POST /health"),
-        ("/embed", None, 405, "GET /embed"),
     ],
 )
 def test_what_clients_get_wrong(

@@ -17,7 +17,6 @@ from vembed.data.examples import Example, Item, ReadAs
 from vembed.data.row_store import RowStore
 from vembed.errors import UserError
 from vembed.parallel.session import start_session
-from vembed.teachers.cached import KIND
 from vembed.teachers.supply import Teachers
 
 LOSSES = [
@@ -87,12 +86,26 @@ def config() -> TrainConfig:
     return config_of(shared(tiny_bert), shared(tiny_reranker), strategy="ddp")
 
 
+def width_of(store: RowStore) -> int:
+    """Values per row of a store, 0 without rows."""
+    rows = store.find_rows(list(store._places._recent)[:1])
+    return sum(map(len, rows.values()))
+
+
 def stores(cache: Path) -> dict[int, RowStore]:
     found = [
-        RowStore(cache / "teachers", path.name, KIND)
+        RowStore(cache / "teachers", path.name, "teacher", ".answers")
         for path in (cache / "teachers").iterdir()
     ]
-    return {store.width or 0: store for store in found}
+    return {width_of(store): store for store in found}
+
+
+def answers_on_disk(cache: Path) -> dict[int, np.ndarray]:
+    """All rows of each store, in the order of their keys."""
+    answers = {}
+    for width, store in stores(cache).items():
+        answers[width] = store.read_rows(sorted(store._places._recent))
+    return answers
 
 
 def test_two_ranks_answer_once_and_a_second_run_reads(
@@ -115,30 +128,23 @@ def test_damage_is_named_and_mended(
     tmp_path: Path, config: TrainConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(1, config, tmp_path)
-    whole = {
-        width: store.find_rows(list(store._places._recent))
-        for width, store in stores(tmp_path).items()
-    }
-    (file,) = stores(tmp_path)[32].folder.glob("*.answers")
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 3])
-    (other,) = stores(tmp_path)[1].folder.glob("*.answers")
-    other.write_bytes(b"something else entirely, of another program" * 9)
+    whole = answers_on_disk(tmp_path)
+    kept = stores(tmp_path)
+    (file,) = kept[32].folder.glob("*.answers.keys")
+    file.write_bytes(b"")
+    (other,) = kept[1].folder.glob("*.answers")
+    other.write_bytes(other.read_bytes()[:100])
     caplog.set_level(logging.WARNING, logger="vembed")
     with caplog.at_level(logging.INFO, logger="vembed"):
-        assert prepare(config, tmp_path, rows()) == {"bert": 90, "reranker": 60}
+        assert prepare(config, tmp_path, rows()) == {"bert": 90, "reranker": 48}
     assert (
         f"{stores(tmp_path)[32].folder} holds 0 answers of 90: the others are computed anew"
         in caplog.text
     )
-    assert f"{other} does not hold answers of this teacher" in caplog.text
-    again = {
-        width: store.find_rows(list(store._places._recent))
-        for width, store in stores(tmp_path).items()
-    }
-    for width, found in again.items():
-        assert len(found) == len(whole[width])
-        for one, two in zip(found.values(), whole[width].values(), strict=True):
-            np.testing.assert_allclose(one, two, atol=1e-6)
+    assert f"{kept[1].folder} holds 12 answers of 60" in caplog.text
+    again = answers_on_disk(tmp_path)
+    for width, answers in again.items():
+        np.testing.assert_allclose(answers, whole[width], atol=1e-6)
 
 
 def test_the_answers_change_with_the_model_and_its_settings(
@@ -180,7 +186,7 @@ def test_two_runs_at_once_share_a_folder(tmp_path: Path) -> None:
     """Each process writes a file of its own and sees what the others have written; nobody reads half a block."""
     keys = [number.to_bytes(16, "little") for number in range(40)]
     rows = np.arange(160, dtype=np.float32).reshape(40, 4)
-    runs = [RowStore(tmp_path, "identity", KIND) for _ in range(2)]
+    runs = [RowStore(tmp_path, "identity", "teacher", ".answers") for _ in range(2)]
     for start in range(0, 40, 5):
         for store, size in zip(runs, (5, 12), strict=True):
             wanted = range(start, min(start + size, 40))
@@ -195,7 +201,7 @@ def test_two_runs_at_once_share_a_folder(tmp_path: Path) -> None:
     assert len(files) == 2
     with files[0].open("ab") as file:
         file.write(b"the beginning of a block that is being written")
-    found = RowStore(tmp_path, "identity", KIND).find_rows(keys)
+    found = RowStore(tmp_path, "identity", "teacher", ".answers").find_rows(keys)
     assert len(found) == 40
     for place, row in found.items():
         assert np.array_equal(row, rows[place])

@@ -145,4 +145,5 @@ def test_losses_that_compare_with_hard_negatives_alone_need_some(
     ):
         train(tmp_path, pairs, loss=loss, teacher=teacher)
     if loss == "kl":  # over the whole batch there is something to compare
-        train(tmp_path, pairs, loss=loss, teacher=teacher, distill_candidates="batch")
+        losses = [{"loss": loss, "distill_candidates": "batch"}]
+        train(tmp_path, pairs, losses=losses, teacher=teacher)

@@ -28,7 +28,6 @@ from vembed.data.row_store import RowStore
 from vembed.errors import UserError
 from vembed.inference.reranker import Reranker
 from vembed.parallel.session import start_session
-from vembed.teachers.cached import KIND
 from vembed.teachers.models import PairTeacher, is_sharded
 from vembed.teachers.supply import Teachers, teacher_kind
 
@@ -78,7 +77,7 @@ def answer(config: TrainConfig, cache: Path, data: list[list[Example]]) -> list[
 def kept(cache: Path) -> dict[str, dict[bytes, np.ndarray]]:
     """All answers in a cache, by store and key."""
     stores = [
-        RowStore(cache / "teachers", path.name, KIND)
+        RowStore(cache / "teachers", path.name, "teacher", ".answers")
         for path in sorted((cache / "teachers").iterdir())
     ]
     found = {}
@@ -181,7 +180,7 @@ def test_a_teacher_that_does_not_fit_is_sharded(
     teacher = Teacher(model=str(shared(tiny_bert)))
     size = sum(path.stat().st_size for path in shared(tiny_bert).rglob("*.safetensors"))
     monkeypatch.setattr(
-        "vembed.parallel.collectives.broadcast_json", lambda value: value
+        "vembed.parallel.collectives.broadcast_object", lambda value: value
     )
 
     ranks: Any = SimpleNamespace(world_size=2, memory=size)

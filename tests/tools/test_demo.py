@@ -1,34 +1,24 @@
 """`vembed demo`: its data, its files, and one real run of the quick size."""
 
 import importlib.util
-import io
 import json
 from dataclasses import astuple
 from types import SimpleNamespace
 
 import pytest
-import yaml
-from rich.console import Console
 
 from vembed import UserError
 from vembed.cli.commands import demo
 from vembed.cli.commands.demo import (
     FULL,
     Pair,
-    before_and_after,
-    demo_yaml,
     free_folder,
     split_by_module,
     standard_library_pairs,
 )
-from vembed.config.schema import TrainConfig
+from vembed.config.loading import load_config
 from vembed.data.near_duplicates import normal_text
-from vembed.evaluation.report.record import (
-    RecordedEvaluation,
-    RunRecord,
-    read_run,
-)
-from vembed.evaluation.report.summary import RunSummary
+from vembed.evaluation.report.record import read_run
 
 
 @pytest.fixture(scope="module")
@@ -110,33 +100,12 @@ def test_no_module_is_in_both_parts_and_the_split_is_the_same_each_time(pairs):
     assert packages[0].isdisjoint(packages[1])
     assert min(map(len, packages)) > 20, "many modules on both sides"
     assert split_by_module(list(pairs), FULL.num_train, FULL.num_val) == (train, val)
-
-
-def test_no_text_of_the_validation_pairs_occurs_twice(pairs):
-    train, val = split_by_module(pairs, 1536, 1000)
     trained = {normal_text(text) for pair in train for text in astuple(pair)[1:]}
     measured = [normal_text(text) for pair in val for text in astuple(pair)[1:]]
-    assert len(set(measured)) == len(measured) == 2000
-    assert not trained.intersection(measured)
-
-
-def test_a_library_without_docstrings_is_named(pairs):
+    assert len(set(measured)) == len(measured) == 2 * FULL.num_val
+    assert trained.isdisjoint(measured)
     with pytest.raises(UserError, match=r"the demo needs 1,536 and 1,000"):
         split_by_module(pairs[:100], 1536, 1000)
-
-
-def test_the_yaml_is_a_config_to_go_on_from(tmp_path):
-    folder = tmp_path / "my # folder: one"
-    text = demo_yaml(tmp_path / "a model", folder, FULL)
-    config = TrainConfig(**yaml.safe_load(text))
-    assert config.model.model_name == str(tmp_path / "a model")
-    assert config.data.data_path == str(folder / "data" / "train.jsonl")
-    assert (config.batch.batch_size, config.model.max_length) == (64, 128)
-    assert config.optimizer.learning_rate == "auto", (
-        "`vembed demo use_lora=true` would learn little at the rate of all weights"
-    )
-    assert config.matryoshka.mrl_dims == [384, 256, 128, 64]
-    assert max(map(len, text.splitlines())) < 160
 
 
 def test_an_earlier_run_is_never_overwritten(tmp_path):
@@ -162,21 +131,11 @@ def test_a_missing_and_an_empty_model_package_are_named(monkeypatch, tmp_path):
     assert not (tmp_path / "demo").exists()
 
 
-def test_table_without_matryoshka_and_without_a_first_evaluation(tmp_path):
-    scores = {"ndcg@10": 0.625, "mrr@10": 0.5, "recall@10": 0.75}
-    evaluations = [RecordedEvaluation(1, 1.0, scores)]
-    record = RunRecord(tmp_path, {}, [], evaluations, RunSummary())
-    console = Console(file=io.StringIO(), width=100)
-    console.print(before_and_after(record))
-    last = console.file.getvalue().splitlines()[-1]
-    assert last.split() == ["all", "0.625", "0.500", "0.750"]
-
-
 def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch, pairs):
     # Reading the standard library takes seconds.
     monkeypatch.setattr(demo, "standard_library_pairs", lambda: pairs)
     monkeypatch.setattr(demo, "QUICK", demo.Size(32, 40, 16, 48))
-    folder = tmp_path / "demo"
+    folder = tmp_path / "demo # one: two"
     assert demo.demo(["report_to=none"], str(folder), quick=True) == 0
     record = read_run(folder)
     output = capsys.readouterr().out
@@ -186,8 +145,13 @@ def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch, pairs):
     assert [line["step"] for line in record.steps] == [1, 2]
     firsts = [line.split()[0] for line in output.splitlines() if line.strip()]
     assert [name for name in firsts if name.isdecimal()] == ["384", "256", "128", "64"]
-    name = "dim64/mrr@10"
-    assert f"{record.before[name]:.3f} -> {record.after[name]:.3f}" in output
+    name = "dim64/ndcg@10"
+    assert f"{record.before[name]:.4f}" in output
+    assert f"{record.after[name]:.4f}" in output
+    config = load_config(folder / "demo.yaml")
+    assert config.optimizer.learning_rate == "auto", (
+        "`vembed demo use_lora=true` would learn little at the rate of all weights"
+    )
     for path in (folder / "final", folder / "report.html", folder / "demo.yaml"):
         assert path.exists()
         assert str(path) in output

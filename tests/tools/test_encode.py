@@ -96,9 +96,7 @@ def test_kind_and_cut(texts):
     "records",
     [
         TEXTS,
-        [{"query": text, "positive": "not this"} for text in TEXTS],
         [{"title": "no", "body": text} for text in TEXTS],
-        [{"body": {"text": text}} for text in TEXTS],
         [
             {"title": text.split()[0], "text": " ".join(text.split()[1:])}
             for text in TEXTS
@@ -146,40 +144,10 @@ def test_rows_of_a_table(folder, name):
         vectors_of(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "bad"),
-    [
-        (
-            "a.csv",
-            'id,text\n1,one\n2,two,three\n\n4,"four\n5,five\n',
-            {2: "the number of cells is 3", 3: "not CSV"},
-        ),
-        ("a.tsv", 'id\ttext\n1\t"one\n2\n5\tfive\n', {2: "the number of cells is 1"}),
-    ],
-)
-def test_rows_that_are_no_rows_are_left_out(folder, name, content, bad):
-    (folder / name).write_text(content)
-    with pytest.raises(UserError, match=f"{name}:3: the number of cells is"):
-        vectors_of(name, "out.parquet")
-    vectors_of(name, "out.parquet", on_bad_record="skip")
-    # A quote that stays open takes no row along.
-    assert pq.read_table("out.parquet").column("id").to_pylist() == ["1", "5"]
-    skipped = rows_in(folder / "out.skipped.jsonl")
-    assert [row["row"] for row in skipped] == list(bad)
-    assert all(bad[row["row"]] in row["reason"] for row in skipped)
-
-
-def test_files_larger_than_a_chunk(texts, monkeypatch):
-    monkeypatch.setattr(encode, "CHUNK_ROWS", 4)
-    for name in ("out.npy", "out.parquet"):
-        np.testing.assert_allclose(vectors_of(texts, name), expected(), atol=1e-6)
-    assert pq.ParquetFile("out.parquet").num_row_groups == 2
-
-
-@pytest.mark.parametrize("name", ["out.npy", "out.parquet"])
-def test_an_empty_file_gives_no_rows(folder, name):
+def test_an_empty_file_gives_no_rows(folder):
     (folder / "empty.txt").touch()
-    assert len(vectors_of("empty.txt", name)) == 0
+    for name in ("out.npy", "out.parquet"):
+        assert len(vectors_of("empty.txt", name)) == 0
 
 
 @pytest.mark.parametrize(
@@ -188,25 +156,16 @@ def test_an_empty_file_gives_no_rows(folder, name):
         ("a.txt", b"one\n\nthree\n", r"a\.txt:2: empty"),
         ("a.txt", b"one\n\xff\xfe\n", r"a\.txt:2: not UTF-8"),
         ("a.jsonl", b'{"text": "one"}\n{broken\n', r"a\.jsonl:2: not JSON"),
-        ("a.jsonl", b'"one"\n' + b"[" * 100_000, r"a\.jsonl:2: "),
         ("a.jsonl", b'{"txt": "one"}\n', r"a\.jsonl:1: no text .*it has txt"),
-        ("a.jsonl", b'{"text": 3}\n', r"a\.jsonl:1: no text"),
-        ("a.jsonl", b'{"text": " "}\n', r"a\.jsonl:1: no text"),
         ("a.jsonl", b'{"image": 3}\n', r"a\.jsonl:1: an image that is no path"),
         ("a.jsonl", b'{"image": "../x.png"}\n', r"a\.jsonl:1: .*leads out of"),
-        ("a.jsonl", b"3\n", r"a\.jsonl:1: neither an object nor a text"),
         ("a.json", b'[{"text": 3}]\n', r"a\.json:1: no text"),
-        ("a.jsonl.gz", b"\x1f\x8b", r"a\.jsonl\.gz cannot be unpacked as gzip"),
         (
             "a.csv.gz",
             gzip.compress(b'text\none\n""\n', mtime=0),
             r"a\.csv\.gz:3: no text",
         ),
-        ("a.jsonl.xz", b"", r"a\.jsonl\.xz .*unxz -k"),
-        ("a.feather", b"ARROW1", r"a\.feather has the ending \.feather"),
-        ("a.csv", "text\none\n".encode("utf-16"), r"a\.csv is UTF-16 text"),
         ("a.csv", b"id,text\n1,\xff\n", r"a\.csv:2: not UTF-8"),
-        ("a.parquet", b"nothing", "cannot be read as Parquet"),
     ],
 )
 def test_a_bad_line_is_named_and_an_old_file_stays(folder, name, content, message):
@@ -223,14 +182,11 @@ def test_packed_files_and_saved_data_sets(texts, folder):
     records = [{"id": str(number), "text": text} for number, text in enumerate(TEXTS)]
     frame = datasets.Dataset.from_list(records)
     frame.save_to_disk("saved")
-    write_rows(folder / "a.jsonl", records)
-    frame.to_pandas().to_csv("a.csv")
-    for name in (texts, "a.jsonl", "a.csv"):
-        packed = gzip.compress((folder / name).read_bytes())
-        (folder / f"{name}.gz").write_bytes(packed)
-    for name in (f"{texts}.gz", "a.jsonl.gz", "a.csv.gz", "saved"):
-        np.testing.assert_allclose(vectors_of(name), expected(), atol=1e-6)
-    vectors_of("saved", "out.parquet")
+    (folder / "texts.txt.gz").write_bytes(gzip.compress((folder / texts).read_bytes()))
+    np.testing.assert_allclose(vectors_of("texts.txt.gz"), expected(), atol=1e-6)
+    np.testing.assert_allclose(
+        vectors_of("saved", "out.parquet"), expected(), atol=1e-6
+    )
     ids = pq.read_table("out.parquet").column("id").to_pylist()
     assert ids == [record["id"] for record in records]
     datasets.DatasetDict(train=frame, test=frame).save_to_disk("both")
@@ -242,13 +198,10 @@ def test_packed_files_and_saved_data_sets(texts, folder):
     ("source", "target", "options", "message"),
     [
         ("texts.txt", "out.csv", {}, r"writes \.npy and \.parquet"),
-        ("texts.txt", "nowhere/out.npy", {}, "is not a folder"),
         ("missing.txt", "out.npy", {}, r"missing\.txt cannot be read: No such file"),
         ("texts.txt", "out.npy", {"column": "body"}, "has no column body"),
-        ("texts.txt", "out.npy", {"keep": "id"}, "text has no columns"),
         ("table.csv", "out.npy", {"column": "Fragen"}, r"table\.csv:2: .*has Nr, Frage"),
         ("table.csv", "out.npy", {"column": "Frage", "keep": "Nrr"}, "--keep Nrr: .*has Nr"),
-        ("table.csv", "out.npy", {"keep": "Nr,Nr"}, "--keep Nr,Nr"),
         ("gap.csv", "out.npy", {"column": "Frage"}, r"gap\.csv:3: Frage is empty"),
         ("texts.txt", "out.npy", {"ranges": "r.npy"}, "--ranges"),
         ("texts.txt", "out.npy", {"pooling": "cls"}, "--pooling"),
@@ -302,15 +255,11 @@ def test_a_folder_of_images(pictures, folder):
         vectors_of(pictures)
 
 
-def test_images_that_cannot_be_read_are_named_together(damaged, monkeypatch):
-    """In the first chunk before the model is loaded, later when the first of them is met."""
+def test_images_that_cannot_be_read_are_named_together(damaged):
     (damaged / "worse.png").write_bytes(b"nothing")
     both = r"--on-bad-record skip:\n  .*bad\.jpg is broken.*\n  .*worse\.png is none"
     with pytest.raises(UserError, match=both):
         vectors_of(damaged, model="no model")
-    monkeypatch.setattr("vembed.cli.encode_input.FIRST_ROWS", 1)
-    with pytest.raises(UserError, match=both):
-        vectors_of(damaged, model=CLIP)
     for path in damaged.rglob("[a-c].*"):
         path.unlink()
     with pytest.raises(UserError, match=r"none of the 2 inputs .*bad\.jpg is broken"):

@@ -15,7 +15,7 @@ from tests.built import model_of
 from tests.tiny import shared, tiny_bert, tiny_qwen3
 from tests.training.test_run import settings
 from vembed.cli.commands.export import copy_model, export
-from vembed.cli.commands.plan import plan
+from vembed.cli.commands.train import plan
 from vembed.config.loading import resolve_run
 from vembed.errors import UserError
 from vembed.models.precision import Bf16Linear

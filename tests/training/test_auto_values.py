@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ import yaml
 import vembed
 from tests import tiny
 from tests.data.files import write_jsonl
+from tests.training.test_run import metrics
 from vembed.config.auto import (
     RunSize,
     Trained,
@@ -32,6 +34,8 @@ SIZE = RunSize(
     num_evaluated=400,
     checkpoint_bytes=10**8,
 )
+UNSCORED = {"val_data_path": None}
+LARGE = {"checkpoint_bytes": 10**11}
 
 
 def kept(config, saved):
@@ -40,60 +44,41 @@ def kept(config, saved):
     return kept_decisions(config, {"config": saved, "identity": {}}, 1)
 
 
-def peak(config, facts):
-    return peak_rate(config.objective, config.adapters, facts)
+ADAPTERS = {"what": "adapters"}
 
 
-def rate(
-    what="weights",
-    family="text_encoder",
-    width=384,
-    **options,
-):
-    facts = Trained(
-        what,
-        family,
-        width,
-        options.pop("tuned", True),
-        options.pop("new", False),
-        family == "clip",
-    )
-    return peak(TrainConfig(**BASE, **options), facts).value
-
-
-def test_the_rate_follows_what_is_trained():
-    full = rate()
-    assert rate("head") > full and rate(new=True) > rate(tuned=False) > full
-    assert (
-        rate(width=4096, family="text_decoder")
-        < rate(width=1024, family="text_decoder")
-        < full
-    )
-    assert rate(family="clip", width=512) < full
-    adapters = rate("adapters")
-    assert adapters > 5 * full
-    assert rate("adapters", lora_r=64) == adapters, "alpha / r takes the rank out"
-    assert rate("adapters", lora_alpha=64) == pytest.approx(adapters / 2, rel=0.05)
-    assert rate("adapters", lora_variant="rslora") < adapters
-    assert rate("adapters", family="clip", width=512) < adapters
-    assert rate(loss="cosent") == full, "a quarter for initial weights alone"
-    assert rate(new=True, loss="cosent") == pytest.approx(rate(new=True) / 4, rel=0.05)
-
-
-def test_weights_of_narrow_models_get_higher_rates_below_those_of_initial_ones():
-    for family in ("text_decoder", "clip"):
-        rates = [
-            rate(family=family, width=width, tuned=False)
-            for width in (512, 256, 192, 48)
-        ]
-        assert rates == sorted(rates) and rates[0] < rates[2] / 4
-    assert rate(width=192, tuned=False) < rate(width=192, new=True)
-    assert rate(width=48, tuned=False) == pytest.approx(0.75 * rate(width=48, new=True))
-    times, times_all = (
-        rate(what, width=192, tuned=False) / rate(what, width=384, tuned=False)
-        for what in ("adapters", "weights")
-    )
-    assert 2 < times < times_all / 2, "adapters of narrow models rise too, by the root"
+@pytest.mark.parametrize(
+    ("facts", "options", "rate"),
+    [
+        ({}, {}, 8e-5),
+        ({}, {"loss": "cosent"}, 8e-5),
+        ({"is_tuned": False}, {}, 1e-4),
+        ({"family": "text_decoder", "width": 4096}, {}, 7.5e-6),
+        ({"family": "clip", "width": 512, "has_scale": True}, {}, 1e-5),
+        # Narrow models get more, and less than initial weights.
+        ({"width": 192, "is_tuned": False}, {}, 9.6e-4),
+        ({"family": "clip", "width": 48, "has_scale": True}, {}, 1.5e-3),
+        ({"what": "head"}, {}, 1e-3),
+        ({"is_new": True}, {}, 6.7e-4),
+        ({"is_new": True}, {"loss": "cosent"}, 1.7e-4),
+        # Long runs of all weights get less.
+        ({"total_steps": 200}, {}, 6.7e-5),
+        ({"total_steps": 10_000}, {}, 5.7e-5),
+        ({"total_steps": 10_000, "width": 192}, {}, 6.4e-4),
+        ({"total_steps": 10_000, "width": 4096}, {}, 5.3e-6),
+        (ADAPTERS, {}, 1.2e-3),
+        (ADAPTERS, {"lora_r": 64}, 1.2e-3),
+        (ADAPTERS, {"lora_alpha": 64}, 6e-4),
+        (ADAPTERS, {"lora_variant": "rslora"}, 2.1e-4),
+        ({**ADAPTERS, "width": 192, "is_tuned": False}, {}, 4.6e-3),
+        ({**ADAPTERS, "total_steps": 20}, {}, 1.9e-3),
+    ],
+)
+def test_the_rate_follows_what_is_trained(facts, options, rate):
+    config = TrainConfig(**BASE, **options)
+    defaults = {"what": "weights", "family": "text_encoder", "width": 384}
+    trained = Trained(**{"is_tuned": True, "is_new": False, **defaults, **facts})
+    assert peak_rate(config.objective, config.adapters, trained).value == rate
 
 
 def test_losses_on_the_order_of_scores_have_a_temperature_of_their_own():
@@ -132,30 +117,6 @@ def test_infonce_has_the_temperature_with_which_the_model_was_trained():
     }, "a resumed run keeps what its checkpoint has"
 
 
-def test_adapters_of_short_runs_get_a_higher_rate_and_weights_of_long_ones_a_lower():
-    def steps(what, number, width=384, *, has_scale=False):
-        facts = Trained(
-            what, "text_encoder", width, True, False, has_scale, total_steps=number
-        )
-        return peak(TrainConfig(**BASE), facts).value
-
-    assert steps("adapters", 20) > steps("adapters", 48) == steps("adapters", 10_000)
-    assert (
-        steps("weights", 20)
-        == steps("weights", 100)
-        > steps("weights", 200)
-        > steps("weights", 400)
-    )
-    assert steps("weights", 10_000) == pytest.approx(
-        steps("weights", 100) * 0.71, rel=0.01
-    )
-    assert steps("weights", 10_000, 4096) >= 5e-6
-    for width, has_scale in ((192, False), (768, True)):
-        assert steps("weights", 20, width, has_scale=has_scale) == steps(
-            "weights", 10_000, width, has_scale=has_scale
-        )
-
-
 @pytest.mark.parametrize(
     ("examples", "texts", "towers"),
     [
@@ -179,84 +140,56 @@ def test_few_examples_are_seen_more_often(examples, texts, towers):
     assert epochs(True, epochs=2.5) == 2.5
 
 
-def intervals_of(config, size):
-    return run_intervals(
-        config.evaluation,
-        config.run,
-        config.logging.logging_steps,
-        size,
-        has_validation=config.data.val_data_path is not None,
+@pytest.mark.parametrize(
+    ("options", "size", "found"),
+    [
+        # eval_steps, save_steps, load_best_model_at_end, patience
+        ({}, {}, (100, 100, True, 4)),
+        ({}, {"num_evaluated": 6_000}, (300, 300, True, 4)),
+        # Even the fewest evaluations would take longer than the training.
+        (
+            {},
+            {"total_steps": 100, "num_evaluated": 60_000},
+            (None, None, False, None),
+        ),
+        (UNSCORED, {"num_evaluated": 0}, (None, 100, False, None)),
+        (
+            UNSCORED,
+            {"num_evaluated": 0, "total_steps": 50},
+            (None, None, False, None),
+        ),
+        ({}, LARGE, (100, None, False, 4)),
+        (
+            {"load_best_model_at_end": True},
+            {**LARGE, "total_steps": 8},
+            (2, 2, True, 4),
+        ),
+        # What the config gives stays.
+        (
+            {"eval_steps": 7, "save_steps": None, "patience": 2},
+            {},
+            (7, None, False, 2),
+        ),
+        ({"epochs": 2}, {}, (100, 100, True, None)),
+        # Every checkpoint has a score.
+        ({"save_steps": 70}, {}, (70, 70, True, 4)),
+        ({"eval_steps": 4, "save_steps": 6}, {}, (4, 6, False, 4)),
+    ],
+)
+def test_intervals_suit_the_size_of_the_run(options, size, found):
+    config = TrainConfig(**{**SCORED, **options})
+    intervals = run_intervals(
+        config,
+        replace(SIZE, **size),
         is_length_given=config.optimizer.gives_length(),
     )
-
-
-def test_ten_evaluations_where_they_are_cheap_and_fewer_where_not():
-    found = intervals_of(TrainConfig(**SCORED), SIZE)
+    values = intervals.options()
     assert (
-        found.eval_steps,
-        found.save_steps,
-        found.load_best_model_at_end,
-        found.patience,
-    ) == (
-        100,
-        100,
-        True,
-        4,
-    )
-    dear = intervals_of(TrainConfig(**SCORED), RunSize(1000, 32, 2.0, 6_000, 10**8))
-    assert dear.eval_steps is not None and 3 <= 1000 // dear.eval_steps < 10
-    dearest = intervals_of(TrainConfig(**SCORED), RunSize(100, 32, 2.0, 60_000, 10**8))
-    assert (dearest.eval_steps, dearest.load_best_model_at_end) == (None, False)
-    assert "before and after" in dearest.reasons["eval_steps"]
-    for steps in range(20, 3000, 7):
-        every = intervals_of(
-            TrainConfig(**SCORED), RunSize(steps, 32, 2.0, 5, 10**8)
-        ).eval_steps
-        assert every is not None and steps // every >= 10
-
-
-def test_what_the_config_gives_stays():
-    given = {
-        "eval_steps": 7,
-        "save_steps": None,
-        "logging_steps": 3,
-        "patience": 2,
-        "load_best_model_at_end": False,
-    }
-    found = intervals_of(TrainConfig(**SCORED, **given), SIZE)
-    assert (
-        found.eval_steps,
-        found.save_steps,
-        found.logging_steps,
-        found.patience,
-    ) == (7, None, 3, 2)
-    assert not found.load_best_model_at_end and found.reasons == {}
-    assert intervals_of(TrainConfig(**SCORED, eval_steps=None), SIZE).eval_steps is None
-    assert intervals_of(TrainConfig(**SCORED, epochs=2), SIZE).patience is None, (
-        "the config says how long the run is"
-    )
-    assert intervals_of(TrainConfig(**SCORED, save_steps=70), SIZE).eval_steps == 70, (
-        "every checkpoint has a score"
-    )
-    uneven = intervals_of(TrainConfig(**SCORED, eval_steps=4, save_steps=6), SIZE)
-    assert (
-        not uneven.load_best_model_at_end
-        and "no multiple" in uneven.reasons["load_best_model_at_end"]
-    )
-
-
-def test_checkpoints_suit_the_run():
-    none = RunSize(1000, 32, 2.0, 0, 10**8)
-    assert intervals_of(TrainConfig(**BASE), none).save_steps == 100
-    assert (
-        intervals_of(TrainConfig(**BASE), RunSize(50, 32, 2.0, 0, 10**8)).save_steps
-        is None
-    )
-    assert intervals_of(TrainConfig(**BASE), none).eval_steps is None
-    large = intervals_of(TrainConfig(**SCORED), RunSize(1000, 32, 2.0, 400, 10**11))
-    assert large.save_steps is None and "100 GB" in large.reasons["save_steps"]
-    asked = TrainConfig(**SCORED, load_best_model_at_end=True)
-    assert intervals_of(asked, RunSize(8, 32, 2.0, 400, 10**11)).save_steps is not None
+        values["eval_steps"],
+        values["save_steps"],
+        values["load_best_model_at_end"],
+        values["patience"],
+    ) == found
 
 
 def test_patience_counts_evaluations_without_a_better_score():
@@ -291,9 +224,7 @@ def run(
         for other in tiny.WORDS[:8]
     ]
     write_jsonl(folder / "train.jsonl", rows)
-    (folder / "val.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows[::16])
-    )
+    write_jsonl(folder / "val.jsonl", rows[::16])
     settings = {
         "model_name": str(tiny.shared(tiny.tiny_bert)),
         "data_path": str(folder / "train.jsonl"),
@@ -327,13 +258,9 @@ def test_four_lines_decide_the_rest_and_say_why(
         written["learning_rate"] > 2e-5
         and written["eval_steps"] == written["save_steps"] == 2
     )
-    lines = [
-        json.loads(line)
-        for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
-    ]
-    scores = {line["step"]: line["eval"]["ndcg@10"] for line in lines if "eval" in line}
+    scores = [entry["ndcg@10"] for entry in metrics(result.output_dir, "eval")]
     assert len(scores) >= 11
-    best = max(score for step, score in scores.items() if step)
+    best = max(scores[1:])  # the first is of the model before training
     assert result.metrics["ndcg@10"] == best, "final/ holds the best"
     assert vembed.evaluate(result.model_dir, run[0]["val_data_path"])[
         "ndcg@10"

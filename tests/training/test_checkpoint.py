@@ -8,6 +8,7 @@ import tempfile
 from collections import OrderedDict
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,9 @@ from vembed.parallel.session import start_session
 from vembed.training.checkpoint import folder as integrity
 from vembed.training.checkpoint.checkpointer import Checkpointer, read_state
 from vembed.training.optimizer import build_optimizer
-from vembed.training.state import LoopState
+from vembed.training.trainer import LoopState
+
+FILE = "shard-00001-model-00001-of-00001.safetensors"
 
 
 class Run:
@@ -103,10 +106,9 @@ def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
     assert names == {
         "manifest.json",
         "state.json",
-        "index.json",
-        "rank00000-00000.safetensors",
+        FILE,
     }
-    with safe_open(folder / "rank00000-00000.safetensors", "pt") as file:
+    with safe_open(folder / FILE, "pt") as file:
         assert not any("embeddings" in name for name in file.keys())  # noqa: SIM118 - no mapping
     with starting(tmp_path, resume=str(folder)) as run:
         run.resume()
@@ -117,7 +119,6 @@ def test_everything_comes_back_and_nothing_is_pickled(tmp_path):
         run.train().save()
     assert found_in(tmp_path).name == "checkpoint-4"
     state = read_state(tmp_path / "checkpoint-4")
-    assert state["optimizer"] == "AdamW of torch"
     assert (state["world_size"], state["strategy"]) == (1, "single")
 
 
@@ -199,27 +200,6 @@ def test_four_bit_layers_under_adapters(tmp_path):
         )
 
 
-def test_an_asynchronous_save_holds_what_was_there_when_it_was_called(tmp_path):
-    with starting(tmp_path, async_save=True) as run:
-        run.resume().train(2)
-        expected = run.whole()
-        run.save().train(4)
-        run.checkpointer.wait()
-        run.checkpointer.wait()
-    with starting(tmp_path, resume=True) as run:
-        assert_same(run.resume().whole(), expected)
-
-
-def test_old_checkpoints_go_and_the_best_stays(tmp_path):
-    with starting(tmp_path, save_total_limit=2) as run:
-        run.resume()
-        for number in range(1, 6):
-            run.train()
-            run.state |= {"best_step": 2} if number == 2 else {}
-            run.save()
-    assert [number for number, _ in integrity.list_checkpoints(tmp_path)] == [2, 5]
-
-
 def test_the_best_weights_come_back_alone(tmp_path):
     with starting(tmp_path) as run:
         run.resume().train()
@@ -246,13 +226,13 @@ def test_best_weights_that_are_not_there_leave_the_last_ones(tmp_path, caplog):
         assert not run.checkpointer.load_weights(
             run.checkpointer.path_of(7), run.model, run.loss
         )
-        (tmp_path / "checkpoint-1" / "index.json").write_text("{}")
+        (tmp_path / "checkpoint-1" / "state.json").write_text("{}")
         assert not run.checkpointer.load_weights(
             run.checkpointer.path_of(1), run.model, run.loss
         )
         assert_same(run.whole(), expected)
     assert "checkpoint-7: manifest.json is missing" in caplog.text
-    assert "checkpoint-1: index.json has 2 bytes instead of" in caplog.text
+    assert "checkpoint-1: state.json has 2 bytes instead of" in caplog.text
 
 
 # ---- another model, another optimizer --------------------------------------------------------------------------
@@ -296,10 +276,11 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, make, says):
 def test_state_of_another_optimizer_is_refused(tmp_path, first, second):
     with starting(tmp_path, optim=first) as run:
         run.resume().train().save()
-    says = r"holds the state of AdamW.* of \w+, which .* cannot take over"
     with (
         starting(tmp_path, optim=second, resume="force") as run,
-        pytest.raises(UserError, match=says),
+        pytest.raises(
+            UserError, match=r"another model or optimizer: only .* has optimizer\."
+        ),
     ):
         run.resume()
 
@@ -317,9 +298,9 @@ class Blocks(torch.optim.Optimizer):
                 state["moment"].b.add_(2)
 
 
-def with_blocks(output_dir, resume):
-    with start_session(config_for(output_dir)) as session:
-        run = Run(session, output_dir, resume=resume)
+def with_blocks(output_dir, resume, **options):
+    with start_session(config_for(output_dir, **options)) as session:
+        run = Run(session, output_dir, resume=resume, **options)
         run.optimizer = Blocks(
             [one for one in run.model.parameters() if one.requires_grad], {"lr": 0.1}
         )
@@ -333,18 +314,10 @@ def with_blocks(output_dir, resume):
 def test_blocks_of_a_quantised_state_follow_the_number_of_processes(tmp_path):
     assert with_blocks(tmp_path, resume=False) is None
     assert with_blocks(tmp_path, resume=True) == ([2.0] * 4, [4.0] * 4)
-    outcomes = rank_outcomes(with_blocks_on_two, 2, tmp_path, process_group=False)
+    on_two = partial(with_blocks, resume=True, strategy="ddp")
+    outcomes = rank_outcomes(on_two, 2, tmp_path, process_group=False)
     for outcome in outcomes:
         assert "cannot be divided among 2 process(es)" in (outcome.error or "")
-
-
-def with_blocks_on_two(output_dir):
-    with start_session(config_for(output_dir, strategy="ddp")) as session:
-        run = Run(session, output_dir, resume=True, strategy="ddp")
-        run.optimizer = Blocks(
-            [one for one in run.model.parameters() if one.requires_grad], {"lr": 0.1}
-        )
-        run.resume()
 
 
 # ---- crashes and full disks ------------------------------------------------------------------------------------
@@ -394,7 +367,7 @@ def killed_everywhere(output_dir):
             status = os.waitpid(child, 0)[1]
             listed = [path for _, path in integrity.list_checkpoints(folder)]
             are_whole = bool(listed) and not any(
-                integrity.verify_files(path) for path in listed
+                integrity.verify(path) for path in listed
             )
             run = Run(session, folder, resume=True).resume()
             found.append(
@@ -455,7 +428,6 @@ def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
         path.name for path in (tmp_path / "checkpoint-1").glob("*.safetensors")
     )
     assert len(files) > 3
-    assert files[-1] == f"rank00000-{len(files) - 1:05d}.safetensors"
     with starting(tmp_path, resume=True) as run:
         assert_same(run.resume().whole(), expected)
 
@@ -497,9 +469,8 @@ def test_tensors_alone_go_into_a_checkpoint(tmp_path):
     model.odd = Odd()
     with starting(tmp_path, model) as run:
         run.resume().train()
-        with pytest.raises(RuntimeError, match="saving") as caught:
+        with pytest.raises(TypeError, match="holds only tensors and JSON"):
             run.save()
-    assert "holds only tensors and JSON" in str(caught.value.__cause__)
 
 
 @pytest.mark.parametrize("failing", [False, True])

@@ -1,4 +1,4 @@
-"""Columns that the ranks gather: of several dtypes and widths, of unequal length, in one collective."""
+"""Columns that the ranks gather: of several dtypes, of unequal length, in one collective."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from vembed.data.distinct import distinct
 from vembed.parallel import collectives
 from vembed.training.step import Column, gather_columns
 
-COUNTS = {"indices": [2, 0, 3], "weights": [1, 4, 0], "pairs": [0, 2, 1]}
+COUNTS = {"indices": [2, 0, 3], "weights": [1, 4, 0]}
 
 
 def part(name, rank):
@@ -16,8 +16,7 @@ def part(name, rank):
     count = COUNTS[name][rank]
     if name == "indices":
         return torch.randint(-(2**62), 2**62, (count,), generator=generator)
-    shape = (count,) if name == "weights" else (count, 2)
-    return torch.randn(shape, dtype=torch.float64, generator=generator)
+    return torch.randn(count, dtype=torch.float64, generator=generator)
 
 
 def gathered():

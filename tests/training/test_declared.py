@@ -13,9 +13,8 @@ from vembed.config.loading import load_config
 from vembed.config.options import all_options
 from vembed.config.schema import option_fields
 from vembed.training.optimizer import build_optimizer
-from vembed.training.optimizers.table import OPTIMIZERS
-from vembed.training.trackers.declaration import TrackedReport, TrackedRun
-from vembed.training.trackers.table import TRACKERS
+from vembed.training.optimizer_kinds import OPTIMIZERS
+from vembed.training.trackers import TRACKERS, TrackedReport, TrackedRun
 
 DECLARED = [
     *(("optim", kind) for kind in OPTIMIZERS.values()),
@@ -39,7 +38,7 @@ def test_a_declaration_is_complete_and_accepted(option, kind, tmp_path):
 
 def test_the_declarations_need_no_torch():
     code = (
-        "import sys, vembed.training.optimizers.table, vembed.training.trackers.table;"
+        "import sys, vembed.training.optimizer_kinds, vembed.training.trackers;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,7 +1,6 @@
 """`mine`: negatives by the run's own model between epochs, the same on any ranks and after an interruption."""
 
 import contextlib
-import json
 import shutil
 
 import pytest
@@ -10,6 +9,7 @@ import vembed
 from tests.data.files import write_jsonl
 from tests.harness import result_of, run_cases
 from tests.tiny import shared, texts, tiny_bert_st
+from tests.training.test_run import metrics
 from vembed.errors import RunError, UserError
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.mining import FOLDER, EpochMiner
@@ -98,12 +98,7 @@ def test_each_epoch_has_negatives_of_its_own(config):
     ]
     assert "72 negatives for 24 examples (mean score 0." in lines[0]
     assert "100.0% new" in lines[0]
-    logged = [
-        json.loads(line)
-        for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
-    ]
-    mined = [line["step"] for line in logged if "mine/score" in line]
-    assert mined == [1, 4, 7]
+    assert len(metrics(result.output_dir, "mine/score")) == 3
     assert not (result.output_dir / FOLDER).exists()
     # The batches get them: the data have a negative for every second row.
     plain = [
@@ -111,17 +106,6 @@ def test_each_epoch_has_negatives_of_its_own(config):
         for _, batch in seen.batches
     ]
     assert [count for count, _ in seen.batches] == [own + 3 * 8 for own in plain]
-
-
-def test_no_known_positive_and_no_own_negative_is_mined(config):
-    seen, _ = train(config, epochs=1)
-    miner, found = seen.miner._miner, texts(NUM_ROWS, seed=3, shortest=5, longest=9)
-    for row, numbers in enumerate(seen.documents[0]):
-        mined = {miner.documents.item(number).text for number in numbers}
-        assert len(mined) == 3
-        assert found[row] not in mined
-        if row % 2:
-            assert found[row - 1] not in mined
 
 
 def test_the_order_of_the_data_is_that_without_mining(config):
@@ -162,27 +146,27 @@ def test_a_killed_run_goes_on_with_the_same_negatives(config, tmp_path, saved, k
 
 def test_other_documents_are_refused(config, tmp_path):
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts(20, seed=9))
-    )
+    write_jsonl(corpus, [{"text": text} for text in texts(20, seed=9)])
     options = {**config, "mine": {**MINE, "corpus_path": str(corpus)}}
     seen, result = train(options, epochs=1, save_steps=2)
     mined = {number for row in seen.documents[0] for number in row}
     assert max(mined) < seen.miner._miner.documents.num_candidates <= 20
-    corpus.write_text(
-        "".join(json.dumps({"text": text}) + "\n" for text in texts(20, seed=10))
-    )
+    write_jsonl(corpus, [{"text": text} for text in texts(20, seed=10)])
     shutil.rmtree(result.output_dir / "final")
     shutil.rmtree(result.output_dir / "checkpoint-3", ignore_errors=True)
     with pytest.raises(UserError, match="the documents that are mined have changed"):
         vembed.train({**options, "epochs": 1, "save_steps": 2, "resume": True})
 
 
-def test_epochs_between_have_the_negatives_of_the_last_mining(config):
+def test_a_start_without_mining_and_data_with_labels(config, tmp_path):
     seen, _ = train(config, mine={**MINE, "every_epochs": 2, "at_start": False})
     assert all(number == -1 for row in seen.documents[0] for number in row)
     assert seen.documents[3] == seen.documents[0]
     assert seen.documents[6] != seen.documents[0]
+    path = tmp_path / "labelled.jsonl"
+    write_jsonl(path, [{"text": text, "label": text[0]} for text in texts(12)])
+    with pytest.raises(UserError, match="mine needs pairs of queries and documents"):
+        vembed.train({**config, "data_path": str(path), "overwrite": True})
 
 
 def mined_on_a_rank(config):
@@ -206,15 +190,3 @@ def test_two_ranks_mine_what_one_mines(config, tmp_path):
         (one, seen), (other, _) = result_of(found, strategy)
         assert one == other == documents, strategy
         assert seen == pytest.approx(losses, rel=1e-5), strategy
-
-
-def test_labelled_data_are_refused(config, tmp_path):
-    path = tmp_path / "labelled.jsonl"
-    path.write_text(
-        "".join(
-            json.dumps({"text": text, "label": str(n % 3)}) + "\n"
-            for n, text in enumerate(texts(12))
-        )
-    )
-    with pytest.raises(UserError, match="mine needs pairs of queries and documents"):
-        vembed.train({**config, "data_path": str(path)})

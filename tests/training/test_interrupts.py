@@ -11,7 +11,7 @@ import pytest
 from tests.harness import rank_outcomes, run_ranks
 from vembed.errors import Stopped
 from vembed.training import interrupts as module
-from vembed.training.interrupts import EvaluationStopped, Interrupts
+from vembed.training.interrupts import Interrupts, StopRequested
 
 
 def wait_for(interrupts):
@@ -77,7 +77,7 @@ def test_an_evaluation_ends_between_two_micro_batches():
         interrupts.must_stop()
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(interrupts)
-        with pytest.raises(EvaluationStopped):
+        with pytest.raises(StopRequested):
             for _ in range(8):
                 interrupts.check()
         assert interrupts.stopped(7, Path("c")).exit_code == 130
@@ -91,7 +91,7 @@ def test_an_evaluation_does_not_use_up_the_time_for_its_checkpoint(monkeypatch):
     for _ in range(16):
         interrupts.check()
     clock.now = 68.0
-    with pytest.raises(EvaluationStopped):
+    with pytest.raises(StopRequested):
         for _ in range(8):
             interrupts.check()
     assert interrupts.stopped(13, Path("c")).exit_code == 0
@@ -104,7 +104,7 @@ def test_an_evaluation_does_not_take_back_that_the_run_stops(monkeypatch):
     interrupts.must_stop()
     clock.now = 60.0
     assert interrupts.must_stop()  # a step took 60
-    with pytest.raises(EvaluationStopped):
+    with pytest.raises(StopRequested):
         for _ in range(8):
             interrupts.check()
 
@@ -188,7 +188,7 @@ def one_is_signalled():
             wait_for(interrupts)
         for _ in range(7):
             interrupts.check()
-        with pytest.raises(EvaluationStopped):
+        with pytest.raises(StopRequested):
             interrupts.check()
         seen.append(interrupts.must_stop())
         exit_code = interrupts.stopped(2, Path("c")).exit_code

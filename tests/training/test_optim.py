@@ -22,7 +22,6 @@ from vembed.errors import UserError
 from vembed.parallel.session import start_session
 from vembed.training import optimizer as optimizer_module
 from vembed.training.optimizer import (
-    LearningRates,
     build_optimizer,
     trained_parameters,
 )
@@ -34,7 +33,7 @@ def trained(config, model=None):
         for one in trained_parameters(
             model or TinyModel(frozen_embeddings=False),
             TinyLoss(),
-            LearningRates.given(config.optimizer),
+            config.optimizer,
         )
     }
 
@@ -129,9 +128,7 @@ def train_two_steps(config, model, loss):
     optimizer = build_optimizer(model, loss, config.optimizer)
     names = {
         id(one.parameter): one.name
-        for one in trained_parameters(
-            model, loss, LearningRates.given(config.optimizer)
-        )
+        for one in trained_parameters(model, loss, config.optimizer)
     }
     groups = groups_of(optimizer, names)
     for _ in range(2):

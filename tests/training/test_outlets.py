@@ -5,19 +5,18 @@ import json
 import logging
 import os
 import pty
-import resource
 import signal
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import vembed
 from tests.commands import start
+from tests.training.test_checkpoint import small_files
 from tests.training.test_run import metrics, settings
 from vembed.errors import RunError, UserError
+from vembed.evaluation.report.report import write_report
 from vembed.training import final as finish
-from vembed.training import run_log
 from vembed.training.run_log import LineFile, LogFile
 
 
@@ -56,27 +55,17 @@ def test_a_closed_terminal_is_a_signal_and_the_checkpoint_is_saved(
     assert (checkpoint / "manifest.json").exists()
 
 
-@contextmanager
-def no_file_above(num_bytes):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_lines_wait_until_there_is_room(tmp_path, caplog):
     caplog.set_level("INFO", logger="vembed")
     path = tmp_path / "lines"
     file = LineFile(path)
-    with no_file_above(10):
+    with small_files(10):
         for line in ("first", "second", "third"):
             file.write(line)
             assert path.read_bytes() == b"first\n", "no half a line"
     file.write("fourth")
     assert path.read_text().split() == ["first", "second", "third", "fourth"]
-    with no_file_above(1):
+    with small_files(1):
         file.write("fifth")
         file.close()
     assert [record.getMessage() for record in caplog.records] == [
@@ -87,8 +76,7 @@ def test_lines_wait_until_there_is_room(tmp_path, caplog):
     ]
 
 
-def test_a_full_disk_is_said_once_by_the_log(caplog, capsys, monkeypatch):
-    monkeypatch.setattr(run_log, "require_regular", lambda *_: None)
+def test_a_full_disk_is_said_once_by_the_log(caplog, capsys):
     handler = LogFile(Path("/dev/full"))
     for _ in range(3):
         handler.handle(logging.makeLogRecord({"msg": "a line"}))
@@ -101,9 +89,6 @@ def test_a_full_disk_is_said_once_by_the_log(caplog, capsys, monkeypatch):
 
 def test_a_tracker_that_fails_is_left_alone(tmp_path, monkeypatch):
     from accelerate.tracking import TensorBoardTracker
-
-    def fail(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(TensorBoardTracker, "log", fail)
     result = vembed.train(
@@ -124,23 +109,19 @@ def test_a_log_that_cannot_be_opened_is_a_mistake_in_output_dir(tmp_path):
     (tmp_path / "run" / "training_log.txt").mkdir(parents=True)
     with pytest.raises(
         UserError,
-        match=r"log_file: .*/run/training_log\.txt is a folder",
+        match=r"log_file: .*/run/training_log\.txt cannot be written to \(Is a directory",
     ):
         vembed.train(options)
+
+
+def fail(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize(
     ("save_steps", "way_out"), [(3, "resume from checkpoint-6"), (None, "train again")]
 )
-def test_a_disk_that_is_full_at_the_end(
-    save_steps,
-    way_out,
-    tmp_path,
-    monkeypatch,
-):
-    def fail(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_a_disk_that_is_full_at_the_end(save_steps, way_out, tmp_path, monkeypatch):
     options = settings(tmp_path, save_steps=save_steps, val_data_path=None)
     with monkeypatch.context() as patch:
         patch.setattr(finish, "save_model", fail)
@@ -150,6 +131,18 @@ def test_a_disk_that_is_full_at_the_end(
         ):
             vembed.train(options)
     if save_steps:
-        assert (
-            vembed.train({**options, "resume": True}).model_dir / "model.safetensors"
-        ).exists()
+        again = vembed.train({**options, "resume": True})
+        assert (again.model_dir / "model.safetensors").exists()
+
+
+def test_a_disk_that_is_full_for_the_report_costs_the_report_alone(
+    tmp_path, monkeypatch
+):
+    options = settings(tmp_path, max_steps=1, val_data_path=None)
+    monkeypatch.setattr(finish, "write_report", fail)
+    with pytest.raises(
+        RunError, match=r"the model is in .*final, but its report .*No space.*make room"
+    ):
+        vembed.train(options)
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+    assert write_report(tmp_path / "run").is_file()

@@ -23,10 +23,7 @@ from vembed.parallel import placement, session
 from vembed.parallel.placement import CHECKPOINT, choose_precision
 from vembed.training import trainer
 from vembed.training.checkpoint import folder as integrity
-from vembed.training.fingerprints import (
-    of_evaluation,
-    of_examples,
-)
+from vembed.training.fingerprints import of_images
 from vembed.training.optimizer import Update
 from vembed.training.setup import require_same_data
 from vembed.weights.checkpoints import whole_model
@@ -95,19 +92,15 @@ def test_image_files_are_compared_by_content_and_not_by_name(tmp_path):
     for name in ("a", "b"):
         for number in range(3):
             write(tmp_path / name / f"{number}.jpg", seed=number)
-    before = of_examples(examples(tmp_path / "a"))
-    assert before is not None and before == of_examples(examples(tmp_path / "b"))
+    before = of_images(examples(tmp_path / "a"))
+    assert before is not None and before == of_images(examples(tmp_path / "b"))
     write(tmp_path / "b" / "1.jpg", seed=7)
-    assert of_examples(examples(tmp_path / "b")) != before
+    assert of_images(examples(tmp_path / "b")) != before
     (tmp_path / "a" / "2.jpg").unlink()
-    assert of_examples(examples(tmp_path / "a")) != before
-    assert of_examples([Example(Item(text="a"), (Item(text="b"),))]) is None
-    assert of_evaluation(None) is None
+    assert of_images(examples(tmp_path / "a")) != before
+    assert of_images([Example(Item(text="a"), (Item(text="b"),))]) is None
     pair = examples(tmp_path / "b")[0]
-    assert (
-        of_evaluation(ScoredPairs("pairs", (pair.query,), (pair.positives[0],), (1.0,)))
-        is not None
-    )
+    assert of_images([pair.query], [pair.positives[0]]) is not None
 
 
 def on_two_machines(folder):
@@ -119,7 +112,7 @@ def on_two_machines(folder):
         examples=SimpleNamespace(fingerprint="same"), evaluation=evaluation
     )
     try:
-        require_same_data({"image_files": of_examples(own)}, data)
+        require_same_data({"image_files": of_images(own)}, data)
     except UserError as error:
         return str(error)
     return ""
@@ -196,7 +189,7 @@ def test_the_best_checkpoint_of_another_folder_becomes_the_model(
     # It is in this folder too, which the other one may be removed from under.
     held = {path.name for path in (tmp_path / "other").glob("checkpoint-*")}
     assert {"checkpoint-2", "checkpoint-6"} <= held
-    assert not integrity.verify_files(tmp_path / "other" / "checkpoint-2")
+    assert not integrity.verify(tmp_path / "other" / "checkpoint-2")
 
 
 def test_a_best_checkpoint_that_is_gone_is_no_candidate(tmp_path, capsys):

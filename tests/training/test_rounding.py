@@ -7,7 +7,7 @@ from tests.training.test_optim import config_for
 from tests.training.tiny_run import TinyLoss, TinyModel
 from vembed.errors import UserError
 from vembed.training.optimizer import build_optimizer
-from vembed.training.optimizers.rounded_adamw import RoundedAdamW, rounded
+from vembed.training.rounded_adamw import RoundedAdamW, rounded
 
 
 def test_rounding_goes_to_a_neighbour_and_is_right_on_average():

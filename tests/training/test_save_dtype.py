@@ -13,7 +13,7 @@ from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_dinov2
 from tests.training.test_run import settings
 from vembed.config.schema import TrainConfig
-from vembed.models.embedding_model import load_embedder
+from vembed.models.building import load_embedder
 from vembed.models.precision import dtype_in_files, saved_dtype
 
 BF16_STEP = 2**-8

@@ -14,7 +14,7 @@ from vembed.training.optimizer import Schedule, lr_factor
 
 def schedule_of(tmp_path, total_steps=10, examples=32, **options):
     config = config_for(tmp_path, **options).optimizer
-    return Schedule(config, config.learning_rate, total_steps, examples)
+    return Schedule(config, total_steps, examples)
 
 
 def test_linear_rises_to_the_peak_and_falls_towards_zero():

@@ -1,9 +1,7 @@
 """A run with quantize_embeddings scores every stored form at every size, and its report shows them."""
 
-import json
-
 import vembed
-from tests.training.test_run import settings
+from tests.training.test_run import metrics, settings
 
 
 def test_scores_and_report(tmp_path):
@@ -22,11 +20,8 @@ def test_scores_and_report(tmp_path):
     assert {
         f"compressed/{form}/{dim}/ndcg@10" for form in forms for dim in (16, 8)
     } <= set(names)
-    lines = [
-        json.loads(line)
-        for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()
-    ]
-    assert any("compressed/binary/8/ndcg@10" in line.get("eval", ()) for line in lines)
+    scores = metrics(result.output_dir, "eval")
+    assert "compressed/binary/8/ndcg@10" in scores[-1]
     page, text = (
         (result.output_dir / "report.html").read_text(),
         (result.output_dir / "report.md").read_text(),

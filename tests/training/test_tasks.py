@@ -14,6 +14,7 @@ from tests.data.pictures import write
 from tests.harness import run_ranks
 from tests.losses.batches import check, config_of, make_batch
 from tests.tiny import shared, texts, tiny_bert, tiny_clip
+from tests.training.test_run import metrics
 from vembed.config.entries import DataSource, parse_sampling
 from vembed.config.loading import resolve_run
 from vembed.config.terms import (
@@ -162,9 +163,8 @@ def test_labelled_images_are_pairs_of_their_class(tmp_path):
 
 def test_an_anchor_holds_the_embeddings_near_the_start_model(tmp_path):
     sources = files(tmp_path)[:1]
-    (tmp_path / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": one}) + "\n" for one in texts(16, seed=9))
-    )
+    rows = [{"text": text} for text in texts(16, seed=9)]
+    write_jsonl(tmp_path / "texts.jsonl", rows)
     anchor = {
         "path": str(tmp_path / "texts.jsonl"),
         "name": "texts",
@@ -245,11 +245,7 @@ def test_each_task_is_validated_logged_and_drawn(tmp_path):
         max_steps=4,
     )
     steps = train(settings)
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()
-    ]
-    scores = [line["eval"] for line in lines if "eval" in line]
+    scores = metrics(tmp_path / "out", "eval")
     assert [set(one) & {"ndcg@10", "task/sts/spearman"} for one in scores] == [
         {"ndcg@10", "task/sts/spearman"}
     ] * 3
@@ -260,36 +256,31 @@ def test_each_task_is_validated_logged_and_drawn(tmp_path):
     assert any(f"Loss, {name.removeprefix('loss/')}" in page for name in drawn)
 
 
+def opened(folder, **more):
+    config = resolve_run(options(folder, **more)).config
+    return open_sets(
+        config.data,
+        config.objective,
+        model_name=config.model.model_name,
+        seed=config.run.seed,
+        compares=False,
+    )
+
+
 def test_held_out_examples_are_scored_by_task(tmp_path):
     sources = files(tmp_path)[:3]
     sources[1]["query_prompt"] = "compare: "
-    config = resolve_run(options(tmp_path, data_path=sources, val_split=0.3)).config
-    sets = open_sets(
-        config.data,
-        config.objective,
-        model_name=config.model.model_name,
-        seed=config.run.seed,
-        compares=False,
-    )
+    sets = opened(tmp_path, data_path=sources, val_split=0.3)
     assert set(sets.by_task) == {"retrieval", "sts", "scored"}
-    num_queries = [
-        len(data.queries if isinstance(data, RetrievalData) else data.first)
-        for data in sets.by_task.values()
-    ]
-    assert sum(num_queries) == len(sets.evaluation.queries)
-    assert {item.prompt for item in sets.by_task["sts"].first} == {"compare: "}
-    given = [{**one, "val_data_path": one["path"]} for one in sources]
-    config = resolve_run(
-        options(tmp_path, data_path=given, val_data_path=given[0]["path"])
-    ).config
-    sets = open_sets(
-        config.data,
-        config.objective,
-        model_name=config.model.model_name,
-        seed=config.run.seed,
-        compares=False,
-    )
-    assert {item.prompt for item in sets.by_task["sts"].first} == {"compare: "}
+    num_queries = 0
+    for data in sets.by_task.values():
+        is_retrieval = isinstance(data, RetrievalData)
+        num_queries += len(data.queries if is_retrieval else data.first)
+    assert num_queries == len(sets.evaluation.queries)
+    validated = [{**source, "val_data_path": source["path"]} for source in sources]
+    path = validated[0]["path"]
+    for found in (sets, opened(tmp_path, data_path=validated, val_data_path=path)):
+        assert {item.prompt for item in found.by_task["sts"].first} == {"compare: "}
 
 
 def test_the_loss_is_that_of_the_source():

@@ -12,8 +12,6 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.models.custom.classes import find_class
-from vembed.models.custom.folder import settings_of
 from vembed.models.custom.modeling import (
     PACKED,
     OwnConfig,
@@ -21,8 +19,9 @@ from vembed.models.custom.modeling import (
     accepted_inputs,
     load_weights,
 )
+from vembed.models.custom.own_code import find_class, settings_of
+from vembed.models.embedding_model import sums_and_counts
 from vembed.models.families.backbones import layers_of
-from vembed.models.modalities import sums_and_counts
 
 TOLERANCE = 1e-5
 Inputs = dict[str, Tensor]
@@ -58,14 +57,14 @@ class ClassTrial:
 
     def __init__(self, named: str, arguments: Mapping[str, Any]) -> None:
         code = find_class(named)
-        self.name = code.name
+        self.name = code.__name__
         values = dict(settings_of(code, arguments))
         for key in ("model_type", "auto_map"):
             values.pop(key, None)
         self.config = OwnConfig(**values)
-        self.kind = OwnModel.of(code.value)
+        self.kind = OwnModel.of(code)
         self.model = self._build(0)
-        accepted = accepted_inputs(code.value)
+        accepted = accepted_inputs(code)
         names = {"text": "input_ids", "image": "pixel_values"}
         self.kinds = [kind for kind, name in names.items() if name in accepted]
         self.packs = PACKED in accepted and "text" in self.kinds

@@ -31,6 +31,7 @@ from vembed.pipelines.prediction import FITS, place_here
 
 SMALL_GPU_GB = 8
 LARGEST_SIMPLE_BATCH = 16
+PLACEMENT_CHECKS = ("strategy", "batch", "gradient checkpointing", "memory", "dtypes")
 # Variables of a launcher that has started the doctor would tell the self-test's processes that they are ranks of its
 # run.
 LAUNCHER_VARIABLES = re.compile(r"(ACCELERATE|FSDP|TORCHELASTIC)_|GROUP_|ROLE_")
@@ -140,43 +141,29 @@ def checklist(
 ) -> Iterator[tuple[bool, str]]:
     """Yield eight checks for before a long run, each as (passed, finding)."""
     num_devices = torch.cuda.device_count()
-    is_sharded = run.strategy.value == "fsdp" and launch.world_size > 1
     if num_devices:
         here = launch.num_processes
         yield here <= num_devices, f"GPUs visible: {num_devices} for {here} process(es)"
     else:
         asked = run.precision.value
         yield asked != "fp16", "GPUs visible: none, the run computes on the CPU"
-    placement: Placement | None = None
-    size: ModelSize | None = None
-    problem = ""
     try:
         placement = place_here(run, launch.first_rank)
         size = placement.size or measure(run.config)
     except UserError as error:
-        problem = str(error)
-    if placement is None or size is None:
-        yield False, f"strategy: {problem}"
+        for name in PLACEMENT_CHECKS:
+            yield False, f"{name}: {error}"
     else:
         yield _check_strategy(placement, size)
-    yield _check_batch(run, placement, launch)
-    recomputation = run.recomputation if placement is None else placement.recomputation
-    # Off by default means that micro-batches fit without it; off by hand may not be meant.
-    passes = recomputation.value or not is_sharded or recomputation.source == "default"
-    state = "on" if recomputation.value else "off"
-    yield passes, f"gradient checkpointing: {state} ({recomputation.reason})"
-    if placement is None or size is None:
-        yield False, f"memory: not known ({problem})"
-        yield False, f"dtypes: not known ({problem})"
-    else:
-        need = MemoryEstimate(placement, size).in_step().total
-        shards = placement.num_shards
-        shard = f", a shard of 1/{shards} on each process" if shards > 1 else ""
-        yield (
-            need <= FITS * placement.memory,
-            f"memory: {size.total:,d} parameters need {need / GIB:.2f}GB of the {placement.memory / GIB:.1f}GB of a "
-            f"process{shard}",
-        )
+        yield _check_batch(placement)
+        recomputation = placement.recomputation
+        is_sharded = run.strategy.value == "fsdp" and launch.world_size > 1
+        # Off by default means that micro-batches fit without it; off by hand may not be meant.
+        passes = recomputation.value or not is_sharded
+        passes = passes or recomputation.source == "default"
+        state = "on" if recomputation.value else "off"
+        yield passes, f"gradient checkpointing: {state} ({recomputation.reason})"
+        yield _check_memory(placement, size)
         precision = placement.precision
         is_pure = run.config.model.torch_dtype == "pure_bfloat16"
         masters = "bfloat16" if is_pure else "float32"
@@ -224,22 +211,25 @@ def _check_strategy(placement: Placement, size: ModelSize) -> tuple[bool, str]:
     return fsdp is not None or share <= FITS, "; ".join(lines)
 
 
-def _check_batch(
-    run: ResolvedRun, placement: Placement | None, launch: Launch
-) -> tuple[bool, str]:
-    batch = run.config.batch
-    total = batch.global_batch_size
-    if total is not None and total % launch.world_size and not run.config.run.resume:
-        return (
-            False,
-            f"batch: {total} examples cannot be divided among {launch.world_size}",
-        )
-    size = batch.batch_size if placement is None else placement.rows
-    line = f"batch: {size:,d} per process"
-    if size <= LARGEST_SIMPLE_BATCH:
+def _check_batch(placement: Placement) -> tuple[bool, str]:
+    batch = placement.run.config.batch
+    line = f"batch: {placement.rows:,d} per process"
+    if placement.rows <= LARGEST_SIMPLE_BATCH:
         return True, line
     # Memory depends on the micro-batch, unless the user disables Gradient Cache.
     if batch.use_gradient_cache is False:
         return False, f"{line} at once, as use_gradient_cache: false keeps all graphs"
     micro_batch = f"micro_batch_tokens: {batch.micro_batch_tokens}"
     return True, f"{line}, in micro-batches of {micro_batch}"
+
+
+def _check_memory(placement: Placement, size: ModelSize) -> tuple[bool, str]:
+    need = MemoryEstimate(placement, size).in_step().total
+    shard = ""
+    if placement.num_shards > 1:
+        shard = f", a shard of 1/{placement.num_shards} on each process"
+    return (
+        need <= FITS * placement.memory,
+        f"memory: {size.total:,d} parameters need {need / GIB:.2f}GB of the {placement.memory / GIB:.1f}GB of a "
+        f"process{shard}",
+    )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import io
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from copy import copy
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
-from typer import Option
+from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
 from vembed.cli.support import MODE, Command, guarded, open_closed_streams
@@ -25,24 +28,24 @@ SETUP = "Machine and options"
 
 COMMANDS = {
     "train": ("train", TRAIN, "Train a model as a config file says."),
-    "eval": ("evaluate", USE, "Score a model: nDCG, MRR, Recall, or correlations."),
+    "eval": ("scores", USE, "Score a model: nDCG, MRR, Recall, or correlations."),
     "encode": ("encode", USE, "Turn texts, records or images into embeddings."),
-    "tune": ("tune", TRAIN, "Search for better values of a few options."),
-    "score": ("score", USE, "Score given pairs, by their similarity or a reranker."),
-    "rerank": ("rerank", USE, "Sort lists of documents by a reranker."),
-    "merge": ("merge", CHANGE, "Merge models of one architecture into one."),
-    "edit": ("edit", CHANGE, "Remove what tells two sets of texts apart."),
+    "tune": ("train", TRAIN, "Search for better values of a few options."),
+    "score": ("scores", USE, "Score given pairs, by their similarity or a reranker."),
+    "rerank": ("scores", USE, "Sort lists of documents by a reranker."),
+    "merge": ("weights", CHANGE, "Merge models of one architecture into one."),
+    "edit": ("weights", CHANGE, "Remove what tells two sets of texts apart."),
     "mine": ("make_data", DATA, "Find hard negatives in a corpus."),
     "judge": ("make_data", DATA, "Judge negatives by rerankers or endpoints."),
     "audit": ("make_data", DATA, "Look for duplicates, leakage, false negatives."),
     "generate": ("make_data", DATA, "Make training pairs from documents."),
     "demo": ("demo", TRAIN, "Train a small model, without network access."),
     "doctor": ("doctor", SETUP, "Check this machine, and sharded training on it."),
-    "plan": ("plan", TRAIN, "Predict the memory and the hours of a config."),
+    "plan": ("train", TRAIN, "Predict the memory and the hours of a config."),
     "export": ("export", CHANGE, "Write a model in the format of another runtime."),
     "serve": ("serve", USE, "Serve embeddings over HTTP."),
     "check-server": ("serve", USE, "Compare a running server with the model."),
-    "push": ("push", CHANGE, "Push a model to the Hub."),
+    "push": ("export", CHANGE, "Push a model to the Hub."),
     "init": ("init", TRAIN, "Write a starter config for a data file."),
     "data": ("runs", TRAIN, "Look at the data of a config, as the model reads them."),
     "report": ("runs", RUNS, "Write report.html and report.md of a run."),
@@ -58,17 +61,45 @@ TAKE_CONFIGS = ["train", "mine", "judge", "audit", "generate", "plan", "data", "
 """Commands that parse their arguments themselves, because every option of the config is a flag."""
 
 
+ARGUMENT = re.compile(r"^    (\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
+"""Name and text of a parameter in a docstring."""
+
+
 def json_option(
-    json_file: Annotated[
-        str | None,
-        Option(
-            "--json",
-            metavar="[FILE.json]",
-            help="The result as JSON: alone on standard output, or in this file.",
-        ),
-    ] = None,
+    json_file: Annotated[str | None, Option("--json", metavar="[FILE.json]")] = None,
 ) -> None:
-    """Declare the option that all commands with a result have."""
+    """Declare the option that all commands with a result have.
+
+    Args:
+        json_file: The result as JSON: alone on standard output, or in this file.
+    """
+
+
+def command_of(name: str, function: Any, **settings: Any) -> Any:
+    """Return a function as a command. Its parameters become arguments, if they have no default, and options; their help
+    is what its docstring says of them."""
+    about, _, arguments = str(inspect.getdoc(function)).partition("\n\nArgs:\n")
+    hints = get_type_hints(function, include_extras=True)
+    parameters = inspect.signature(function).parameters
+    for parameter, text in ARGUMENT.findall(arguments):
+        default = parameters[parameter].default
+        if not hasattr(hints[parameter], "__metadata__"):
+            declared: Any = Option()
+            if default is inspect.Parameter.empty:
+                declared = Argument(metavar=parameter.upper())
+            elif default is False:  # a flag that can only be set
+                declared = Option(f"--{parameter.replace('_', '-')}")
+            hints[parameter] = Annotated[hints[parameter], declared]
+        (declared,) = hints[parameter].__metadata__
+        declared = copy(declared)  # the type may be that of several commands
+        declared.help = " ".join(text.split())
+        hints[parameter] = Annotated[hints[parameter].__origin__, declared]
+    function.__annotations__ = hints
+    command_app = typer.Typer(add_completion=False)
+    command_app.command(name, cls=Command, help=about, context_settings=settings)(
+        function
+    )
+    return typer.main.get_command(command_app)
 
 
 def load_command(name: str) -> Any:
@@ -82,13 +113,9 @@ def load_command(name: str) -> Any:
             "allow_extra_args": True,
             "help_option_names": [],
         }
-    command_app = typer.Typer(add_completion=False)
-    command_app.command(name, cls=Command, context_settings=settings)(function)
-    command = typer.main.get_command(command_app)
+    command = command_of(name, function, **settings)
     if name not in WITHOUT_JSON:
-        json_app = typer.Typer(add_completion=False)
-        json_app.command()(json_option)
-        command.params += typer.main.get_command(json_app).params
+        command.params += command_of("json", json_option).params
     return command
 
 

@@ -16,6 +16,7 @@ from vembed.config.loading import render, require_earlier_stage, resolve_run
 from vembed.config.paths import data_paths, missing_data
 from vembed.config.resolved import ResolvedRun
 from vembed.errors import UserError
+from vembed.evaluation.report.page import render_page
 from vembed.parallel.environment import GROUP, RankInfo, read_rank_info
 from vembed.parallel.launch import (
     DEFAULT_PORT,
@@ -29,7 +30,7 @@ from vembed.training.checkpoint.resume import (
     refuse_own_model,
     require_output_folder,
 )
-from vembed.training.trackers.table import require_trackers
+from vembed.training.trackers import require_trackers
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,11 @@ class Launch:
     def world_size(self) -> int:
         """Number of processes on all machines."""
         return self.num_processes * self.num_machines
+
+    @property
+    def first(self) -> int:
+        """Number of the first process of this machine among all."""
+        return self.machine_rank * self.num_processes
 
     @property
     def first_rank(self) -> RankInfo:
@@ -96,7 +102,7 @@ def run_train(
         if not missing_data(config.data):
             from vembed.data_tools.data_page import data_facts
 
-            sys.stdout.write(f"\n==== data\n{data_facts(config).page}")
+            sys.stdout.write(f"\n==== data\n{data_facts(config)[0]}")
         return 0, {
             "is_dry_run": True,
             "processes": launch.world_size,
@@ -211,69 +217,36 @@ def resolve_launch(
 
 def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) -> str:
     """Return the output of `--dry-run`: the merged config, the decisions, and the processes to launch."""
-    config = run.config
     strategy = run.strategy.value
-    lines = [render(config, run.origins, only_given=not arguments.shows_all).rstrip()]
-    if not arguments.shows_all:
-        lines.append("# All other options have their defaults; --all lists them.")
-    lines.append("")
-    lines += [f"translated: {line}" for line in run.translated]
-    fsdp_notes = run.fsdp_notes if strategy != "auto" else ()
-    lines += [f"note: {line}" for line in (*run.notes, *fsdp_notes)]
-    if launch.world_size == 1:
-        is_other = strategy not in ("auto", "single")
-        asked = f", although {strategy} was asked for" if is_other else ""
-        lines.append(f"strategy: single (one process{asked})")
-    elif strategy == "auto":
-        lines.append(f"strategy: auto ({run.strategy.reason})")
-    else:
-        lines.append(f"strategy: {strategy}")
-    if run.fsdp is not None and strategy == "fsdp":
-        offload = ", offloaded to host memory" if run.fsdp.offload else ""
-        lines.append(
-            f"fsdp: version {run.fsdp.version}, {run.fsdp.sharding_strategy}, {run.fsdp.wrap_policy}{offload} "
-            f"({run.fsdp.source})"
-        )
-    lines.append(f"gradient checkpointing: {run.recomputation}")
-    lines += run.left_to_gpus()
-    reason = run.precision.reason
-    if run.precision.value == "auto":
-        reason = "as the device allows: bf16 on GPUs that have it"
-    lines.append(f"mixed precision: {run.precision.value} ({reason})")
-    machines = ""
-    if launch.num_machines > 1:
-        machines = f" on each of {launch.num_machines} machines"
-    lines.append(
-        f"world size: {launch.world_size} = {launch.num_processes} process(es){machines} ({launch.reason})"
-    )
-    total = config.batch.global_batch_size
-    if total is None:
-        total = config.batch.batch_size * launch.world_size
-    lines.append(
-        f"global batch: {total:,d} = {launch.world_size} x {total / launch.world_size:g} examples"
-    )
+    data = run.config.data
+    batch = run.config.batch
     names = {"data_path": "data", "val_data_path": "validation data"}
-    for option, path in data_paths(config.data):
+    files = []
+    for option, path in data_paths(data):
         file = Path(path)
         size = "not here: a name on the Hub, or a path that is missing"
         # Unlike Path.exists, False for a name that no file can have.
         if os.path.exists(file):  # noqa: PTH110
             size = f"{file.stat().st_size:,d} bytes" if file.is_file() else "a folder"
-        lines.append(f"{names[option]}: {path} ({size})")
+        files.append((names[option], path, size))
     words = ["python", "-m", "vembed.entrypoints.train"]
     command = shlex.join([*words, *arguments.shown_command_line()])
-    changes = (launch.changes or {}).items()
-    command = "".join(f"{name}={value} " for name, value in changes) + command
-    where = "in this process"
-    if launch.world_size > 1:
-        is_single = launch.num_machines == 1
-        address = launch.main_process_ip or ("127.0.0.1" if is_single else "ADDRESS")
-        port = launch.main_process_port or ("a free one" if is_single else DEFAULT_PORT)
-        first = launch.machine_rank * launch.num_processes
-        last = first + launch.num_processes - 1
-        where = f"ranks {first} to {last} of {launch.world_size}, main process at {address}, port {port}"
-    lines.append(f"would run: {command} ({where})")
-    return "\n".join(lines) + "\n"
+    for name, value in (launch.changes or {}).items():
+        command = f"{name}={value} {command}"
+    config = render(run.config, run.origins, only_given=not arguments.shows_all)
+    return render_page(
+        "dry_run.txt.j2",
+        run=run,
+        launch=launch,
+        strategy=strategy,
+        config=config.rstrip(),
+        shows_all=arguments.shows_all,
+        notes=[*run.notes, *(run.fsdp_notes if strategy != "auto" else ())],
+        batch=batch.global_batch_size or batch.batch_size * launch.world_size,
+        files=files,
+        command=command,
+        default_port=DEFAULT_PORT,
+    )
 
 
 def _launched_rank(

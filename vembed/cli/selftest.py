@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
@@ -32,54 +29,51 @@ EDITED = "backbone.layers.0.mlp.down_proj.weight"
 def main() -> int:
     """Run all checks. Rank 0 prints one line each; any rank prints its failures."""
     rank_info = read_rank_info()
-    with tempfile.TemporaryDirectory() as folder:
-        with check("start", rank_info.rank) as lines:
-            small_config().save_pretrained(folder)
-            session = start_command_session(
-                strategy="fsdp", timeout_minutes=TIMEOUT_MINUTES
+    with check("start", rank_info.rank):
+        session = start_command_session(
+            strategy="fsdp", timeout_minutes=TIMEOUT_MINUTES
+        )
+        total = collectives.sum_ints([1])[0]
+        device = session.device.type
+        line = f"* Started with {total} process, so nothing is sharded ({device})"
+        if session.strategy == "fsdp":
+            backend = torch.distributed.get_backend()
+            line = f"* FSDP initialized with {total} processes ({backend}, {device})"
+        if total != rank_info.world_size:
+            raise RuntimeError(
+                f"{total} processes answered instead of {rank_info.world_size}"
             )
-            total = collectives.sum_ints([1])[0]
-            device = session.device.type
-            line = f"* Started with {total} process, so nothing is sharded ({device})"
-            if session.strategy == "fsdp":
-                backend = torch.distributed.get_backend()
-                line = (
-                    f"* FSDP initialized with {total} processes ({backend}, {device})"
-                )
-            lines.append(line)
-            if total != rank_info.world_size:
-                raise RuntimeError(
-                    f"{total} processes answered instead of {rank_info.world_size}"
-                )
-        with session:
-            _run(session, Path(folder) / "model.safetensors")
+        _pass(rank_info.rank, line)
+    with session:
+        _run(session)
     return 0
 
 
-def _run(session: Session, path: Path) -> None:
+def _run(session: Session) -> None:
     rank = session.rank
     world_size = session.world_size
     inputs = _inputs(rank, session.device)
     _say(rank, "Loading model with FSDP...")
-    with check("shard", rank) as lines:
+    with check("shard", rank):
         whole = small_model().to(session.device)
         model = session.prepare(small_model(), (LAYER,))
-        num_bytes = parameters.local_bytes(model)["parameters"]
-        share = num_bytes / parameters.local_bytes(whole)["parameters"]
+        num_bytes = parameters.local_bytes(model)
+        share = num_bytes / parameters.local_bytes(whole)
         # A tenth more: shards are padded to equal sizes.
         if share > 1.1 / world_size:
             raise RuntimeError(
                 f"this process holds {share:.0%} of the model, which should be 1/{world_size}"
             )
-        lines.append(
-            f"* Model loaded successfully with FSDP ({share:.0%} of it on each process)"
+        _pass(
+            rank,
+            f"* Model loaded successfully with FSDP ({share:.0%} of it on each process)",
         )
     _say(rank, "Testing basic operations...")
-    with check("forward", rank) as lines:
+    with check("forward", rank):
         output = model(inputs)[0]
         _compare(output.detach(), whole(inputs)[0].detach(), "embeddings")
-        lines.append("* forward: embeddings equal those of the whole model")
-    with check("backward", rank) as lines:
+        _pass(rank, "* forward: embeddings equal those of the whole model")
+    with check("backward", rank):
         # Times world_size: FSDP and all_reduce_gradients average over ranks, and the whole model sums over all inputs.
         (output.square().sum() * world_size).backward()
         if session.strategy != "fsdp":
@@ -89,10 +83,11 @@ def _run(session: Session, path: Path) -> None:
         ours = parameters.global_grad_norm(model)
         theirs = parameters.global_grad_norm(whole)
         _compare(ours, theirs, "gradient norms")
-        lines.append(
-            f"* backward: gradient norm {float(ours):.4f} equals that of one process on all inputs"
+        _pass(
+            rank,
+            f"* backward: gradient norm {float(ours):.4f} equals that of one process on all inputs",
         )
-    with check("gradient cache", rank) as lines:
+    with check("gradient cache", rank):
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
             cached = model(inputs)[0]
@@ -103,16 +98,16 @@ def _run(session: Session, path: Path) -> None:
             collectives.all_reduce_gradients(model.parameters())
         ours = parameters.global_grad_norm(model)
         _compare(ours, theirs, "gradient norms with Gradient Cache")
-        lines.append("* gradient cache: two forward passes give the same gradient")
-    with check("bf16", rank) as lines:
-        lines.append(_try_bf16(whole, session.device))
-    with check("packed attention", rank) as lines:
-        lines.append(_try_packed_attention(session.device))
-    with check("step", rank) as lines:
+        _pass(rank, "* gradient cache: two forward passes give the same gradient")
+    with check("bf16", rank):
+        _pass(rank, _try_bf16(whole, session.device))
+    with check("packed attention", rank):
+        _pass(rank, _try_packed_attention(session.device))
+    with check("step", rank):
         for module in (model, whole):
             torch.optim.AdamW(module.parameters(), lr=1e-3).step()
-        lines.append("* step: AdamW on shards")
-    with check("gather", rank) as lines:
+        _pass(rank, "* step: AdamW on shards")
+    with check("gather", rank):
         state = parameters.full_state_dict(model)
         if rank == 0:
             for name, value in whole.state_dict().items():
@@ -122,38 +117,25 @@ def _run(session: Session, path: Path) -> None:
         expected = sum(range(world_size))
         if num_rows != expected:
             raise RuntimeError(f"{num_rows} rows were gathered instead of {expected}")
-        lines.append(
-            "* gather: the full weights equal those of one process; uneven rows arrive in order"
+        _pass(
+            rank,
+            "* gather: the full weights equal those of one process; uneven rows arrive in order",
         )
-    with check("save", rank) as lines:
-        if rank == 0:
-            save_file(state, path)
-        collectives.barrier()
-        lines.append("* save: full weights written by rank 0, the others took part")
-    with check("load", rank) as lines:
-        if rank == 0:
-            fresh = small_model()
-            fresh.load_state_dict(load_file(path))
-            embeddings = whole(_inputs(0, session.device))[0].detach().cpu()
-            _compare(fresh(_inputs(0))[0].detach(), embeddings, "embeddings")
-        collectives.barrier()
-        lines.append(
-            "* load: the saved weights give the same embeddings in one process"
-        )
-    with check("weight edit", rank) as lines:
+    with check("weight edit", rank):
         parameters.edit_weights(model, {EDITED: _project_out})
         edited = parameters.full_state_dict(model)
         if rank == 0:
             _compare(edited[EDITED], _project_out(state[EDITED]), EDITED)
         collectives.barrier()
-        lines.append(
-            "* weight edit: W - v v^T W on shards equals it on the whole weight"
+        _pass(
+            rank, "* weight edit: W - v v^T W on shards equals it on the whole weight"
         )
     _say(rank, "Testing FSDP-aware memory management...")
-    with check("memory", rank) as lines:
+    with check("memory", rank):
         memory.fsdp_empty_cache()
-        lines.extend(memory.memory_lines())
-        lines.append("* memory: measured on every process, caches emptied together")
+        for line in memory.memory_lines():
+            _say(rank, line)
+        _pass(rank, "* memory: measured on every process, caches emptied together")
 
 
 def _try_bf16(model: nn.Module, device: torch.device) -> str:
@@ -231,17 +213,13 @@ def small_model() -> EmbeddingModel:
 
 
 @contextmanager
-def check(name: str, rank: int) -> Iterator[list[str]]:
-    """Print the check's result on rank 0, or the failure on the rank where it happens, which then exits."""
-    lines: list[str] = []
+def check(name: str, rank: int) -> Iterator[None]:
+    """Print a failure on the rank where it happens, which then exits."""
     try:
-        yield lines
+        yield
     except Exception as error:
         _say(0, f"* {name}: FAIL on rank {rank}: {type(error).__name__}: {error}")
         raise SystemExit(1) from error
-    for line in lines[:-1]:
-        _say(rank, line)
-    _say(rank, f"{lines[-1]}: pass")
 
 
 def _inputs(
@@ -268,6 +246,10 @@ def _compare(
         raise RuntimeError(
             f"{what} differ from those of one process by {difference:.3g}"
         )
+
+
+def _pass(rank: int, line: str) -> None:
+    _say(rank, f"{line}: pass")
 
 
 def _say(rank: int, line: str) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, is_dataclass
@@ -66,6 +66,8 @@ Kind = Annotated[
     Option(help="query or document: which of the model's prompts to use."),
 ]
 OnBadRecord = Literal["stop", "skip"]
+PositiveNumber = Annotated[int | None, Option(min=1)]
+OutputFile = Annotated[str, Option("--output", "-o")]
 TruncateDim = Annotated[
     int | None, Option(min=1, help="Keep only the first so many numbers.")
 ]
@@ -228,13 +230,18 @@ def plain_console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr, soft_wrap=True, markup=False, highlight=False)
 
 
-def number_table(first: str, columns: Sequence[str], title: str | None = None) -> Table:
+def number_table(
+    header: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None
+) -> Table:
     """Return a table of names and, to the right, numbers."""
     from rich.table import Table
 
+    first, *columns = header
     table = Table(first, box=None, pad_edge=False, title=title, title_justify="left")
     for name in columns:
         table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -308,13 +315,13 @@ def numbers(flag: str, text: str, kind: type = int) -> Any:
 
 def option(name: str, text: str) -> Any:
     """Parse a value like the config option of that name; None for an empty text."""
-    from vembed.config.aliases import normalise, value_of_text
-    from vembed.config.options import all_options, checked
+    from vembed.config.aliases import canonical
+    from vembed.config.options import all_options
 
     if not text:
         return None
     try:
-        return checked(name, normalise(name, value_of_text(all_options()[name], text)))
+        return canonical(name, all_options()[name].parse(text))
     except ValueError as error:
         raise UserError(str(error)) from None
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import vembed
-from vembed.config.aliases import FIXED_IN_FSDP, NoEffect, as_bool, normalise, target_of
+from vembed.config.aliases import FIXED_IN_FSDP, as_bool, target_of
 from vembed.config.layers import Layer, Level, plain_layer
-from vembed.config.options import all_options, join_words, quoted
+from vembed.config.options import join_words, quoted, yaml_word
 from vembed.config.parsing import Node, read_tree
 from vembed.errors import UserError
-from vembed.names import nearest
+from vembed.names import exists, nearest
 
 Distribution = Literal["single", "ddp", "fsdp"]
 
@@ -50,21 +50,17 @@ DISTRIBUTIONS: dict[str, Distribution] = {
 ACCELERATE_MIN_NUM_PARAMS = 100_000_000
 """Size that `accelerate launch` exports if its file gives none."""
 LAUNCHER = "accelerate launch"
+UNUSED = " has no effect: vembed does not use it"
 
 
 @dataclass(frozen=True, slots=True)
 class AccelerateFile:
-    """Contents of an Accelerate config, in vembed's option names and values."""
+    """Contents of an Accelerate config."""
 
     source: str
     distribution: Distribution
-    fsdp: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the fsdp_* options."""
-    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
-    num_processes: int | None = None
-    """Per machine; None: one per device."""
-    num_machines: int | None = None
-    machine_rank: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Values of vembed's options: fsdp_*, mixed_precision, and the numbers of machines and of processes on each."""
     main_process_ip: str | None = None
     main_process_port: int | None = None
     use_cpu: bool = False
@@ -83,32 +79,24 @@ TRAINING_CONFIGS = ("free_transformer",)
 
 def preset_names() -> list[str]:
     """Return the names of the presets that `accelerate_config` accepts."""
-    return sorted(
-        path.stem
-        for path in presets_folder().glob("*.yaml")
-        if path.stem not in TRAINING_CONFIGS
-    )
+    names = {path.stem for path in presets_folder().glob("*.yaml")}
+    return sorted(names.difference(TRAINING_CONFIGS))
 
 
 def find_accelerate_file(name: str) -> Path:
     """Return the file of a preset name or a path. Raise UserError with the known names if there is none."""
-    if name in preset_names():
-        return presets_folder() / f"{name}.yaml"
     path = Path(name)
-    try:
-        if path.is_file():
-            return path
-    except OSError as error:
-        raise UserError(
-            f"accelerate_config: {quoted(name)} cannot be read: {error.strerror}"
-        ) from None
+    if exists(name) and path.is_file() and name not in preset_names():
+        return path
     # `configs/accelerate_fsdp.yaml` names the preset even without a checkout.
-    if path.stem in preset_names() and path.parent.name == "configs":
-        return presets_folder() / path.name
+    if name in preset_names() or (
+        path.stem in preset_names() and path.parent.name == "configs"
+    ):
+        return presets_folder() / f"{path.stem}.yaml"
     near = nearest(path.stem, preset_names())
     hint = f", did you mean {near!r}?" if near else ""
     raise UserError(
-        f"accelerate_config: {name!r} is neither a file nor a preset ({join_words(preset_names())}){hint}"
+        f"accelerate_config: {quoted(name)} is neither a file nor a preset ({join_words(preset_names())}){hint}"
     )
 
 
@@ -127,58 +115,55 @@ def read_accelerate_file(name: str) -> AccelerateFile:
             f"{source}: distributed_type must be FSDP, MULTI_GPU, MULTI_CPU or NO for vembed, but is "
             f"{quoted(value.get('distributed_type'))}"
         )
-    fsdp = {}
+    layer = Layer(source)
+    for key in ("mixed_precision", "num_machines", "num_processes"):
+        if value.get(key) is not None:
+            layer.take([key], keys[key], f"{source}, line {keys[key].line}")
     if value.get("fsdp_config"):
-        fsdp = _fsdp_options(keys["fsdp_config"], source, notes)
-    if distribution == "fsdp" and "fsdp_version" not in fsdp:
-        fsdp["fsdp_version"] = 1
+        options_of_fsdp = _fsdp_keys(keys["fsdp_config"], source, notes)
+        layer.take_all(options_of_fsdp, block="fsdp_config")
+    if layer.problems:
+        raise UserError(layer.problems[0])
+    options = {name: value.value for name, value in layer.values.items()}
+    if distribution == "fsdp" and "fsdp_version" not in options:
+        options["fsdp_version"] = 1
         notes.append(
             f"{source} gives no fsdp_version, which means 1 to Accelerate, and so it does here: fsdp_version: 2 in "
             "the file or in the training config chooses the newer one"
         )
-    precision = value.get("mixed_precision")
-    if precision is not None:
-        precision = normalise("mixed_precision", precision)
-        if precision not in ("no", "bf16", "fp16"):
-            raise UserError(
-                f"{source}: mixed_precision must be no, bf16 or fp16, but is {quoted(precision)}"
-            )
+    # bf16 is what `auto` means on a GPU that has it, and the same file is to run on a CPU too. "no" is what Accelerate
+    # writes where nobody has answered. Neither is a decision.
+    precision = options.get("mixed_precision")
     if precision == "no":
         notes.append(_not_counted(f"mixed_precision: no in {source}"))
-    numbers: dict[str, int | None] = {}
-    for key in ("num_machines", "machine_rank", "main_process_port", "num_processes"):
-        number = value.get(key)
-        if key == "num_processes" and str(number) in ("auto", "gpu", "-1"):
-            number = None
-        is_number = isinstance(number, int) and not isinstance(number, bool)
-        if number is not None and not (is_number and 0 <= number < 2**20):
-            raise UserError(
-                f"{source}: {key} must be a whole number, but is {quoted(number)}"
-            )
-        numbers[key] = number
+    if precision != "fp16":
+        options.pop("mixed_precision", None)
     # Accelerate counts the processes of all machines together.
-    machines = numbers["num_machines"] or 1
-    processes = numbers["num_processes"]
-    if processes is not None and (processes < 1 or processes % machines):
-        raise UserError(
-            f"{source}: num_processes: {processes} (over all machines) must be a multiple of num_machines: {machines}"
-        )
+    machines = options.get("num_machines", 1)
+    processes = options.pop("num_processes", "auto")
+    if processes != "auto":
+        if processes % machines:
+            raise UserError(
+                f"{source}: num_processes: {processes} (over all machines) must be a multiple of num_machines: {machines}"
+            )
+        options["num_processes"] = processes // machines
     try:
         use_cpu = as_bool(value.get("use_cpu") or False)
     except ValueError as error:
         raise UserError(f"{source}: use_cpu {error}") from None
+    port = value.get("main_process_port")
+    if port is not None and not str(port).isdecimal():
+        raise UserError(
+            f"{source}: main_process_port must be a whole number, but is {quoted(port)}"
+        )
     address = value.get("main_process_ip")
     gpu_ids = str(value.get("gpu_ids", "all"))
     return AccelerateFile(
         source=source,
         distribution=distribution,
-        fsdp=fsdp,
-        mixed_precision=precision,
-        num_processes=None if processes is None else processes // machines,
-        num_machines=numbers["num_machines"] or None,
-        machine_rank=numbers["machine_rank"] or 0,
+        options=options,
         main_process_ip=str(address) if address else None,
-        main_process_port=numbers["main_process_port"],
+        main_process_port=None if port is None else int(port),
         use_cpu=use_cpu,
         gpu_ids=None if gpu_ids in ("all", "None") else gpu_ids,
         notes=tuple(notes),
@@ -186,17 +171,10 @@ def read_accelerate_file(name: str) -> AccelerateFile:
 
 
 def file_layer(file: AccelerateFile, level: Level) -> Layer:
-    """Return the layer of an Accelerate file. bf16 is what `auto` means on a GPU that has it, and the same file is to
-    run on a CPU too; "no" is what Accelerate writes where nobody has answered: neither is a decision."""
-    options: dict[str, Any] = dict(file.fsdp)
-    if level is not Level.PRESET:
-        options["strategy"] = file.distribution
-        if file.mixed_precision == "fp16":
-            options["mixed_precision"] = "fp16"
-        if file.num_processes is not None:
-            options["num_processes"] = file.num_processes
-        if file.num_machines is not None:
-            options["num_machines"] = file.num_machines
+    """Return the layer of an Accelerate file. The default preset, which nobody has named, gives the FSDP options alone."""
+    options: dict[str, Any] = {"strategy": file.distribution, **file.options}
+    if level is Level.PRESET:
+        options = {name: options[name] for name in options if name.startswith("fsdp_")}
     return plain_layer(file.source, level, options)
 
 
@@ -228,24 +206,22 @@ def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:
     elif reshard and variables.get("fsdp_sharding_strategy") == "FULL_SHARD":
         # The default that nobody has changed, beside the newer spelling.
         del variables["fsdp_sharding_strategy"]
-    for name in ("fsdp_forward_prefetch", "fsdp_activation_checkpointing"):
-        if variables.get(name, "").lower() == "false":
-            del variables[name]
-            notes.append(_not_counted(f"{name}: false, set by {LAUNCHER},"))
     for name, text in variables.items():
-        try:
-            layer.take([name], text)
-        except UserError as error:
-            raise UserError(f"{LAUNCHER}: {name}: {error}") from None
+        is_off = text.lower() == "false"
+        if is_off and name in (
+            "fsdp_forward_prefetch",
+            "fsdp_activation_checkpointing",
+        ):
+            notes.append(_not_counted(f"{name}: false, set by {LAUNCHER},"))
+        else:
+            layer.take([name], text, LAUNCHER)
     layer.translated.clear()
     # Accelerate exports a size with every policy; layers are units whatever their size unless somebody asks otherwise.
-    policy = layer.values.get("fsdp_auto_wrap_policy")
-    if policy is None or policy.value != "SIZE_BASED_WRAP":
+    if layer.value("fsdp_auto_wrap_policy") != "SIZE_BASED_WRAP":
         layer.values.pop("fsdp_min_num_params", None)
-    options = {name: value.value for name, value in layer.values.items()}
-    listed = ", ".join(f"{name}: {value}" for name, value in options.items())
+    listed = ", ".join(f"{name}: {value.value}" for name, value in layer.values.items())
     notes.append(f"FSDP options set by {LAUNCHER}: {listed}")
-    if options.get("fsdp_min_num_params") == ACCELERATE_MIN_NUM_PARAMS:
+    if layer.value("fsdp_min_num_params") == ACCELERATE_MIN_NUM_PARAMS:
         notes.append(
             f"fsdp_min_num_params: {ACCELERATE_MIN_NUM_PARAMS:,d} is what accelerate launch sets when its file does "
             "not say; smaller modules do not become units"
@@ -277,41 +253,26 @@ def _known_keys(tree: Node, source: str, notes: list[str]) -> dict[str, Node]:
                 hint = ", it belongs under fsdp_config"
             raise UserError(f"{source}, line {node.line}: unknown key {key!r}{hint}")
         if key in IGNORED and node.plain():
-            notes.append(f"{key} in {source} has no effect: vembed does not use it")
+            notes.append(f"{key} in {source}{UNUSED}")
     return keys
 
 
-def _fsdp_options(block: Node, source: str, notes: list[str]) -> dict[str, Any]:
+def _fsdp_keys(block: Node, source: str, notes: list[str]) -> dict[str, Node]:
+    """Return the keys of fsdp_config that are options."""
     if not isinstance(block.value, dict):
         raise UserError(
             f"{source}, line {block.line}: fsdp_config must hold keys with values"
         )
-    layer = Layer(source)
+    keys = {}
     for key, node in block.value.items():
-        name = key if key.startswith("fsdp_") else f"fsdp_{key}"
-        if name.removeprefix("fsdp_") in LAUNCHER_ONLY:
-            notes.append(f"{key} in {source} has no effect: vembed does not use it")
-            continue
-        target = target_of(key, "fsdp")
-        if isinstance(target, NoEffect):
-            fixed = FIXED_IN_FSDP[name.removeprefix("fsdp_")]
-            if str(node.plain()).lower() != str(fixed).lower():
-                notes.append(
-                    f"{key}: {node.plain()} in {source} has no effect: {target}"
-                )
-            continue
-        is_known = name == "fsdp_reshard_after_forward" or (
-            target == "gradient_checkpointing" or str(target).startswith("fsdp_")
-        )
-        if not is_known:
-            names = [option for option in all_options() if option.startswith("fsdp_")]
-            near = nearest(name, names)
-            hint = f", did you mean {near!r}?" if near else ""
-            raise UserError(
-                f"{source}, line {node.line}: unknown key {key!r} in fsdp_config{hint}"
-            )
-        if node.plain() is not None:
-            layer.take([key], node, node.line or 0, block="fsdp")
-    if layer.problems:
-        raise UserError(layer.problems[0][1])
-    return {name: value.value for name, value in layer.values.items()}
+        name = key.removeprefix("fsdp_")
+        word = yaml_word(node.plain())
+        if name in LAUNCHER_ONLY:
+            notes.append(f"{key} in {source}{UNUSED}")
+        elif name in FIXED_IN_FSDP:
+            if word != yaml_word(FIXED_IN_FSDP[name]):
+                reason = target_of(key, "fsdp")
+                notes.append(f"{key}: {word} in {source} has no effect: {reason}")
+        elif node.plain() is not None:
+            keys[key] = node
+    return keys

@@ -6,20 +6,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from vembed.config.options import Option, all_options
+from vembed.config.options import all_options, yaml_word
 from vembed.config.parsing import parse_value
+from vembed.losses.table import ENTRY_OPTIONS, loss_options
 from vembed.models.poolings.table import POOLINGS
-from vembed.training.optimizers.table import OPTIMIZERS
-from vembed.training.trackers.table import TRACKERS
+from vembed.training.optimizer_kinds import OPTIMIZERS
+from vembed.training.trackers import TRACKERS
 
 # ---- spellings of values
 
 
-_WRAP = {
-    "TRANSFORMER_BASED_WRAP": "transformer_auto_wrap transformer_auto_wrap_policy transformer",
-    "SIZE_BASED_WRAP": "size_based_auto_wrap size_based_auto_wrap_policy size_based",
-    "NO_WRAP": "none",
-}
 _DTYPE = {
     "bfloat16": "bf16 torch.bfloat16",
     "float16": "fp16 half torch.float16",
@@ -29,9 +25,9 @@ SPELLINGS: dict[str, dict[str, str]] = {
     "torch_dtype": {**_DTYPE, "pure_bfloat16": "pure_bf16 bf16_true"},
     "fsdp_reduce_dtype": _DTYPE,
     "mixed_precision": {
-        "bf16": "bfloat16",
-        "fp16": "float16",
-        "no": "none float32 fp32 false",
+        "bf16": "bfloat16 torch.bfloat16 bf16_mixed true",
+        "fp16": "float16 half torch.float16 16_mixed fp16_mixed 16",
+        "no": "none float32 fp32 float torch.float32 32_true 32 false",
     },
     "attn_implementation": {"flash_attention_2": "flash_attention flash_attn flash"},
     "pooling": {name: pooling.spellings for name, pooling in POOLINGS.items()},
@@ -56,7 +52,11 @@ SPELLINGS: dict[str, dict[str, str]] = {
         "HYBRID_SHARD": "hybrid",
         "NO_SHARD": "none",
     },
-    "fsdp_auto_wrap_policy": _WRAP,
+    "fsdp_auto_wrap_policy": {
+        "TRANSFORMER_BASED_WRAP": "transformer_auto_wrap transformer_auto_wrap_policy transformer",
+        "SIZE_BASED_WRAP": "size_based_auto_wrap size_based_auto_wrap_policy size_based",
+        "NO_WRAP": "none",
+    },
     "fsdp_state_dict_type": {
         "FULL_STATE_DICT": "full",
         "SHARDED_STATE_DICT": "sharded",
@@ -79,8 +79,8 @@ def as_bool(value: Any) -> bool:
     return BOOLS[str(value).lower()]
 
 
-def normalise(name: str, value: Any) -> Any:
-    """Return the canonical form of a value. An unknown value is returned unchanged, and the schema refuses it."""
+def canonical(name: str, value: Any) -> Any:
+    """Return the value of an option in its canonical spelling, validated. Raise ValueError if it has none."""
     option = all_options()[name]
     words = {_fold(choice): choice for choice in option.choices}
     for choice, others in SPELLINGS.get(name, {}).items():
@@ -92,49 +92,25 @@ def normalise(name: str, value: Any) -> Any:
             is_none = entry in (None, False) or _fold(entry) in ("none", "")
             if not is_none:
                 trackers.append(words.get(_fold(entry), entry))
-        return trackers
-    # Small numbers are words too: YAML reads `num_processes: -1` as a number.
-    is_word = isinstance(value, str) or (isinstance(value, int) and -10 < value < 100)
-    if is_word and _fold(value) in words:
-        return words[_fold(value)]
-    if isinstance(value, str):
-        # "1" stays a number where an option takes both.
-        if "bool" in option.kinds and value.lower() in BOOLS and not value.isdigit():
-            return as_bool(value)
-        if name == "fsdp_version" and value.strip() in ("1", "2"):
-            return int(value)
+        return option.checked(trackers)
+    # YAML reads `num_processes: -1` and `mixed_precision: false` as other types than text.
+    if isinstance(value, str | int) and _fold(value) in words:
+        return option.checked(words[_fold(value)])
+    if name == "fsdp_version" and value in ("1", "2"):
+        return int(value)
     is_single = value is not None and not isinstance(value, list | Mapping)
-    if "list" not in option.kinds or name == "data_path" or not is_single:
-        return value
-    if not isinstance(value, str):
-        return [value]
-    parts = [part.strip() for part in value.split(",")]
-    if "text" in option.kinds:
-        return parts[0] if len(parts) == 1 else parts
-    return [parse_value(part) for part in parts]
-
-
-def value_of_text(option: Option, text: str) -> Any:
-    """Parse a value of the command line: options of plain text take the text itself, others are parsed as YAML."""
-    if option.is_plain_text:
-        return None if text == "null" and "null" in option.kinds else text
-    value = parse_value(text)
-    if isinstance(value, Mapping):
-        return _pairs(value) if "mapping" in option.kinds else text
-    if "text" in option.kinds and not isinstance(value, bool | list):
-        return text
-    return value
-
-
-def _pairs(value: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Split keys of the form `a:b`. YAML reads {a:b} without a space as a key without a value."""
-    pairs = {}
-    for key, entry in value.items():
-        name, colon, target = str(key).partition(":")
-        if entry is not None or not colon:
-            return dict(value)
-        pairs[name.strip()] = target.strip()
-    return pairs
+    if isinstance(value, str) and "bool" in option.kinds and not value.isdigit():
+        # "1" stays a number where an option takes both.
+        value = BOOLS.get(value.lower(), value)
+    elif "list" in option.kinds and name != "data_path" and is_single:
+        parts = [part.strip() for part in str(value).split(",")]
+        if not isinstance(value, str):
+            value = [value]
+        elif "text" not in option.kinds:
+            value = [parse_value(part) for part in parts]
+        elif len(parts) > 1:
+            value = parts
+    return option.checked(value)
 
 
 def _fold(value: Any) -> str:
@@ -160,9 +136,8 @@ class NoEffect(str):
     __slots__ = ()
 
 
-Target = str | Callable[[Any], list[Setting]]
-"""Target of a key: an option, a `NoEffect`, or a function from the value to settings that raises ValueError if the value
-is invalid."""
+Translation = Callable[[Any], list[Setting]]
+"""Function from a value to settings. It raises ValueError if the value is invalid."""
 
 ALIASES: dict[str, str] = {
     # model
@@ -173,6 +148,7 @@ ALIASES: dict[str, str] = {
     "auxiliary_losses": "auxiliary_weights aux_losses",
     "image_model_name": "image_model",
     "torch_dtype": "dtype",
+    "mixed_precision": "fsdp_param_dtype fsdp_mixed_precision",
     "max_length": "max_seq_length max_seq_len model_max_length max_len",
     "pooling": "pooling_mode pooling_method",
     "query_prompt": "query_instruction query_prefix query_instruction_for_retrieval",
@@ -235,9 +211,7 @@ ALIASES: dict[str, str] = {
 """Map from an option to its aliases. They are valid at the top of a config, inside every block, and as flags."""
 
 
-def _flag(
-    option: str, when_true: Any, when_false: Any = None
-) -> Callable[[Any], list[Setting]]:
+def _flag(option: str, when_true: Any, when_false: Any = None) -> Translation:
     """Return the parser of a switch for one value of an option. Off sets `when_false` only if nothing else does."""
 
     def settings(value: Any) -> list[Setting]:
@@ -249,48 +223,26 @@ def _flag(
 
 
 def _precision(value: Any) -> list[Setting]:
-    word = str(value).lower().replace("_", "-")
-    if word in ("bf16-true", "16-true"):
-        dtype = "pure_bfloat16" if word == "bf16-true" else "float16"
-        return [("torch_dtype", dtype), ("mixed_precision", "no")]
-    words = {
-        "bf16": "bf16-mixed bf16",
-        "fp16": "16-mixed fp16-mixed fp16 16",
-        "no": "32-true fp32 32 no",
-    }
-    for precision, spellings in words.items():
-        if word in spellings.split():
-            return [("mixed_precision", precision)]
-    raise ValueError("must be bf16-mixed, 16-mixed, bf16-true or 32-true")
-
-
-def _param_dtype(value: Any) -> list[Setting]:
-    precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
-    for dtype, others in _DTYPE.items():
-        if str(value).lower() in (dtype, *others.split()):
-            return [("mixed_precision", precision[dtype])]
-    raise ValueError("must be bfloat16, float16 or float32")
+    dtypes = {"bf16_true": "pure_bfloat16", "16_true": "float16"}
+    dtype = dtypes.get(_fold(value))
+    if dtype is None:
+        return [("mixed_precision", value)]
+    return [("torch_dtype", dtype), ("mixed_precision", "no")]
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError("must be a number above 0")
-    if not 0 < value < 1e15:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < 1e15:
         raise ValueError("must be a number above 0")
     return float(value)
 
 
-def _warmup_ratio(value: Any) -> list[Setting]:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 <= value <= 1:
-        raise ValueError("must be a number from 0 to 1")
-    return [("warmup_steps", float(value))]
+def _share(value: Any) -> list[Setting]:
+    # As a whole number it would count steps.
+    return [("warmup_steps", float(value) if type(value) is int else value)]
 
 
-def _shard_switch(value: Any) -> list[Setting]:
-    if as_bool(value):
-        return [("strategy", "fsdp")]
-    return [(WeakDefault("strategy"), "ddp")]
+_shard_switch = _flag("strategy", "fsdp", "ddp")
 
 
 def _qlora(value: Any) -> list[Setting]:
@@ -305,12 +257,7 @@ def _mrl_switch(value: Any) -> list[Setting]:
 
 def _reshard(value: Any) -> list[Setting]:
     # Accelerate writes FSDP1's sharding strategies under this name too.
-    if str(value).lower() in (
-        "full_shard",
-        "shard_grad_op",
-        "no_shard",
-        "hybrid_shard",
-    ):
+    if str(value).lower() not in BOOLS:
         return [("fsdp_sharding_strategy", value)]
     if as_bool(value):
         return [(WeakDefault("fsdp_sharding_strategy"), "FULL_SHARD")]
@@ -319,23 +266,15 @@ def _reshard(value: Any) -> list[Setting]:
 
 def _fsdp_switch(value: Any) -> list[Setting]:
     """Parse `fsdp: true`, or Transformers' `fsdp: "full_shard auto_wrap offload"`."""
-    if isinstance(value, bool) or str(value).lower() in ("", "true", "false"):
+    if not value or str(value).lower() in BOOLS:
         return _shard_switch(value or False)
-    words: dict[str, Setting] = {
-        "full_shard": ("fsdp_sharding_strategy", "FULL_SHARD"),
-        "shard_grad_op": ("fsdp_sharding_strategy", "SHARD_GRAD_OP"),
-        "hybrid_shard": ("fsdp_sharding_strategy", "HYBRID_SHARD"),
-        "no_shard": ("fsdp_sharding_strategy", "NO_SHARD"),
+    words = {
         "offload": ("fsdp_offload_params", True),
         "auto_wrap": ("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),
     }
-    settings = [("strategy", "fsdp")]
+    settings: list[Setting] = [("strategy", "fsdp")]
     for word in str(value).lower().split():
-        if word not in words:
-            raise ValueError(
-                f"must be true, false, or some of the words {', '.join(words)}"
-            )
-        settings.append(words[word])
+        settings.append(words.get(word, ("fsdp_sharding_strategy", word)))
     return settings
 
 
@@ -344,7 +283,7 @@ def _wandb_switch(value: Any) -> list[Setting]:
     return [(WeakDefault("report_to"), trackers)]
 
 
-TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
+TRANSLATED: dict[str, Translation] = {
     "bf16": _flag("mixed_precision", "bf16", "no"),
     "fp16": _flag("mixed_precision", "fp16", "no"),
     "precision": _precision,
@@ -355,10 +294,6 @@ TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
     "ddp_timeout": lambda value: [("dist_timeout_minutes", _number(value) / 60)],
     "fsdp": _fsdp_switch,
     "use_fsdp": _shard_switch,
-    "fsdp_mixed_precision": lambda value: [
-        ("mixed_precision", "bf16" if as_bool(value) else "no")
-    ],
-    "fsdp_param_dtype": _param_dtype,
     "fsdp_reshard_after_forward": _reshard,
     "reshard_after_forward": _reshard,
     "use_mrl": _mrl_switch,
@@ -367,12 +302,12 @@ TRANSLATED: dict[str, Callable[[Any], list[Setting]]] = {
     "load_in_4bit": _qlora,
     "use_rslora": _flag("lora_variant", "rslora", "lora"),
     "use_dora": _flag("lora_variant", "dora", "lora"),
-    "warmup_ratio": _warmup_ratio,
+    "warmup_ratio": _share,
     "use_wandb": _wandb_switch,
 }
 """Aliases whose values must be converted."""
 
-BLOCKS: dict[str, dict[str, Target]] = {
+BLOCKS: dict[str, dict[str, str]] = {
     "model": {"name": "model_name", "path": "model_name"},
     "data": {
         "path": "data_path",
@@ -393,19 +328,19 @@ BLOCKS: dict[str, dict[str, Target]] = {
         "alpha": "lora_alpha",
         "dropout": "lora_dropout",
     },
-    "mrl": {"enabled": _mrl_switch},
+    "mrl": {"enabled": "use_mrl"},
     "matryoshka": {
-        "enabled": _mrl_switch,
+        "enabled": "use_mrl",
         "dims": "mrl_dims",
         "weights": "mrl_weights",
     },
     "distributed": {},
-    "fsdp": {"enabled": _shard_switch, "config": "accelerate_config"},
+    "fsdp": {"enabled": "use_fsdp", "config": "accelerate_config"},
     "fsdp_config": {},
     "evaluation": {"steps": "eval_steps", "metric": "eval_metric"},
     "eval": {"data": "val_data_path"},
     "logging": {"steps": "logging_steps", "file": "log_file"},
-    "wandb": {"enabled": _wandb_switch, "name": "run_name"},
+    "wandb": {"enabled": "use_wandb", "name": "run_name"},
     "checkpoint": {"steps": "save_steps"},
 }
 """Blocks that may hold options, with their short names. Option names and aliases are valid in every block."""
@@ -435,53 +370,30 @@ REFUSED = {
     "deepspeed": "DeepSpeed is not supported: use_fsdp: true shards the model",
     "save_strategy": "checkpoints are written every save_steps steps; save_steps: null for none before the end",
     "eval_strategy": "evaluation runs every eval_steps steps; eval_steps: null for none during training",
-    **dict.fromkeys(
-        ("train_group_size", "train_n_passages"),
-        "all negatives of a record are read: for groups of 8 passages write max_negatives: 7",
-    ),
+    "train_group_size train_n_passages": "all negatives of a record are read: for groups of 8 passages write max_negatives: 7",
     "batch_sampler": "no_duplicates: true keeps equal texts out of one batch; homogeneous_batches: true takes each "
     "batch from one source",
-    **dict.fromkeys(
-        (
-            "query_max_len",
-            "passage_max_len",
-            "document_max_len",
-            "query_max_length",
-            "passage_max_length",
-        ),
-        "max_length limits queries and documents; texts are not padded to it, so short ones cost nothing more",
-    ),
-    **dict.fromkeys(
-        ("normalize", "normalize_embeddings"),
-        "similarity: cosine, the default, brings embeddings to length 1; similarity: dot leaves their length",
-    ),
-    **dict.fromkeys(
-        ("adam_beta1", "adam_beta2"), "adam_betas: [0.9, 0.999] gives both"
-    ),
+    "query_max_len passage_max_len document_max_len query_max_length passage_max_length": "max_length limits queries "
+    "and documents; texts are not padded to it, so short ones cost nothing more",
+    "normalize normalize_embeddings": "similarity: cosine, the default, brings embeddings to length 1; similarity: dot leaves their length",
+    "adam_beta1 adam_beta2": "adam_betas: [0.9, 0.999] gives both",
     "lora_towers": "freeze: [vision] (or [text]) keeps adapters out of a tower",
     "anchor_weight": "losses: [{loss: infonce}, {loss: anchor, weight: 1.0}] adds the term",
     "drop_last": "the last incomplete batch of an epoch is left out, unless it is the only one",
     "layer_lr_decay": "freeze: [first_n_layers=6] or head_learning_rate treats parts of a model differently",
     "guide_margin_kind": "guide_margin: 5% is a share of the score, guide_margin: 0.05 a difference",
-    **dict.fromkeys(
-        ("eval_ks", "ks"),
-        "evaluations have the cut-offs 1, 5, 10, 100 and that of eval_metric, such as ndcg@20; `vembed eval --ks` takes others",
-    ),
-    **dict.fromkeys(
-        ("gradient_cache_chunk_size", "gc_chunk_size", "mini_batch_size"),
-        "micro_batch_tokens bounds a micro-batch by its padded tokens, so that its memory is the same for short and long "
-        "texts: for 8 rows of at most 512 tokens write micro_batch_tokens: 4096",
-    ),
+    " ".join(
+        ENTRY_OPTIONS
+    ): "it stands in an entry of losses, as losses: [{loss: infonce, focal_gamma: 2.0}]",
+    "eval_ks ks": "evaluations have the cut-offs 1, 5, 10, 100 and that of eval_metric, such as ndcg@20; `vembed eval --ks` takes others",
+    "gradient_cache_chunk_size gc_chunk_size mini_batch_size": "micro_batch_tokens bounds a micro-batch by its padded "
+    "tokens, so that its memory is the same for short and long "
+    "texts: for 8 rows of at most 512 tokens write micro_batch_tokens: 4096",
     "save_dtype": "torch_dtype is the dtype of final/ too: torch_dtype: bfloat16 stores it in bfloat16",
-    **dict.fromkeys(
-        ("negatives_from", "negatives_cross_device", "gather_across_devices"),
-        "candidates are always those of the whole global batch, so that the loss is the same on any number of processes",
-    ),
+    "negatives_from negatives_cross_device gather_across_devices": "candidates are always those of the whole "
+    "global batch, so that the loss is the same on any number of processes",
     "mask_duplicates": "candidates that equal the row's query or one of its positives are always left out",
-    **dict.fromkeys(
-        ("query_query_negatives", "document_document_negatives"),
-        "write same_side_negatives: queries, documents or both",
-    ),
+    "query_query_negatives document_document_negatives": "write same_side_negatives: queries, documents or both",
     "language_modelling": "loss: none trains by the language-model head, and auxiliary_losses: {next_token: 0.1} beside a loss",
     "composed_dim": "mrl_dims: [512] gives the shared space of a composed model 512 dimensions",
     "stage": "it chooses one of the blocks under training_stages, and this config has none",
@@ -500,6 +412,7 @@ FORMER_DEFAULTS = {
     "eval_ks": [1, 5, 10, 100],
     "layer_lr_decay": 1.0,
     "guide_margin_kind": "absolute",
+    **{name: loss_options()[name].default for name in ENTRY_OPTIONS},
 }
 """The values of refused keys that say what happens in any case. They are accepted."""
 
@@ -508,15 +421,17 @@ _FLAT: dict[str, str] = {
 }
 
 
-def target_of(key: str, block: str | None = None) -> Target | None:
-    """Return the target of a key, inside a block or flat; None if the key is unknown."""
+def target_of(key: str, block: str | None = None) -> str | Translation | None:
+    """Return what a key stands for, inside a block or flat: an option, a `NoEffect`, or a translation; None if the key
+    is unknown."""
     name = key.strip().replace("-", "_")
-    options = all_options()
-    if block is not None and name in BLOCKS[block]:
-        return BLOCKS[block][name]
+    prefix = ""
+    if block is not None:
+        name = BLOCKS[block].get(name, name)
+        prefix = PREFIXES.get(block, "")
     # With the prefix first: `offload_params` inside `fsdp:` is FSDP's, whatever the name means at the top.
-    for candidate in (PREFIXES.get(block or "", "") + name, name):
-        if candidate in options:
+    for candidate in (prefix + name, name):
+        if candidate in all_options():
             return candidate
         if candidate in _FLAT:
             return _FLAT[candidate]
@@ -524,7 +439,7 @@ def target_of(key: str, block: str | None = None) -> Target | None:
             return TRANSLATED[candidate]
         fixed = FIXED_IN_FSDP.get(candidate.removeprefix("fsdp_"))
         if fixed is not None:
-            word = str(fixed).lower() if fixed is True else fixed
+            word = yaml_word(fixed)
             return NoEffect(f"FSDP2 always works as with {word}, and FSDP1 does here")
     return None
 
@@ -537,9 +452,8 @@ def option_of(key: str) -> str | None:
     if len(outer) > 1 or (block is not None and block not in BLOCKS):
         return None
     target = target_of(name, block)
-    if isinstance(target, NoEffect) or not isinstance(target, str):
-        return None
-    return str(target)
+    is_option = isinstance(target, str) and target in all_options()
+    return str(target) if is_option else None
 
 
 def known_names(block: str | None = None) -> list[str]:
@@ -548,8 +462,7 @@ def known_names(block: str | None = None) -> list[str]:
     if block is None:
         return names
     prefix = PREFIXES.get(block, "")
-    short_names = []
-    for name in all_options():
-        if name.startswith(prefix):
-            short_names.append(name.removeprefix(prefix))
+    short_names = [
+        name.removeprefix(prefix) for name in all_options() if name.startswith(prefix)
+    ]
     return [*BLOCKS[block], *short_names, *names]

@@ -7,15 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vembed.config.aliases import BLOCKS, BOOLS, NoEffect, option_of, target_of
+from vembed.config.aliases import BLOCKS, BOOLS, option_of, target_of
 from vembed.config.options import all_options, quoted
 from vembed.errors import UserError
 from vembed.names import nearest
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
-VALUED_NAMES = frozenset({"precision", "scale", "ddp_timeout", "sampling_alpha"})
-"""Translated names that are not switches; as flags they need a value."""
 LAUNCH_FLAGS = {
     "config": ("FILE", "The config file, where it is not the first word."),
     "set": ("KEY=VALUE", "An option, as key=value alone."),
@@ -239,7 +237,8 @@ class _Parser:
             self.overrides.append(f"{key}={value}")
 
     def _option_value(self, key: str, word: str) -> str:
-        """Return the value of an option's flag. A switch takes the next word only if that word is a valid value."""
+        """Return the value of an option's flag. A switch takes the next word unless that is a flag, a pair or the
+        config."""
         *blocks, last = key.split(".")
         block = blocks[-1] if blocks and blocks[-1] in BLOCKS else None
         target = target_of(last, block)
@@ -250,29 +249,15 @@ class _Parser:
             if near:
                 hint = f", did you mean --{near}?"
             raise UserError(f"unknown option {word}{hint}")
+        option = None if callable(target) else all_options().get(target)
+        if option is not None and "bool" not in option.kinds:
+            return self._value(word)
         follower = self.args[0] if self.args else "-"
-        is_value = follower.lower() in BOOLS
-        if isinstance(target, NoEffect):
-            return self._value(word)
-        if isinstance(target, str):
-            option = all_options()[target]
-            if "bool" not in option.kinds:
-                return self._value(word)
-            is_value = is_value or follower.lower() in option.choices
-            if "text" in option.kinds and not follower.startswith("-"):
-                is_file = follower.lower().endswith(CONFIG_SUFFIXES)
-                is_config = self.config is None and is_file
-                is_value = is_value or not (PAIR.match(follower) or is_config)
-        elif last in VALUED_NAMES:
-            return self._value(word)
-        else:
-            # A value of a translated name, as `full_shard auto_wrap` is of `fsdp`.
-            try:
-                target(follower)
-                is_value = is_value or bool(follower)
-            except ValueError:
-                pass
-        return self.args.pop(0) if is_value else "true"
+        is_file = follower.lower().endswith(CONFIG_SUFFIXES)
+        is_config = is_file and self.config is None
+        if follower.startswith("-") or PAIR.match(follower) or is_config:
+            return "true"
+        return self.args.pop(0)
 
     def _value(self, word: str) -> str:
         # Values may begin with one dash: `--num-processes -1`.

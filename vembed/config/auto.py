@@ -6,18 +6,16 @@ The same config, model and data give the same decisions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from vembed.config.resolved import Decision
 from vembed.config.schema import (
     AdapterSection,
-    EvaluationSection,
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
-    RunSection,
+    TrainConfig,
 )
 from vembed.losses.table import LOSSES
 from vembed.models.families.table import FamilyName
@@ -279,32 +277,27 @@ class RunIntervals:
 
 
 def run_intervals(
-    evaluation: EvaluationSection,
-    run: RunSection,
-    logging_steps: int | Literal["auto"],
-    size: RunSize,
-    resumed: Mapping[str, Any] | None = None,
-    *,
-    has_validation: bool,
-    is_length_given: bool,
+    config: TrainConfig, size: RunSize, *, is_length_given: bool
 ) -> RunIntervals:
     """Return the intervals of a run: what the config gives, and for `auto` what suits the size of the run.
 
-    `resumed`: values that the run that is resumed had for options left to `auto`. `has_validation`: there are validation
-    data. `is_length_given`: the config says how many epochs or steps the run has.
+    `is_length_given`: the user has said how many epochs or steps the run has.
     """
+    evaluation = config.evaluation
+    run = config.run
     reasons: dict[str, str] = {}
-    resumed = resumed or {}
     steps = size.total_steps
     needs_checkpoints = bool(evaluation.guards) or run.load_best_model_at_end is True
+    validation = (config.data.val_data_path, config.data.val_split)
+    has_validation = validation != (None, None)
 
-    eval_steps = resumed.get("eval_steps", evaluation.eval_steps)
+    eval_steps = evaluation.eval_steps
     if eval_steps == "auto":
         eval_steps = _auto_eval_steps(
             size, run.save_steps, reasons, is_needed=needs_checkpoints
         )
 
-    save_steps = resumed.get("save_steps", run.save_steps)
+    save_steps = run.save_steps
     if save_steps == "auto":
         save_steps = None
         is_evaluated = eval_steps is not None and size.num_evaluated > 0
@@ -340,7 +333,7 @@ def run_intervals(
                 reason = "there are validation data: final/ gets the checkpoint with the best score"
             reasons["load_best_model_at_end"] = reason
 
-    logging_steps = resumed.get("logging_steps", logging_steps)
+    logging_steps = config.logging.logging_steps
     if logging_steps == "auto":
         interval = min(max(steps // LOG_LINES_PER_RUN, 1), MAX_STEPS_PER_LOG_LINE)
         logging_steps = _round_down(interval)

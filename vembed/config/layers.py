@@ -1,11 +1,10 @@
-"""The sources of options, each as a layer of checked values: files, stages, the launcher, the command line."""
+"""The sources of options, each as a layer of checked values: files, the launcher, the command line."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from pathlib import Path
 from typing import Any
 
 from vembed.config.aliases import (
@@ -14,23 +13,15 @@ from vembed.config.aliases import (
     REFUSED,
     NoEffect,
     WeakDefault,
+    canonical,
     known_names,
-    normalise,
     target_of,
-    value_of_text,
 )
-from vembed.config.options import all_options, checked, quoted
-from vembed.config.parsing import Node, parse_value, source_tree
-from vembed.config.schema import TrainConfig
-from vembed.config.stages import STAGES as STAGE_LIST
-from vembed.config.stages import training_blocks
-from vembed.config.values import RESULT_OF
-from vembed.errors import UserError
+from vembed.config.options import all_options, quoted, yaml_word
+from vembed.config.parsing import Node, parse_value
 from vembed.names import nearest
 
 COMMAND_LINE = "command line"
-STAGES = "training_stages"
-USER_PRESETS = "distributed_examples"
 
 REPLACES = {
     "global_batch_size": "batch_size",
@@ -96,23 +87,30 @@ class Layer:
     name: str
     level: Level = Level.CONFIG
     values: dict[str, OptionValue] = field(default_factory=dict)
-    problems: list[tuple[int, str]] = field(default_factory=list)
-    """Pairs of line and sentence."""
+    problems: list[str] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
     """Options with an invalid value."""
     translated: list[str] = field(default_factory=list)
 
-    def take_all(self, keys: Mapping[str, Node], prefix: str = "") -> Layer:
+    def value(self, option: str, default: Any = None) -> Any:
+        """Return the value of an option, or what stands for a missing one."""
+        given_value = self.values.get(option)
+        return default if given_value is None else given_value.value
+
+    def take_all(
+        self, keys: Mapping[str, Node], prefix: str = "", block: str | None = None
+    ) -> Layer:
         """Enter the keys of a file; return the layer."""
         for key, node in keys.items():
-            self.take(key.split("."), node, node.line or 0, prefix=prefix)
+            place = f"{self.name}, line {node.line}" if node.line else self.name
+            self.take(key.split("."), node, place, block=block, prefix=prefix)
         return self
 
     def take(
         self,
         path: Sequence[str],
         value: Node | str,
-        line: int = 0,
+        place: str,
         *,
         block: str | None = None,
         prefix: str = "",
@@ -121,76 +119,62 @@ class Layer:
 
         A string as value comes from the command line.
         """
-        key = path[0]
-        inner = list(path[1:])
+        key, *inner = path
         name = key.strip().replace("-", "_")
         written = prefix + key
-        if name in BLOCKS and inner:
-            self.take(inner, value, line, block=name, prefix=f"{written}.")
-            return
-        if name in BLOCKS and isinstance(value, Node) and isinstance(value.value, dict):
-            for inner_key, node in value.value.items():
-                inner_path = inner_key.split(".")
-                inner_line = node.line or 0
-                self.take(
-                    inner_path, node, inner_line, block=name, prefix=f"{written}."
-                )
-            return
-        place = f"{self.name}, line {line}" if line else self.name
+        if name in BLOCKS:
+            if inner:
+                self.take(inner, value, place, block=name, prefix=f"{written}.")
+                return
+            if isinstance(value, Node) and isinstance(value.value, dict):
+                self.take_all(value.value, f"{written}.", name)
+                return
         target = target_of(key, block)
-        if target is None or (inner and target != "column_mapping"):
-            plain = parse_value(value) if isinstance(value, str) else value.plain()
-            if name not in FORMER_DEFAULTS or plain != FORMER_DEFAULTS[name]:
-                self._refuse_key(key, block, place, line)
-            return
-        is_option = isinstance(target, str) and not isinstance(target, NoEffect)
+        option = None if callable(target) else all_options().get(str(target))
         if isinstance(value, Node):
             plain = value.plain()
-        elif is_option and not inner:
-            plain = value_of_text(all_options()[str(target)], value)
+        elif option is not None and not inner:
+            plain = option.parse(value)
         else:
             plain = parse_value(value)
-        if isinstance(target, NoEffect):
+        word = yaml_word(plain)
+        if target is None or (inner and target != "column_mapping"):
+            if name not in FORMER_DEFAULTS or plain != FORMER_DEFAULTS[name]:
+                self._refuse_key(name, block, place)
+        elif isinstance(target, NoEffect):
             self.translated.append(
-                f"{written}: {yaml_word(plain)} has no effect: {target} ({place})"
+                f"{written}: {word} has no effect: {target} ({place})"
             )
         elif inner:
             # Its keys are the user's column names: `column_mapping.query=title`.
             earlier = self.values.pop(name, None)
             columns = dict(earlier.value) if earlier is not None else {}
             columns[".".join(inner)] = plain
-            self.enter(name, columns, written, place, line)
-        elif isinstance(target, str):
-            final = self.enter(target, plain, written, place, line)
+            self.enter(name, columns, written, place)
+        elif not callable(target):
+            final = self.enter(target, plain, written, place)
             is_respelled = isinstance(plain, str) and str(final) != plain
             if final is not None and (written != target or is_respelled):
                 self.translated.append(
-                    f"{written}: {yaml_word(plain)} -> {target}: {yaml_word(final)} ({place})"
+                    f"{written}: {word} -> {target}: {yaml_word(final)} ({place})"
                 )
         else:
             try:
                 settings = target(plain)
             except ValueError as error:
                 self.problems.append(
-                    (line, f"{place}: {written} {error}, but is {quoted(plain)}")
+                    f"{place}: {written} {error}, but is {quoted(plain)}"
                 )
                 return
-            word = yaml_word(plain)
             results = []
-            for option, setting in settings:
-                final = self.enter(option, setting, written, place, line, word)
-                results.append(f"{option}: {yaml_word(final)}")
+            for name, setting in settings:
+                final = self.enter(name, setting, written, place, word)
+                results.append(f"{name}: {yaml_word(final)}")
             result = ", ".join(results) or "nothing to change"
             self.translated.append(f"{written}: {word} -> {result} ({place})")
 
     def enter(
-        self,
-        option: str,
-        value: Any,
-        key: str,
-        place: str,
-        line: int = 0,
-        written: str = "",
+        self, option: str, value: Any, key: str, place: str, written: str = ""
     ) -> Any:
         """Enter an option under its own name; return its canonical value, None for an invalid one.
 
@@ -198,10 +182,10 @@ class Layer:
         """
         name = str(option)
         try:
-            final = checked(name, normalise(name, value))
+            final = canonical(name, value)
         except ValueError as error:
             alias = "" if key == name else f"{key}: "
-            self.problems.append((line, f"{place}: {alias}{error}"))
+            self.problems.append(f"{place}: {alias}{error}")
             self.refused.add(name)
             return None
         # `strategy: auto` beside `fsdp: {enabled: true}` leaves the choice to the switch.
@@ -210,18 +194,18 @@ class Layer:
         old = self.values.get(name)
         if old is not None and new.contradicts(old):
             self.problems.append(
-                (line, f"{place}: {new} and {old} both set {name}: keep one of them")
+                f"{place}: {new} and {old} both set {name}: keep one of them"
             )
         elif old is None or not is_weak:
             self.values[name] = new
         return final
 
-    def _refuse_key(self, key: str, block: str | None, place: str, line: int) -> None:
-        if key in REFUSED:
-            sentence = f"{place}: {key!r} is not used here: {REFUSED[key]}"
-            self.problems.append((line, sentence))
-            return
-        near = nearest(key, known_names(block))
+    def _refuse_key(self, name: str, block: str | None, place: str) -> None:
+        for names, reason in REFUSED.items():
+            if name in names.split():
+                self.problems.append(f"{place}: {name!r} is not used here: {reason}")
+                return
+        near = nearest(name, known_names(block))
         hint = "; `vembed schema` lists all options"
         if near:
             target = target_of(near, block)
@@ -229,8 +213,7 @@ class Layer:
             meaning = f" ({target})" if is_alias else ""
             hint = f", did you mean {near!r}{meaning}?"
         inside = f" in {block}" if block else ""
-        sentence = f"{place}: unknown option {quoted(key)}{inside}{hint}"
-        self.problems.append((line, sentence))
+        self.problems.append(f"{place}: unknown option {quoted(name)}{inside}{hint}")
 
 
 def plain_layer(name: str, level: Level, options: Mapping[str, Any]) -> Layer:
@@ -241,57 +224,6 @@ def plain_layer(name: str, level: Level, options: Mapping[str, Any]) -> Layer:
     return layer
 
 
-def source_layers(
-    source: str | Path | Mapping[str, Any] | TrainConfig, stage: str | None
-) -> tuple[list[Layer], Mapping[str, Node]]:
-    """Return the layers of a file, a dict or a TrainConfig, and the user's own presets.
-
-    With training stages these are the shared options, those implied by the order of the
-    stages, and the stage's own.
-    """
-    if isinstance(source, TrainConfig):
-        # Only what was set: defaults would win over the launcher and files.
-        options = source.options()
-        given_options = {
-            name: options[name] for name in options if name in source.given
-        }
-        return [plain_layer("TrainConfig", Level.CONFIG, given_options)], {}
-    tree, name = source_tree(source)
-    keys: dict[str, Node] = dict(tree.value)
-    presets = keys.pop(USER_PRESETS, Node({}, None))
-    if not isinstance(presets.value, dict):
-        raise UserError(
-            f"{name}, line {presets.line}: {USER_PRESETS} must hold blocks like "
-            "`distributed`, by name"
-        )
-    blocks = training_blocks(keys, name)
-    if blocks is not None:
-        # From here on both lists of stages are `training_stages`.
-        keys.pop(STAGE_LIST)
-        keys[STAGES] = blocks
-    stages = keys.pop(STAGES, None)
-    if stages is not None:
-        asked = keys.pop("stage", None)
-        if stage is None and asked is not None:
-            stage = str(asked.plain())
-        return _stage_layers(name, keys, stages, stage), presets.value
-    if stage is not None:
-        raise UserError(
-            f"{name}: stage {stage!r} was asked for, but there is no {STAGES} block "
-            "to choose it from"
-        )
-    return [Layer(name).take_all(keys)], presets.value
-
-
-def shared_layer(source: str | Path | Mapping[str, Any]) -> Layer:
-    """Return the layer of what stands outside of the stages of a file or dict."""
-    tree, name = source_tree(source)
-    keys = dict(tree.value)
-    for key in (STAGE_LIST, STAGES, USER_PRESETS, "stage"):
-        keys.pop(key, None)
-    return Layer(name).take_all(keys)
-
-
 def command_line_layer(overrides: Sequence[str]) -> tuple[Layer, str | None]:
     """Return the layer of `key=value` arguments, and the stage that they choose."""
     layer = Layer(COMMAND_LINE, Level.COMMAND_LINE)
@@ -300,61 +232,11 @@ def command_line_layer(overrides: Sequence[str]) -> tuple[Layer, str | None]:
         key, is_pair, value = text.partition("=")
         path = [part.strip() for part in key.split(".")]
         if not is_pair or not all(path):
-            sentence = f"{COMMAND_LINE}: {quoted(text)} is not of the form key=value"
-            layer.problems.append((0, sentence))
+            layer.problems.append(
+                f"{COMMAND_LINE}: {quoted(text)} is not of the form key=value"
+            )
         elif path == ["stage"]:
             stage = value
         else:
-            layer.take(path, value)
+            layer.take(path, value, COMMAND_LINE)
     return layer, stage
-
-
-def _stage_layers(
-    name: str, keys: Mapping[str, Node], stages: Node, stage: str | None
-) -> list[Layer]:
-    blocks: dict[str, Node] = stages.value if isinstance(stages.value, dict) else {}
-    for known, block in blocks.items():
-        if not isinstance(block.value, dict):
-            raise UserError(
-                f"{name}, line {block.line}: {STAGES}.{known} must hold options"
-            )
-    is_unclear = stage is None and len(blocks) > 1
-    is_unknown = stage is not None and stage not in blocks
-    if not blocks or is_unclear or is_unknown:
-        problem = (
-            f"there is no stage {stage!r}" if stage else "there are several stages"
-        )
-        names = ", ".join(blocks) or "none"
-        raise UserError(
-            f"{name}, line {stages.line}: {problem}: choose with --stage NAME: {names}"
-        )
-    chosen = stage or next(iter(blocks))
-    shared = Layer(name).take_all(keys)
-    chosen_layer = Layer(name).take_all(blocks[chosen].value, f"{STAGES}.{chosen}.")
-    # The order of the stages implies a folder and a start model. The block's own win.
-    implied = Layer(name)
-    root = _output_dir(shared, "output")
-    place = f"{name}, {STAGES}.{chosen}"
-    implied.enter("output_dir", f"{root}/{chosen}", "output_dir", place)
-    position = list(blocks).index(chosen)
-    if position > 0:
-        earlier = list(blocks)[position - 1]
-        earlier_layer = Layer(name).take_all(blocks[earlier].value)
-        folder = _output_dir(earlier_layer, f"{root}/{earlier}")
-        place = f"{name}{RESULT_OF}{earlier}"
-        implied.enter("model_name", f"{folder}/final", "model_name", place)
-    return [shared, implied, chosen_layer]
-
-
-def _output_dir(layer: Layer, default: str) -> str:
-    folder = layer.values.get("output_dir")
-    return default if folder is None else str(folder.value)
-
-
-def yaml_word(value: Any) -> str:
-    """Return a value as it is written in YAML."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return value if isinstance(value, str) and len(value) <= 80 else quoted(value)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -24,19 +24,19 @@ from vembed.config.entries import DataSource
 from vembed.config.layers import (
     COMMAND_LINE,
     REPLACES,
-    USER_PRESETS,
     Layer,
     Level,
     OptionValue,
     command_line_layer,
-    source_layers,
 )
 from vembed.config.options import all_options
 from vembed.config.parsing import CoreDumper, Node
 from vembed.config.resolved import DEFAULT, ResolvedRun, decide
 from vembed.config.schema import TrainConfig
+from vembed.config.stages import USER_PRESETS, source_layers
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
+from vembed.names import short_name
 
 DEFAULT_PRESET = "accelerate_fsdp"
 """Base of the FSDP options if no file is named."""
@@ -52,8 +52,6 @@ PATH_OPTIONS = (
 OUTPUT_DIR_FIELDS = ("model", "data", "seed", "time")
 """What a template of output_dir may contain, in braces."""
 _FIELD = re.compile(r"\{([^{}]*)\}")
-_GENERAL_FOLDERS = frozenset({"model", "final", "merged", ""})
-"""Folder names that do not tell one model from another."""
 
 Source = str | Path | Mapping[str, Any] | TrainConfig
 
@@ -122,16 +120,16 @@ def resolve_run(
     translated: list[str] = []
     refused: set[str] = set()
     for layer in layers:
-        problems += [sentence for _, sentence in sorted(layer.problems)]
+        problems += layer.problems
         translated += layer.translated
         refused |= layer.refused
     values = _merge(layers, notes)
     _resolve_values(values, config_file, env, notes, problems)
     for name, option in all_options().items():
         if option.is_required and name not in values and name not in refused:
-            place = f"{config_file or 'the config'}: " if source != {} else ""
             problems.append(
-                f"{place}{name} is missing: add `{name}: ...` to a config file, or give {name}=... ({option.accepts})"
+                f"{config_file or 'the config'}: {name} is missing: add `{name}: ...` to a config file, or give "
+                f"{name}=... ({option.accepts})"
             )
     if problems:
         raise UserError("\nalso: ".join(problems))
@@ -380,17 +378,12 @@ def expand_output_dir(
     first = data[0] if isinstance(data, list) and data else data
     path = first.path if isinstance(first, DataSource) else str(first)
 
-    def short_name(name: str) -> str:
-        """Return the last part of a path or Hub name that says which model or file it is."""
-        last = name
-        for part in PurePath(name.replace("\\", "/")).parts:
-            if part not in _GENERAL_FOLDERS:
-                last = part
-        return re.sub(r"[^\w.-]+", "-", last).strip("-.") or "run"
+    def folder_name(name: str) -> str:
+        return re.sub(r"[^\w.-]+", "-", short_name(name)).strip("-.") or "run"
 
     known = {
-        "model": short_name(str(values.get("model_name", ""))),
-        "data": short_name(path).partition(".")[0],
+        "model": folder_name(str(values.get("model_name", ""))),
+        "data": folder_name(path).partition(".")[0],
         "seed": str(values.get("seed", 42)),
         "time": start,
     }
@@ -455,10 +448,6 @@ def save_config(config: TrainConfig, path: str | Path) -> None:
 
 def one_line_yaml(value: Any) -> str:
     """Return a value as one line of YAML."""
-    if value is None or isinstance(
-        value, bool | int
-    ):  # as the dumper writes them, without its cost for each option
-        return "null" if value is None else str(value).lower()
     text = yaml.dump(
         value,
         Dumper=CoreDumper,

@@ -1,4 +1,4 @@
-"""Metadata of the options: sections, accepted values and validation of single values."""
+"""Metadata of the options: sections, accepted values, and parsing and validation of single values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -14,38 +14,99 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from vembed.config.entries import DataSource, EpochMining, LossTerm, Teacher
+from vembed.config.parsing import parse_value
 from vembed.config.schema import option_fields, section_title
-from vembed.config.values import Form, Immutable
+from vembed.config.values import Form
 from vembed.losses.table import with_constraints
 from vembed.names import nearest
 
-LARGEST = 2**63
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Option:
     """Metadata of one option, for messages, the command line and the documentation."""
 
     name: str
     section: str
-    text: str
-    """Documentation of the option."""
-    default: Any
-    is_required: bool
+    field: FieldInfo
     accepts: str
     """Accepted values, in words."""
     choices: tuple[str, ...]
     """Accepted words, if the option is an enumeration."""
     kinds: frozenset[str]
     """Accepted types besides the choices: "bool", "int", "float", "text", "list", "mapping", "null"."""
+    entry: type[BaseModel] | None
+    """Model of a mapping, or of the entries of a list, that has keys of its own."""
+
+    @property
+    def text(self) -> str:
+        """Documentation of the option."""
+        return self.field.description or ""
+
+    @property
+    def is_required(self) -> bool:
+        """True if the option has no default."""
+        return self.field.is_required()
+
+    @cached_property
+    def default(self) -> Any:
+        """Value where none is given."""
+        default = self.field.get_default(call_default_factory=True)
+        return None if default is PydanticUndefined else default
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any]:
+        annotation = with_constraints(self.field)
+        return TypeAdapter(annotation, config={"coerce_numbers_to_str": True})
 
     @property
     def is_plain_text(self) -> bool:
         """True if the option accepts any text."""
-        return (
-            "text" in self.kinds and not self.choices and self.kinds <= {"text", "null"}
-        )
+        is_text = "text" in self.kinds and not self.choices
+        return is_text and self.kinds <= {"text", "null"}
+
+    def parse(self, text: str) -> Any:
+        """Parse a value of the command line: options of plain text take the text itself, others are parsed as YAML."""
+        if self.is_plain_text:
+            return None if text == "null" and "null" in self.kinds else text
+        value = parse_value(text)
+        if isinstance(value, Mapping):
+            return _pairs(value) if "mapping" in self.kinds else text
+        if "text" in self.kinds and not isinstance(value, bool | list):
+            return text
+        return value
+
+    def checked(self, value: Any) -> Any:
+        """Return the validated value. Raise ValueError with the accepted values and the given one."""
+        try:
+            return self._adapter.validate_python(value)
+        except ValidationError as error:
+            raise ValueError(self._refusal(value, error)) from None
+
+    def _refusal(self, value: Any, error: ValidationError) -> str:
+        # Of a union pydantic lists the problems with each member. The one furthest inside says most.
+        problem = max(error.errors(), key=lambda problem: len(problem["loc"]))
+        place = self.name
+        key = ""
+        keys: list[str] = [] if self.entry is None else list(self.entry.model_fields)
+        for part in problem["loc"]:
+            if isinstance(part, int):
+                place += f", entry {part + 1}"
+            elif part in keys or problem["type"] == "extra_forbidden":
+                key = part
+        if problem["type"] == "extra_forbidden":
+            near = nearest(key, keys)
+            hint = f", did you mean {near!r}?" if near else ""
+            return f"{place}: unknown key {key!r}{hint}; an entry may have {', '.join(keys)}"
+        if problem["type"] == "value_error" and isinstance(value, Mapping):
+            return f"{place}: {problem['msg'].removeprefix('Value error, ')}"
+        if key:
+            message = problem["msg"].replace("Input should be", "must be")
+            return f"{place}: {key} {message}, but is {quoted(problem['input'])}"
+        if value is None:
+            return f"{self.name} has no value; give {self.accepts}, or leave the line out for {quoted(self.default)}"
+        near = nearest(str(value), self.choices) if isinstance(value, str) else None
+        hint = f"; did you mean {near!r}?" if near else ""
+        return f"{self.name} must be {self.accepts}, but is {quoted(value)}{hint}"
 
 
 @cache
@@ -60,31 +121,19 @@ def all_options() -> dict[str, Option]:
 def field_option(name: str, field: FieldInfo, section: str = "") -> Option:
     """Return the metadata of an option from its field."""
     words, choices, kinds = _accepted(field.annotation, field.metadata)
-    default = field.get_default(call_default_factory=True)
     return Option(
         name=name,
         section=section,
-        text=field.description or "",
-        default=None if default is PydanticUndefined else default,
-        is_required=field.is_required(),
+        field=field,
         accepts=join_words(words),
         choices=tuple(choices),
         kinds=frozenset(kinds),
+        entry=_entry_model(field.annotation),
     )
-
-
-def checked(name: str, value: Any) -> Any:
-    """Return the validated value. Raise ValueError with the accepted values and the given one."""
-    try:
-        return _adapter(name).validate_python(value)
-    except ValidationError as error:
-        raise ValueError(_refusal(all_options()[name], value, error)) from None
 
 
 def quoted(value: Any) -> str:
     """Return a short representation of a value for messages, with strings in quotes."""
-    if isinstance(value, int) and value.bit_length() > 300:
-        return f"a number of {value.bit_length():,d} bits"
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits
@@ -92,57 +141,13 @@ def quoted(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-_BLOCKS: dict[str, type[Immutable]] = {"mine": EpochMining}
-"""Models of options that hold options of their own."""
-_ENTRIES: dict[str, type[Immutable]] = {
-    "losses": LossTerm,
-    "teachers": Teacher,
-    **_BLOCKS,
-}
-"""The same, and models of the entries of options that are lists; `data_path` has DataSource."""
-
-
-@cache
-def _adapter(name: str) -> TypeAdapter[Any]:
-    annotation = with_constraints(option_fields()[name])
-    return TypeAdapter(annotation, config={"coerce_numbers_to_str": True})
-
-
-def _refusal(option: Option, value: Any, error: ValidationError) -> str:
-    name = option.name
-    # Of a union pydantic lists the problems with each member; an unknown key says more than that the value is no text.
-    for problem in error.errors():
-        *inside, key = problem["loc"] or ("",)
-        if problem["type"] == "extra_forbidden":
-            keys = list(_ENTRIES.get(name, DataSource).model_fields)
-            near = nearest(str(key), keys)
-            hint = f", did you mean {near!r}?" if near else ""
-            numbers = [
-                f", entry {part + 1}" for part in inside if isinstance(part, int)
-            ]
-            place = name + "".join(numbers)
-            return f"{place}: unknown key {key!r}{hint}; an entry may have {', '.join(keys)}"
-    if name in _BLOCKS and isinstance(value, Mapping):
-        problem = error.errors()[0]
-        if problem["type"] == "value_error":
-            return f"{name}: {problem['msg'].removeprefix('Value error, ')}"
-        key = next(
-            (part for part in problem["loc"] if part in _BLOCKS[name].model_fields), ""
-        )
-        message = problem["msg"].replace("Input should be", "must be")
-        return f"{name}: {key} {message}, but is {quoted(problem['input'])}"
+def yaml_word(value: Any) -> str:
+    """Return a value as it is written in YAML."""
     if value is None:
-        return f"{name} has no value; give {option.accepts}, or leave the line out for {quoted(option.default)}"
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    # 2^63 as a float too: YAML and JSON give 1e30.
-    is_whole = is_number and value == value // 1
-    if is_whole and "whole number" in option.accepts and abs(value) >= LARGEST:
-        return (
-            f"{name}: {quoted(value)} is too large; a whole number must be below 2^63"
-        )
-    near = nearest(str(value), option.choices) if isinstance(value, str) else None
-    hint = f"; did you mean {near!r}?" if near else ""
-    return f"{name} must be {option.accepts}, but is {quoted(value)}{hint}"
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) and len(value) <= 80 else quoted(value)
 
 
 def join_words(words: Sequence[str]) -> str:
@@ -150,6 +155,36 @@ def join_words(words: Sequence[str]) -> str:
     if len(words) < 2:
         return "".join(words)
     return ", ".join(words[:-1]) + " or " + words[-1]
+
+
+def _pairs(value: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Split keys of the form `a:b`. YAML reads {a:b} without a space as a key without a value."""
+    pairs = {}
+    for key, entry in value.items():
+        name, colon, target = str(key).partition(":")
+        if entry is not None or not colon:
+            return dict(value)
+        pairs[name.strip()] = target.strip()
+    return pairs
+
+
+def _entry_model(annotation: Any) -> type[BaseModel] | None:
+    """Return the model inside a type annotation, as DataSource in `str | list[str | DataSource]`."""
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return annotation
+    for member in get_args(annotation):
+        model = _entry_model(member)
+        if model is not None:
+            return model
+    return None
+
+
+_LIMITS: dict[type, str] = {
+    Gt: "above {0.gt:g}",
+    Ge: "{0.ge:g} or above",
+    Le: "at most {0.le:g}",
+    Lt: "below {0.lt:g}",
+}
 
 
 def _accepted(
@@ -192,14 +227,8 @@ def _accepted(
     limits = []
     for item in metadata:
         for bound in item.metadata if isinstance(item, FieldInfo) else [item]:
-            if isinstance(bound, Gt):
-                limits.append(f"above {bound.gt:g}")
-            elif isinstance(bound, Ge):
-                limits.append(f"{bound.ge:g} or above")
-            elif isinstance(bound, Le):
-                limits.append(f"at most {bound.le:g}")
-            elif isinstance(bound, Lt) and bound.lt != LARGEST:
-                limits.append(f"below {bound.lt:g}")
+            if type(bound) in _LIMITS and bound != Lt(2**63):
+                limits.append(_LIMITS[type(bound)].format(bound))
     range_text = f" ({', '.join(limits)})" if limits else ""
     if annotation is int:
         return [f"a whole number{range_text}"], [], {"int"}

@@ -20,8 +20,8 @@ MAX_VALUES = 5_000
 MAX_TOML_KEYS = 2_500
 MAX_DEPTH = 40
 
-CORE_TAGS = ("str", "int", "float", "bool", "null", "seq", "map")
 _TAG = "tag:yaml.org,2002:"
+CORE_TAGS = ("str", "int", "float", "bool", "null", "seq", "map")
 # Tag, pattern, and the first characters of a match, by which PyYAML looks patterns up; "" is an empty value.
 _RESOLVERS = [
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -82,10 +82,8 @@ def read_tree(path: Path) -> Node:
             f"{path}: a config file ends in .yaml, .yml, .toml or .json.{hint}"
         )
     try:
-        if not path.exists():
-            raise UserError(f"{path}: there is no such config file.")
         if not path.is_file():
-            raise UserError(f"{path}: this is not a file.")
+            raise UserError(f"{path}: there is no such config file.")
         raw = path.read_bytes()
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}.") from None
@@ -123,13 +121,8 @@ def parse_yaml(text: str, name: str) -> Node:
         mark = error.problem_mark
         where = f", line {mark.line + 1}" if mark is not None else ""
         raise UserError(f"{name}{where}: not valid YAML: {problem}.") from None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise UserError(
-            f"{name}, line {line}: not valid YAML: {error.reason}."
-        ) from None
-    except RecursionError:
-        raise UserError(f"{name}: nested deeper than {MAX_DEPTH} levels.") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{name}: not valid YAML: {error}.") from None
     tree = Node(None, None) if root is None else _YamlTree(name).node(root, depth=0)
     if not isinstance(tree.value, dict) or not tree.value:
         problem = "is empty" if root is None else "has no options"
@@ -145,9 +138,9 @@ def parse_value(text: str, name: str = "command line") -> Any:
         raise UserError(f"{name}: a value of {len(text):,d} characters is too long.")
     try:
         root = yaml.compose(text, Loader=CoreLoader)
-    except (yaml.YAMLError, RecursionError):
+        return None if root is None else _YamlTree(name).node(root, depth=0).plain()
+    except (yaml.YAMLError, RecursionError, UserError):
         return text
-    return None if root is None else _YamlTree(name).node(root, depth=0).plain()
 
 
 class _YamlTree:
@@ -169,7 +162,7 @@ class _YamlTree:
         if depth > MAX_DEPTH:
             raise UserError(f"{where}: nested deeper than {MAX_DEPTH} levels.")
         kind = source.tag.removeprefix(_TAG)
-        if kind == source.tag or kind not in CORE_TAGS:
+        if kind not in CORE_TAGS:
             tag = source.tag.replace(_TAG, "!!")
             raise UserError(
                 f"{where}: the tag {tag} is not allowed in a config; write a plain value."
@@ -238,15 +231,11 @@ def parse_toml(text: str, name: str) -> Node:
         )
     try:
         data = tomllib.loads(text)
-        if not data:
-            raise UserError(
-                f"{name}: has no options; write one `key = value` per line."
-            )
-        return _with_lines(data, text.split("\n"), 0)
-    except RecursionError:
-        raise UserError(f"{name}: nested deeper than {MAX_DEPTH} levels.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{name}: not valid TOML: {error}.") from None
+    if not data:
+        raise UserError(f"{name}: has no options; write one `key = value` per line.")
+    return _with_lines(data, text.split("\n"), 0)
 
 
 def _with_lines(table: Mapping[str, Any], lines: list[str], start: int) -> Node:

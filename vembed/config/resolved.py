@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from vembed.config.accelerate_file import AccelerateFile
-from vembed.config.layers import Level, OptionValue, yaml_word
+from vembed.config.layers import Level, OptionValue
+from vembed.config.options import yaml_word
 from vembed.config.schema import TrainConfig, option_fields
 from vembed.errors import UserError
 

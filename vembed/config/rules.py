@@ -1,7 +1,7 @@
 """Rules between options, and remarks on options without effect. None needs a model or a device.
 
-A rule yields the options that it is about, separated by spaces, and one sentence: what is
-wrong, the values, what to do.
+A rule yields one sentence: what is wrong, the values, what to do. The places of the options
+that it names are added to it.
 """
 
 from __future__ import annotations
@@ -10,20 +10,9 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any
 
-from vembed.config.schema import (
-    AdapterSection,
-    BatchSection,
-    DataSection,
-    EvaluationSection,
-    MatryoshkaSection,
-    ModelSection,
-    ObjectiveSection,
-    OptimizerSection,
-    RunSection,
-    TrainConfig,
-)
+from vembed.config.options import all_options, yaml_word
+from vembed.config.schema import ObjectiveSection, TrainConfig
 from vembed.config.terms import (
     Term,
     has_tasks,
@@ -33,18 +22,15 @@ from vembed.config.terms import (
     needed_teachers,
     run_terms,
 )
-from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, SCORES
 from vembed.losses.table import LOSSES, loss_options, read_options
-from vembed.losses.teacher_scores import SCORES
-from vembed.training.optimizers.table import OPTIMIZERS
-from vembed.training.trackers.table import TRACKERS
+from vembed.training.optimizer_kinds import OPTIMIZERS
+from vembed.training.trackers import TRACKERS
 
-Rules = Iterator[tuple[str, str]]
-
-_RUN_FILES = r"config\.yaml|metrics\.jsonl|run\.json|report\.html|report\.md|final|tensorboard|logs"
 # Also their temporary neighbours: checkpoint-100.partial, .final.new, .hub, .probe-0.
 RUN_FILE_PATTERN = re.compile(
-    _RUN_FILES + r"|checkpoint-\d+.*|\.(final|hub|probe-\d+).*"
+    r"config\.yaml|metrics\.jsonl|run\.json|report\.html|report\.md|final|tensorboard|logs"
+    r"|checkpoint-\d+.*|\.(final|hub|probe-\d+).*"
 )
 """Files and folders of output_dir that a run writes, replaces or cuts."""
 NEEDED_BY = {
@@ -54,12 +40,7 @@ NEEDED_BY = {
     "save_steps": "async_save",
 }
 """Map from an option to the options that have no effect without it."""
-RERANKER_OPTIONS = (
-    "reranker_head",
-    "in_batch_negatives",
-    "first_stage",
-    "rerank_top_k",
-)
+RERANKER_OPTIONS = "reranker_head in_batch_negatives first_stage rerank_top_k"
 """Options that only task: rerank reads."""
 EMBEDDER_OPTIONS = {
     "mrl_dims": "a score has no smaller sizes",
@@ -75,15 +56,8 @@ EMBEDDER_OPTIONS = {
 }
 """Options that do not go with task: rerank -> why."""
 EMBEDDER_LOSS_OPTIONS = (
-    "bidirectional",
-    "hard_negatives_scope",
-    "same_side_negatives",
-    "mix_negatives",
-    "guide",
-    "hardness_alpha",
-    "focal_gamma",
-    "false_negative_margin",
-    "distill_candidates",
+    "bidirectional hard_negatives_scope same_side_negatives mix_negatives guide hardness_alpha focal_gamma "
+    "false_negative_margin distill_candidates"
 )
 """Options of losses that need a matrix of scores."""
 LOWEST_USUAL_ADAPTER_RATE = 1e-4
@@ -92,354 +66,268 @@ LOWEST_USUAL_ADAPTER_RATE = 1e-4
 
 def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     """Return a sentence for each rule that a config breaks, with the places where its options were set."""
-    model = config.model
-    data = config.data
-    objective = config.objective
-    dims = config.matryoshka.mrl_dims
-    if not isinstance(dims, list):
-        dims = []
-    rules: list[tuple[str, str]] = [
-        *_model_rules(
-            model,
-            config.adapters,
-            config.matryoshka,
-            config.batch,
-            config.optimizer,
-            config.given,
-        ),
-        *_loss_rules(objective, data, model, dims),
-        *_task_rules(data, config.batch),
-        *_reranker_rules(config.model, config.options(), objective, data),
-        *_evaluation_rules(config.evaluation, config.run, data),
-        *_file_rules(config.run, data, config.logging.log_file),
-    ]
+    sentences = []
+    for rules in (
+        _value_rules,
+        _model_rules,
+        _loss_rules,
+        _source_rules,
+        _reranker_rules,
+        _evaluation_rules,
+        _file_rules,
+    ):
+        for sentence in rules(config):
+            names = set(re.findall(r"\w+", sentence))
+            if names & {"loss", *loss_options()}:
+                names.add("losses")  # an entry may have set it
+            where = [f"{name}: {places[name]}" for name in places if name in names]
+            sentences.append(f"{sentence} ({'; '.join(where)})" if where else sentence)
+    return sentences
+
+
+def _value_rules(config: TrainConfig) -> Iterator[str]:
     options = config.options()
     for name in ("model_name", "data_path", "output_dir"):
         if options[name] in ("", []):
-            rules.append((name, f"{name} is empty: give it a value"))
+            yield f"{name} is empty: give it a value"
     for name, value in options.items():
         try:
             json.dumps(value, ensure_ascii=False, default=dict).encode()
         except UnicodeEncodeError:
-            sentence = f"{name} has a lone surrogate, which no file can hold: write it as UTF-8"
-            rules.append((name, sentence))
+            yield f"{name} has a lone surrogate, which no file can hold: write it as UTF-8"
     steps = config.logging.profile_steps
     if steps is not None and (len(steps) != 2 or steps[0] > steps[1]):
-        sentence = f"profile_steps: {steps} must be two numbers, the first and the last step: [10, 12]"
-        rules.append(("profile_steps", sentence))
-    sentences = []
-    for names, sentence in rules:
-        where = [f"{name}: {places[name]}" for name in names.split() if name in places]
-        sentences.append(f"{sentence} ({'; '.join(where)})" if where else sentence)
-    return sentences
+        yield f"profile_steps: {steps} must be two numbers, the first and the last step: [10, 12]"
 
 
-def _model_rules(
-    model: ModelSection,
-    adapters: AdapterSection,
-    matryoshka: MatryoshkaSection,
-    batch: BatchSection,
-    optimizer: OptimizerSection,
-    given_options: set[str],
-) -> Rules:
+def _model_rules(config: TrainConfig) -> Iterator[str]:
     """Rules on the model, its adapters and sizes, the batch and the optimizer."""
+    model = config.model
+    batch = config.batch
     # Given, with whatever value: whoever writes both believes that both count.
-    if batch.global_batch_size is not None and "batch_size" in given_options:
+    if batch.global_batch_size is not None and "batch_size" in config.given:
         yield (
-            "batch_size global_batch_size",
             f"batch_size: {batch.batch_size:,d} (per process) and global_batch_size: {batch.global_batch_size:,d} (over "
-            "all processes) are two ways to say one thing: keep one of them",
+            "all processes) are two ways to say one thing: keep one of them"
         )
-    warmup = optimizer.warmup_steps
-    if isinstance(warmup, int) and warmup > (optimizer.max_steps or warmup):
+    warmup = config.optimizer.warmup_steps
+    max_steps = config.optimizer.max_steps
+    if isinstance(warmup, int) and warmup > (max_steps or warmup):
         yield (
-            "warmup_steps max_steps",
-            f"warmup_steps: {warmup:,d} is more than max_steps: {optimizer.max_steps:,d}, so the learning rate would "
-            "never reach its peak: use fewer warm-up steps",
+            f"warmup_steps: {warmup:,d} is more than max_steps: {max_steps:,d}, so the learning rate would never reach "
+            "its peak: use fewer warm-up steps"
         )
-    if model.model_family == "composed" and model.image_model_name is None:
+    second = model.image_model_name
+    if model.model_family == "composed" and second is None:
+        yield "model_family: composed needs a second tower: give image_model_name the model that encodes images"
+    if model.model_family not in ("auto", "composed") and second is not None:
         yield (
-            "model_family",
-            "model_family: composed needs a second tower: give image_model_name the model that encodes images",
-        )
-    has_other_family = model.model_family not in ("auto", "composed")
-    if model.image_model_name is not None and has_other_family:
-        yield (
-            "model_family image_model_name",
-            f"image_model_name: {model.image_model_name} makes a composed model, but model_family is "
-            f"{model.model_family}: leave one of them out",
+            f"image_model_name: {second} makes a composed model, but model_family is {model.model_family}: leave one of "
+            "them out"
         )
     smallest = model.min_pixels
     largest = model.max_pixels
     if smallest is not None and largest is not None and smallest > largest:
+        yield f"min_pixels: {smallest:,d} is more than max_pixels: {largest:,d}: exchange them"
+    quantized = config.adapters.quantize_weights
+    if quantized == "nf4" and not config.adapters.use_lora:
+        yield "quantize_weights: nf4 (use_qlora: true) holds weights that are not trained: set use_lora: true"
+    if quantized == "int8" and config.adapters.use_lora:
         yield (
-            "min_pixels max_pixels",
-            f"min_pixels: {smallest:,d} is more than max_pixels: {largest:,d}: exchange them",
-        )
-    if adapters.quantize_weights == "nf4" and not adapters.use_lora:
-        yield (
-            "use_lora quantize_weights",
-            "quantize_weights: nf4 (use_qlora: true) holds weights that are not trained: set use_lora: true",
-        )
-    if adapters.quantize_weights == "int8" and adapters.use_lora:
-        yield (
-            "use_lora quantize_weights",
             "quantize_weights: int8 rounds weights that are trained, and use_lora: true trains adapters beside weights "
-            "that are not: keep one of them",
+            "that are not: keep one of them"
         )
-    if batch.cache_frozen_features and not adapters.freeze:
+    if batch.cache_frozen_features and not config.adapters.freeze:
         yield (
-            "cache_frozen_features",
             "cache_frozen_features: true needs a tower of which nothing is trained, and this run trains all: freeze one "
-            "(freeze: [vision] or [text]), or set it to false",
+            "(freeze: [vision] or [text]), or set it to false"
         )
-    dims = matryoshka.mrl_dims
-    weights = matryoshka.mrl_weights
-    if weights is not None and dims in (None, "auto"):
+    dims = config.matryoshka.mrl_dims
+    weights = config.matryoshka.mrl_weights
+    if weights is not None and not isinstance(dims, list):
+        yield f"mrl_weights: {weights} needs mrl_dims: say which sizes they are for"
+    if not isinstance(dims, list):
+        return
+    if weights is not None and len(weights) != len(dims):
         yield (
-            "mrl_weights",
-            f"mrl_weights: {weights} needs mrl_dims: say which sizes they are for",
-        )
-    if weights is not None and isinstance(dims, list) and len(weights) != len(dims):
-        yield (
-            "mrl_dims mrl_weights",
             f"mrl_weights has {len(weights)} entries and mrl_dims has {len(dims)}: give one weight for each size, in the "
-            "same order",
+            "same order"
         )
-    if dims == []:
-        yield "mrl_dims", "mrl_dims: [] is empty: give at least one size"
-    if isinstance(dims, list) and len(set(dims)) < len(dims):
-        yield "mrl_dims", f"mrl_dims: {dims} names a size twice: keep it once"
+    if not dims:
+        yield "mrl_dims: [] is empty: give at least one size"
+    if len(set(dims)) < len(dims):
+        yield f"mrl_dims: {dims} names a size twice: keep it once"
 
 
-def _loss_rules(
-    objective: ObjectiveSection,
-    data: DataSection,
-    model: ModelSection,
-    mrl_dims: list[int],
-) -> Rules:
+def _loss_rules(config: TrainConfig) -> Iterator[str]:
+    objective = config.objective
+    data = config.data
+    start_model = config.model.model_name
     if objective.losses == []:
-        yield "losses loss", "losses is an empty list: name a loss in it"
+        yield "losses is an empty list: name a loss in it"
     # A config that a run has written names every option, and `loss` with its default.
     if objective.losses and objective.loss != "infonce":
-        yield (
-            "losses loss",
-            f"losses and loss: {objective.loss} are two ways to say one thing: keep one of them",
-        )
+        yield f"losses and loss: {objective.loss} are two ways to say one thing: keep one of them"
     labels = [teacher.label for teacher in listed_teachers(objective)]
     yield from _names_twice("teachers", labels)
     if SCORES in labels:
-        yield (
-            "teachers",
-            f"teachers: the name {SCORES!r} stands for scores in the data: choose another",
-        )
+        yield f"teachers: the name {SCORES!r} stands for scores in the data: choose another"
     # Without those of single sources.
-    for name in loss_names(loss_terms(objective, model.model_name)):
+    for name in loss_names(loss_terms(objective, start_model)):
         if data.max_negatives == 0 and LOSSES[name].negatives == "each":
-            yield (
-                "loss max_negatives",
-                f"loss: {name} needs hard negatives in every record, and max_negatives: 0 leaves none: raise it",
-            )
-    terms = run_terms(objective, data, model.model_name)
+            yield f"loss: {name} needs hard negatives in every record, and max_negatives: 0 leaves none: raise it"
+    terms = run_terms(objective, data, start_model)
+    dims = config.matryoshka.mrl_dims
     for term in terms:
-        yield from _term_rules(term, mrl_dims)
+        yield from _term_rules(term, dims if isinstance(dims, list) else [])
     if data.mine is not None and all(term.loss.negatives == "unread" for term in terms):
-        yield (
-            "mine loss losses",
-            f"mine adds hard negatives, and {_names(objective, terms)} reads none: use loss: infonce, or leave mine "
-            "out",
-        )
-    for option in ("mine", "in_batch_negatives"):
-        follows_scores = any(term.teacher == SCORES for term in terms)
-        if getattr(data, option) and follows_scores:
-            yield (
-                f"{option} teacher",
-                f"{option} adds negatives that have no scores in the data, and teacher: {SCORES} follows these: name a "
-                f"model as teacher, or leave {option} out",
-            )
-
-
-def _reranker_rules(
-    model: ModelSection,
-    options: Mapping[str, Any],
-    objective: ObjectiveSection,
-    data: DataSection,
-) -> Rules:
-    """Options that go only with one of the two tasks."""
-    # By value: a config that a run has written names every option.
-    defaults = TrainConfig(model_name="-", data_path="-").options()
-    if model.task == "embed":
-        for name in RERANKER_OPTIONS:
-            if options[name] != defaults[name]:
+        yield f"mine adds hard negatives, and {_names(objective, terms)} reads none: use loss: infonce, or leave mine out"
+    if any(term.teacher == SCORES for term in terms):
+        for option in ("mine", "in_batch_negatives"):
+            if getattr(data, option):
                 yield (
-                    name,
-                    f"{name} is for rerankers: set task: rerank, or leave it out",
-                )
-        return
-    for name, reason in EMBEDDER_OPTIONS.items():
-        if options[name] != defaults[name]:
-            yield (
-                f"task {name}",
-                f"{name}: {options[name]} does not go with task: rerank, because {reason}: leave it out",
-            )
-    known = [name for name, loss in LOSSES.items() if loss.reads_lists]
-    for term in run_terms(objective, data, model.model_name):
-        name = term.loss.name
-        options_of_loss = dict(term.loss)
-        if name not in known:
-            yield (
-                "task loss losses",
-                f"loss: {name} compares vectors, and task: rerank has scores of a query's documents: use one of "
-                f"{', '.join(known)}",
-            )
-        for option in EMBEDDER_LOSS_OPTIONS:
-            field = LOSSES[name].model_fields.get(option)
-            if field is not None and options_of_loss[option] != field.default:
-                yield (
-                    f"task loss losses {option}",
-                    f"{option}: {options_of_loss[option]} needs candidates of the whole batch, and task: rerank reads "
-                    "the documents of each query: leave it out",
+                    f"{option} adds negatives that have no scores in the data, and teacher: {SCORES} follows these: "
+                    f"name a model as teacher, or leave {option} out"
                 )
 
 
-def _names_twice(option: str, labels: list[str]) -> Rules:
-    for label in sorted(set(labels)):
-        if labels.count(label) > 1:
-            yield (
-                option,
-                f"{option}: {label} is named twice: keep it once, or give each entry a name",
-            )
-
-
-def _term_rules(term: Term, mrl_dims: list[int]) -> Rules:
-    refusal = term.loss.refusal(mrl_dims)
+def _term_rules(term: Term, mrl_dims: list[int]) -> Iterator[str]:
+    loss = term.loss
+    refusal = loss.refusal(mrl_dims)
     if refusal is not None:
-        options, sentence = refusal
-        yield " ".join(options), sentence
+        yield refusal
     start = term.temperature
     is_inside = start is None or LOWEST_TEMPERATURE <= start <= HIGHEST_TEMPERATURE
-    if term.loss.learns_temperature() and not is_inside:
+    if loss.learns_temperature() and not is_inside:
         yield (
-            "temperature learn_temperature losses",
             f"temperature: {start:g} is where a learned temperature starts, and it is kept from "
-            f"{LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: start inside",
+            f"{LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: start inside"
         )
-    if term.loss.follows in ("teacher", "vectors") and term.teacher is None:
+    if loss.follows in ("teacher", "vectors") and term.teacher is None:
         yield (
-            "loss losses teacher",
-            f"loss: {term.loss.name} follows a teacher, and the config names none: give teacher a model, or scores where "
-            "the data have them",
+            f"loss: {loss.name} follows a teacher, and the config names none: give teacher a model, or scores where "
+            "the data have them"
         )
-    if term.teacher == SCORES and term.loss.needs_vectors():
+    if term.teacher == SCORES and loss.needs_vectors():
         yield (
-            "loss losses teacher",
-            f"loss: {term.loss.name} needs vectors here, and teacher: {SCORES} has scores of listed pairs alone: name a "
-            "model",
+            f"loss: {loss.name} needs vectors here, and teacher: {SCORES} has scores of listed pairs alone: name a "
+            "model"
         )
     if term.guide == SCORES:
-        yield (
-            "guide",
-            f"guide: {SCORES} cannot score pairs that nobody listed: give guide an embedding model",
-        )
+        yield f"guide: {SCORES} cannot score pairs that nobody listed: give guide an embedding model"
 
 
-def _task_rules(data: DataSection, batch: BatchSection) -> Rules:
+def _source_rules(config: TrainConfig) -> Iterator[str]:
     """Rules on sources with losses, a temperature, a batch size or validation data of their own."""
+    data = config.data
     sources = data.sources()
-    is_sized = any(
-        source.batch_size is not None or source.global_batch_size is not None
-        for source in sources
-    )
-    if not data.homogeneous_batches and (has_tasks(data) or is_sized):
-        what = "losses or a temperature" if has_tasks(data) else "a batch size"
-        yield (
-            "data_path homogeneous_batches",
-            f"data_path: a source with {what} of its own needs batches of its own: set homogeneous_batches: true",
-        )
-    is_in_turn = data.sampling == "round_robin" and len(sources) > 1
-    if is_in_turn and not data.homogeneous_batches:
-        yield (
-            "sampling homogeneous_batches",
-            "sampling: round_robin takes a batch of each source in turn: set homogeneous_batches: true",
-        )
     wrong_option = "global_batch_size"
     run_option = "batch_size"
-    if batch.global_batch_size is not None:
+    if config.batch.global_batch_size is not None:
         wrong_option = "batch_size"
         run_option = "global_batch_size"
-    has_validation = data.val_data_path is not None or data.val_split is not None
+    is_sized = False
     for source in sources:
         name = source.name or source.path
-        size = dict(source)[wrong_option]
+        is_sized |= bool(source.batch_size or source.global_batch_size)
+        size = getattr(source, wrong_option)
         if size is not None:
             yield (
-                "data_path batch_size global_batch_size",
                 f"data_path: {name} has {wrong_option}: {size:,d}, and the run counts by {run_option}: give the source "
-                f"{run_option} too",
+                f"{run_option} too"
             )
-        if source.val_data_path is not None and not has_validation:
+        if source.val_data_path is not None and not _has_validation(config):
             yield (
-                "data_path val_data_path",
                 f"data_path: {name} has val_data_path, and the run has none: give it val_data_path too, whose score "
-                "chooses the checkpoint",
+                "chooses the checkpoint"
             )
+    if data.homogeneous_batches:
+        return
+    if has_tasks(data) or is_sized:
+        what = "losses or a temperature" if has_tasks(data) else "a batch size"
+        yield f"data_path: a source with {what} of its own needs batches of its own: set homogeneous_batches: true"
+    if data.sampling == "round_robin" and len(sources) > 1:
+        yield "sampling: round_robin takes a batch of each source in turn: set homogeneous_batches: true"
 
 
-def _evaluation_rules(
-    evaluation: EvaluationSection, run: RunSection, data: DataSection
-) -> Rules:
-    asking = "guards" if evaluation.guards else ""
-    if run.load_best_model_at_end is True:
+def _reranker_rules(config: TrainConfig) -> Iterator[str]:
+    """Options that go only with one of the two tasks."""
+    options = config.options()
+    # By value: a config that a run has written names every option.
+    changed = [
+        name
+        for name, option in all_options().items()
+        if options[name] != option.default
+    ]
+    if config.model.task == "embed":
+        for name in RERANKER_OPTIONS.split():
+            if name in changed:
+                yield f"{name} is for rerankers: set task: rerank, or leave it out"
+        return
+    for name, reason in EMBEDDER_OPTIONS.items():
+        if name in changed:
+            yield f"{name}: {options[name]} does not go with task: rerank, because {reason}: leave it out"
+    known = [name for name, loss in LOSSES.items() if loss.reads_lists]
+    for term in run_terms(config.objective, config.data, config.model.model_name):
+        loss = term.loss
+        if loss.name not in known:
+            yield (
+                f"loss: {loss.name} compares vectors, and task: rerank has scores of a query's documents: use one of "
+                f"{', '.join(known)}"
+            )
+        for name, field in type(loss).model_fields.items():
+            value = getattr(loss, name)
+            if name in EMBEDDER_LOSS_OPTIONS.split() and value != field.default:
+                yield (
+                    f"{name}: {value} needs candidates of the whole batch, and task: rerank reads the documents of each "
+                    "query: leave it out"
+                )
+
+
+def _evaluation_rules(config: TrainConfig) -> Iterator[str]:
+    eval_steps = config.evaluation.eval_steps
+    save_steps = config.run.save_steps
+    yield from _names_twice(
+        "guards", [guard.label for guard in config.evaluation.listed_guards()]
+    )
+    if config.run.load_best_model_at_end is True:
         asking = "load_best_model_at_end"
-    missing = []
-    if data.val_data_path is None and data.val_split is None:
-        missing.append("val_data_path")
-    if evaluation.eval_steps is None:
-        missing.append("eval_steps")
-    if run.save_steps is None:
-        missing.append("save_steps")
-    eval_steps = evaluation.eval_steps
-    save_steps = run.save_steps
-    if asking and missing:
+    elif config.evaluation.guards:
+        asking = "guards"
+    else:
+        return
+    missing = [] if _has_validation(config) else ["val_data_path"]
+    for name, steps in (("eval_steps", eval_steps), ("save_steps", save_steps)):
+        if steps is None:
+            missing.append(name)
+    if missing:
+        yield f"{asking} needs checkpoints that were evaluated: give {' and '.join(missing)} too"
+    if not isinstance(eval_steps, int) or not isinstance(save_steps, int):
+        return
+    if save_steps % eval_steps:
         yield (
-            asking,
-            f"{asking} needs checkpoints that were evaluated: give {' and '.join(missing)} too",
-        )
-    remainder = 0
-    if isinstance(eval_steps, int) and isinstance(save_steps, int):
-        remainder = save_steps % eval_steps
-    if asking and remainder:
-        yield (
-            "eval_steps save_steps",
             f"{asking} needs an evaluation at every checkpoint: save_steps: {save_steps} must be a multiple of "
-            f"eval_steps: {eval_steps}",
+            f"eval_steps: {eval_steps}"
         )
-    labels = [guard.label for guard in evaluation.listed_guards()]
-    yield from _names_twice("guards", labels)
 
 
-def _file_rules(run: RunSection, data: DataSection, log_file: str) -> Rules:
+def _file_rules(config: TrainConfig) -> Iterator[str]:
+    run = config.run
+    data = config.data
+    log_file = config.logging.log_file
     if run.resume is not False and run.overwrite:
         yield (
-            "resume overwrite",
-            f"resume: {_word(run.resume)} continues the run in output_dir and overwrite: true replaces it: keep one of "
-            "them",
+            f"resume: {yaml_word(run.resume)} continues the run in output_dir and overwrite: true replaces it: keep one "
+            "of them"
         )
     if not log_file.strip(". ") or PurePath(log_file).name != log_file:
-        yield (
-            "log_file",
-            f"log_file: {log_file!r} must be the name of a file in output_dir, as training_log.txt",
-        )
+        yield f"log_file: {log_file!r} must be the name of a file in output_dir, as training_log.txt"
     if RUN_FILE_PATTERN.fullmatch(log_file):
-        yield (
-            "log_file",
-            f"log_file: {log_file} is a file or folder that the run writes itself: give another name",
-        )
+        yield f"log_file: {log_file} is a file or folder that the run writes itself: give another name"
     if data.val_split is not None and data.val_data_path is not None:
         yield (
-            "val_split val_data_path",
             f"val_split: {data.val_split:g} and val_data_path: {data.val_data_path} both give validation data: keep one "
-            "of them",
+            "of them"
         )
     # A run replaces or cuts its own files, so data must not be among them.
     output = Path(run.output_dir).absolute()
@@ -447,15 +335,24 @@ def _file_rules(run: RunSection, data: DataSection, log_file: str) -> Rules:
     paths.append(("val_data_path", data.val_data_path or ""))
     for option, name in paths:
         path = Path(name).absolute()
-        if not path.is_relative_to(output) or path == output or not path.exists():
+        if output not in path.parents or not path.exists():
             continue
         first = path.relative_to(output).parts[0]
         if first == log_file or RUN_FILE_PATTERN.fullmatch(first):
             yield (
-                f"{option} output_dir",
                 f"{option}: {name} is in output_dir under a name that the run writes itself ({first}), and would be "
-                "lost: move the data, or choose another output_dir",
+                "lost: move the data, or choose another output_dir"
             )
+
+
+def _names_twice(option: str, labels: list[str]) -> Iterator[str]:
+    for label in sorted(set(labels)):
+        if labels.count(label) > 1:
+            yield f"{option}: {label} is named twice: keep it once, or give each entry a name"
+
+
+def _has_validation(config: TrainConfig) -> bool:
+    return config.data.val_data_path is not None or config.data.val_split is not None
 
 
 # ---- remarks: options without effect, or that are easily misunderstood
@@ -464,10 +361,10 @@ def _file_rules(run: RunSection, data: DataSection, log_file: str) -> Rules:
 def remarks(config: TrainConfig) -> list[str]:
     """Return one sentence per option that has no effect or may be misunderstood."""
     values = config.options()
-    defaults = TrainConfig(model_name="-", data_path="-").options()
     data = config.data
+    model = config.model
     optimizer = config.optimizer
-    terms = run_terms(config.objective, data, config.model.model_name)
+    terms = run_terms(config.objective, data, model.model_name)
 
     # Reason -> the options that have no effect for it.
     unread: dict[str, set[str]] = {}
@@ -479,8 +376,6 @@ def remarks(config: TrainConfig) -> list[str]:
         # A guide or a teacher may serve one of several losses, so one that reads it is enough.
         of_losses -= read_options(term.loss.name)
     unread[f"with {_names(config.objective, terms)}"] = of_losses
-    if all(term.guide is None for term in terms):
-        unread["without guide"] = {"guide_margin"} - of_losses
     of_optimizers = {name for kind in OPTIMIZERS.values() for name in kind.options}
     of_optimizers -= OPTIMIZERS[optimizer.optim].options
     unread[f"with optim: {optimizer.optim}"] = of_optimizers
@@ -489,7 +384,7 @@ def remarks(config: TrainConfig) -> list[str]:
         of_trackers -= TRACKERS[name].options
     trackers = ", ".join(config.logging.report_to) or "none"
     unread[f"with report_to: {trackers}"] = of_trackers
-    if data.val_data_path is None and data.val_split is None:
+    if not _has_validation(config):
         of_evaluation = {"eval_before", "eval_metric"}
         for name in ("eval_steps", "patience"):
             if isinstance(values[name], int):
@@ -503,11 +398,27 @@ def remarks(config: TrainConfig) -> list[str]:
 
     lines = []
     for reason, options in unread.items():
-        for name in sorted(options):
+        for name in sorted(options & values.keys()):
             # By value: an option that is given as its default changes nothing.
-            if values[name] != defaults[name]:
-                lines.append(f"{name}: {_word(values[name])} has no effect {reason}")
-    lines += _loss_remarks(config.objective, data, config.model)
+            if values[name] != all_options()[name].default:
+                lines.append(
+                    f"{name}: {yaml_word(values[name])} has no effect {reason}"
+                )
+    for number, entry in enumerate(config.objective.losses or [], 1):
+        for name in sorted(loss_options().keys() - read_options(entry.loss)):
+            value = getattr(entry, name)
+            if value is not None:
+                lines.append(
+                    f"losses, entry {number}: {name}: {yaml_word(value)} has no effect with loss: {entry.loss}"
+                )
+    needed = {
+        teacher.label for teacher in needed_teachers(config.objective, data, model)
+    }
+    for teacher in listed_teachers(config.objective):
+        if teacher.label not in needed:
+            lines.append(
+                f"teachers: {teacher.label} has no effect: no loss follows it, and it is no guide"
+            )
     if optimizer.max_steps is not None and optimizer.epochs != "auto":
         lines.append(
             f"max_steps: {optimizer.max_steps:,d} decides the length of the run, epochs: {optimizer.epochs:g} does not"
@@ -527,13 +438,13 @@ def remarks(config: TrainConfig) -> list[str]:
             f"learning_rate: {rate:g} is a rate for training all weights, and adapters learn little with it: leave it "
             "out (auto), or give about ten times that"
         )
-    is_composed = config.model.image_model_name is not None
+    is_composed = model.image_model_name is not None
     if is_composed and optimizer.head_learning_rate is None and rate != "auto":
         lines.append(
             "head_learning_rate is not set: the projections of two towers that were not trained together are new, and "
             f"learn little at learning_rate: {rate:g}; 1e-3 is usual for them"
         )
-    prompted = {"": config.model} | {
+    prompted = {"": model} | {
         f"data_path, {source.path}: ": source for source in data.sources()
     }
     for prefix, section in prompted.items():
@@ -547,27 +458,8 @@ def remarks(config: TrainConfig) -> list[str]:
     return lines
 
 
-def _loss_remarks(
-    objective: ObjectiveSection, data: DataSection, model: ModelSection
-) -> Iterator[str]:
-    for number, entry in enumerate(objective.losses or [], 1):
-        for name in sorted(loss_options().keys() - read_options(entry.loss)):
-            value = dict(entry)[name]
-            if value is not None:
-                yield f"losses, entry {number}: {name}: {_word(value)} has no effect with loss: {entry.loss}"
-    needed = {teacher.label for teacher in needed_teachers(objective, data, model)}
-    for teacher in listed_teachers(objective):
-        if teacher.label not in needed:
-            yield f"teachers: {teacher.label} has no effect: no loss follows it, and it is no guide"
-
-
 def _names(objective: ObjectiveSection, terms: list[Term]) -> str:
     names = loss_names(terms)
     if len(names) == 1 and objective.losses is None:
         return f"loss: {names[0]}"
     return f"losses: {', '.join(names)}"
-
-
-def _word(value: object) -> str:
-    """Return a value as a config file would write it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)

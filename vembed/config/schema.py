@@ -33,9 +33,14 @@ from vembed.config.values import (
     Task,
 )
 from vembed.errors import UserError
-from vembed.losses.table import LOSSES, loss_options, with_constraints
-from vembed.training.optimizers.table import OPTIMIZERS
-from vembed.training.trackers.table import TRACKERS
+from vembed.losses.table import (
+    ENTRY_OPTIONS,
+    LOSSES,
+    loss_options,
+    with_constraints,
+)
+from vembed.training.optimizer_kinds import OPTIMIZERS
+from vembed.training.trackers import TRACKERS
 
 if TYPE_CHECKING:
     OptimizerName = str
@@ -237,7 +242,8 @@ class _Objective(Section, title="loss"):
     here, and alone with loss: none, as `masked_token` of encoders is, whose tokens are hidden with probability 0.15."""
     losses: Annotated[list[LossTerm] | None, NamesFiles("model")] = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
-    own `temperature`, `teacher`, `guide` and other options of this section."""
+    own `temperature`, `teacher`, `guide` and other options of this section, and those that only entries have
+    (docs/teachers.md)."""
     similarity: Literal["cosine", "dot"] = "cosine"
     """Similarity of two embeddings, in the loss, the evaluation and the saved model."""
     quantize_embeddings: Literal["int8", "binary"] | None = None
@@ -253,6 +259,8 @@ def _with_loss_options() -> Any:
     text = "What is trained. " + ". ".join(summaries) + "."
     fields: dict[str, Any] = {"loss": (LossName, Field("infonce", description=text))}
     for name, field in loss_options().items():
+        if name in ENTRY_OPTIONS:
+            continue
         value = Field(default=field.default, description=field.description)
         fields[name] = (with_constraints(field), value)
     return create_model("ObjectiveSection", __base__=_Objective, **fields)

@@ -1,19 +1,21 @@
-"""Stages of a config: the steps of `stages:` or `training_stages:` in order, and the block of each that trains."""
+"""Stages of a config: the steps of `stages:` or `training_stages:` in order, and the layers of one that trains."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vembed.config.aliases import BLOCKS, option_of
-from vembed.config.parsing import Node, read_tree, tree_of_mapping
+from vembed.config.layers import Layer, Level, plain_layer
+from vembed.config.parsing import Node, source_tree, tree_of_mapping
+from vembed.config.schema import TrainConfig
+from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
 
 STAGES = "stages"
 TRAINING_STAGES = "training_stages"
-DEFAULT_ROOT = "output"
+USER_PRESETS = "distributed_examples"
 DATA_FILES = {"mine": "mined.jsonl", "judge": "judged.jsonl"}
 """Kind of a step that leaves training data -> their file in its folder."""
 
@@ -27,8 +29,11 @@ class Step:
 
     name: str
     kind: Kind
-    block: dict[str, Node]
-    """Its options."""
+    layer: Layer
+    """What a training stage gives."""
+    options: dict[str, Any]
+    """What it gives, by option. Of a step between under the names of its command, which may mean other things:
+    `output_path` of a mining is a file."""
     start: str | None = None
     """The step whose model it starts from, where that is not the last one before it that has a model of its task."""
     task: str = "embed"
@@ -39,20 +44,6 @@ class Step:
         """True if the step leaves a model in `final/` of its folder."""
         return self.kind in ("train", "merge")
 
-    def option(self, option: str) -> Node | None:
-        """Return what the step says itself for an option, a training under any of its names; None where it says
-        nothing."""
-        # Names of options of the steps between mean other things: `output_path` of a mining is a file.
-        return (
-            option_in(self.block, option)
-            if self.kind == "train"
-            else self.block.get(option)
-        )
-
-    def options(self) -> dict[str, Any]:
-        """Return the options without their lines."""
-        return {key: node.plain() for key, node in self.block.items()}
-
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -61,16 +52,21 @@ class Pipeline:
     source: str
     root: str
     """Folder of the folders of all steps."""
-    steps: tuple[Step, ...] = field(default=())
-    has_own_class: bool = False
-    """True if a training of it names a `model_class`."""
+    shared: Layer
+    """What stands outside of the stages."""
+    steps: tuple[Step, ...]
+
+    @property
+    def has_own_class(self) -> bool:
+        """True if a training of it names a `model_class`."""
+        trainings = [step.layer for step in self.steps if step.kind == "train"]
+        return any("model_class" in layer.values for layer in [self.shared, *trainings])
 
     def folder(self, name: str) -> Path:
         """Return the folder of a step."""
         for step in self.steps:
-            folder = step.option("output_dir") if step.name == name else None
-            if folder is not None:
-                return Path(str(folder.plain()))
+            if step.name == name and "output_dir" in step.options:
+                return Path(str(step.options["output_dir"]))
         return Path(self.root, name)
 
     def before(self, name: str) -> list[Step]:
@@ -106,168 +102,161 @@ class Pipeline:
         """Return the file of a step that leaves training data."""
         return self.folder(step.name) / DATA_FILES[step.kind]
 
+    def layers(self, stage: str | None) -> list[Layer]:
+        """Return the layers of a training stage: the shared options, those that follow from the order of the steps,
+        and its own."""
+        trainings = {step.name: step for step in self.steps if step.kind == "train"}
+        if stage is None and len(trainings) == 1:
+            stage = next(iter(trainings))
+        if stage not in trainings:
+            problem = "there are several stages"
+            if stage is not None:
+                problem = f"there is no stage {stage!r}"
+            names = ", ".join(trainings) or "none"
+            raise UserError(
+                f"{self.source}: {problem}: choose with --stage NAME: {names}"
+            )
+        name = self.source
+        implied = Layer(name)
+        place = f"{name}, {TRAINING_STAGES}.{stage}"
+        implied.enter("output_dir", str(self.folder(stage)), "output_dir", place)
+        before = self.model_before(stage)
+        if before is not None:
+            model = str(self.folder(before.name) / "final")
+            place = f"{name}{RESULT_OF}{before.name}"
+            implied.enter("model_name", model, "model_name", place)
+        data_step = self.data_step_before(stage)
+        if data_step is not None:
+            path = str(self.data_of(data_step))
+            place = f"{name}{RESULT_OF}{data_step.name}"
+            implied.enter("data_path", path, "data_path", place)
+        return [self.shared, implied, trainings[stage].layer]
 
-def option_in(keys: Mapping[str, Node], option: str) -> Node | None:
-    """Return the value of an option among keys, under any of its names; None where it is not there."""
-    for key, node in keys.items():
-        if option_of(key) == option:
-            return node
-        block = key.strip().replace("-", "_")
-        if block in BLOCKS and isinstance(node.value, dict):
-            for name, inner in node.value.items():
-                if isinstance(inner, Node) and option_of(f"{block}.{name}") == option:
-                    return inner
-    return None
+
+def source_layers(
+    source: str | Path | Mapping[str, Any] | TrainConfig, stage: str | None
+) -> tuple[list[Layer], Mapping[str, Node]]:
+    """Return the layers of a file, a dict or a TrainConfig, and the user's own presets."""
+    if isinstance(source, TrainConfig):
+        # Only what was set: defaults would win over the launcher and files.
+        options = source.options()
+        set_options = {name: options[name] for name in options if name in source.given}
+        return [plain_layer("TrainConfig", Level.CONFIG, set_options)], {}
+    tree, name = source_tree(source)
+    presets = tree.value.get(USER_PRESETS, Node({}, None))
+    if not isinstance(presets.value, dict):
+        raise UserError(
+            f"{name}, line {presets.line}: {USER_PRESETS} must hold blocks like "
+            "`distributed`, by name"
+        )
+    pipeline = _pipeline_of(tree.value, name)
+    if pipeline is not None:
+        if stage is None and "stage" in tree.value:
+            stage = str(tree.value["stage"].plain())
+        return pipeline.layers(stage), presets.value
+    if stage is not None:
+        raise UserError(
+            f"{name}: stage {stage!r} was asked for, but there is no {TRAINING_STAGES} block "
+            "to choose it from"
+        )
+    keys = {key: node for key, node in tree.value.items() if key != USER_PRESETS}
+    return [Layer(name).take_all(keys)], presets.value
 
 
 def read_pipeline(
     source: str | Path | Mapping[str, Any], root: str | None = None
 ) -> Pipeline | None:
     """Return the steps of a config file or dict; None where it has no stages. `root`: instead of its output_dir."""
-    if isinstance(source, Mapping):
-        tree = tree_of_mapping(source)
-        name = "the config"
-    else:
-        tree = read_tree(Path(source))
-        name = str(source)
-    return pipeline_of(dict(tree.value), name, root)
+    tree, name = source_tree(source)
+    return _pipeline_of(tree.value, name, root)
 
 
-def pipeline_of(
+def _pipeline_of(
     keys: Mapping[str, Node], name: str, root: str | None = None
 ) -> Pipeline | None:
-    """Return the steps of the keys of a config; None where it has no stages."""
-    if STAGES not in keys and TRAINING_STAGES not in keys:
+    shared_keys = dict(keys)
+    lists = [shared_keys.pop(key, None) for key in (STAGES, TRAINING_STAGES)]
+    node = lists[0] or lists[1]
+    if node is None:
         return None
-    if STAGES in keys and TRAINING_STAGES in keys:
+    if None not in lists:
         raise UserError(
             f"{name}: {STAGES} and {TRAINING_STAGES} are two lists of stages; keep one"
         )
+    for key in (USER_PRESETS, "stage"):
+        shared_keys.pop(key, None)
+    shared = Layer(name).take_all(shared_keys)
     if root is None:
-        named = option_in(keys, "output_dir")
-        root = DEFAULT_ROOT if named is None else str(named.plain())
-    task = option_in(keys, "task")
-    shared_task = "embed" if task is None else str(task.plain())
+        root = str(shared.value("output_dir", "output"))
     steps: list[Step] = []
-    for number, (step_name, block) in enumerate(_blocks(keys, name), start=1):
-        earlier = [step.name for step in steps]
-        step = _step(step_name, block, number, name, earlier, shared_task)
-        steps.append(step)
-    blocks = [keys, *(step.block for step in steps if step.kind == "train")]
-    has_own_class = any(option_in(block, "model_class") for block in blocks)
-    return Pipeline(name, root, tuple(steps), has_own_class)
+    for step_name, block in _blocks(node, name):
+        steps.append(_step(step_name, block, name, steps, shared))
+    return Pipeline(name, root, shared, tuple(steps))
 
 
-def training_blocks(keys: Mapping[str, Node], name: str) -> Node | None:
-    """Return `stages:` as the mapping of blocks that `training_stages:` is: of the training stages alone, each with
-    what the steps before it give it. None where the config has no `stages:`."""
-    if STAGES not in keys:
-        return None
-    pipeline = pipeline_of(keys, name)
-    assert pipeline is not None
-    blocks: dict[str, Node] = {}
-    for step in pipeline.steps:
-        if step.kind != "train":
-            continue
-        block = dict(step.block)
-        before = pipeline.model_before(step.name)
-        data_step = pipeline.data_step_before(step.name)
-        trainings = [
-            step for step in pipeline.before(step.name) if step.kind == "train"
-        ]
-        start_model = option_in(keys, "model_name")
-        # What the block says itself holds. A training stage right before is found by those who read the blocks, and
-        # named as the place of the model.
-        if step.option("model_name") is None and trainings[-1:] != [before]:
-            if before is not None:
-                folder = str(pipeline.folder(before.name) / "final")
-                block["model_name"] = Node(folder, keys[STAGES].line)
-            elif trainings and start_model is not None:
-                # The stages before it train models of the other task.
-                block["model_name"] = start_model
-        if data_step is not None and step.option("data_path") is None:
-            path = str(pipeline.data_of(data_step))
-            block["data_path"] = Node(path, keys[STAGES].line)
-        blocks[step.name] = Node(block, keys[STAGES].line)
-    return Node(blocks, keys[STAGES].line)
-
-
-def _blocks(
-    keys: Mapping[str, Node], name: str
-) -> list[tuple[str | None, dict[str, Node]]]:
+def _blocks(node: Node, name: str) -> list[tuple[str | None, dict[str, Node]]]:
     """Return (name or None, options) of each step."""
-    node = keys.get(STAGES) or keys[TRAINING_STAGES]
+    entries: list[tuple[str | None, Node]] = []
     if isinstance(node.value, dict):
-        for known, block in node.value.items():
-            if not isinstance(block.value, dict):
-                raise UserError(
-                    f"{name}, line {block.line}: stage {known} must hold options"
-                )
-        return [(known, dict(block.value)) for known, block in node.value.items()]
-    if not isinstance(node.value, list) or not node.value:
+        entries += node.value.items()
+    elif isinstance(node.value, list):
+        entries += [(None, tree_of_mapping(entry)) for entry in node.value]
+    if not entries:
         raise UserError(f"{name}, line {node.line}: {STAGES} must be a list of stages")
-    blocks: list[tuple[str | None, dict[str, Node]]] = []
-    for number, entry in enumerate(node.value, start=1):
-        if not isinstance(entry, dict):
-            raise UserError(
-                f"{name}, line {node.line}: stage {number} of {STAGES} must hold options"
-            )
-        block = dict(tree_of_mapping(entry).value)
-        step_name = block.pop("name", None)
-        blocks.append((None if step_name is None else str(step_name.plain()), block))
+    blocks = []
+    for number, (step_name, entry) in enumerate(entries, start=1):
+        if not isinstance(entry.value, dict):
+            line = entry.line or node.line
+            where = f"{name}, line {line}" if line else name
+            raise UserError(f"{where}: stage {step_name or number} must hold options")
+        block = dict(entry.value)
+        own_name = None if step_name else block.pop("name", None)
+        blocks.append((str(own_name.plain()) if own_name else step_name, block))
     return blocks
-
-
-def _mines_within(node: Node) -> bool:
-    """Return whether these are options of mining within training."""
-    return isinstance(node.value, dict) and "every_epochs" in node.value
 
 
 def _step(
     given_name: str | None,
     block: dict[str, Node],
-    number: int,
-    name: str,
-    earlier: list[str],
-    shared_task: str,
+    source: str,
+    before: list[Step],
+    shared: Layer,
 ) -> Step:
-    # A step between has its kind as its only key, beside `from`; among other keys `mine` is the option of a training.
-    kinds = [
-        kind
-        for kind in OTHER_KINDS
-        if kind in block and (len(block) == 1 or "from" in block)
-    ]
-    if kinds == ["mine"] and _mines_within(block["mine"]):
-        kinds = []
-    kind: Kind = kinds[0] if kinds else "train"
-    step_name = given_name or (
-        f"{kind}{number}" if kind == "train" else f"{kind}-{number}"
-    )
-    if step_name in earlier:
-        raise UserError(
-            f"{name}: two stages are called {step_name}; give each a name of its own"
-        )
-    if "/" in step_name or step_name.startswith("."):
-        raise UserError(
-            f"{name}: stage {step_name}: a name is that of a folder, without / and not beginning with ."
-        )
+    # A step between has its kind as its only key, beside `from`. Among other keys `mine` is the option of a training,
+    # and so it is with `every_epochs` in it.
+    kind: Kind = "train"
     start = block.pop("from", None)
-    start_name = None if start is None else str(start.plain())
-    if start_name is not None and start_name not in earlier:
+    for other in OTHER_KINDS:
+        is_option = other == "mine" and "every_epochs" in str(block.get(other))
+        if set(block) == {other} and not is_option:
+            kind = other
+    number = len(before) + 1
+    separator = "" if kind == "train" else "-"
+    name = given_name or f"{kind}{separator}{number}"
+    earlier = [step.name for step in before]
+    if name in earlier:
         raise UserError(
-            f"{name}: stage {step_name} starts from {start_name}, and the stages before it are "
+            f"{source}: two stages are called {name}; give each a name of its own"
+        )
+    if "/" in name or name.startswith("."):
+        raise UserError(
+            f"{source}: stage {name}: a name is that of a folder, without / and not beginning with ."
+        )
+    start_name = None if start is None else str(start.plain())
+    if start_name not in (None, *earlier):
+        raise UserError(
+            f"{source}: stage {name} starts from {start_name}, and the stages before it are "
             f"{', '.join(earlier) or 'none'}"
         )
-    if kind != "train":
-        inner = block[kind]
-        if not isinstance(inner.value, dict):
-            raise UserError(f"{name}: stage {step_name}: {kind} must hold options")
-        block = dict(inner.value)
-    task = shared_task
-    if kind == "train" and (option := option_in(block, "task")) is not None:
-        task = str(option.plain())
-    if kind in ("mine", "evaluate"):
-        task = "embed"
-    if kind == "judge":
-        task = "rerank"
-    return Step(step_name, kind, block, start_name, task)
+    layer = Layer(source)
+    if kind == "train":
+        layer.take_all(block, f"{TRAINING_STAGES}.{name}.")
+        options = {key: value.value for key, value in layer.values.items()}
+        task = str(layer.value("task", shared.value("task", "embed")))
+        return Step(name, kind, layer, options, start_name, task)
+    options = block[kind].plain()
+    if not isinstance(options, dict):
+        raise UserError(f"{source}: stage {name}: {kind} must hold options")
+    tasks = {"mine": "embed", "evaluate": "embed", "judge": "rerank"}
+    task = tasks.get(kind, str(shared.value("task", "embed")))
+    return Step(name, kind, layer, options, start_name, task)

@@ -13,9 +13,8 @@ from vembed.config.schema import (
     ModelSection,
     ObjectiveSection,
 )
-from vembed.losses.declaration import Loss
+from vembed.losses.declaration import SCORES, Loss
 from vembed.losses.table import LOSSES
-from vembed.losses.teacher_scores import SCORES
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +69,11 @@ def loss_terms(
     for entry in entries or [LossTerm(loss=objective.loss)]:
         loss_class = LOSSES[entry.loss]
         options: dict[str, Any] = {}
-        for name in loss_class.model_fields:
+        for name, field in loss_class.model_fields.items():
             value = getattr(entry, name)
-            options[name] = run_options[name] if value is None else value
+            if value is None:
+                value = run_options.get(name, field.default)
+            options[name] = value
         reason = "default"
         if "temperature" in options:
             is_given = "temperature" in objective.model_fields_set

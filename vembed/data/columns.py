@@ -27,8 +27,10 @@ COLUMNS: dict[str, tuple[str, ...]] = {
             "negative negatives neg hard_negatives negative_passages rejected_response"
         ),
         "negative_image": "negative_image negative_images",
-        "score": "score scores similarity_score positive_scores pos_scores label",
+        "score": "score scores similarity_score positive_scores pos_scores",
         "negative_score": "negative_score negative_scores neg_scores",
+        "text": "text",
+        "label": "label",
     }.items()
 }
 """Accepted column names of each part of a record. If a record has several columns for one part, the first is read; all
@@ -60,9 +62,7 @@ LABEL = "label"
 """Column of the class of a text or image."""
 _NUMBERED_NEGATIVE = re.compile(r"(neg|negative)_(\d+)")
 _LAYOUTS_KEPT = 1024
-_ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names} | {
-    TEXT: TEXT
-}
+_ROLE_OF = {name: role for role, names in COLUMNS.items() for name in names}
 
 
 QUERY = "messages"
@@ -111,7 +111,6 @@ class Columns:
         query and positive then."""
         self.mapping = mapping = dict(mapping or {})
         self._mapping = _roles(mapping)
-        self._labels = [name for name, target in mapping.items() if target == LABEL]
         self._texts_alone = texts_alone
         self._layouts: dict[tuple[str, ...], RecordLayout] = {}
         self._unused: dict[str, None] = {}
@@ -178,7 +177,7 @@ class Columns:
             self._unused[printable(name)] = None
 
     def _find(self, columns: tuple[str, ...]) -> RecordLayout:
-        names_of: dict[str, list[str]] = {role: [] for role in (*COLUMNS, TEXT)}
+        names_of: dict[str, list[str]] = {role: [] for role in COLUMNS}
         free = []
         for name in columns:
             if name in self._mapping:
@@ -188,6 +187,7 @@ class Columns:
         are_sentences = not names_of["query"] and {"sentence1", "sentence2"} <= {
             *columns
         }
+        is_label_mapped = bool(names_of[LABEL])
         for role, names in COLUMNS.items():
             # A mapped column takes precedence over the table; of negatives all are read.
             if not names_of[role] or role == "negative":
@@ -196,37 +196,34 @@ class Columns:
         names_of["negative"] += sorted(
             numbered, key=lambda name: int(name.rpartition("_")[2])
         )
-        # Many data sets have a column `label`; it is a score only beside sentence1 and sentence2.
-        if not are_sentences and LABEL in free and LABEL in names_of["score"]:
-            names_of["score"].remove(LABEL)
         text = names_of.pop(TEXT)
-        if not text and TEXT in free:
-            text = [TEXT]
+        labels = names_of.pop(LABEL)
         queries = names_of["query"] + names_of["query_image"]
         images = names_of["positive_image"]
-        is_pair = bool(names_of["positive"] or (queries and images))
         label = None
+        if names_of["positive"] or (queries and images):
+            # Many data sets have a column `label`; it is a score only beside sentence1 and sentence2.
+            if are_sentences or is_label_mapped:
+                names_of["score"] += labels
+        elif labels and (text or queries or images) and not self._texts_alone:
+            # A record that has a class and is no pair.
+            label = labels[0]
+            names_of = {role: [] for role in names_of} | {
+                "query": text or names_of["query"],
+                "query_image": names_of["query_image"] or images,
+                "query_prompt": names_of["query_prompt"],
+            }
         if self._texts_alone:
             if not queries:
                 names_of["query"] = text
             if not names_of["positive"] and not images:
                 names_of["positive"] = names_of["query"]
                 names_of["positive_image"] = names_of["query_image"]
-        elif not is_pair and (text or queries or images):
-            # A record that has a class and is no pair.
-            labels = [name for name in (*self._labels, LABEL) if name in columns]
-            label = labels[0] if labels else None
-        if label is not None:
-            names_of = {role: [] for role in COLUMNS} | {
-                "query": text or names_of["query"],
-                "query_image": names_of["query_image"] or images,
-                "query_prompt": names_of["query_prompt"],
-            }
         negatives = tuple(names_of["negative"])
-        single = {}
-        for role in COLUMNS:
+        single: dict[str, Any] = {}
+        for role, role_names in names_of.items():
             if role != "negative":
-                single[role] = names_of[role][0] if names_of[role] else None
+                single[role] = role_names[0] if role_names else None
         named = dict.fromkeys([*single.values(), label, *negatives])
         read = tuple(name for name in named if name is not None)
         problem = None if label is not None else _problem(names_of, columns)
@@ -263,17 +260,17 @@ def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
         role = _ROLE_OF.get(target)
         entry = f"column_mapping: {{{name}: {target}}}"
         if role is None:
-            # Where the name is ours, only a typing error speaks against a mapping that is turned round.
-            cutoff = 0.8 if name in _ROLE_OF else 0.6
-            near = difflib.get_close_matches(target, _ROLE_OF, n=1, cutoff=cutoff)
+            near = difflib.get_close_matches(target, _ROLE_OF, n=1, cutoff=0.7)
             if name in _ROLE_OF and not near:
                 raise UserError(
                     f"{entry} is the wrong way round: the name in the file comes first, {{{quoted(target)}: {name}}}"
                 )
-            hint = f" (it reads {listed(COLUMNS)})"
-            if near:
-                hint = f"; did you mean '{near[0]}'?"
-            raise UserError(f"{entry} leads to a name that vembed does not read{hint}")
+            hint = (
+                f"did you mean {near[0]!r}?" if near else f"it reads {listed(COLUMNS)}"
+            )
+            raise UserError(
+                f"{entry} leads to a name that vembed does not read; {hint}"
+            )
         for other, known in roles.items():
             if known == role != "negative":
                 raise UserError(
@@ -311,25 +308,16 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
             # Any other column would be a guess by its position alone.
             example[f"your_{role}"] = role
     entries = ", ".join(f"{quoted(name)}: {role}" for name, role in example.items())
+    hint = ""
+    may_be_texts = "query" in missing and not images
+    if may_be_texts and len(columns) == 1:
+        hint = ", or make pairs of texts alone with `vembed generate`"
+    elif may_be_texts and {TEXT, LABEL} & {*columns}:
+        hint = ", or, if these are texts and their classes, call the columns text and label"
     return (
         f"no {' and no '.join(missing)} (it has {listed(columns) or 'no fields'}): say which column it is with "
-        f"column_mapping: {{{entries}}}"
-        + ("" if images or "query" not in missing else _without_query(columns))
+        f"column_mapping: {{{entries}}}{hint}"
     )
-
-
-def _without_query(columns: tuple[str, ...]) -> str:
-    """Return what a record without a query may be instead: a text with a class, or a text alone."""
-    texts = COLUMNS["positive"] + GUESSES["positive"]
-    if len(columns) == 1 and plain_name(columns[0]) in texts:
-        return ", or make pairs of texts alone with `vembed generate`"
-    if len(columns) != 2 or not {TEXT, LABEL} & {*columns}:
-        return ""
-    ours = TEXT if TEXT in columns else LABEL
-    other = columns[1] if columns[0] == ours else columns[0]
-    entry = f"{quoted(other)}: {LABEL if ours == TEXT else TEXT}"
-    which = other if ours == TEXT else LABEL
-    return f", or, if {printable(which)} is the class of a text, with column_mapping: {{{entry}}}"
 
 
 def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, str]:
@@ -387,22 +375,14 @@ def as_fields(record: dict[str, Any]) -> dict[str, Any]:
             fields.pop(name, None)
     if fields.pop("label", None) is not None:
         fields["score"] = record["label"]
-    for name, images_name, field in _SIDES:
+    fields["query"] = _item(record[QUERY], record.get("images"), QUERY)
+    for name, images_name, field in _SIDES[1:]:
         conversations = record.get(name)
-        images = record.get(images_name)
         if conversations is None:
             continue
-        if field == "query":
-            fields[field] = _item(conversations, images, name)
-            continue
-        if not isinstance(conversations, list):
-            raise BadRecord(
-                f"{name} is {conversations!r:.60}, and a list of messages is needed"
-            )
-        if not isinstance(images, list | None):
-            raise BadRecord(
-                f"{images_name} is {images!r:.60}, and a list of images is needed"
-            )
+        images = record.get(images_name) or []
+        if not isinstance(conversations, list) or not isinstance(images, list):
+            raise BadRecord(f"{name} and {images_name} have to be lists")
         if conversations and isinstance(conversations[0], dict):
             # One conversation instead of a list of them.
             conversations = [conversations]
@@ -414,8 +394,9 @@ def as_fields(record: dict[str, Any]) -> dict[str, Any]:
             )
         # Of negatives all are read.
         items = fields.get(field) if field == "negatives" else None
-        items = [] if items is None else items
-        fields[field] = list(items) if isinstance(items, list) else [items]
+        if not isinstance(items, list):
+            items = [] if items is None else [items]
+        fields[field] = list(items)
         for conversation, its_images in zip(conversations, images, strict=True):
             fields[field].append(_item(conversation, its_images, name))
     return fields

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ from vembed.data.examples import (
     Item,
     has_lone_surrogate,
 )
-from vembed.data.formats.base import Format, Row, TextFormat
+from vembed.data.formats.base import Format, LineFormat
 from vembed.data.formats.opening import open_reader
 from vembed.data.images.files import ImageRoot
 from vembed.data.messages import listed
+from vembed.data.records import image_ref
 from vembed.files import cache_folder
 
 ID_FIELDS = ("_id", "id", "doc_id", "document_id", "docid", "pid")
@@ -38,22 +39,18 @@ DOCUMENT_FIELDS = (*ID_FIELDS, *TEXT_FIELDS, *IMAGE_FIELDS, "title")
 PLAIN_TEXT_ENDINGS = (".txt", ".text")
 
 
-class TextLines(TextFormat):
+class TextLines(LineFormat):
     """A plain text file: every line that is not blank is one record, a string."""
 
     endings = PLAIN_TEXT_ENDINGS
     title = "plain text"
 
-    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
-        """Yield the lines that begin in a range."""
-        for position, number, line in self.lines(start, stop):
-            if line.isspace():
-                continue
-            try:
-                yield position, number, line.decode().strip()
-            except UnicodeDecodeError:
-                reason = "not UTF-8: save the file as UTF-8"
-                yield position, number, BadRecord(reason)
+    def record(self, line: bytes) -> str | BadRecord:
+        """See LineFormat."""
+        try:
+            return line.decode().strip()
+        except UnicodeDecodeError:
+            return BadRecord("not UTF-8: save the file as UTF-8")
 
 
 def open_document_reader(path: Path) -> Format:
@@ -101,24 +98,15 @@ def document_item(
         if not text:
             raise BadRecord("an empty text")
         return Item(text=text)
-    filled = [record[name] for name in IMAGE_FIELDS if record.get(name) is not None]
-    values = filled[0] if filled else []
-    if not isinstance(values, list):
-        values = [values]
-    if not values and not text:
+    refs: list[ImageRef] = []
+    for name in IMAGE_FIELDS:
+        value = record.get(name)
+        if value is not None and not refs:
+            values = value if isinstance(value, list) else [value]
+            refs = [image_ref(image, name, images) for image in values]
+    if not refs and not text:
         names = f"{', '.join(fields)} and image are read"
         raise BadRecord(
             f"no text and no image ({names}, and it has {listed(record) or 'no fields'})"
         )
-    refs = []
-    for value in values:
-        image = value
-        if isinstance(value, dict):
-            image = value.get("bytes") or value.get("path")
-        if isinstance(image, bytes):
-            refs.append(ImageRef(data=image))
-        elif isinstance(image, str):
-            refs.append(images.reference(image))
-        else:
-            raise BadRecord("an image that is no path")
     return Item(text=text or None, images=tuple(refs))

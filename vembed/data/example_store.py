@@ -16,7 +16,6 @@ import numpy as np
 from vembed.config.entries import DataSource
 from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.config.terms import (
-    Term,
     lacks_comparisons,
     loss_names,
     loss_terms,
@@ -93,7 +92,7 @@ class Records:
 
 @dataclass(frozen=True)
 class _Source(Records):
-    weight: float
+    entry: DataSource
     size: int
     """Number of examples in use, the first ones of the index."""
     read_as: ReadAs
@@ -141,8 +140,8 @@ class _Source(Records):
             parts.append("scored")
         elif counts["scored"]:
             parts.append(f"{counts['scored']:,d} of them scored")
-        if self.weight != 1.0:
-            parts.append(f"weight {self.weight:g}")
+        if self.entry.weight != 1.0:
+            parts.append(f"weight {self.entry.weight:g}")
         for name, value in asdict(self.read_as).items():
             if value is not None:
                 parts.append(f"{name} {value!r}")
@@ -151,39 +150,37 @@ class _Source(Records):
     def weak_points(self) -> list[str]:
         """Return what is probably not meant: columns and scores that are not read, contents that are taken for plain
         texts, and records that were left out."""
-        counts = self.index.counts
-        unused = self.index.unused
-        examples = []
-        score_column = None
-        for number in range(min(NUM_INSPECTED, self.size)):
-            examples.append(self.example(number))
-            score_column = score_column or self._score_column(number)
-        takes_matches = self.labels is None and self.form.takes_matches
+        index = self.index
+        numbers = range(min(NUM_INSPECTED, self.size))
+        examples = [self.example(number) for number in numbers]
+        score_columns = [self._score_column(number) for number in numbers]
+        score_column = next(filter(None, score_columns), "score")
         is_training = bool(self.form.losses)
+        is_scored = index.counts["scored"] > 0
         sentences: list[str | None] = []
         if self.labels is None and is_training:
-            sentences += [unread_negatives(unused), unread_prompt(unused)]
-        if takes_matches and not counts["scored"]:
-            sentences.append(unread_judgement(unused))
-        if takes_matches and counts["scored"] and is_training and not self.reads_scores:
-            way_out = "loss: cosent if it says how well a pair matches"
-            if counts["negatives"]:
-                way_out = "loss: kl and teacher: scores if it is a teacher's"
-            sentences.append(
-                f"{score_column or 'score'} is not read by loss: {' and '.join(self.form.losses)}, and every pair is "
-                f"taken for a match: set {way_out}, or leave out the pairs that do not match"
-            )
-        if counts["scored"] and self.reads_scores and score_column == LABEL:
+            sentences += [unread_negatives(index.unused), unread_prompt(index.unused)]
+        if self.labels is None and self.form.takes_matches:
+            if not is_scored:
+                sentences.append(unread_judgement(index.unused))
+            elif is_training and not self.reads_scores:
+                way_out = "loss: cosent if it says how well a pair matches"
+                if index.counts["negatives"]:
+                    way_out = "loss: kl and teacher: scores if it is a teacher's"
+                sentences.append(
+                    f"{score_column} is not read by loss: {' and '.join(self.form.losses)}, and every pair is taken "
+                    f"for a match: set {way_out}, or leave out the pairs that do not match"
+                )
+        if is_scored and self.reads_scores and score_column == LABEL:
             scores = {score for example in examples for score in example.scores or ()}
             sentences.append(classes_as_scores(scores))
-        num_bad = self.index.num_bad
-        if num_bad:
+        if index.num_bad:
             sentences.append(
-                f"{num_bad:,d} of {len(self.index) + num_bad:,d} records cannot be used and are left out "
+                f"{index.num_bad:,d} of {len(index) + index.num_bad:,d} records cannot be used and are left out "
                 "(on_bad_record: skip); the log names the first"
             )
-        said = [sentence for sentence in sentences if sentence is not None]
-        return said + taken_for_texts(examples, unused)
+        sentences += taken_for_texts(examples, index.unused)
+        return [sentence for sentence in sentences if sentence is not None]
 
     def _score_column(self, number: int) -> str | None:
         """Return the column with the score of an example."""
@@ -204,7 +201,7 @@ class ExampleStore:
         """Hash of the examples and of the options they are read with. Independent of file paths and image files."""
         self.names = tuple(source.name for source in sources)
         self.sizes = tuple(source.size for source in sources)
-        self.weights = tuple(source.weight for source in sources)
+        self.weights = tuple(source.entry.weight for source in sources)
         self.num_skipped = sum(source.index.num_bad for source in sources)
         """Number of bad records that were skipped."""
         self.labels = [source.labels for source in sources]
@@ -262,13 +259,13 @@ class ExampleStore:
         values = []
         counts = []
         for source in self._sources:
-            assert source.index.keys is not None
             # A source limited by max_train_examples has more keys than examples in use.
-            starts = source.index.keys.starts[: source.size + 1]
-            values.append(source.index.keys.values[: starts[-1]])
-            counts.append(np.diff(starts))
-        all_starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
-        return ContentKeys(np.concatenate(values), all_starts)
+            in_use = np.arange(source.size)
+            source_values, source_counts = source.index.content_keys().of_all(in_use)
+            values.append(source_values)
+            counts.append(source_counts)
+        starts = np.concatenate([[0], np.cumsum(np.concatenate(counts))])
+        return ContentKeys(np.concatenate(values), starts)
 
     def changed_files(self) -> list[str]:
         """Return a sentence for each file of the data that was changed, replaced or deleted since it was opened."""
@@ -332,25 +329,22 @@ def open_examples(
     objective = objective or ObjectiveSection()
     is_training = role == "train"
     sources = []
-    missing: list[set[str]] = []
-    identities = []
     for spec in specs:
         entry = DataSource(path=spec) if isinstance(spec, str) else spec
-        terms = loss_terms(objective, model_name, entry)
-        source = _open_source(
-            data,
-            entry,
-            terms,
-            role,
-            cache_dir or cache_folder(),
-            alone=len(specs) == 1,
-            has_cosines=objective.similarity == "cosine",
+        # A mapping for several files need not match each of them; validation data may use vembed's own names.
+        is_only_one = len(specs) == 1 and is_training
+        may_miss = not is_only_one and entry.column_mapping is None
+        sources.append(
+            _open_source(
+                data,
+                entry,
+                objective,
+                model_name,
+                role,
+                cache_dir or cache_folder(),
+                may_miss=may_miss,
+            )
         )
-        sources.append(source)
-        if entry.column_mapping is None:
-            missing.append(set(source.index.missing))
-        identity = [entry.column_mapping, entry.max_negatives]
-        identities.append([*identity, *astuple(source.read_as)])
     for source in sources:
         num_records = source.index.counts["without_negatives"]
         if num_records and not len(source):
@@ -385,6 +379,10 @@ def open_examples(
         purpose="train" if is_training else "evaluate",
     )
     # Each source may lack names of the run's mapping, which serves all of them.
+    missing = []
+    for source in sources:
+        if source.entry.column_mapping is None:
+            missing.append(set(source.index.missing))
     names = sorted(set.intersection(*missing)) if missing else []
     if is_training and len(specs) > 1 and names:
         hints = [source.form.columns.nearest() for source in sources]
@@ -396,12 +394,16 @@ def open_examples(
     total = sum(map(len, sources))
     limit = total if limit is None else min(limit, total)
     end = 0
+    identities = []
     for number, source in enumerate(sources):
         first = end * limit // total
         end += len(source)
         size = max(1, end * limit // total - first)
         sources[number] = replace(source, size=size)
-        identities[number] += [source.index.fingerprint, size, source.weight]
+        entry = source.entry
+        identity: list[Any] = [entry.column_mapping, entry.max_negatives]
+        identity += [*astuple(source.read_as), source.index.fingerprint]
+        identities.append([*identity, size, entry.weight])
     max_negatives = data.max_negatives if is_training else None
     options = [data.retrieval_mode, data.column_mapping, max_negatives]
     return ExampleStore(sources, short_hash(options, identities))
@@ -410,44 +412,46 @@ def open_examples(
 def _open_source(
     data: DataSection,
     entry: DataSource,
-    terms: Sequence[Term],
+    objective: ObjectiveSection,
+    model_name: str,
     role: Role,
     cache: Path,
     *,
-    alone: bool,
-    has_cosines: bool,
+    may_miss: bool,
 ) -> _Source:
+    terms = loss_terms(objective, model_name, entry)
+    is_training = role == "train"
+    losses = loss_names(terms) if is_training else ()
     mapping = entry.column_mapping
     if mapping is None:
         mapping = data.column_mapping
-    # A mapping for several files need not match each of them; validation data may use vembed's own names.
-    may_miss = (not alone or role == "validation") and entry.column_mapping is None
-    requirements: dict[str, Any] = {}
-    with_keys = False
-    losses: tuple[str, ...] = ()
-    if role == "train":
-        losses = loss_names(terms)
-        max_negatives = entry.max_negatives
-        if max_negatives is None:
-            max_negatives = data.max_negatives
-        needs_cosines = any(term.loss.needs_cosine_scores for term in terms)
-        requirements = {
-            "losses": losses,
-            "max_negatives": max_negatives,
-            "bounded_scores": has_cosines and needs_cosines,
-            "gets_negatives": data.adds_negatives(),
-        }
-        with_keys = data.no_duplicates
-    texts_alone = role == "train" and all(
-        LOSSES[loss].records == "texts" for loss in losses
+    max_negatives = entry.max_negatives
+    if max_negatives is None:
+        max_negatives = data.max_negatives
+    needs_cosines = any(term.loss.needs_cosine_scores for term in terms)
+    columns = Columns(
+        mapping,
+        may_miss=may_miss,
+        texts_alone=is_training
+        and all(LOSSES[loss].records == "texts" for loss in losses),
     )
-    columns = Columns(mapping, may_miss=may_miss, texts_alone=texts_alone)
     records = open_records(
-        data, entry, columns, role, cache, with_keys=with_keys, **requirements
+        data,
+        entry,
+        columns,
+        role,
+        cache,
+        with_keys=is_training and data.no_duplicates,
+        losses=losses,
+        max_negatives=max_negatives if is_training else None,
+        bounded_scores=is_training
+        and needs_cosines
+        and objective.similarity == "cosine",
+        gets_negatives=data.adds_negatives(),
     )
     return _Source(
         **vars(records),
-        weight=entry.weight,
+        entry=entry,
         size=len(records),
         read_as=ReadAs(entry.query_prompt, entry.document_prompt, entry.max_length),
         reads_scores=reads_scores(terms),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -59,16 +60,21 @@ class Item:
         images = tuple(replace(image, where=where) for image in self.images)
         return replace(self, images=images)
 
-    def key(self) -> int:
-        """Return a 63-bit hash of the content, equal on every process and in every run."""
+    def key(
+        self,
+        text_form: Callable[[str], str] = str,
+        image_form: Callable[[ImageRef], bytes] = ImageRef.identity,
+    ) -> int:
+        """Return a 63-bit hash of the content, equal on every process and in every run. Texts and images that have one
+        form are equal."""
         digest = hashlib.blake2b(digest_size=8)
         if self.text is not None:
-            digest.update(b"t" + self.text.encode("utf-8", "surrogatepass"))
+            text = text_form(self.text)
+            digest.update(b"t" + text.encode("utf-8", "surrogatepass"))
         for image in self.images:
-            digest.update(b"\x00i" + image.identity())
-        return (
-            int.from_bytes(digest.digest(), "little") >> 1
-        )  # 63 bits: fits a signed int64 tensor
+            digest.update(b"\x00i" + image_form(image))
+        # 63 bits fit a signed int64 tensor.
+        return int.from_bytes(digest.digest(), "little") >> 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,12 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 
 from vembed.data.examples import Example, ImageRef, Item, Kind
-from vembed.data.images.decoders import Decoders
 from vembed.data.images.picture_bytes import PIXELS
 from vembed.data.images.pixels import Pixels, blank_image
 from vembed.data.processing import ChatProcessing, TextProcessing
@@ -25,8 +24,8 @@ _ENTRY_BYTES = 400
 
 Unit = TypeVar("Unit")
 
-Address = tuple[int, Kind, str | None, int | None]
-"""Cache key of an item's features: content, kind, and the item's own prompt and maximum length."""
+Address = tuple[int, str, int | None]
+"""Cache key of an item's features: content, prompt, and the item's own maximum length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +50,32 @@ class Features:
 
 
 class BaseFeaturiser(ABC, Generic[Unit]):
-    """Converter from what a model reads at once (an input, or a pair of them) to features and tensors."""
+    """Converter from what a model reads at once (an input, or a pair of them) to features and tensors. Thread-safe."""
 
-    modalities: tuple[Modality, ...]
-    description: ModelDescription
+    def __init__(
+        self,
+        description: ModelDescription,
+        *,
+        image_cache_bytes: int = 2**30,
+        decoders: int | None = None,
+    ) -> None:
+        """`image_cache_bytes` limits the pixels in memory (the most recently used are kept). `decoders`: images that are
+        decoded at once; None: one per core."""
+        self.description = description
+        self.modalities = description.modalities
+        self.pixels: Pixels | None = None
+        self.texts: TextProcessing | None = None
+        self.chat: ChatProcessing | None = None
+        if description.modalities != ("text",):
+            self.pixels = Pixels(
+                description, cache_bytes=image_cache_bytes, decoders=decoders
+            )
+        if "multimodal" in description.modalities:
+            assert self.pixels is not None
+            self.chat = ChatProcessing(description, self.pixels)
+            self.texts = self.chat
+        elif "text" in description.modalities:
+            self.texts = TextProcessing(description)
 
     @abstractmethod
     def units(self, example: Example) -> list[Unit]:
@@ -62,18 +83,39 @@ class BaseFeaturiser(ABC, Generic[Unit]):
 
     @abstractmethod
     def features(self, units: Sequence[Unit]) -> list[Features]:
-        """Return the features of each unit, in order."""
+        """Return the features of each unit, in order. Reads only the headers of images."""
 
-    @abstractmethod
-    def joined(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
-        """Return the tensors of features of one modality as they are moved to the device: `collate` without its end."""
-
-    @abstractmethod
     def dummy(self, modality: Modality) -> Features:
         """Return a minimal valid input of a modality, for ranks without inputs left.
 
         Under FSDP all ranks must run the same forward passes, because each one gathers parameters.
         """
+        # Texts have tokens: decoders' tokenizers make none of an empty text.
+        text = Item(text="a")
+        document = text if modality == "text" else Item(images=(blank_image(),))
+        *_, unit = self.units(Example(text, (document,)))
+        return self.features([unit])[0]
+
+    def joined(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
+        """Return the tensors of features of one modality as they are moved to the device: `collate` without its end."""
+        images = [image for feature in features for image in feature.images]
+        rows = []
+        for feature in features:
+            if feature.token_ids is not None:
+                rows.append(feature.token_ids)
+        if not images:
+            assert self.texts is not None
+            return self.texts.pad(rows)
+        if self.chat is not None:
+            return self.chat.collate(rows, images)
+        assert self.pixels is not None
+        return self.pixels.stack(images)
+
+    def finished(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what `joined` has given as the model takes it: pixels of 8 bits become numbers on their device."""
+        if self.pixels is None or PIXELS not in batch:
+            return batch
+        return self.pixels.finished(batch)
 
     def collate(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
         """Return the tensors of a forward pass over features of one modality: padded token ids, decoded images.
@@ -82,53 +124,32 @@ class BaseFeaturiser(ABC, Generic[Unit]):
         """
         return self.finished(self.joined(features))
 
-    def finished(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what `joined` has given as the model takes it."""
-        return batch
-
     def decode_ahead(self, features: Sequence[Features]) -> None:
-        """Begin to decode the images of these features on other cores."""
+        """Begin to decode the images of these features on other cores, as many as the cache holds."""
+        images = [image for feature in features for image in feature.images]
+        if self.pixels is not None and images:
+            self.pixels.decode_ahead(images)
 
 
 class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
-    """Converter from items in the role of query or document to features and tensors. Thread-safe."""
+    """Converter from items in the role of query or document to features and tensors."""
 
     def __init__(
         self,
         description: ModelDescription,
         *,
         cache_bytes: int = 512 * 2**20,
-        image_cache_bytes: int = 2**30,
-        decoders: int | None = None,
+        **options: Any,
     ) -> None:
-        """`cache_bytes` limits the features in memory (once full, further ones are not cached), `image_cache_bytes` the
-        pixels (the most recently used are kept). `decoders`: images that are decoded at once; None: one per core."""
-        self.description = description
-        self.modalities = description.modalities
+        """`cache_bytes` limits the features in memory; once it is full, further ones are not cached. `options`: those of
+        BaseFeaturiser."""
+        super().__init__(description, **options)
         self._prompts: dict[Kind, str] = {
             "query": description.query_prompt,
             "document": description.document_prompt,
         }
-        # If both prompts are equal, one cache entry serves both kinds.
-        same = description.query_prompt == description.document_prompt
-        self._cache_kind: dict[Kind, Kind] = {
-            "query": "query",
-            "document": "query" if same else "document",
-        }
         self._cache: dict[Address, Features] = {}
         self._cache_bytes_left = cache_bytes
-        self.chat: ChatProcessing | None = None
-        self._text: TextProcessing | None = None
-        self._pixels: Pixels | None = None
-        if description.modalities != ("text",):
-            self._pixels = Pixels(
-                description, cache_bytes=image_cache_bytes, decoders=decoders
-            )
-        if "multimodal" in description.modalities:
-            assert self._pixels is not None
-            self.chat = ChatProcessing(description, self._pixels)
-        elif "text" in description.modalities:
-            self._text = TextProcessing(description)
 
     def units(self, example: Example) -> list[tuple[Item, Kind]]:
         """See BaseFeaturiser."""
@@ -138,17 +159,13 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
         return units
 
     def features(self, units: Sequence[tuple[Item, Kind]]) -> list[Features]:
-        """Return the features of each (item, kind), in order. Reads only the headers of images."""
+        """See BaseFeaturiser."""
         addresses: list[Address] = []
         known: dict[Address, Features] = {}
         missing: dict[Modality, dict[Address, Item]] = {}
         for item, kind in units:
-            address = (
-                item.key(),
-                self._cache_kind[kind],
-                item.prompt,
-                item.max_length,
-            )
+            prompt = self._prompts[kind] if item.prompt is None else item.prompt
+            address = (item.key(), prompt, item.max_length)
             addresses.append(address)
             if address in self._cache:
                 known[address] = self._cache[address]
@@ -159,58 +176,6 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
             known.update(made)
             self._keep(made)
         return [known[address] for address in addresses]
-
-    def finished(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """See BaseFeaturiser. Pixels of 8 bits become numbers on their device."""
-        if self._pixels is None or PIXELS not in batch:
-            return batch
-        return self._pixels.finished(batch)
-
-    def joined(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
-        """See BaseFeaturiser."""
-        images = [image for feature in features for image in feature.images]
-        rows = []
-        for feature in features:
-            if feature.token_ids is not None:
-                rows.append(feature.token_ids)
-        if not images:
-            return self._processing.padding.pad(rows)
-        if self.chat is not None:
-            return self.chat.collate(rows, images)
-        assert self._pixels is not None
-        return self._pixels.stack(images)
-
-    def decode_ahead(self, features: Sequence[Features]) -> None:
-        """See BaseFeaturiser. It begins as many as the cache holds."""
-        images = [image for feature in features for image in feature.images]
-        if self._pixels is not None and images:
-            self._pixels.decode_ahead(images)
-
-    @property
-    def decoders(self) -> Decoders | None:
-        """Return the threads and processes that decode images; None for a model of texts."""
-        return None if self._pixels is None else self._pixels.decoders
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the number of token ids that the tokenizer has."""
-        return self._processing.vocab_size
-
-    @property
-    def _processing(self) -> ChatProcessing | TextProcessing:
-        processing = self.chat or self._text
-        assert processing is not None
-        return processing
-
-    def forget_images(self) -> None:
-        """Empty the cache of decoded images."""
-        if self._pixels is not None:
-            self._pixels.forget()
-
-    def dummy(self, modality: Modality) -> Features:
-        """See BaseFeaturiser."""
-        item = Item(text="a") if modality == "text" else Item(images=(blank_image(),))
-        return self.features([(item, "document")])[0]
 
     def _modality(self, item: Item) -> Modality:
         modalities = self.description.modalities
@@ -243,40 +208,33 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
         self, modality: Modality, items: Mapping[Address, Item]
     ) -> dict[Address, Features]:
         """Return the features of items of one modality."""
-        rows: Sequence[np.ndarray | None]
-        prompts = []
-        limits = []
-        for _, kind, prompt, limit in items:
-            prompts.append(self._prompts[kind] if prompt is None else prompt)
-            limits.append(limit)
-        texts = [item.text or "" for item in items.values()]
+        rows: Sequence[np.ndarray | None] = [None] * len(items)
+        prompts = [prompt for _, prompt, _ in items]
         fixed = None
         if modality == "image":
-            assert self._pixels is not None
-            fixed = self._pixels.num_patches
-            rows = [None] * len(items)
+            assert self.pixels is not None
+            fixed = self.pixels.num_patches
+        elif modality == "multimodal":
+            assert self.chat is not None
+            plain_texts = [item.text for item in items.values()]
+            images = [item.images for item in items.values()]
+            # An image has no part to cut.
+            rows = self.chat.encode_with_images(prompts, plain_texts, images)
         else:
-            fixed = self._processing.padding.fixed_length
-            if modality == "multimodal":
-                assert self.chat is not None
-                plain_texts = [item.text for item in items.values()]
-                images = [item.images for item in items.values()]
-                # An image has no part to cut.
-                rows = self.chat.encode_with_images(prompts, plain_texts, images)
-            elif self.chat is not None:
-                rows = self.chat.encode_texts(prompts, texts, limits)
-            else:
-                assert self._text is not None
-                prompted = [
-                    prompt + text for prompt, text in zip(prompts, texts, strict=True)
-                ]
-                rows = self._text.encode(prompted, limits)
+            assert self.texts is not None
+            fixed = self.texts.fixed_length
+            texts = [item.text or "" for item in items.values()]
+            limits = [limit for _, _, limit in items]
+            rows = self.texts.encode(prompts, texts, limits)
         made = {}
         for (address, item), row in zip(items.items(), rows, strict=True):
-            length = fixed or (0 if row is None else len(row))
-            key = input_key(modality, row, item.images)
             made[address] = Features(
-                modality, length, key, address[0], row, item.images
+                modality,
+                length=fixed or (0 if row is None else len(row)),
+                key=input_key(modality, row, item.images),
+                content=address[0],
+                token_ids=row,
+                images=item.images,
             )
         return made
 

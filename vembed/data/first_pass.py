@@ -8,17 +8,18 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import itertools
 import json
 import logging
 import pickle
 import sys
 import time
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from vembed.cores import num_cores
 from vembed.data.batching.schedule import ContentKeys, label_key
 from vembed.data.cache import short_hash, stamp, written_aside
 from vembed.data.child_process import answers, send, start_child
-from vembed.data.examples import BadRecord, Example, ImageRef, Item, MissingNegative
+from vembed.data.examples import BadRecord, Example, ImageRef, MissingNegative
 from vembed.data.formats.base import FILE_BITS, Format
 from vembed.data.images.files import check_image
 from vembed.data.records import RecordFormat
@@ -44,8 +45,8 @@ NUM_NAMED = 10
 """Number of bad records that a message names; the others are counted."""
 IMAGE_THREADS = 8
 """Threads that check images; they hide the latency of network drives."""
-HASHED_BYTES = 64 * 2**20
-"""Bytes of a file that one thread hashes."""
+BLOCK_ROWS = 256
+"""Records that are checked together."""
 CACHE_AFTER_SECONDS = 1.0
 """The result of a pass that took longer is stored in the cache folder."""
 MAX_PROCESSES = 16
@@ -58,24 +59,26 @@ class Index:
 
     numbers: np.ndarray
     lines: np.ndarray
-    keys: ContentKeys | None
-    """Of the contents, where they are needed to find duplicates."""
-    labels: np.ndarray | None
-    """Hash of the class of each record, in labelled data. Negative: a record whose text or image its class has already,
-    as a class of its own, since two equal inputs are no pair to learn from."""
     counts: Counter[str]
     """Statistics of the good records: records, positives, negatives, scored (records with scores), text_queries,
     image_queries, text_documents and image_documents. A query with text and image counts in both. And bad: the bad
     records, of which without_negatives lack only a negative, which the loss needs."""
     fingerprint: str
     """Hash of the contents of the source's files, independent of their paths."""
-    problems: list[str] = field(default_factory=list)
+    problems: list[str]
     """The first bad records, with file and line."""
-    unused: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
+    unused: list[str]
+    missing: list[str]
     """Names in column_mapping that no record has."""
-    images: dict[str, list[int] | None] = field(default_factory=dict)
+    images: dict[str, list[int] | None]
     """Map from image file to its stamp, None if there is none."""
+    labels: np.ndarray | None = None
+    """Hash of the class of each record, in labelled data. Negative: a record whose text or image its class has already,
+    as a class of its own, since two equal inputs are no pair to learn from."""
+    keys: np.ndarray | None = None
+    """Content keys of all records, one behind the other, where they are needed to find duplicates."""
+    num_keys: np.ndarray | None = None
+    """Number of keys of each record."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -85,18 +88,25 @@ class Index:
         """Number of bad records."""
         return self.counts["bad"]
 
+    def content_keys(self) -> ContentKeys:
+        """Return the keys of the contents."""
+        assert self.keys is not None
+        assert self.num_keys is not None
+        starts = np.concatenate([[0], np.cumsum(self.num_keys)])
+        return ContentKeys(self.keys, starts.astype(np.int64))
+
     def subset(self, is_kept: np.ndarray) -> Index:
         """Return the index of the first records for which `is_kept` is true, with the statistics of all."""
         chosen = np.flatnonzero(is_kept)
-        keys = None
+        keys = num_keys = None
         if self.keys is not None:
-            values, counts = self.keys.of_all(chosen)
-            keys = ContentKeys(values, np.concatenate([[0], np.cumsum(counts)]))
+            keys, num_keys = self.content_keys().of_all(chosen)
         return replace(
             self,
             numbers=self.numbers[chosen],
             lines=self.lines[chosen],
             keys=keys,
+            num_keys=num_keys,
             labels=None if self.labels is None else self.labels[chosen],
         )
 
@@ -145,50 +155,41 @@ class PartIndex:
 def build_index(reader: Format, form: RecordFormat, *, with_keys: bool) -> Index:
     """Check all records of a source. `with_keys`: keep the content keys, for the detection of duplicates."""
     parts = reader.parts()
-    pieces = []
-    for path in reader.files():
-        for start in range(0, max(1, path.stat().st_size), HASHED_BYTES):
-            pieces.append((path, start))
     num_processes = min(len(parts), num_cores(), MAX_PROCESSES)
     with (
         ThreadPoolExecutor(min(8, num_cores())) as pool,
         ProgressReport(f"{reader.name}: checked", log=log.info) as progress,
     ):
         # Begins beside the first parts, and is faster than they are.
-        digests = pool.map(_piece_hash, pieces)
+        digests = pool.map(_file_hash, reader.files())
         if num_processes > 1:
             results = in_processes(reader, form, parts, num_processes, with_keys)
         else:
             results = (index_part(reader, form, part, with_keys) for part in parts)
-        whole = sum(part.stop - part.start for part in parts)
+        whole = sum(map(len, parts))
         num_done = 0
         checked = []
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
             form.columns.note(result.layouts, result.unused)
-            num_done += part.stop - part.start
+            num_done += len(part)
             progress(num_done, whole)
         fingerprint = xxhash.xxh3_128_hexdigest(b"".join(digests))
     lines = []
     problems: list[str] = []
     counts: Counter[str] = Counter()
+    first_lines: dict[int, int] = defaultdict(int)
     images: dict[str, str | None] = {}
-    first_line = 0
-    file = -1
     for part, result in zip(parts, checked, strict=True):
         # The parts of a file follow one another. Lines of a part count from its own first line.
-        if part.start >> FILE_BITS != file:
-            file = part.start >> FILE_BITS
-            first_line = 0
+        file = part.start >> FILE_BITS
+        first_line = first_lines[file]
+        first_lines[file] += result.num_lines
         lines.append(np.asarray(result.lines) + first_line)
         for line, reason in result.problems:
             problems.append(f"{reader.where(line + first_line)}: {reason}")
-        first_line += result.num_lines
         counts.update(result.counts)
         images.update(result.images)
-    all_lines = np.concatenate(lines)
-    if not len(all_lines) or all_lines[-1] < 2**32:
-        all_lines = all_lines.astype(np.uint32)
 
     def joined(name: str) -> np.ndarray:
         return np.concatenate([np.asarray(getattr(part, name)) for part in checked])
@@ -202,15 +203,12 @@ def build_index(reader: Format, form: RecordFormat, *, with_keys: bool) -> Index
             f"{reader.name}: {len(labels):,d} of its records are a text or image with a label, "
             f"{len(numbers) - len(labels):,d} are pairs: make them two sources of data_path"
         )
-    keys = None
-    if with_keys:
-        starts = np.concatenate([[0], np.cumsum(joined("num_keys"))])
-        keys = ContentKeys(joined("keys"), starts.astype(np.int64))
     return Index(
         numbers=numbers,
-        lines=all_lines,
-        keys=keys,
+        lines=np.concatenate(lines),
         labels=labels,
+        keys=joined("keys") if with_keys else None,
+        num_keys=joined("num_keys") if with_keys else None,
         counts=counts,
         fingerprint=fingerprint,
         problems=problems[:NUM_NAMED],
@@ -225,20 +223,19 @@ def index_part(
 ) -> PartIndex:
     """Check the records of a part. `with_keys`: keep the content keys."""
     index = PartIndex()
-    text = Item("text")
+    rows = reader.rows(part.start, part.stop)
     with ThreadPoolExecutor(IMAGE_THREADS) as pool:
-        for block in reader.blocks(part.start, part.stop):
-            # The fast way: a block of plain text pairs is accepted column by column, without an Example for each.
-            num_negatives = None if with_keys else form.num_plain_negatives(block)
-            if num_negatives is not None:
-                index.numbers.frombytes(block.numbers.tobytes())
-                index.lines.frombytes(block.lines.tobytes())
-                negatives = (text,) * num_negatives
-                index.count(Example(text, (text,), negatives), len(block.numbers))
+        while block := list(itertools.islice(rows, BLOCK_ROWS)):
+            numbers, lines, records = zip(*block, strict=True)
+            # The fast way: a block of plain text pairs is accepted as a whole, without an Example for each.
+            plain = None if with_keys else form.plain_example(records)
+            if plain is not None:
+                index.numbers.extend(numbers)
+                index.lines.extend(lines)
+                index.count(plain, len(block))
                 continue
-            rows = list(block.rows())
             outcomes: list[Example | BadRecord] = []
-            for _, _, record in rows:
+            for record in records:
                 try:
                     if isinstance(record, BadRecord):
                         raise record
@@ -246,7 +243,7 @@ def index_part(
                 except BadRecord as error:
                     outcomes.append(error)
             _refuse_bad_images(outcomes, index.images, pool)
-            for (number, line, _), outcome in zip(rows, outcomes, strict=True):
+            for number, line, outcome in zip(numbers, lines, outcomes, strict=True):
                 if isinstance(outcome, BadRecord):
                     index.counts["bad"] += 1
                     is_missing = isinstance(outcome, MissingNegative)
@@ -286,24 +283,23 @@ def _refuse_bad_images(
     known: dict[str, str | None],
     pool: ThreadPoolExecutor,
 ) -> None:
-    """Replace each example with an invalid image by a `BadRecord`, in place."""
-    images = []
+    """Replace each example with an invalid image by a `BadRecord`, in place. A file is checked once for all records."""
+
+    def problem_of(image: ImageRef) -> str | None:
+        if image.path is None:
+            return image_problem(image)
+        if image.path not in known:
+            known[image.path] = image_problem(image)
+        return known[image.path]
+
+    images: list[ImageRef] = []
+    places: list[int] = []
     for place, outcome in enumerate(outcomes):
         if isinstance(outcome, Example):
             for item in outcome.items:
-                images += [(place, image) for image in item.images]
-    # Files are checked once for all records; images inside of records one by one, in order.
-    files: dict[str, ImageRef] = {}
-    inside = []
-    for _, image in images:
-        if image.path is None:
-            inside.append(image)
-        elif image.path not in known:
-            files[image.path] = image
-    known.update(zip(files, pool.map(image_problem, files.values()), strict=True))
-    problems_inside = pool.map(image_problem, inside)
-    for place, image in images:
-        problem = next(problems_inside) if image.path is None else known[image.path]
+                images += item.images
+                places += [place] * len(item.images)
+    for place, problem in zip(places, pool.map(problem_of, images), strict=True):
         if problem is not None:
             outcomes[place] = BadRecord(problem)
 
@@ -317,18 +313,11 @@ def image_problem(image: ImageRef) -> str | None:
     return None
 
 
-def _piece_hash(piece: tuple[Path, int]) -> bytes:
-    """Hash a piece of a file. xxHash takes a twentieth of BLAKE2's time, which is a third of the pass over long
-    records. What it tells apart are versions of the user's own files."""
-    path, start = piece
-    digest = xxhash.xxh3_128()
-    left = HASHED_BYTES
+def _file_hash(path: Path) -> bytes:
+    """Hash a file. xxHash takes a twentieth of BLAKE2's time, which is a third of the pass over long records. What it
+    tells apart are versions of the user's own files."""
     with path.open("rb") as file:
-        file.seek(start)
-        while left and (data := file.read(min(2**20, left))):
-            digest.update(data)
-            left -= len(data)
-    return digest.digest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).digest()
 
 
 # ---- several processes -----------------------------------------------------------
@@ -411,22 +400,19 @@ def cached_index(
             _image_stamp(image) == known for image, known in images
         ):
             facts["counts"] = Counter(facts["counts"])
-            if "key_values" in arrays:
-                starts = arrays.pop("key_starts")
-                facts["keys"] = ContentKeys(arrays.pop("key_values"), starts)
-            return Index(**{**facts, **arrays})
+            return Index(**facts, **arrays)
     began = time.monotonic()
     index = build_index(reader, form, with_keys=with_keys)
     # A short pass is not worth a file in the cache.
     if time.monotonic() - began < CACHE_AFTER_SECONDS:
         return index
-    facts = vars(index).copy()
-    arrays = {"numbers": facts.pop("numbers"), "lines": facts.pop("lines")}
-    if index.keys is not None:
-        facts["keys"] = None
-        arrays |= {"key_values": index.keys.values, "key_starts": index.keys.starts}
-    if index.labels is not None:
-        arrays["labels"] = facts.pop("labels")
+    facts = {}
+    arrays = {}
+    for name, value in vars(index).items():
+        if isinstance(value, np.ndarray):
+            arrays[name] = value
+        else:
+            facts[name] = value
     with (
         # Without room on the disk it is built again the next time.
         suppress(OSError, SafetensorError),

@@ -12,16 +12,15 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from vembed.data.example_store import ExampleStore
-from vembed.data.examples import Example, Examples, Item
+from vembed.data.examples import Example, Examples, Item, Kind
 from vembed.data.near_duplicates import (
     Groups,
     feature_arrays,
-    near_groups,
+    near_links,
     ngrams,
     normal_key,
     words,
@@ -100,24 +99,23 @@ def hold_out(store: ExampleStore, share: float, seed: int) -> HeldOut:
     """Hold out this share of the examples."""
     groups = example_groups(store)
     wanted = max(1, round(share * len(store)))
-    sizes = _sizes(groups.connected)
+    group_of = groups.connected
+    sizes = _sizes(group_of)
     num_in_reach = sum(size for size in sizes.values() if size <= wanted)
     by_documents = num_in_reach >= MIN_CHOICE * wanted
     if not by_documents:
-        sizes = _sizes(groups.by_query)
+        group_of = groups.by_query
+        sizes = _sizes(group_of)
     # Texts from one template are one group through chains of near-duplicates, which may be most of the data.
     largest = max(wanted, min(sizes.values()))
-    chosen: set[int] = set()
+    chosen: list[int] = []
     count = 0
     # By a hash of seed and content: what is held out does not depend on the order of the records.
     for group in sorted(sizes, key=lambda group: _draw(seed, group)):
-        if count >= wanted:
-            break
-        if sizes[group] <= largest:
-            chosen.add(group)
+        if count < wanted and sizes[group] <= largest:
+            chosen.append(group)
             count += sizes[group]
-    group_of = groups.connected if by_documents else groups.by_query
-    is_held = np.isin(group_of, list(chosen))
+    is_held = np.isin(group_of, chosen)
     if is_held.all():
         raise UserError(
             f"val_split: {share:g} of {len(store):,d} examples with {len(sizes):,d} different queries leaves nothing "
@@ -128,8 +126,8 @@ def hold_out(store: ExampleStore, share: float, seed: int) -> HeldOut:
         held.append((store.source_of(index), store[index]))
     train = store.subset(~is_held, note=f"val_split {share:g}")
     is_held_pair = is_held[groups.pair_examples]
-    documents = set(groups.pair_documents[is_held_pair].tolist())
-    trained = documents & set(groups.pair_documents[~is_held_pair].tolist())
+    documents = np.unique(groups.pair_documents[is_held_pair])
+    trained = np.intersect1d(documents, groups.pair_documents[~is_held_pair])
     return HeldOut(train, held, by_documents, len(documents), len(trained))
 
 
@@ -149,34 +147,31 @@ class ExampleGroups:
 
 def example_groups(store: ExampleStore) -> ExampleGroups:
     """Return the groups of all examples."""
-    query_keys = np.empty(len(store), np.int64)
-    query_texts: dict[int, str] = {}
-    document_texts: dict[int, str] = {}
+    query_keys = array("q")
+    texts: dict[Kind, dict[int, str]] = {"query": {}, "document": {}}
     pair_examples = array("q")
     pair_documents = array("q")
+
+    def key_of(item: Item, kind: Kind) -> int:
+        key = normal_key(item)
+        texts[kind][key] = "" if item.images else item.text or ""
+        return key
+
     for index in range(len(store)):
         example = store[index]
-        query = example.query
-        key = normal_key(query)
-        query_keys[index] = key
-        query_texts[key] = "" if query.images else query.text or ""
+        query_keys.append(key_of(example.query, "query"))
         # The positive of a text with a label is any other one of its class.
-        if example.label is None:
-            for item in example.positives:
-                document = normal_key(item)
-                document_texts[document] = "" if item.images else item.text or ""
-                pair_examples.append(index)
-                pair_documents.append(document)
+        for item in example.positives if example.label is None else ():
+            pair_examples.append(index)
+            pair_documents.append(key_of(item, "document"))
     query_links = _near_links(
-        query_texts,
+        texts["query"],
         words,
         threshold=MIN_SHARED_WORDS,
         min_features=MIN_QUERY_WORDS,
         min_size_ratio=MIN_QUERY_SIZE_RATIO,
     )
-    document_links = _near_links(document_texts, ngrams, threshold=MIN_SHARED_NGRAMS)
-    examples = np.array(pair_examples, np.int64)
-    documents = np.array(pair_documents, np.int64)
+    document_links = _near_links(texts["document"], ngrams, threshold=MIN_SHARED_NGRAMS)
     by_query = Groups()
     connected = Groups()
     for first, second in query_links:
@@ -185,14 +180,13 @@ def example_groups(store: ExampleStore) -> ExampleGroups:
     # A query and a document may be the same text. Documents have larger numbers, so that queries name the groups.
     for first, second in document_links:
         connected.join(first + FIRST_DOCUMENT, second + FIRST_DOCUMENT)
-    for pair, document in enumerate(documents.tolist()):
-        connected.join(int(query_keys[examples[pair]]), document + FIRST_DOCUMENT)
-    keys = query_keys.tolist()
+    for index, document in zip(pair_examples, pair_documents, strict=True):
+        connected.join(query_keys[index], document + FIRST_DOCUMENT)
     return ExampleGroups(
-        np.array([by_query.of(key) for key in keys], np.int64),
-        np.array([connected.of(key) for key in keys], np.int64),
-        examples,
-        documents,
+        np.array([by_query.of(key) for key in query_keys], np.int64),
+        np.array([connected.of(key) for key in query_keys], np.int64),
+        np.array(pair_examples, np.int64),
+        np.array(pair_documents, np.int64),
     )
 
 
@@ -206,12 +200,9 @@ def _near_links(
         return []
     # In the order of the keys, so that the groups do not depend on that of the records.
     keys = sorted(texts)
-    groups = near_groups(
-        feature_arrays(features(texts[key]) for key in keys), **options
-    )
-    return [
-        (keys[group], key) for key, group in zip(keys, groups.tolist(), strict=True)
-    ]
+    arrays = feature_arrays(features(texts[key]) for key in keys)
+    links = near_links(arrays, **options)
+    return [(keys[first], keys[second]) for first, second in links]
 
 
 def _sizes(groups: np.ndarray) -> dict[int, int]:
@@ -229,51 +220,54 @@ def overlap_warnings(train: Examples, pairs: Iterable[tuple[Item, Item]]) -> lis
     `pairs`: each query with a relevant document. Texts are equal if they differ in case, spaces and punctuation alone,
     images if their files are equal. Positives that are shared alone are no fault: a corpus serves both.
     """
-    validation: dict[str, dict[Any, tuple[Item, ...]]] = {
-        "queries": {},
-        "positives": {},
-        "pairs": {},
-    }
+    validation: dict[tuple[str, int], tuple[Item, ...]] = {}
     for query, positive in pairs:
-        query_key = normal_key(query)
-        key = normal_key(positive)
-        validation["queries"].setdefault(query_key, (query,))
-        validation["positives"].setdefault(key, (positive,))
-        validation["pairs"].setdefault((query_key, key), (query, positive))
-    shared: dict[str, dict[Any, None]] = {kind: {} for kind in validation}
+        for content, items in _contents(query, positive).items():
+            validation.setdefault(content, items)
+    shared: dict[tuple[str, int], None] = {}
     # Every n-th example of a large store, from all of its sources.
     for index in range(0, len(train), -(-len(train) // MAX_COMPARED_EXAMPLES)):
         example = train[index]
-        query_key = normal_key(example.query)
-        keys: list[tuple[str, Any]] = [("queries", query_key)]
-        for item in example.positives:
-            key = normal_key(item)
-            keys += [("positives", key), ("pairs", (query_key, key))]
-        for kind, content in keys:
-            if content in validation[kind]:
-                shared[kind][content] = None
-    if not shared["queries"] and not shared["pairs"]:
+        for positive in example.positives:
+            for content in _contents(example.query, positive):
+                if content in validation:
+                    shared[content] = None
+    shared_kinds = {kind for kind, _ in shared}
+    if not shared_kinds - {"positives"}:
         return []
     sentences = []
-    for kind, contents in shared.items():
+    for kind in ("queries", "positives", "pairs"):
+        contents = [content for content in shared if content[0] == kind]
         if not contents:
             continue
         samples = []
-        for content in list(contents)[:NUM_SHOWN]:
-            samples.append(" -> ".join(map(short_item, validation[kind][content])))
-        share = len(contents) / len(validation[kind])
+        for content in contents[:NUM_SHOWN]:
+            samples.append(" -> ".join(map(short_item, validation[content])))
+        total = sum(content[0] == kind for content in validation)
+        share = len(contents) / total
         percent = f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"
         sentences.append(
-            f"{len(contents):,d} of the {len(validation[kind]):,d} {kind} of the validation data ({percent}) are in "
-            f"the training data too, for example: {'; '.join(samples)}"
+            f"{len(contents):,d} of the {total:,d} {kind} of the validation data ({percent}) are in the training data "
+            f"too, for example: {'; '.join(samples)}"
         )
     consequence = "the score may be too high"
-    if shared["pairs"]:
+    if "pairs" in shared_kinds:
         consequence = (
             "the pairs were learned, so the score says little about new queries"
         )
     sentences[-1] += f"; {consequence} (val_split holds out whole queries instead)"
     return sentences
+
+
+def _contents(query: Item, positive: Item) -> dict[tuple[str, int], tuple[Item, ...]]:
+    """Return the contents that are compared, by their kind and a number, and the items that have them."""
+    query_key = normal_key(query)
+    key = normal_key(positive)
+    return {
+        ("queries", query_key): (query,),
+        ("positives", key): (positive,),
+        ("pairs", hash((query_key, key))): (query, positive),
+    }
 
 
 def short_item(item: Item) -> str:

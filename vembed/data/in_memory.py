@@ -32,13 +32,10 @@ def as_path(name: str, value: Any) -> Any:
             f"{name} is a DatasetDict with the splits {listed(value)}: give one of them, such as "
             f"data[{next(iter(value), 'train')!r}]"
         )
-    if isinstance(value, list) and value and all(map(_is_record, value)):
-        return _stored_rows(name, value)
     if isinstance(value, list):
-        return [
-            entry if isinstance(entry, Mapping) else as_path(name, entry)
-            for entry in value
-        ]
+        if value and all(map(_is_record, value)):
+            return _stored_rows(name, value)
+        return [as_path(name, entry) for entry in value]
     if isinstance(value, Mapping) and name == "val_data_path":
         raise UserError(
             f"{name} is one dict: give a list of dicts, one for each record"
@@ -76,7 +73,6 @@ def _stored_table(name: str, table: Any) -> str:
 def _stored_dataset(dataset: Any) -> str:
     folder = cache_folder() / FOLDER / f"dataset-{dataset._fingerprint}"
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
         dataset.save_to_disk(str(partial))
         try:

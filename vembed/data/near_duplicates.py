@@ -40,15 +40,10 @@ _LETTERS_ALONE = (
 
 def normal_key(item: Item) -> int:
     """Return a 63-bit number that is equal for equal normalised texts and equal image files. Reads image files."""
-    digest = hashlib.blake2b(digest_size=8)
-    if item.text is not None:
-        digest.update(b"t" + normal_text(item.text).encode("utf-8", "surrogatepass"))
-    for image in item.images:
-        digest.update(b"\x00i" + _image_digest(image))
-    return int.from_bytes(digest.digest(), "little") >> 1
+    return item.key(normal_text, image_digest)
 
 
-def _image_digest(image: ImageRef) -> bytes:
+def image_digest(image: ImageRef) -> bytes:
     """Return a hash of the file's bytes; of the path where there is no file to read."""
     try:
         data = image.data
@@ -180,7 +175,7 @@ class NearIndex:
             _enter(self._beginning, values[:num_first], bucket, text)
 
     def near(
-        self, text: int, is_wanted: Callable[[int], bool] | None = None
+        self, text: int, is_wanted: Callable[[int], bool] = lambda _: True
     ) -> Iterator[int]:
         """Yield the texts of the index that are near to a text. `is_wanted`: asked for each text, and for each group
         before its texts; it may answer differently once a text of the group was yielded."""
@@ -197,7 +192,7 @@ class NearIndex:
         text: int,
         postings: _Postings,
         values: np.ndarray,
-        is_wanted: Callable[[int], bool] | None,
+        is_wanted: Callable[[int], bool],
     ) -> Iterator[int]:
         buckets_of_values = [
             postings[value] for value in values.tolist() if value in postings
@@ -210,11 +205,11 @@ class NearIndex:
             leader = next(
                 buckets[group][0] for buckets in buckets_of_values if group in buckets
             )
-            if is_wanted is not None and not is_wanted(leader):
+            if not is_wanted(leader):
                 continue
             if self._is_near(text, leader):
                 yield leader
-                if is_wanted is not None and not is_wanted(leader):
+                if not is_wanted(leader):
                     continue
             members = Counter(
                 chain.from_iterable(
@@ -224,7 +219,7 @@ class NearIndex:
             for other, shared in members.items():
                 if shared < self._num_shared or other == leader:
                     continue
-                if is_wanted is not None and not is_wanted(other):
+                if not is_wanted(other):
                     break
                 if self._is_near(text, other):
                     yield other
@@ -283,9 +278,11 @@ class Groups:
             self._parents[second] = first
 
 
-def near_groups(features: Sequence[np.ndarray], **options: Any) -> np.ndarray:
-    """[n] a number for each text, the same for near-duplicates, and for texts that a chain of near-duplicates joins:
-    that of the first text of the group. `options`: of `NearIndex`."""
+def near_links(
+    features: Sequence[np.ndarray], **options: Any
+) -> Iterator[tuple[int, int]]:
+    """Yield pairs of near texts that connect each group of texts which are near-duplicates, or joined by a chain of them.
+    `options`: of `NearIndex`."""
     index = NearIndex(features, **options)
     groups = Groups()
 
@@ -295,8 +292,8 @@ def near_groups(features: Sequence[np.ndarray], **options: Any) -> np.ndarray:
     for text in range(len(features)):
         for other in index.near(text, functools.partial(are_apart, text)):
             groups.join(text, other)
+            yield other, text
         index.add(text, groups.of(text))
-    return np.array([groups.of(text) for text in range(len(features))], np.int64)
 
 
 class DuplicateFinder:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
@@ -17,13 +16,11 @@ from torch import Tensor
 
 from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.features import BaseFeaturiser, Features, Featuriser, input_key
-from vembed.data.images.pixels import blank_image
-from vembed.data.processing import Padding
 from vembed.errors import UserError
+from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
-from vembed.models.modalities import SEGMENTS
-from vembed.models.processors import image_placeholder, load_tokenizer
+from vembed.models.processors import image_placeholder
 
 Pair = tuple[Item, Item]
 """A query and a document."""
@@ -39,27 +36,19 @@ IMAGE_ANSWER_END = "<|im_end|>\n<|im_start|>assistant\n"
 
 class PairFeaturiser(BaseFeaturiser[Pair]):
     """Converter from pairs of texts (of vision-language models also images) to token ids, and to the tensors of a forward
-    pass. Thread-safe."""
+    pass."""
 
     def __init__(
         self, description: ModelDescription, role: str = "", **options: Any
     ) -> None:
-        """`role` names the model in messages; by default its own name. `options`: those of Featuriser, for images."""
-        self.description = description
-        self.modalities: tuple[Modality, ...] = description.modalities
-        self._images: Featuriser | None = None
-        if description.traits.reads_chats:
-            self._images = Featuriser(description, **options)
+        """`role` names the model in messages; by default its own name. `options`: those of BaseFeaturiser."""
+        super().__init__(description, **options)
+        assert self.texts is not None
+        self._texts = self.texts
+        if self.chat is not None:
             self._placeholder = image_placeholder(description)
         self.role = role or description.name
-        self._tokenizer = load_tokenizer(description)
-        self._padding = Padding(self._tokenizer, description)
         self._lock = Lock()  # a fast tokenizer keeps the truncation as a state
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the number of token ids that the tokenizer has."""
-        return len(self._tokenizer)
 
     def units(self, example: Example) -> list[Pair]:
         """See BaseFeaturiser."""
@@ -80,7 +69,7 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
         else:
             query_prompt = self.description.query_prompt
             with self._lock:
-                encoded = self._tokenizer(
+                encoded = self._texts.tokenizer(
                     [query_prompt + query for query in queries],
                     documents,
                     truncation=True,
@@ -110,13 +99,7 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
 
     def joined(self, features: Sequence[Features]) -> dict[str, Tensor]:
         """See BaseFeaturiser."""
-        if self._images is not None:
-            return self._images.joined(features)
-        rows = []
-        for feature in features:
-            assert feature.token_ids is not None
-            rows.append(feature.token_ids)
-        batch = self._padding.pad(rows)
+        batch = super().joined(features)
         if features[0].segments is not None:
             segments = torch.zeros_like(batch["input_ids"])
             mask = batch.get("attention_mask", torch.ones_like(segments))
@@ -125,27 +108,6 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
             batch[SEGMENTS] = segments
         return batch
 
-    def finished(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """See BaseFeaturiser."""
-        return batch if self._images is None else self._images.finished(batch)
-
-    def decode_ahead(self, features: Sequence[Features]) -> None:
-        """See BaseFeaturiser."""
-        if self._images is not None:
-            self._images.decode_ahead(features)
-
-    def forget_images(self) -> None:
-        """See BaseFeaturiser."""
-        if self._images is not None:
-            self._images.forget_images()
-
-    def dummy(self, modality: Modality) -> Features:
-        """See BaseFeaturiser. Its texts have tokens: decoders' tokenizers make none of an empty text."""
-        document = Item(text="a")
-        if modality == "multimodal":
-            document = Item(images=(blank_image(),))
-        return self.features([(Item(text="a"), document)])[0]
-
     def _questions(
         self,
         queries: Sequence[str],
@@ -153,34 +115,26 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
         images: Sequence[tuple[ImageRef, ...]],
     ) -> list[list[int]]:
         """Return the token ids of the questions whose answer is yes or no. What is too long is cut at its end."""
-        form = answer_form(self.description)
-        begin = self._tokenizer.encode(ANSWER_PROMPT, add_special_tokens=False)
-        end = self._tokenizer.encode(form.end, add_special_tokens=False)
+        instruction, query_mark, document_mark, end_text = answer_form(self.description)
+        begin, end = self._texts.tokenize([ANSWER_PROMPT, end_text])
         room = max(self.description.max_length - len(begin) - len(end), 1)
         bodies = []
         for query, document in zip(queries, documents, strict=True):
-            bodies.append(form.begin + form.query + query + form.document + document)
-        with self._lock:
-            encoded = self._tokenizer(
-                bodies,
-                add_special_tokens=False,
-                truncation=self._images is None,
-                max_length=room,
-            )
+            bodies.append(instruction + query_mark + query + document_mark + document)
         rows = []
-        for body, pair_images in zip(encoded["input_ids"], images, strict=True):
-            row = body
-            if self._images is not None and self._images.chat is not None:
-                chat = self._images.chat
-                whole = chat.with_image_tokens(body, pair_images)
+        encoded = self._texts.tokenize(bodies)
+        for body, pair_images in zip(encoded, images, strict=True):
+            row = body[:room]
+            if self.chat is not None:
+                whole = self.chat.with_image_tokens(body, pair_images)
                 row = whole[:room]
-                chat.check_images(np.asarray(row), whole, len(pair_images))
+                self.chat.check_images(row, whole, len(pair_images))
             rows.append([*begin, *row, *end])
         return rows
 
     def _content(self, item: Item) -> str:
         """Return the text of an item, after what stands for its images."""
-        if self._images is not None:
+        if self.chat is not None:
             return self._placeholder * len(item.images) + (item.text or "")
         if item.text is None or item.images:
             raise UserError(
@@ -189,22 +143,13 @@ class PairFeaturiser(BaseFeaturiser[Pair]):
         return item.text
 
 
-@dataclass(frozen=True)
-class AnswerForm:
-    """Texts around the query and the document of a question, after ANSWER_PROMPT."""
-
-    begin: str
-    query: str
-    document: str
-    end: str
-
-
-def answer_form(description: ModelDescription) -> AnswerForm:
-    """Return the form that Qwen3-Reranker was trained on, or Qwen3-VL-Reranker."""
+def answer_form(description: ModelDescription) -> tuple[str, str, str, str]:
+    """Return the texts around the query and the document of a question after ANSWER_PROMPT, and its end, in the form that
+    Qwen3-Reranker was trained on, or Qwen3-VL-Reranker."""
     begin = f"<Instruct>: {description.query_prompt}"
     if description.traits.reads_chats:
-        return AnswerForm(begin, "<Query>:", "\n<Document>:", IMAGE_ANSWER_END)
-    return AnswerForm(begin, "\n<Query>: ", "\n<Document>: ", ANSWER_END)
+        return begin, "<Query>:", "\n<Document>:", IMAGE_ANSWER_END
+    return begin, "\n<Query>: ", "\n<Document>: ", ANSWER_END
 
 
 def pair_template(description: ModelDescription, image_placeholder: str = "") -> str:
@@ -212,7 +157,7 @@ def pair_template(description: ModelDescription, image_placeholder: str = "") ->
 
     Its messages have the roles query and document, and system for another instruction.
     """
-    form = answer_form(description)
+    _, query_mark, document_mark, end = answer_form(description)
     image = json.dumps(image_placeholder)
     lines = [
         "{%- macro content(role) -%}",
@@ -226,11 +171,11 @@ def pair_template(description: ModelDescription, image_placeholder: str = "") ->
     parts = [
         json.dumps(ANSWER_PROMPT + "<Instruct>: "),
         f"(content('system') or {instruction})",
-        json.dumps(form.query),
+        json.dumps(query_mark),
         "content('query')",
-        json.dumps(form.document + description.document_prompt),
+        json.dumps(document_mark + description.document_prompt),
         "content('document')",
-        json.dumps(form.end),
+        json.dumps(end),
     ]
     lines.append("{{- " + " ~ ".join(parts) + " }}")
     return "\n".join(lines)

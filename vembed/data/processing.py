@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,62 +41,122 @@ class TextProcessing:
     """Tokeniser of plain texts, with special tokens and truncation at max_length."""
 
     def __init__(self, description: ModelDescription) -> None:
-        tokenizer = load_tokenizer(description)
-        self._encode = _batch_encoder(tokenizer, max_length=description.max_length)
+        self.tokenizer = load_tokenizer(description)
         self._max_length = description.max_length
-        self._longest = CHARACTERS_PER_TOKEN * description.max_length
-        self._cut_left = tokenizer.truncation_side == "left"
-        self._tokenizer = tokenizer
-        self.padding = Padding(tokenizer, description)
-        self.vocab_size = len(tokenizer)
+        self._cut_left = self.tokenizer.truncation_side == "left"
+        self._before, self._after = _special_tokens_around(self.tokenizer)
+        self._template_bos: str | None = None
+        """Start token that a template puts before a conversation."""
+        self._pad_id = int(self.tokenizer.pad_token_id)
+        self._pads_left = description.padding_side == "left"
+        self._is_masked = "attention_mask" in self.tokenizer.model_input_names
+        self.fixed_length: int | None = None
+        """SigLIP pools the last position, padding included, so all texts must have the same length."""
+        if description.traits.has_fixed_length:
+            self.fixed_length = description.max_length
+        if self.tokenizer.is_fast:
+            # Set once: `tokenizer(...)` sets it in each call, which is slow and not thread-safe.
+            core: Any = self.tokenizer.backend_tokenizer
+            core.no_padding()
+            core.no_truncation()
+            core.encode_special_tokens = self.tokenizer.split_special_tokens
+        self.vocab_size = len(self.tokenizer)
         self._num_tokens = 0
         self._num_unknown = 0
-        self._unknown: int | None = tokenizer.unk_token_id
+        self._unknown: int | None = self.tokenizer.unk_token_id
         # Decoders name their end token as the unknown one, too.
-        if self._unknown in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if self._unknown in (
+            self.tokenizer.bos_token_id,
+            self.tokenizer.eos_token_id,
+        ):
             self._unknown = None
 
     def encode(
-        self, texts: Sequence[str], limits: Sequence[int | None] = ()
+        self,
+        prompts: Sequence[str],
+        texts: Sequence[str],
+        limits: Sequence[int | None],
     ) -> list[np.ndarray]:
-        """Return the int32 token ids of each text. `limits`: a smaller maximum length for each text."""
-        rows = [np.asarray(ids, dtype=np.int32) for ids in self._encoded(texts)]
-        for text, row in zip(texts, rows, strict=True):
-            if not len(row):
+        """Return the int32 token ids of each text after its prompt. `limits`: a smaller maximum length for each text."""
+        # Of a very long text, only as much as fills `max_length` is tokenised.
+        length = CHARACTERS_PER_TOKEN * self._max_length
+        texts = [cut_words(text, length, from_left=self._cut_left) for text in texts]
+        beginnings = texts
+        if not self._cut_left:
+            beginnings = [_beginning(text, length) for text in texts]
+        rendered = list(map(self._render, prompts, beginnings))
+        rows = []
+        for number, ids in enumerate(self.tokenize(rendered)):
+            text = texts[number]
+            whole = rendered[number]
+            if len(beginnings[number]) < len(text) and len(ids) <= self._max_length:
+                whole = self._render(prompts[number], text)
+                (ids,) = self.tokenize([whole])  # noqa: PLW2901
+            row = self._cut(whole, ids, limits[number])
+            if not row:
                 raise UserError(
                     f"the text {text!r:.60} becomes no token at all with this model's tokenizer; take it out"
                 )
+            rows.append(np.asarray(row, dtype=np.int32))
         if self._unknown is not None and self._num_tokens < UNKNOWN_SAMPLE_TOKENS:
             self._count_unknown(rows[:UNKNOWN_SAMPLE_TOKENS])
-        for position, limit in enumerate(limits):
-            if limit is not None and limit < len(rows[position]):
-                rows[position] = self._shorter(rows[position], limit)
         return rows
 
-    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text. Of a very long one, only as much as fills `max_length` is tokenised."""
-        length = self._longest
-        if max(map(len, texts), default=0) <= length:
-            return self._encode(texts)
-        texts = [cut_words(text, length, from_left=self._cut_left) for text in texts]
-        if self._cut_left:
-            return self._encode(texts)
-        rows = self._encode([_beginning(text, length) for text in texts])
-        while True:
-            unfilled = []
-            for number, row in enumerate(rows):
-                if len(row) < self._max_length and len(texts[number]) > length:
-                    unfilled.append(number)
-            if not unfilled:
-                return rows
-            length *= 4
-            longer = [_beginning(texts[number], length) for number in unfilled]
-            for number, row in zip(unfilled, self._encode(longer), strict=True):
-                rows[number] = row
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of texts, without special tokens and truncation."""
+        if not self.tokenizer.is_fast:
+            encoded = self.tokenizer(list(texts), add_special_tokens=False)
+            return list(encoded["input_ids"])
+        core: Any = self.tokenizer.backend_tokenizer
+        encodings = core.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def pad(self, rows: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+        """Return input_ids [n, length], and attention_mask if a row is padded."""
+        lengths = [len(row) for row in rows]
+        longest = self.fixed_length or max(lengths)
+        ids = np.full((len(rows), longest), self._pad_id, dtype=np.int64)
+        mask = np.zeros(ids.shape, dtype=np.int64)
+        for at, row in enumerate(rows):
+            start = longest - len(row) if self._pads_left else 0
+            ids[at, start : start + len(row)] = row
+            mask[at, start : start + len(row)] = 1
+        batch = {"input_ids": torch.from_numpy(ids)}
+        if self._is_masked and min(lengths) < longest:
+            batch["attention_mask"] = torch.from_numpy(mask)
+        return batch
+
+    def decoded(self, token_ids: np.ndarray) -> str:
+        """Return the text that the model reads, with special tokens."""
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _render(self, prompt: str, text: str) -> str:
+        return prompt + text
+
+    def _cut(self, rendered: str, ids: list[int], limit: int | None) -> list[int]:
+        """Truncate as the tokenizer does, with room for its special tokens, and add them."""
+        before = self._before
+        after = self._after
+        if self._template_bos and rendered.startswith(self._template_bos):
+            before = []  # the template has already added them
+            after = []
+        longest = self._longest(limit)
+        room = longest - len(before) - len(after)
+        if room < 1:
+            raise UserError(
+                f"max_length: {longest} leaves no room for text beside this model's {len(before) + len(after)} special "
+                "tokens; raise it"
+            )
+        if len(ids) > room:
+            ids = ids[len(ids) - room :] if self._cut_left else ids[:room]
+        return [*before, *ids, *after]
+
+    def _longest(self, limit: int | None) -> int:
+        return min(limit or self._max_length, self._max_length)
 
     def _count_unknown(self, rows: Sequence[np.ndarray]) -> None:
         """Warn once if more than a tenth of the tokens of the first texts are unknown to the tokenizer."""
-        special = {*self._tokenizer.all_special_ids} - {self._unknown}
+        special = {*self.tokenizer.all_special_ids} - {self._unknown}
         ids = np.concatenate(rows)
         self._num_tokens += int((~np.isin(ids, list(special))).sum())
         self._num_unknown += int((ids == self._unknown).sum())
@@ -105,90 +165,44 @@ class TextProcessing:
             log.warning(
                 "the tokenizer of %s does not know %.0f%% of the tokens of the first texts: is it that of the model, and "
                 "of this language?",
-                self._tokenizer.name_or_path,
+                self.tokenizer.name_or_path,
                 100 * share,
             )
             self._unknown = None
 
-    def _shorter(self, row: np.ndarray, limit: int) -> np.ndarray:
-        """Return the ids that the tokenizer's own truncation at `limit` would have given."""
-        before, after = _special_tokens_around(self._tokenizer)
-        room = limit - len(before) - len(after)
-        if room < 1:
-            raise UserError(
-                f"max_length: {limit} of a data source leaves no room for text beside this model's "
-                f"{len(before) + len(after)} special tokens; raise it"
-            )
-        end = len(row) - len(after)
-        inner = row[len(before) : end]
-        kept = inner[len(inner) - room :] if self._cut_left else inner[:room]
-        return np.concatenate([row[: len(before)], kept, row[end:]])
 
-
-class ChatProcessing:
+class ChatProcessing(TextProcessing):
     """Tokeniser of texts, images, or both, as a conversation of a vision-language model. Each image is represented by
-    as many placeholder tokens as the model computes for it."""
+    as many placeholder tokens as the model computes for it. If a text is truncated, the template's last tokens are
+    kept, because the model pools over them."""
 
     def __init__(self, description: ModelDescription, pixels: Pixels) -> None:
-        tokenizer = load_tokenizer(description)
-        self._description = description
+        super().__init__(description)
         self._pixels = pixels
-        self._template = load_chat_template(description, tokenizer)
-        self._tokenizer = tokenizer
+        self._template = load_chat_template(description, self.tokenizer)
+        self._template_bos = self.tokenizer.bos_token
         self._frames: dict[tuple[str, int], tuple[str, str] | None] = {}
-        self._bos = tokenizer.bos_token
-        self._cut_left = tokenizer.truncation_side == "left"
-        self._before, self._after = _special_tokens_around(tokenizer)
-        self._encode = _batch_encoder(tokenizer, max_length=None)
         self._tails: dict[str, list[int]] = {}
         config = read_config(
             Path(description.source), trust_remote_code=description.trust_remote_code
         )
         self._config = config.to_dict()
         self.image_token_id = int(self._config["image_token_id"])
-        self.padding = Padding(tokenizer, description)
-        self.vocab_size = len(tokenizer)
 
-    def encode_texts(
+    def encode(
         self,
         prompts: Sequence[str],
         texts: Sequence[str],
-        limits: Sequence[int | None] = (),
+        limits: Sequence[int | None],
     ) -> list[np.ndarray]:
-        """Return the int32 token ids of conversations without images. `limits`: a smaller maximum length for each.
-
-        If a text is truncated, the template's last tokens are kept, because the model pools over them.
-        """
-        # Of a very long text, only as much as fills `max_length` is used.
-        length = CHARACTERS_PER_TOKEN * self._description.max_length
-        texts = [cut_words(text, length, from_left=self._cut_left) for text in texts]
-        begun = list(texts)
-        if not self._cut_left:
-            begun = [_beginning(text, length) for text in texts]
-        rendered = [
-            self._render(prompt, text)
-            for prompt, text in zip(prompts, begun, strict=True)
-        ]
-        rows = []
-        encoded = self._encode(rendered)
-        for number in range(len(texts)):
-            text = rendered[number]
-            is_cut = len(begun[number]) < len(texts[number])
-            if is_cut and len(encoded[number]) <= self._description.max_length:
-                text = self._render(prompts[number], texts[number])
-                encoded[number] = self._encode([text])[0]
-            ids = encoded[number]
-            self._refuse_placeholders(ids, 0)
-            limit = limits[number] if limits else None
-            longest = self._description.max_length
-            if limit is not None:
-                longest = min(limit, longest)
-            row = self._cut(text, ids, longest)
-            if len(row) >= longest:
-                tail = self._tail(prompts[number])
+        """See TextProcessing."""
+        rows = super().encode(prompts, texts, limits)
+        for prompt, row, limit in zip(prompts, rows, limits, strict=True):
+            self._refuse_placeholders(row.tolist(), 0)
+            if len(row) >= self._longest(limit):
+                tail = self._tail(prompt)
                 keep = min(len(tail), len(row))
                 row[len(row) - keep :] = tail[len(tail) - keep :]
-            rows.append(np.asarray(row, dtype=np.int32))
         return rows
 
     def encode_with_images(
@@ -198,26 +212,23 @@ class ChatProcessing:
         images: Sequence[tuple[ImageRef, ...]],
     ) -> list[np.ndarray]:
         """Return the int32 token ids of conversations with images. Only the headers of the images are read."""
-        rendered = [
-            self._render(prompt, text, len(item_images))
-            for prompt, text, item_images in zip(prompts, texts, images, strict=True)
-        ]
+        rendered = []
+        for prompt, text, item_images in zip(prompts, texts, images, strict=True):
+            rendered.append(self._render(prompt, text, len(item_images)))
         rows = []
-        longest = self._description.max_length
-        for text, ids, item_images in zip(
-            rendered, self._encode(rendered), images, strict=True
-        ):
+        encoded = self.tokenize(rendered)
+        for text, ids, item_images in zip(rendered, encoded, images, strict=True):
             whole = self.with_image_tokens(ids, item_images)
-            row = np.asarray(self._cut(text, whole, longest), dtype=np.int32)
+            row = self._cut(text, whole, None)
             self.check_images(row, whole, len(item_images))
-            rows.append(row)
+            rows.append(np.asarray(row, dtype=np.int32))
         return rows
 
     def collate(
         self, rows: Sequence[np.ndarray], images: Sequence[ImageRef]
     ) -> dict[str, torch.Tensor]:
         """Return the padded conversations and the pixels of all their images, in order."""
-        batch = self.padding.pad(rows)
+        batch = self.pad(rows)
         is_image = batch["input_ids"] == self.image_token_id
         pixels = self._pixels.stack(images)
         # grid [images, (time, height, width)] counts patches; the model merges merge_size**2 of them into one token.
@@ -255,13 +266,13 @@ class ChatProcessing:
         whole: list[int] = np.repeat(compact, repeats).tolist()
         return whole
 
-    def check_images(self, row: np.ndarray, whole: list[int], num_images: int) -> None:
+    def check_images(self, row: list[int], whole: list[int], num_images: int) -> None:
         """Raise UserError if the row, cut from `whole`, has lost tokens of an image."""
         num_tokens = whole.count(self.image_token_id)
-        if int((row == self.image_token_id).sum()) != num_tokens:
+        if row.count(self.image_token_id) != num_tokens:
             raise UserError(
                 f"an item with {num_images} image(s) of {num_tokens:,d} tokens does not fit into max_length "
-                f"{self._description.max_length:,d}: raise max_length or lower max_pixels"
+                f"{self._max_length:,d}: raise max_length or lower max_pixels"
             )
 
     def _refuse_placeholders(self, ids: list[int], num_images: int) -> None:
@@ -269,18 +280,6 @@ class ChatProcessing:
             raise UserError(
                 f"a text contains the model's own placeholder of an image (token {self.image_token_id}); take it out"
             )
-
-    def _cut(self, rendered: str, ids: list[int], longest: int) -> list[int]:
-        """Truncate as the tokenizer does, with room for its special tokens, and add them."""
-        before = self._before
-        after = self._after
-        if self._bos is not None and rendered.startswith(self._bos):
-            before = []  # the template has already added them
-            after = []
-        room = longest - len(before) - len(after)
-        if len(ids) > room:
-            ids = ids[len(ids) - room :] if self._cut_left else ids[:room]
-        return [*before, *ids, *after]
 
     def _render(self, prompt: str, text: str | None, num_images: int = 0) -> str:
         """Return the text of a conversation. The template is rendered once per prompt and number of images, since that
@@ -308,7 +307,7 @@ class ChatProcessing:
         if prompt:
             system = [{"type": "text", "text": prompt}]
             messages.insert(0, {"role": "system", "content": system})
-        rendered: Any = self._tokenizer.apply_chat_template(
+        rendered: Any = self.tokenizer.apply_chat_template(
             messages,
             chat_template=self._template.template,
             tokenize=False,
@@ -320,7 +319,7 @@ class ChatProcessing:
         """Return the tokens that the template appends after any text: the common suffix of two renderings."""
         if prompt not in self._tails:
             fillers = [self._render(prompt, filler) for filler in ("0", "1 2 3 4")]
-            first, second = self._encode(fillers)
+            first, second = self.tokenize(fillers)
             shortest = min(len(first), len(second))
             count = 0
             while count < shortest and first[-1 - count] == second[-1 - count]:
@@ -328,36 +327,6 @@ class ChatProcessing:
             tail = [*first[len(first) - count :], *self._after]
             self._tails[prompt] = tail if count < shortest else []
         return self._tails[prompt]
-
-
-class Padding:
-    """Padding of token ids to the longest row, or to a fixed length if the model requires one."""
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, description: ModelDescription
-    ) -> None:
-        self._pad_id = int(tokenizer.pad_token_id)
-        self._left = description.padding_side == "left"
-        self._masked = "attention_mask" in tokenizer.model_input_names
-        # SigLIP pools the last position, padding included, so all texts must have the same length.
-        self.fixed_length = (
-            description.max_length if description.traits.has_fixed_length else None
-        )
-
-    def pad(self, rows: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
-        """Return input_ids [n, length], and attention_mask if a row is padded."""
-        lengths = [len(row) for row in rows]
-        longest = self.fixed_length or max(lengths)
-        ids = np.full((len(rows), longest), self._pad_id, dtype=np.int64)
-        mask = np.zeros(ids.shape, dtype=np.int64)
-        for at, row in enumerate(rows):
-            start = longest - len(row) if self._left else 0
-            ids[at, start : start + len(row)] = row
-            mask[at, start : start + len(row)] = 1
-        batch = {"input_ids": torch.from_numpy(ids)}
-        if self._masked and min(lengths) < longest:
-            batch["attention_mask"] = torch.from_numpy(mask)
-        return batch
 
 
 def cut_words(text: str, length: int, *, from_left: bool = False) -> str:
@@ -382,41 +351,6 @@ def _beginning(text: str, length: int) -> str:
         text.rfind(" ", length // 2, length), text.rfind("\n", length // 2, length)
     )
     return text[: end if end > 0 else length]
-
-
-def _batch_encoder(
-    tokenizer: PreTrainedTokenizerBase, *, max_length: int | None
-) -> Callable[[Sequence[str]], list[list[int]]]:
-    """Return a function from texts to ids, with special tokens and truncation at `max_length`, or without both.
-
-    The Rust core of a fast tokenizer is called directly, with truncation set once: `tokenizer(...)` sets it in each
-    call, which is slow and not thread-safe. Tokenizers in Python keep no such state.
-    """
-    special = max_length is not None
-    if not tokenizer.is_fast:
-        options: dict[str, Any] = {
-            "truncation": special,
-            "max_length": max_length,
-            "add_special_tokens": special,
-        }
-        return lambda texts: tokenizer(list(texts), padding=False, **options)[
-            "input_ids"
-        ]
-    core: Any = tokenizer.backend_tokenizer
-    core.no_padding()
-    core.no_truncation()
-    if max_length is not None:
-        core.enable_truncation(
-            max_length,
-            stride=0,
-            strategy="longest_first",
-            direction=tokenizer.truncation_side,
-        )
-    core.encode_special_tokens = tokenizer.split_special_tokens
-    return lambda texts: [
-        encoding.ids
-        for encoding in core.encode_batch_fast(list(texts), add_special_tokens=special)
-    ]
 
 
 def _special_tokens_around(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Literal
@@ -27,7 +27,6 @@ from vembed.data.examples import (
     MissingNegative,
     has_lone_surrogate,
 )
-from vembed.data.formats.base import Block
 from vembed.data.images.files import ImageRoot
 from vembed.data.messages import listed, printable
 from vembed.losses.table import LOSSES
@@ -76,27 +75,34 @@ class RecordFormat:
             LOSSES[loss].records == "matches" for loss in self.losses
         )
 
-    def num_plain_negatives(self, block: Block) -> int | None:
-        """Return the number of negatives of each record, if all are pairs of good texts in the same columns and
-        `example` would accept them; None if that cannot be said of all together."""
-        names = block.columns()
-        if self._query_is_path or self._document_is_path or names is None:
+    def plain_example(self, records: Sequence[Any]) -> Example | None:
+        """Return the example of the first record, if all are pairs of good texts in the same columns, so that `example`
+        accepts either all or none; None if that cannot be said of all together."""
+        if self._query_is_path or self._document_is_path:
             return None
-        layout = self.columns.layout(names)
-        if POSITIVE_MESSAGES in names or layout.problem or layout.label is not None:
+        if set(map(type, records)) != {dict} or len(set(map(tuple, records))) > 1:
             return None
-        if layout.query is None or layout.positive is None:
-            return None
+        layout = self.columns.layout(tuple(records[0]))
         texts = {layout.query, layout.positive, *layout.negatives}
-        # Scores, images and prompts are looked at one by one.
-        if texts != set(layout.read) or not block.are_texts(tuple(texts)):
+        # Scores, images, prompts and conversations are looked at one by one.
+        if (
+            None in texts
+            or texts != set(layout.read)
+            or POSITIVE_MESSAGES in records[0]
+        ):
             return None
-        negatives = ((Item(),) * len(layout.negatives))[: self.max_negatives]
+        values = [record[name] for name in texts for record in records]
+        if set(map(type, values)) != {str} or not all(values):
+            return None
+        if any(map(str.isspace, values)):
+            return None
+        joined = "".join(values)
+        if "\0" in joined or has_lone_surrogate(joined):
+            return None
         try:
-            self._check_losses(layout, negatives, None)
+            return self.example(records[0], "")
         except BadRecord:
             return None
-        return len(negatives)
 
     def example(self, record: Any, where: str) -> Example:
         """Return the example of a record. Raise BadRecord with the reason if it is invalid."""
@@ -242,26 +248,12 @@ class RecordFormat:
         return Item(_text(text, name), images)
 
     def _image_list(self, value: Any, name: str) -> tuple[ImageRef, ...]:
-        if value is None:
-            return ()
         if value == []:
             raise BadRecord(f"{name} has an empty list of images")
         return tuple(self._image(image, name) for image in _as_list(value))
 
     def _image(self, value: Any, name: str) -> ImageRef:
-        if isinstance(value, dict):
-            data = value.get("bytes")
-            value = value.get("path") if data is None else data
-            if value is None:
-                raise BadRecord(f"{name} has an image without bytes and path")
-        if isinstance(value, bytes):
-            return ImageRef(data=value)
-        if not isinstance(value, str):
-            raise BadRecord(f"{name} has {described(value)} for an image")
-        try:
-            return self._images.reference(_text(value, "an image path"))
-        except BadRecord as error:
-            raise BadRecord(f"{name}: {error}") from error
+        return image_ref(value, name, self._images)
 
     def _all_scores(
         self,
@@ -356,6 +348,23 @@ class RecordFormat:
                     f"{layout.score} is {score:g}, and loss: cosine compares it with a cosine, which is in [-1, 1]: "
                     "scale the scores (ratings from 0 to 5 by 1/5), or use loss: cosent"
                 )
+
+
+def image_ref(value: Any, name: str, images: ImageRoot) -> ImageRef:
+    """Return the reference of an image: a path, bytes, or an object with one of them, as `datasets` stores images."""
+    if isinstance(value, dict):
+        data = value.get("bytes")
+        value = value.get("path") if data is None else data
+        if value is None:
+            raise BadRecord(f"{name} has an image without bytes and path")
+    if isinstance(value, bytes):
+        return ImageRef(data=value)
+    if not isinstance(value, str):
+        raise BadRecord(f"{name} has {described(value)} for an image")
+    try:
+        return images.reference(_text(value, "an image path"))
+    except BadRecord as error:
+        raise BadRecord(f"{name}: {error}") from error
 
 
 def _text(value: str, name: str) -> str:

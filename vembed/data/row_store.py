@@ -1,8 +1,8 @@
 """RowStore: rows of numbers by key on disk, shared by processes and runs. For what is expensive to compute.
 
-The folder holds the rows of one producer (`identity`). Each process appends to its own file and reads all files, so no
-locks are needed. A file is a header followed by blocks. A block is: number of rows, checksum of the keys, keys, and the
-rows, each with its own checksum. Truncated, damaged or foreign data are ignored and computed again.
+The folder holds the rows of one producer (`identity`). Each process appends to two files of its own, one of keys and one
+of rows, and reads those of all, so no locks are needed. Each row has a checksum. Truncated, damaged or foreign data are
+ignored and computed again.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import struct
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 from uuid import uuid4
 
 import numpy as np
@@ -31,40 +30,31 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vembed")
 
-_HEADER = struct.Struct("<17s32sII")
-"""Magic, the producer's identity, values per row, bytes per value."""
-_BLOCK = struct.Struct("<II")
-"""Rows, checksum of their keys."""
-_CHECKSUM = struct.Struct("<I")
 KEY_BYTES = 16
-FILE_BITS = 44
-"""A place is the number of the file, and so many bits of the position in it."""
+KEYS_SUFFIX = ".keys"
+"""Ending of the file of keys, after the name of that of the rows."""
+MAX_ROWS = 2**40
+"""Rows of a file at most. A place is the number of the file times this, plus the number of the row."""
 NUM_RECENT = 65_536
 _DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
 """Type of the values by their bytes. Two bytes are float16 or bfloat16, which numpy does not have."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoreKind:
-    """Kind of a store's content, for its files and messages."""
-
-    option: str
-    """Option that messages name."""
-    contents: str
-    suffix: str
-    magic: bytes
-    """17 bytes at most."""
-
-
-@dataclass(eq=False)
+@dataclass
 class _File:
-    """The file of one process, and the position up to which it was read."""
+    """The two files of one process."""
 
     path: Path
-    descriptor: int
-    read_to: int = 0
+    keys: int
+    """Descriptor of the keys."""
+    rows: int
+    """Descriptor of the rows."""
+    record: np.dtype[np.void]
+    """A row on disk, with its checksum."""
+    num_read: int = 0
+    """Rows whose keys were read."""
     is_whole: bool = True
-    """False: the file is damaged at `read_to`, and the rest is ignored."""
+    """False: a row is damaged, and all are ignored."""
 
 
 class _Places:
@@ -78,60 +68,50 @@ class _Places:
     def __len__(self) -> int:
         return len(self._recent) + len(self._keys)
 
-    def add(self, keys: bytes, places: range) -> None:
-        """Add the keys of a block."""
-        for row, place in enumerate(places):
-            self._recent[keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]] = place
+    def add(self, keys: bytes, first: int) -> None:
+        """Add the keys of rows that follow each other from place `first` on."""
+        for row, start in enumerate(range(0, len(keys), KEY_BYTES)):
+            self._recent[keys[start : start + KEY_BYTES]] = first + row
         if len(self._recent) > NUM_RECENT + len(self._keys) // 4:
             keys_N = np.concatenate([self._keys, list(self._recent)]).astype("S16")
             places_N = np.concatenate([self._places, list(self._recent.values())])
-            self._keys, first = np.unique(keys_N, return_index=True)
-            self._places = places_N[first]
+            self._keys, indices = np.unique(keys_N, return_index=True)
+            self._places = places_N[indices]
             self._recent = {}
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
         """Return the place of each key, -1 where there is none."""
-        places_of_keys = np.full(len(keys), -1)
+        places_N = np.full(len(keys), -1)
         if len(self._keys) and len(keys):
-            wanted = np.array(keys, self._keys.dtype)
-            at = np.searchsorted(self._keys, wanted).clip(max=len(self._keys) - 1)
-            places_of_keys = np.where(self._keys[at] == wanted, self._places[at], -1)
-        places: list[int] = places_of_keys.tolist()
-        return [
-            self._recent.get(key, place)
-            for key, place in zip(keys, places, strict=True)
-        ]
-
-    def drop(self, file: int) -> None:
-        """Remove the keys of a file."""
-        is_other = self._places >> FILE_BITS != file
-        self._keys = self._keys[is_other]
-        self._places = self._places[is_other]
-        for key, place in list(self._recent.items()):
-            if place >> FILE_BITS == file:
-                del self._recent[key]
+            keys_N = np.array(keys, self._keys.dtype)
+            at = np.searchsorted(self._keys, keys_N).clip(max=len(self._keys) - 1)
+            places_N = np.where(self._keys[at] == keys_N, self._places[at], -1)
+        pairs = zip(keys, places_N.tolist(), strict=True)
+        return [self._recent.get(key, place) for key, place in pairs]
 
 
 class RowStore:
     """Store of rows by key. Errors of the disk are logged and never raised."""
 
-    def __init__(self, folder: Path, identity: str, kind: StoreKind) -> None:
-        """`identity`: hash of all that the rows depend on besides their keys; also the name of the subfolder."""
+    def __init__(self, folder: Path, identity: str, option: str, suffix: str) -> None:
+        """`identity`: hash of all that the rows depend on besides their keys; also the name of the subfolder.
+        `option`: named in messages. `suffix`: ending of the files of rows."""
         self.folder = folder / identity
-        self.kind = kind
         self.num_read = 0
         self.num_added = 0
-        self._identity = identity.encode().ljust(32, b"\0")[:32]
-        self._shape: tuple[int, int] | None = None
-        self._files: dict[str, _File | None] = {}
-        self._readable: list[_File] = []
+        self._option = option
+        self._suffix = suffix
+        self._seed = zlib.crc32(identity.encode())
+        """Start of all checksums."""
+        self._files: list[_File] = []
+        self._seen: set[Path] = set()
         self._places = _Places()
-        self._own: int | None = None
+        self._own: list[BinaryIO] = []
+        """This process's keys and rows."""
         self._writes = True
         self._look_around()
-        with suppress(
-            OSError
-        ):  # the folder does not exist yet, or belongs to another user
+        # The folder does not exist yet, or belongs to another user.
+        with suppress(OSError):
             os.utime(self.folder)  # its modification time is the time of last use
 
     def __del__(self) -> None:
@@ -139,21 +119,6 @@ class RowStore:
 
     def __len__(self) -> int:
         return len(self._places)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all readable files on disk."""
-        self._look_around()
-        return sum(
-            os.fstat(file.descriptor).st_size
-            for file in self._files.values()
-            if file is not None
-        )
-
-    @property
-    def width(self) -> int | None:
-        """Values per row; None as long as there is no row."""
-        return None if self._shape is None else self._shape[0]
 
     def missing(self, keys: Sequence[bytes]) -> list[int]:
         """Return the positions of keys that have no row. Rows are not read."""
@@ -163,63 +128,54 @@ class RowStore:
     def find_rows(self, keys: Sequence[bytes]) -> dict[int, np.ndarray]:
         """Return a map from position in `keys` to the stored row, without the missing ones."""
         rows: dict[int, np.ndarray] = {}
-        for position, place in enumerate(self._find(keys)):
-            row = None if place < 0 else self._row(place)
-            if row is not None:
-                rows[position] = row
+        places = self._find(keys)
+        start = 0
+        while start < len(places):
+            stop = start + 1
+            # Rows that were written one after the other are read at once.
+            while stop < len(places) and places[stop] == places[stop - 1] + 1:
+                stop += 1
+            if places[start] >= 0:
+                read = self._read(places[start], keys[start:stop])
+                rows |= dict(enumerate(read, start))
+            start = stop
         self.num_read += len(rows)
         return rows
 
     def read_rows(self, keys: Sequence[bytes]) -> np.ndarray:
         """Return [N, width] the rows of keys that all have one. Raise UserError if one is damaged."""
-        places = self._find(keys)
-        assert self._shape is not None, "there are rows"
-        width, itemsize = self._shape
-        parts = [np.empty((0, width), _DTYPES[itemsize])]
-        record = np.dtype([("checksum", "<u4"), ("row", _DTYPES[itemsize], width)])
-        begin = 0
-        while begin < len(places):
-            end = begin + 1
-            # Rows that were written one after the other are read at once.
-            while (
-                end < len(places) and places[end] == places[end - 1] + record.itemsize
-            ):
-                end += 1
-            file, position = self._located(places[begin])
-            size = (end - begin) * record.itemsize
-            held = np.frombuffer(os.pread(file.descriptor, size, position), record)
-            for checksum, row in zip(
-                held["checksum"].tolist(), held["row"], strict=True
-            ):
-                if zlib.crc32(row.tobytes()) != checksum:
-                    raise UserError(
-                        f"{file.path} is damaged: delete it, and start again"
-                    )
-            parts.append(held["row"])
-            begin = end
-        return np.concatenate(parts)
+        rows = self.find_rows(keys)
+        if len(rows) < len(keys):
+            raise UserError(f"{self.folder} was damaged: start again")
+        return np.stack(list(rows.values()))
 
     def add_rows(self, keys: Sequence[bytes], rows_ND: np.ndarray) -> bool:
         """Store one row for each key. If the disk is full, log a warning, store nothing from then on and return False."""
         self.num_added += len(keys)
         if not self._writes or not len(keys):
             return self._writes
-        rows_ND = np.ascontiguousarray(rows_ND)
-        joined = b"".join(keys)
-        rows = [row.tobytes() for row in rows_ND]
-        pieces = [_BLOCK.pack(len(rows), zlib.crc32(joined)), joined]
-        for row in rows:
-            pieces += [_CHECKSUM.pack(zlib.crc32(row)), row]
+        width = rows_ND.shape[1]
+        values_ND = np.ascontiguousarray(rows_ND).view(_DTYPES[rows_ND.itemsize])
+        records = np.empty(len(keys), _record_of(width, rows_ND.itemsize))
+        records["row"] = values_ND
+        records["checksum"] = list(map(self._checksum, keys, values_ND))
         try:
-            if self._own is None:
-                self._own = self._open_own(rows_ND.shape[1], rows_ND.itemsize)
-            append(self._own, b"".join(pieces))
+            if not self._own:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                name = f"{uuid4().hex}-{width}x{rows_ND.itemsize}{self._suffix}"
+                # Readers look for the rows, and find their keys.
+                for own_name in (f"{name}{KEYS_SUFFIX}", name):
+                    self._own.append((self.folder / own_name).open("xb"))
+            # The rows first: readers take those whose keys are written.
+            keys_file, rows_file = self._own
+            append(rows_file, records.tobytes())
+            append(keys_file, b"".join(keys))
         except OSError as error:
             self._writes = False
             log.warning(
                 "%s: %s cannot be written (%s): what is computed from now on is not kept, and is computed again in "
                 "each epoch; make room there, or set XDG_CACHE_HOME to a folder that has it",
-                self.kind.option,
+                self._option,
                 self.folder,
                 error.strerror,
             )
@@ -227,151 +183,105 @@ class RowStore:
 
     def close(self) -> None:
         """Close all files."""
-        for file in self._files.values():
-            if file is not None:
-                os.close(file.descriptor)
-        if self._own is not None:
-            os.close(self._own)
-        self._files = {}
-        self._readable = []
+        for file in self._files:
+            os.close(file.keys)
+            os.close(file.rows)
+        for own in self._own:
+            with suppress(OSError):
+                own.close()
+        self._files = []
         self._places = _Places()
-        self._own = None
+        self._own = []
 
-    def _open_own(self, width: int, itemsize: int) -> int:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{uuid4().hex}{self.kind.suffix}"
-        descriptor = os.open(
-            path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644
-        )
-        append(
-            descriptor, _HEADER.pack(self.kind.magic, self._identity, width, itemsize)
-        )
-        return descriptor
-
-    # ---- reading ---------------------------------------------------------------------------------------------------
+    def _checksum(self, key: bytes, row: np.ndarray) -> int:
+        return zlib.crc32(row.tobytes(), zlib.crc32(key, self._seed))
 
     def _look_around(self) -> None:
-        """Read the keys of new blocks, from the files of this process and of others."""
-        try:
-            names = sorted(
-                entry.name
-                for entry in os.scandir(self.folder)
-                if entry.name.endswith(self.kind.suffix)
-            )
-        except OSError:  # no process has written yet
-            return
-        for name in names:
-            if name not in self._files:
-                self._files[name] = self._opened(self.folder / name)
-            file = self._files[name]
-            if file is not None and file.is_whole:
-                self._read_blocks(file)
+        """Read the keys of new rows, from the files of this process and of others."""
+        for path in sorted(self.folder.glob(f"*{self._suffix}")):
+            if path not in self._seen:
+                self._seen.add(path)
+                self._open(path)
+        for number, file in enumerate(self._files):
+            if not file.is_whole:
+                continue
+            num_keys = os.fstat(file.keys).st_size // KEY_BYTES
+            # Fewer rows than keys: the file was truncated.
+            num_rows = os.fstat(file.rows).st_size // file.record.itemsize
+            num_new = max(min(num_keys, num_rows) - file.num_read, 0)
+            start = file.num_read * KEY_BYTES
+            keys = os.pread(file.keys, num_new * KEY_BYTES, start)
+            self._places.add(keys, number * MAX_ROWS + file.num_read)
+            file.num_read += num_new
 
-    def _opened(self, path: Path) -> _File | None:
+    def _open(self, path: Path) -> None:
         try:
-            descriptor = open_regular(path)
-        except (OSError, UserError) as error:
+            width, itemsize = map(int, path.stem.rpartition("-")[2].split("x"))
+            record = _record_of(width, itemsize)
+            keys = open_regular(path.with_name(f"{path.name}{KEYS_SUFFIX}"))
+            self._files.append(_File(path, keys, open_regular(path), record))
+        except (OSError, UserError, ValueError, KeyError) as error:
             log.warning(
                 "%s: %s cannot be read (%s), and is left out",
-                self.kind.option,
+                self._option,
                 path,
                 getattr(error, "strerror", error),
             )
-            return None
-        file = _File(path, descriptor)
-        self._readable.append(file)
-        return file
-
-    def _read_blocks(self, file: _File) -> None:
-        size = os.fstat(file.descriptor).st_size
-        if file.read_to == 0:
-            if size < _HEADER.size:
-                return  # the header is not written yet
-            magic, identity, width, itemsize = _HEADER.unpack(
-                os.pread(file.descriptor, _HEADER.size, 0)
-            )
-            shape = self._shape or (width, itemsize)
-            wanted = (self.kind.magic.ljust(17, b"\0"), self._identity, *shape)
-            if (magic, identity, width, itemsize) != wanted or itemsize not in _DTYPES:
-                self._give_up(file, f"does not hold {self.kind.contents}")
-                return
-            self._shape = shape
-            file.read_to = _HEADER.size
-        assert self._shape is not None
-        stride = _CHECKSUM.size + self._shape[0] * self._shape[1]
-        while file.read_to + _BLOCK.size <= size:
-            num_rows, checksum = _BLOCK.unpack(
-                os.pread(file.descriptor, _BLOCK.size, file.read_to)
-            )
-            first = file.read_to + _BLOCK.size + num_rows * KEY_BYTES
-            if first + num_rows * stride > size:
-                return  # the block is still being written, or was truncated
-            keys = os.pread(
-                file.descriptor, num_rows * KEY_BYTES, file.read_to + _BLOCK.size
-            )
-            if not num_rows or zlib.crc32(keys) != checksum:
-                self._give_up(file, f"is damaged from byte {file.read_to:,d} on")
-                return
-            start = (self._readable.index(file) << FILE_BITS) + first
-            self._places.add(keys, range(start, start + num_rows * stride, stride))
-            file.read_to = first + num_rows * stride
 
     def _find(self, keys: Sequence[bytes]) -> list[int]:
         places = self._places.find(keys)
-        if -1 not in places:
-            return places
-        self._look_around()
-        return self._places.find(keys)
+        if -1 in places:
+            self._look_around()
+            places = self._places.find(keys)
+        return places
 
-    def _located(self, place: int) -> tuple[_File, int]:
-        return self._readable[place >> FILE_BITS], place & ((1 << FILE_BITS) - 1)
-
-    def _row(self, place: int) -> np.ndarray | None:
-        assert self._shape is not None
-        file, position = self._located(place)
-        width, itemsize = self._shape
-        held = os.pread(file.descriptor, _CHECKSUM.size + width * itemsize, position)
-        row = held[_CHECKSUM.size :]
-        if (
-            len(row) < width * itemsize
-            or zlib.crc32(row) != _CHECKSUM.unpack(held[: _CHECKSUM.size])[0]
+    def _read(self, place: int, keys: Sequence[bytes]) -> list[np.ndarray]:
+        """Return the rows of some keys, which follow each other from this place on, up to the first damaged one."""
+        number, first = divmod(place, MAX_ROWS)
+        file = self._files[number]
+        size = file.record.itemsize
+        held = bytearray(len(keys) * size)
+        # Bytes behind the end of a file that was truncated stay 0, which no checksum fits.
+        os.preadv(file.rows, [held], first * size)
+        records = np.frombuffer(held, file.record)
+        rows = []
+        for key, checksum, row in zip(
+            keys, records["checksum"].tolist(), records["row"], strict=True
         ):
-            self._give_up(file, f"is damaged at byte {position:,d}")
-            self._places.drop(place >> FILE_BITS)
-            with suppress(OSError):
-                file.path.unlink()  # else the damaged rows would be found first in the next run too
-            return None
-        return np.frombuffer(row, dtype=_DTYPES[itemsize])
+            if self._checksum(key, row) != checksum:
+                self._discard(file)
+                break
+            rows.append(row)
+        return rows
 
-    def _give_up(self, file: _File, reason: str) -> None:
-        file.is_whole = False
+    def _discard(self, file: _File) -> None:
+        """Forget a damaged file, and delete it: its rows would be found first in the next run too."""
         log.warning(
-            "%s: %s %s: what it held is computed anew",
-            self.kind.option,
-            file.path,
-            reason,
+            "%s: %s is damaged: what it held is computed anew", self._option, file.path
         )
-
-
-def append(descriptor: int, data: bytes) -> None:
-    """Append all of the data or nothing: readers stop at an incomplete block."""
-    before = os.fstat(descriptor).st_size
-    left = memoryview(data)
-    try:
-        while left:
-            left = left[os.write(descriptor, left) :]
-    except OSError:
+        file.is_whole = False
         with suppress(OSError):
-            os.ftruncate(descriptor, before)
-        raise
+            file.path.unlink()
+            file.path.with_name(f"{file.path.name}{KEYS_SUFFIX}").unlink()
+        self._places = _Places()
+        for other in self._files:
+            other.num_read = 0
+        self._look_around()
+
+
+def _record_of(width: int, itemsize: int) -> np.dtype[np.void]:
+    return np.dtype([("checksum", "<u4"), ("row", _DTYPES[itemsize], (width,))])
+
+
+def append(file: BinaryIO, data: bytes) -> None:
+    """Append to a file that other processes read."""
+    file.write(data)
+    file.flush()
 
 
 # ---- features of frozen towers ---------------------------------------------------
 
 SUFFIX = ".features"
-KIND = StoreKind(
-    "cache_frozen_features", "features of this tower", SUFFIX, b"vembed features 1"
-)
 
 
 class FeatureStore(RowStore):
@@ -379,21 +289,26 @@ class FeatureStore(RowStore):
 
     def __init__(self, folder: Path, identity: str) -> None:
         """`identity`: hash of all that the rows depend on besides their inputs; also the name of the subfolder."""
-        super().__init__(folder, identity, KIND)
+        super().__init__(folder, identity, "cache_frozen_features", SUFFIX)
         self._keys: dict[int, bytes] = {}
 
-    def find(self, features: Sequence[Features]) -> dict[int, np.ndarray]:
-        """Return a map from position in `features` to the stored row, without the missing ones."""
-        return self.find_rows([self._key(feature) for feature in features])
-
-    def add(self, features: Sequence[Features], rows_ND: np.ndarray) -> None:
-        """Store one row for each input. If the disk is full, log a warning and store nothing from then on."""
-        self.add_rows([self._key(feature) for feature in features], rows_ND)
-
-    def _key(self, features: Features) -> bytes:
-        if features.key not in self._keys:
-            self._keys[features.key] = lasting_key(features)
-        return self._keys[features.key]
+    def keys(self, features: Sequence[Features]) -> list[bytes]:
+        """Return a key of each input that is valid across runs. For image files it includes size and modification
+        time."""
+        keys = []
+        for feature in features:
+            if feature.key not in self._keys:
+                digest = hashlib.blake2b(
+                    feature.modality.encode(), digest_size=KEY_BYTES
+                )
+                if feature.token_ids is not None:
+                    digest.update(feature.token_ids.tobytes())
+                for image in feature.images:
+                    identity = lasting_identity(image)
+                    digest.update(len(identity).to_bytes(8, "little") + identity)
+                self._keys[feature.key] = digest.digest()
+            keys.append(self._keys[feature.key])
+        return keys
 
 
 def size_of_all(folder: Path) -> tuple[int, int]:
@@ -403,17 +318,6 @@ def size_of_all(folder: Path) -> tuple[int, int]:
         with suppress(OSError):  # deleted by another process
             sizes[path.parent] = sizes.get(path.parent, 0) + path.stat().st_size
     return len(sizes), sum(sizes.values())
-
-
-def lasting_key(features: Features) -> bytes:
-    """Return the key of an input that is valid across runs. For image files it includes size and modification time."""
-    digest = hashlib.blake2b(features.modality.encode(), digest_size=KEY_BYTES)
-    if features.token_ids is not None:
-        digest.update(features.token_ids.tobytes())
-    for image in features.images:
-        identity = lasting_identity(image)
-        digest.update(len(identity).to_bytes(8, "little") + identity)
-    return digest.digest()
 
 
 def lasting_identity(image: ImageRef) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
 import shutil
 import time
@@ -22,7 +22,12 @@ from vembed.data.examples import Example, Item
 from vembed.data.held_out import overlap_warnings
 from vembed.data.messages import joined, listed
 from vembed.data.misreadings import unread_judgement
-from vembed.data.near_duplicates import NearIndex, feature_arrays, ngrams
+from vembed.data.near_duplicates import (
+    NearIndex,
+    feature_arrays,
+    image_digest,
+    ngrams,
+)
 from vembed.data_tools.config import AuditConfig
 from vembed.data_tools.data_page import PageSection, sections
 from vembed.errors import UserError
@@ -30,26 +35,23 @@ from vembed.evaluation.report.page import render_page
 from vembed.mining.candidates import CandidateSearch, open_candidates
 from vembed.mining.choice import calibrate
 from vembed.mining.config import MineConfig
-from vembed.mining.documents import content_key
-from vembed.mining.known_positives import Inputs, read_inputs
+from vembed.mining.inputs import Inputs, Rows, content_key, open_rows, read_inputs
 from vembed.mining.mine import Log, open_session, work_folder
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.record_tables import Rows, open_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
 from vembed.saving.durability import replace_text
 
 Severity = Literal["error", "warning", "note"]
 SEVERITY_ORDER = ("error", "warning", "note")
-LENGTH_COLUMNS = ("count", "mean", "p5", "median", "p95", "longest")
-SOURCE_COLUMNS = [
+SOURCE_COLUMNS = (
     "source",
     "rows",
     "positive found first",
     "among the first 10",
     "documents above it (median)",
-]
+)
 PREVIEW_CHARACTERS = 300
 SCRIPT_SAMPLE_ITEMS = 20_000
 SCRIPT_SAMPLE_CHARACTERS = 1000
@@ -128,7 +130,6 @@ def audit(
         if config.model_name is not None:
             folder = work_folder(mining)
             search = open_candidates(mining, inputs, folder, running)
-            search.find_all()
             sources = checks.ranks(inputs, search, mining)
             running.barrier()
             if running.is_main and not config.keep_work:
@@ -145,31 +146,22 @@ def audit(
                 write_rows(check_output(config.cleaned_path), map(rows.record, kept))
             log_line(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
         findings = checks.findings
+        name = f"{len(data.names)} sources"
+        if isinstance(config.data_path, str):
+            name = config.data_path
         report: dict[str, Any] = {
-            "name": f"{len(data.names)} sources",
+            "name": name,
             "summary": " ".join(f"{line}." for line in inputs.summary()),
             "num_rows": len(data),
             "num_queries": inputs.known.num_queries,
             "num_documents": inputs.documents.num_candidates,
-            "lengths": {},
-            "scripts": {},
+            "scripts": scripts(data.examples),
             "sources": sources,
             "findings": list(map(asdict, findings)),
         }
-        if isinstance(config.data_path, str):
-            report["name"] = config.data_path
-        parts: dict[str, list[Item]] = {"queries": [], "positives": [], "negatives": []}
-        for example in data.examples:
-            parts["queries"].append(example.query)
-            parts["positives"] += example.positives
-            parts["negatives"] += example.negatives
-        for part, items in parts.items():
-            if items:
-                report["lengths"][part] = lengths(items)
-                report["scripts"][part] = scripts(items)
         if running.is_main:
-            beginning = data_sections(config, inputs, data, validation)
-            report["data"] = list(map(asdict, beginning))
+            facts = data_sections(config, inputs, data, validation, report)
+            report["data"] = list(map(asdict, facts))
             replace_text(page, render(report))
             replace_text(json_path, json.dumps(report, indent=2) + "\n")
         for finding in findings:
@@ -238,18 +230,14 @@ class AuditedRows:
         """Return the number of the source of a row."""
         return int(self.sources[index])
 
-    def queries(self) -> list[str]:
-        """The text of each row's query."""
-        return [example.query.text or "" for example in self.examples]
-
-    def preview(self, row: int) -> dict[str, str]:
-        """A row for the page."""
+    def preview(self, row: int, **more: str) -> dict[str, str]:
+        """A row for the page, with more columns."""
         example = self.examples[row]
         return {
             "row": str(row + 1),
             "query": preview(example.query),
             "positive": preview(example.positives[0]),
-        }
+        } | more
 
 
 class Checks:
@@ -276,21 +264,30 @@ class Checks:
         text: str,
         examples: Iterable[dict[str, str]],
         *,
-        rows: Collection[int] | None = None,
-        count: int = 0,
-        num_all: int | None = None,
+        count: int,
+        num_bad: int = 0,
         fix: str = "",
     ) -> None:
-        """Add a finding about `rows`, or about `count` of `num_all` things (by default rows), if there are any."""
-        if rows is not None:
-            self.rows_to_drop[kind] = set(rows)
-            count = len(rows)
-            fix = f"{self.command} drop=[{kind}]"
+        """Add a finding about `count` of all rows, and of `num_bad` that are invalid, if there are any."""
         if count:
-            share = count / max(len(self.data) if num_all is None else num_all, 1)
+            share = count / (len(self.data) + num_bad)
             first = list(islice(examples, self.config.num_examples))
             finding = Finding(kind, severity, title, text, count, share, fix, first)
             self.findings.append(finding)
+
+    def add_rows(
+        self,
+        kind: str,
+        severity: Severity,
+        title: str,
+        text: str,
+        rows: Collection[int],
+        examples: Iterable[dict[str, str]],
+    ) -> None:
+        """Add a finding about rows that `cleaned_path` may leave out."""
+        self.rows_to_drop[kind] = set(rows)
+        fix = f"{self.command} drop=[{kind}]"
+        self.add(kind, severity, title, text, examples, count=len(rows), fix=fix)
 
     def records(self, rows: Rows) -> None:
         """Records that training would refuse, and pairs with a column that probably says which match, and is not read."""
@@ -309,7 +306,7 @@ class Checks:
             "Training stops at them, or leaves them out with on_bad_record: skip.",
             problems,
             count=num_bad,
-            num_all=num_bad + len(rows),
+            num_bad=num_bad,
             fix=self.command,
         )
         for table in tables:
@@ -318,12 +315,13 @@ class Checks:
             if sentence is None or index.labels is not None or index.counts["scored"]:
                 continue
             examples = []
+            names = list(table.record(0))
             for number in range(min(self.config.num_examples, len(table))):
                 record = table.record(number)
                 examples.append(
                     {
-                        name: str(value)[:PREVIEW_CHARACTERS]
-                        for name, value in record.items()
+                        name: str(record.get(name, ""))[:PREVIEW_CHARACTERS]
+                        for name in names
                     }
                 )
             self.add(
@@ -345,16 +343,16 @@ class Checks:
             first = first_rows.setdefault(content, row)
             if first != row:
                 copies[row] = first
-        self.add(
+        self.add_rows(
             "duplicates",
             "warning",
             "Rows that occur more than once",
             "Query and positives are equal, apart from case and spaces. Each copy is trained on again.",
+            copies,
             (
-                data.preview(row) | {"the same as row": str(first + 1)}
+                data.preview(row, **{"the same as row": str(first + 1)})
                 for row, first in copies.items()
             ),
-            rows=copies,
         )
 
     def popular_documents(self) -> None:
@@ -371,9 +369,8 @@ class Checks:
         examples = []
         for key, count in num_rows.most_common():
             if count > limit:
-                examples.append(
-                    {"document": preview(items[key]), "rows": f"{count:,d}"}
-                )
+                document = preview(items[key])
+                examples.append({"document": document, "rows": f"{count:,d}"})
         self.add(
             "popular_documents",
             "note",
@@ -413,40 +410,33 @@ class Checks:
                     }
                 )
         where = [f"{name}: {count:,d}" for name, count in by_source.most_common(5)]
-        self.add(
+        self.add_rows(
             "contradictions",
             "error",
             "Pairs that are positive in one row and negative in another",
             f"By source: {', '.join(where)}.",
+            rows,
             examples,
-            rows=rows,
         )
 
     def repeated_images(self) -> None:
         """Images of positives that occur under several names, by their bytes."""
         rows: dict[bytes, set[int]] = defaultdict(set)
         names: dict[bytes, set[str]] = defaultdict(set)
-        digest_of: dict[str, bytes] = {}
+        # Each file is read once.
+        digest_of = functools.cache(image_digest)
         for row, example in enumerate(self.data.examples):
             for image in (image for item in example.positives for image in item.images):
-                # Each file is read once. An image inside the data has no name.
-                name = image.path or ""
-                if not name or name not in digest_of:
-                    content = image.data
-                    if content is None:
-                        path = Path(name)
-                        content = path.read_bytes() if path.is_file() else name.encode()
-                    digest = hashlib.blake2b(content, digest_size=16).digest()
-                    digest_of[name] = digest
-                rows[digest_of[name]].add(row)
-                names[digest_of[name]].add(name)
+                digest = digest_of(image)
+                rows[digest].add(row)
+                # An image inside the data has no name.
+                names[digest].add(image.path or "")
         examples = []
         for digest, copies in names.items():
             if len(copies) > 1:
                 image_names = ", ".join(sorted(copies)[:5])
-                examples.append(
-                    {"image": image_names, "rows": f"{len(rows[digest]):,d}"}
-                )
+                num_rows = f"{len(rows[digest]):,d}"
+                examples.append({"image": image_names, "rows": num_rows})
         self.add(
             "repeated_images",
             "warning",
@@ -479,52 +469,53 @@ class Checks:
         for row, earlier in islice(near.items(), self.config.num_examples):
             other = data.preview(earlier)
             text = f"{other['row']}: {other['query']} -> {other['positive']}"
-            examples.append(data.preview(row) | {"near row": text})
-        self.add(
+            examples.append(data.preview(row, **{"near row": text}))
+        self.add_rows(
             "near_duplicates",
             "note",
             "Rows that are nearly the same",
             f"At least {threshold:.0%} of the word 3-grams of one are in the other.",
+            near,
             examples,
-            rows=near,
         )
 
     def leakage(self, validation: AuditedRows) -> None:
         """Training rows whose query is in the validation data too, or nearly."""
         data = self.data
-        held_out = set(validation.query_keys)
-        near_text: dict[int, str] = {}
+        in_validation = dict.fromkeys(validation.query_keys, "the same query")
+        num_equal = sum(key in in_validation for key in data.query_keys)
         if self.config.near_duplicate is not None:
             # Each query once: rows of one query leak together.
-            queries = dict(zip(data.query_keys, data.queries(), strict=True))
-            texts = [*validation.queries(), *queries.values()]
+            queries: dict[int, str] = {}
+            for rows in (validation, data):
+                for key, example in zip(rows.query_keys, rows.examples, strict=True):
+                    queries[key] = example.query.text or ""
+            texts = list(queries.values())
             features = feature_arrays(map(ngrams, texts))
             index = NearIndex(features, self.config.near_duplicate)
-            for number in range(len(validation)):
-                index.add(number)
-            for number, key in enumerate(queries, len(validation)):
-                other = None if key in held_out else next(index.near(number), None)
+            num_held_out = len(in_validation)
+            for number, key in enumerate(queries):
+                if number < num_held_out:
+                    index.add(number)
+                    continue
+                other = next(index.near(number), None)
                 if other is not None:
-                    near_text[key] = texts[other]
-        in_validation: dict[int, str] = {}
-        num_equal = 0
+                    in_validation[key] = texts[other]
+        leaks: dict[int, str] = {}
         for row, key in enumerate(data.query_keys):
-            if key in held_out:
-                num_equal += 1
-                in_validation[row] = "the same query"
-            elif key in near_text:
-                in_validation[row] = near_text[key]
-        self.add(
+            if key in in_validation:
+                leaks[row] = in_validation[key]
+        self.add_rows(
             "leakage",
             "error",
             "Queries of the validation data in the training data",
-            f"{num_equal:,d} are equal and {len(in_validation) - num_equal:,d} nearly so. Scores on these say what was "
+            f"{num_equal:,d} are equal and {len(leaks) - num_equal:,d} nearly so. Scores on these say what was "
             "memorised.",
+            leaks,
             (
-                data.preview(row) | {"in validation": text}
-                for row, text in in_validation.items()
+                data.preview(row, **{"in validation": text})
+                for row, text in leaks.items()
             ),
-            rows=in_validation,
         )
 
     def ranks(
@@ -541,15 +532,13 @@ class Checks:
         documents_QK = np.concatenate([chunk.documents for chunk in chunks])
         scores_QK = np.concatenate([chunk.scores for chunk in chunks])
         first_Q = documents_QK[:, 0]
-        best = []
-        for chunk in chunks:
-            best_of_chunk = np.full(len(chunk), -np.inf)
-            # ufunc.at, not fancy indexing: a query with several positives occurs several times.
-            np.maximum.at(best_of_chunk, chunk.positives.queries, chunk.positive_scores)
-            best.append(best_of_chunk)
         # The score of the best known positive of each query, -inf where none is known. Known positives are no
         # candidates, so that all above it are others.
-        best_Q = np.concatenate(best)
+        best_Q = np.full(known.num_queries, -np.inf)
+        for chunk in chunks:
+            # ufunc.at, not fancy indexing: a query with several positives occurs several times.
+            queries = chunk.first + chunk.positives.queries
+            np.maximum.at(best_Q, queries, chunk.positive_scores)
         above_Q = (scores_QK > best_Q[:, None]).sum(axis=1)
         finite_QK = np.where(np.isfinite(scores_QK), scores_QK, np.inf)
         is_weak_Q = best_Q < finite_QK.min(axis=1, initial=np.inf)
@@ -558,37 +547,35 @@ class Checks:
         def row_preview(row: int) -> dict[str, str]:
             first = int(first_Q[known.query_of_row[row]])
             text = preview(inputs.documents.item(first)) if first >= 0 else ""
-            return data.preview(row) | {
+            columns = {
                 "documents above it": f"{above[row]:,d}",
                 "the first of them": text,
             }
+            return data.preview(row, **columns)
 
         low = np.flatnonzero(above >= LOW_RANK)
-        low = low[np.argsort(-above[low], kind="stable")]
-        self.add(
+        low_rows = low[np.argsort(-above[low], kind="stable")].tolist()
+        self.add_rows(
             "low_positives",
             "warning",
             f"Positives that rank below {LOW_RANK} or more other documents",
             "The model finds other documents more similar to the query than each of its known positives. These rows are "
             "hard, or wrong.",
-            map(row_preview, low.tolist()),
-            rows=low.tolist(),
+            low_rows,
+            map(row_preview, low_rows),
         )
         weak = np.flatnonzero(is_weak_Q[known.query_of_row]).tolist()
-        self.add(
+        self.add_rows(
             "weak_queries",
             "warning",
             "Queries without any positive that looks relevant",
             f"None of the known positives is among the {mining.top_k} documents that are most similar to the query.",
+            weak,
             map(row_preview, weak),
-            rows=weak,
         )
 
         passed = np.flatnonzero((above_Q > 0) & np.isfinite(best_Q))
-        count = len(passed)
-        share = count / max(known.num_queries, 1)
         # Estimated share of relevant documents among the best candidates.
-        text = "Too few queries with known positives for an estimate of the rate."
         is_estimated = True
         try:
             estimate = calibrate(chunks, mining, mining.seed)
@@ -597,12 +584,12 @@ class Checks:
                 f"in truth relevant ({estimate.num_hidden:,d} known positives were hidden for the estimate). "
                 f"{estimate.threshold} brings the rate to {estimate.rate:.1%}."
             )
-        except UserError:  # too few queries
+        except UserError:
             is_estimated = False
+            text = "Too few queries with known positives for an estimate of the rate."
         lead = scores_QK[passed, 0] - best_Q[passed]
-        worst = passed[np.argsort(-lead, kind="stable")][: self.config.num_examples]
         examples = []
-        for query in worst.tolist():
+        for query in passed[np.argsort(-lead, kind="stable")].tolist():
             examples.append(
                 {
                     "query": preview(known.item(query)),
@@ -611,15 +598,24 @@ class Checks:
                     "candidate": preview(inputs.documents.item(int(first_Q[query]))),
                 }
             )
+            if len(examples) == self.config.num_examples:
+                break
         path: Any = mining.data_path
         if isinstance(path, list):
             path = path[0] if isinstance(path[0], str) else path[0].path
         fix = f"vembed mine model_name={mining.model_name} data_path={path} output_path=mined.jsonl threshold=auto"
-        if is_estimated or count:
-            title = "Documents above the known positive: candidates for false negatives"
-            kind = "false_negatives"
+        if is_estimated or examples:
             self.findings.append(
-                Finding(kind, "warning", title, text, count, share, fix, examples)
+                Finding(
+                    "false_negatives",
+                    "warning",
+                    "Documents above the known positive: candidates for false negatives",
+                    text,
+                    len(passed),
+                    len(passed) / max(known.num_queries, 1),
+                    fix,
+                    examples,
+                )
             )
 
         by_source: dict[str, Any] = {}
@@ -643,28 +639,27 @@ def preview(item: Item) -> str:
     return " ".join(part for part in [*parts, text] if part)
 
 
-def lengths(items: Sequence[Item]) -> dict[str, float]:
-    """Count, mean and quantiles of the words of texts."""
-    counts = [len(item.text.split()) for item in items if item.text]
-    result = {"count": float(len(items))}
-    if counts:
-        quantiles = {"p5": 0.05, "median": 0.5, "p95": 0.95, "longest": 1.0}
-        result["mean"] = float(np.mean(counts))
-        for name, share in quantiles.items():
-            result[name] = float(np.quantile(counts, share))
-    return result
-
-
-def scripts(items: Sequence[Item]) -> dict[str, float]:
-    """The share of each script among the letters of a sample: LATIN, CYRILLIC, CJK, ..."""
-    letters: Counter[str] = Counter()
-    for item in items[:: max(1, len(items) // SCRIPT_SAMPLE_ITEMS)]:
-        text = (item.text or "")[:SCRIPT_SAMPLE_CHARACTERS]
-        letters.update(filter(str.isalpha, text))
-    by_script: Counter[str] = Counter()
-    for letter, count in letters.items():
-        by_script[unicodedata.name(letter, "OTHER").partition(" ")[0]] += count
-    return {name: count / by_script.total() for name, count in by_script.most_common(8)}
+def scripts(examples: Sequence[Example]) -> dict[str, dict[str, float]]:
+    """The share of each script among the letters of a sample, by part of the examples: LATIN, CYRILLIC, CJK, ..."""
+    parts: dict[str, list[Item]] = {"queries": [], "positives": [], "negatives": []}
+    for example in examples[:: max(1, len(examples) // SCRIPT_SAMPLE_ITEMS)]:
+        parts["queries"].append(example.query)
+        parts["positives"] += example.positives
+        parts["negatives"] += example.negatives
+    shares = {}
+    for part, items in parts.items():
+        letters: Counter[str] = Counter()
+        for item in items:
+            text = (item.text or "")[:SCRIPT_SAMPLE_CHARACTERS]
+            letters.update(filter(str.isalpha, text))
+        by_script: Counter[str] = Counter()
+        for letter, count in letters.items():
+            by_script[unicodedata.name(letter, "OTHER").partition(" ")[0]] += count
+        if items:
+            total = by_script.total()
+            most = by_script.most_common(8)
+            shares[part] = {name: count / total for name, count in most}
+    return shares
 
 
 def data_sections(
@@ -672,8 +667,10 @@ def data_sections(
     inputs: Inputs,
     data: AuditedRows,
     validation: AuditedRows | None,
+    report: dict[str, Any],
 ) -> list[PageSection]:
-    """Return the beginning of the page: the sections that `vembed data` shows, of the rows that the audit has read.
+    """Return the beginning of the page: the sections that `vembed data` shows, of the rows that the audit has read, and
+    scripts and sources of the report.
 
     Of the model only its tokenizer is read, if it is on this machine.
     """
@@ -689,14 +686,31 @@ def data_sections(
         pairs = []
         for example in validation.examples:
             pairs += [(example.query, positive) for positive in example.positives]
-        warnings = overlap_warnings(data, pairs)
-        lines += [f"warning: {warning}" for warning in warnings]
+        lines += [f"warning: {warning}" for warning in overlap_warnings(data, pairs)]
     model = None
     if config.model_name is not None:
         shared = {"query_prompt", "document_prompt", "max_length", "trust_remote_code"}
         options = config.model_dump(include=shared, exclude_none=True)
         model = ModelSection(model_name=config.model_name, **options)
-    return sections(data, lines, model)
+    script_lines = []
+    for part, shares in report["scripts"].items():
+        names = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+        script_lines.append(f"{part}: {names}")
+    page = [*sections(data, lines, model), PageSection("scripts", script_lines)]
+    if config.model_name is not None:
+        table = [SOURCE_COLUMNS]
+        for source, values in report["sources"].items():
+            table.append(
+                (
+                    source,
+                    f"{values['rows']:,d}",
+                    f"{values['found_first']:.1%}",
+                    f"{values['found_in_10']:.1%}",
+                    f"{values['median_above']:,.0f}",
+                )
+            )
+        page.append(PageSection("sources and the model", table=table))
+    return page
 
 
 def render(report: dict[str, Any]) -> str:
@@ -707,38 +721,12 @@ def render(report: dict[str, Any]) -> str:
     )
     findings = []
     for finding in ordered:
-        columns: dict[str, None] = {}
-        for example in finding["examples"]:
-            columns |= dict.fromkeys(example)
-        examples = []
-        for example in finding["examples"]:
-            examples.append([example.get(name, "") for name in columns])
         count = f"{finding['count']:,d} ({finding['share']:.1%})"
-        table = {"count": count, "columns": list(columns), "examples": examples}
+        examples = finding["examples"]
+        columns = list(examples[0]) if examples else []
+        rows = [list(example.values()) for example in examples]
+        table = {"count": count, "columns": columns, "examples": rows}
         findings.append(finding | table)
-
-    words = []
-    for part, values in report["lengths"].items():
-        numbers = [values.get(key) for key in LENGTH_COLUMNS]
-        cells = ["" if number is None else f"{number:,.0f}" for number in numbers]
-        words.append([part, *cells])
-    letters = []
-    for part, shares in report["scripts"].items():
-        names = [f"{name} {share:.1%}" for name, share in shares.items()]
-        letters.append([part, ", ".join(names)])
-    # Title, header, rows, and whether the texts wrap.
-    tables = [
-        ("Words", ["words", *LENGTH_COLUMNS], words, False),
-        ("Scripts", ["letters of", "scripts"], letters, True),
-    ]
-    sources = []
-    for source, values in report["sources"].items():
-        row = [source]
-        for key, value in values.items():
-            row.append(f"{value:.1%}" if key.startswith("found") else f"{value:,.0f}")
-        sources.append(row)
-    if len(sources[0]) > 2:
-        tables.append(("Sources and the model", SOURCE_COLUMNS, sources, False))
     return render_page(
         "audit.html.j2",
         title=f"Audit of {report['name']}",
@@ -747,5 +735,4 @@ def render(report: dict[str, Any]) -> str:
         data_sections=report["data"],
         num_errors=sum(finding["severity"] == "error" for finding in findings),
         findings=findings,
-        tables=tables,
     )

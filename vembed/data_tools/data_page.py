@@ -55,16 +55,8 @@ class PageSection:
     """The same for programs, by name."""
 
 
-@dataclass(frozen=True)
-class DataFacts:
-    """The data of a config: the page, and the same figures for programs."""
-
-    page: str
-    figures: dict[str, Any]
-
-
-def data_facts(config: TrainConfig) -> DataFacts:
-    """Return the page and the figures on it.
+def data_facts(config: TrainConfig) -> tuple[str, dict[str, Any]]:
+    """Return the page, and the same figures for programs.
 
     Reads the data, and of the model only its tokenizer, if it is on this machine.
     """
@@ -76,12 +68,12 @@ def data_facts(config: TrainConfig) -> DataFacts:
             seed=config.run.seed,
             compares=True,
         )
-    validation = None if sets.evaluation is None else sets.evaluation.summary()
     lines = [*sets.examples.summary()]
-    if validation is not None:
+    validation = None
+    if sets.evaluation is not None:
+        validation = sets.evaluation.summary()
         lines.append(f"validation: {validation}")
     lines += [f"warning: {warning}" for warning in sets.warnings]
-    page = sections(sets.examples, lines, config.model)
     sizes = zip(sets.examples.names, sets.examples.sizes, strict=True)
     figures: dict[str, Any] = {
         "num_examples": len(sets.examples),
@@ -90,7 +82,7 @@ def data_facts(config: TrainConfig) -> DataFacts:
         "warnings": list(sets.warnings),
     }
     blocks = []
-    for section in page:
+    for section in sections(sets.examples, lines, config.model):
         figures |= section.figures
         lines = list(section.lines)
         widths = [max(map(len, column)) for column in zip(*section.table, strict=True)]
@@ -103,7 +95,7 @@ def data_facts(config: TrainConfig) -> DataFacts:
             blocks.append(f"{section.title}: {lines[0]}")
         else:
             blocks.append("\n  ".join([f"{section.title}:", *lines]))
-    return DataFacts("\n\n".join(blocks) + "\n", figures)
+    return "\n\n".join(blocks) + "\n", figures
 
 
 @contextmanager
@@ -143,12 +135,7 @@ def sections(
             columns.append(_source_column(name, size, group))
         table = list(zip(*columns, strict=True))
         page.append(PageSection("sources side by side", table=table))
-    reason = ""
-    if model is None:
-        reason = "no model is named"
-    elif local_model(model.model_name) is None:
-        reason = f"{model.model_name} is not on this machine yet"
-    return [*page, *_inputs(sample, model, reason)]
+    return [*page, *_inputs(sample, model)]
 
 
 def _repetitions(examples: Sequence[Example], total: int) -> PageSection:
@@ -196,7 +183,7 @@ def _source_column(
     repeated = []
     characters = []
     for items in (queries, documents):
-        num_different = len({normal_key(item) for item in items})
+        num_different = len(set(map(normal_key, items)))
         repeated.append(f"{1 - num_different / len(items):.0%}")
         median = np.median([len(item.text or "") for item in items])
         characters.append(f"{median:,.0f}")
@@ -205,23 +192,22 @@ def _source_column(
 
 
 def _negatives(examples: Sequence[Example]) -> PageSection:
-    counts: Counter[int] = Counter()
+    counts = Counter(len(example.negatives) for example in examples)
     num_wrong = 0
     for example in examples:
-        counts[len(example.negatives)] += 1
-        positives = {normal_key(item) for item in example.positives}
+        positives = set(map(normal_key, example.positives))
         num_wrong += any(normal_key(item) in positives for item in example.negatives)
     lines = [
         "none given; the other documents of the batch serve (vembed mine finds hard ones)"
     ]
+    by_number = sorted(counts.items())
     if set(counts) != {0}:
-        most_frequent = sorted(counts.items())[:8]
-        lines = [", ".join(f"{n} in {count:,d} examples" for n, count in most_frequent)]
+        lines = [", ".join(f"{n} in {count:,d} examples" for n, count in by_number[:8])]
     if num_wrong:
         lines.append(
             f"warning: {num_wrong:,d} examples have one of their positives among their negatives"
         )
-    figures = {"negatives_per_example": dict(sorted(counts.items()))}
+    figures = {"negatives_per_example": dict(by_number)}
     return PageSection("negatives", lines, figures=figures)
 
 
@@ -231,38 +217,41 @@ def _spread(count: int, limit: int) -> range:
 
 
 def _inputs(
-    examples: Sequence[Example], model: ModelSection | None, reason: str
+    examples: Sequence[Example], model: ModelSection | None
 ) -> list[PageSection]:
-    """Return lengths and samples as the model's tokenizer makes them, or in words where `reason` says why."""
+    """Return lengths and samples as the model's tokenizer makes them, or in words where there is none."""
     inputs: dict[str, list[tuple[Item, Kind]]] = {"queries": [], "documents": []}
     for number in _spread(len(examples), MAX_MEASURED):
         example = examples[number]
         inputs["queries"].append((example.query, "query"))
         for item in (*example.positives, *example.negatives):
             inputs["documents"].append((item, "document"))
-    tokenized = None if reason or model is None else TokenizedInputs(model)
+    reader = None
+    reason = "no model is named"
+    if model is not None and local_model(model.model_name) is not None:
+        reader = TokenizedInputs(model)
+    elif model is not None:
+        reason = f"{model.model_name} is not on this machine yet"
     lines = []
     figures: dict[str, Any] = {}
     for name, pairs in inputs.items():
-        if tokenized is None:
+        if reader is None:
             lengths = [len(item.text.split()) for item, _ in pairs if item.text]
         else:
-            lengths = tokenized.lengths(pairs)
+            lengths = reader.lengths(pairs)
         if not lengths:
             continue
         median, most = np.quantile(lengths, [0.5, 0.99])
         line = f"{name}: median {median:,.0f}, 99 % at most {most:,.0f}, longest {max(lengths):,d}"
-        if tokenized is not None:
-            num_full = 0
-            if not tokenized.description.traits.has_fixed_length:
-                num_full = sum(length >= tokenized.limit for length in lengths)
-            figures[name] = {
-                "median": round(median),
-                "at_most_99_percent": round(most),
-                "longest": max(lengths),
-                "fill_max_length": num_full,
-                "measured": len(lengths),
-            }
+        figures[name] = {
+            "median": round(median),
+            "at_most_99_percent": round(most),
+            "longest": max(lengths),
+            "measured": len(lengths),
+        }
+        if reader is not None:
+            num_full = reader.num_full(lengths)
+            figures[name]["fill_max_length"] = num_full
             line += (
                 f"; {num_full:,d} of {len(lengths):,d} fill max_length, "
                 "and what is longer is cut there"
@@ -275,26 +264,30 @@ def _inputs(
         parts += [("positive", item, "document") for item in example.positives[:1]]
         parts += [("negative", item, "document") for item in example.negatives[:1]]
         for name, item, kind in parts:
-            if tokenized is None:
+            note = ""
+            if reader is None:
                 text = " ".join((item.text or short_item(item)).split())
             else:
-                text, length = tokenized.text(item, kind)
-                name += f" ({length:,d} tokens)"  # noqa: PLW2901
+                text, length = reader.text(item, kind)
+                note = f" ({length:,d} tokens)"
             if len(text) > SAMPLE_CHARACTERS:
                 text = text[: SAMPLE_CHARACTERS - 3] + "..."
-            samples.append(f"{name}: {text}")
-    if tokenized is None:
+            samples.append(f"{name}{note}: {text}")
+    if reader is None:
         title = f"lengths in words, not in tokens, since {reason}"
         sample_title = f"samples, without prompts and special tokens, since {reason}"
-        return [
-            PageSection(title, lines, figures={"lengths": None}),
-            PageSection(sample_title, samples),
-        ]
-    title = f"lengths in tokens, with prompts and special tokens (at most {tokenized.limit:,d})"
-    facts = {"lengths": figures, "max_length": tokenized.limit}
+        figures = {"lengths": figures, "length_unit": "words"}
+    else:
+        title = f"lengths in tokens, with prompts and special tokens (at most {reader.limit:,d})"
+        sample_title = "samples, as the model reads them"
+        figures = {
+            "lengths": figures,
+            "length_unit": "tokens",
+            "max_length": reader.limit,
+        }
     return [
-        PageSection(title, lines, figures=facts),
-        PageSection("samples, as the model reads them", samples),
+        PageSection(title, lines, figures=figures),
+        PageSection(sample_title, samples),
     ]
 
 
@@ -305,24 +298,26 @@ class TokenizedInputs:
         # These import torch, which takes seconds.
         from vembed.data.features import Featuriser
         from vembed.models.families.description import describe
-        from vembed.models.processors import load_tokenizer
 
         self.description = describe(model)
         self.limit = self.description.max_length
         self.featuriser = Featuriser(self.description)
-        self.tokenizer: Any = None
-        if self.description.modalities[0] != "image":
-            self.tokenizer = load_tokenizer(self.description)
 
     def lengths(self, inputs: Sequence[tuple[Item, Kind]]) -> list[int]:
         """Return the tokens of each text."""
         features = self.featuriser.features(inputs)
         return [each.length for each in features if each.modality == "text"]
 
+    def num_full(self, lengths: Sequence[int]) -> int:
+        """Return how many lengths are those of texts that fill max_length."""
+        if self.description.traits.has_fixed_length:
+            return 0
+        return sum(length >= self.limit for length in lengths)
+
     def text(self, item: Item, kind: Kind) -> tuple[str, int]:
         """Return an input as the model reads it, with prompt and special tokens, and its length."""
-        feature = self.featuriser.features([(item, kind)])[0]
+        (feature,) = self.featuriser.features([(item, kind)])
         text = short_item(item)
-        if feature.token_ids is not None and self.tokenizer is not None:
-            text = self.tokenizer.decode(feature.token_ids, skip_special_tokens=False)
+        if feature.token_ids is not None and self.featuriser.texts is not None:
+            text = self.featuriser.texts.decoded(feature.token_ids)
         return text, feature.length

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.config.terms import task_names
 from vembed.data.example_store import ExampleStore, open_examples
-from vembed.data.examples import Item, ReadAs
+from vembed.data.examples import ReadAs
 from vembed.data.held_out import HeldOut, hold_out, overlap_warnings
 from vembed.errors import UserError
 from vembed.evaluation.dataset import (
@@ -93,7 +93,16 @@ def open_sets(
     # On one rank: all would find the same, and it reads all data.
     overlaps = []
     if compares:
-        overlaps = overlap_warnings(store, eval_pairs(evaluation))
+        pairs = []
+        if isinstance(evaluation, RetrievalData):
+            # Each query with each of its relevant documents.
+            for query, relevant in zip(
+                evaluation.queries, evaluation.relevance, strict=True
+            ):
+                pairs += [(query, evaluation.documents[number]) for number in relevant]
+        else:
+            pairs = list(zip(evaluation.first, evaluation.second, strict=True))
+        overlaps = overlap_warnings(store, pairs)
     for line in overlaps:
         log.warning(line)
     return Sets(store, evaluation, (*doubts, *overlaps), by_task)
@@ -114,13 +123,3 @@ def held_by_task(data: DataSection, parts: HeldOut) -> dict[str, EvalData]:
         except UserError as error:  # too few for a score
             log.info("task %s is not scored by itself: %s", name, error)
     return by_task
-
-
-def eval_pairs(data: EvalData) -> list[tuple[Item, Item]]:
-    """Return each query with each of its relevant documents; of scored pairs both sides."""
-    if not isinstance(data, RetrievalData):
-        return list(zip(data.first, data.second, strict=True))
-    pairs = []
-    for query, relevant in zip(data.queries, data.relevance, strict=True):
-        pairs += [(query, data.documents[document]) for document in relevant]
-    return pairs

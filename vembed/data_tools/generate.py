@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,21 @@ from vembed.errors import UserError
 from vembed.inference.reranker import add_padding_token, read_weights
 from vembed.mining.candidates import open_candidates
 from vembed.mining.config import Endpoint, MineConfig, RowOptions, paths_of
-from vembed.mining.documents import (
+from vembed.mining.endpoint import ChatClient
+from vembed.mining.inputs import (
     EXACT,
     FILE,
     START,
     CorpusFile,
     content_key,
     distinct_by,
+    open_rows,
     read_corpus,
+    read_inputs,
 )
-from vembed.mining.endpoint import ChatClient
-from vembed.mining.known_positives import read_inputs
 from vembed.mining.mine import Log, open_session
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.record_tables import open_rows
 from vembed.mining.retrievers import files_identity
 from vembed.mining.vectors import DTYPES
 from vembed.models.families.model_files import whole_model_folder
@@ -103,15 +104,6 @@ def generate(
     began = time.monotonic()
     folder = Path(config.work_dir or f"{config.output_path}.work").expanduser()
     left_out: Counter[str] = Counter()
-
-    def reasons() -> str:
-        """What was left out, for the log."""
-        lines = [
-            f"; {count:,d} left out: {reason}"
-            for reason, count in left_out.most_common()
-        ]
-        return "".join(lines)
-
     with open_session(session, log) as (running, log_line):
         files = []
         for path in paths_of(config.corpus_path):
@@ -139,14 +131,14 @@ def generate(
             else:
                 seen.add((query, positive))
                 rows.append(row)
-        log_line(f"pairs: {len(rows):,d} made" + reasons())
+        log_line(f"pairs: {len(rows):,d} made")
         if config.model_name is not None and rows:
             num_made = len(rows)
             rows = _round_trip(config, rows, folder, running)
-            if len(rows) < num_made:
-                reason = f"round trip: not among the first {config.round_trip_top_k}"
-                left_out[reason] = num_made - len(rows)
-            log_line(f"round trip: {len(rows):,d} pairs kept" + reasons())
+            reason = f"round trip: not among the first {config.round_trip_top_k}"
+            left_out[reason] = num_made - len(rows)
+        for reason, count in (+left_out).most_common():
+            log_line(f"left out: {count:,d}: {reason}")
         if running.is_main:
             write_rows(target, rows)
         running.barrier()
@@ -155,11 +147,9 @@ def generate(
         running.barrier()
         kept = dict(Counter(str(row["kind"]) for row in rows))
         seconds = time.monotonic() - began
-        by_kind = ", ".join(
-            f"{kind} {count:,d}" for kind, count in sorted(kept.items())
-        )
+        by_kind = ", ".join(f"{kind} {kept[kind]:,d}" for kind in sorted(kept))
         log_line(f"{target}: {len(rows):,d} rows ({by_kind}), in {duration(seconds)}")
-    return GenerateResult(target, len(rows), kept, dict(left_out), seconds)
+    return GenerateResult(target, len(rows), kept, dict(+left_out), seconds)
 
 
 def _rows(
@@ -222,15 +212,15 @@ def _written_texts(
                 examples.append((example.query.text, positive))
     # Everything that a written text depends on besides the document.
     connection = set(Endpoint.model_fields) - {"base_url"}
-    options = {"language", "personas", "num_examples", "prompts"}
-    writer_identity = short_hash(
+    options = {"language", "personas", "num_examples", "prompts", "seed"}
+    identity = short_hash(
         writer.model if writer.base_url else files_identity(writer.model),
         writer.model_dump(exclude=connection),
         config.model_dump(include=options),
         PROMPTS,
         RULES,
+        examples,
     )
-    identity = short_hash(writer_identity, config.seed, examples)
     answers = folder / "written" / identity
     answers.mkdir(parents=True, exist_ok=True)
     texts = _read_answers(answers)
@@ -252,6 +242,7 @@ def _written_texts(
                         keys.append(key)
                         prompts.append(prompt)
             if prompts:
+                # Loaded when it is first asked: an interrupted run may have all answers.
                 write = write or load_writer(config, writer, session.device)
                 # The seed of a block, so that its text does not depend on the rank that writes it.
                 seed = config.seed + first // BLOCK
@@ -296,7 +287,6 @@ def _round_trip(
     )
     inputs = read_inputs(mining)
     store = open_candidates(mining, inputs, folder, session)
-    store.find_all()
     known = inputs.known
     positives = store.scores_of(known.positives)
     codes = known.positives.codes
@@ -344,16 +334,11 @@ def load_writer(
         sampling = {"do_sample": True, "temperature": writer.temperature}
 
     def write(prompts: Sequence[str], seed: int) -> Iterator[tuple[int, str]]:
-        texts = []
-        for prompt in prompts:
-            if tokenizer.chat_template is None:
-                texts.append(f"{prompt}\n")
-                continue
-            messages = [{"role": "user", "content": prompt}]
-            texts.append(
-                tokenizer.apply_chat_template(
-                    messages, tokenize=False, add_generation_prompt=True
-                )
+        texts = [f"{prompt}\n" for prompt in prompts]
+        if tokenizer.chat_template is not None:
+            chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            texts = tokenizer.apply_chat_template(
+                chats, tokenize=False, add_generation_prompt=True
             )
         # generate() draws from the global generator.
         torch.manual_seed(seed)
@@ -365,16 +350,18 @@ def load_writer(
                 truncation=True,
                 max_length=writer.max_length,
             ).to(device)
+            input_ids = inputs["input_ids"]
             with torch.inference_mode():
                 answers = model.generate(
-                    input_ids=inputs["input_ids"],
+                    input_ids=input_ids,
                     attention_mask=inputs["attention_mask"],
                     max_new_tokens=writer.max_new_tokens,
                     pad_token_id=tokenizer.pad_token_id,
                     **sampling,
                 )
-            new = answers[:, inputs["input_ids"].shape[1] :]
-            written = tokenizer.batch_decode(new, skip_special_tokens=True)
+            written = tokenizer.batch_decode(
+                answers[:, input_ids.shape[1] :], skip_special_tokens=True
+            )
             yield from enumerate(written, start)
 
     return write
@@ -517,13 +504,13 @@ def pairs_of(
     fields = record if isinstance(record, dict) else {"text": document_text(record)}
     text = item.text or ""
     # In the order in which they are tried where nobody chooses. Cropping says least, and comes last.
-    makers: dict[str, Callable[[], list[Pair]]] = {
-        "docstring_function": lambda: docstring_function(text),
-        "caption_image": lambda: caption_image(fields, item),
-        "title_body": lambda: title_body(fields),
-        "heading_section": lambda: heading_section(text),
-        "first_sentence": lambda: first_sentence(text),
-        "crop": lambda: crop(text, random),
+    makers = {
+        "docstring_function": partial(docstring_function, text),
+        "caption_image": partial(caption_image, fields, item),
+        "title_body": partial(title_body, fields),
+        "heading_section": partial(heading_section, text),
+        "first_sentence": partial(first_sentence, text),
+        "crop": partial(crop, text, random),
     }
     pairs: list[tuple[str, Pair]] = []
     for kind in kinds or makers:

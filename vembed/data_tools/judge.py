@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from vembed.data.columns import COLUMNS, as_fields, is_conversation, is_negative_name
+from vembed.data.distinct import distinct
 from vembed.data_tools.config import JudgeConfig
 from vembed.errors import UserError
 from vembed.mining.choice import UNDECIDED
-from vembed.mining.documents import content_key, row_value
+from vembed.mining.inputs import content_key, open_rows, row_value
 from vembed.mining.judges import Cascade, Pair, text_of
 from vembed.mining.merged import NEGATIVES_NAME, POSITIVE_NAME
 from vembed.mining.mine import Log, open_session
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.record_tables import open_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
 
@@ -56,10 +56,7 @@ class RowNegatives:
         self.rows = open_rows(config)
         self.starts = [0]
         """Of each row, the index of its first negative among those of all rows."""
-        self.pairs: list[tuple[int, int]] = []
-        """Row and index in the row of the first negative of each distinct pair."""
-        pair_of: list[int] = []
-        known: dict[tuple[int, int], int] = {}
+        places: list[tuple[int, int, tuple[int, int]]] = []
         for row in range(len(self.rows)):
             example = self.rows.example(row)
             items = (example.query, *example.negatives)
@@ -69,22 +66,19 @@ class RowNegatives:
                 )
             query = content_key(example.query)
             for index, item in enumerate(example.negatives):
-                # A pair that occurs in several rows is judged once.
-                pair = known.setdefault((query, content_key(item)), len(self.pairs))
-                if pair == len(self.pairs):
-                    self.pairs.append((row, index))
-                pair_of.append(pair)
-            self.starts.append(len(pair_of))
-        self.pair_of = np.array(pair_of, np.int64)
-        """Of each negative, its distinct pair."""
-        if not pair_of:
+                places.append((row, index, (query, content_key(item))))
+            self.starts.append(len(places))
+        # A pair that occurs in several rows is judged once.
+        self.pairs, self.pair_of = distinct(places, key=lambda place: place[2])
+        """The first negative of each distinct pair (row, index in the row, content), and the pair of each negative."""
+        if not places:
             raise UserError(
                 "data_path: no row has a negative to judge; `vembed mine` finds some, and judges them too"
             )
 
     def texts(self, pair: int) -> Pair:
         """Return a pair as judges read it."""
-        row, index = self.pairs[pair]
+        row, index, _ = self.pairs[pair]
         example = self.rows.example(row)
         return text_of(example.query), text_of(example.negatives[index])
 

@@ -41,7 +41,7 @@ def train(
         overrides: `key=value` options, which win over the config. `stage=NAME` runs one of its stages.
         hooks: additions to the training loop.
         on_step: called with a `StepInfo` after each step. If it returns "stop", the run ends with a model and a report.
-        on_evaluation: the same with an `EvaluationInfo` after each evaluation.
+        on_evaluation: the same with an `Evaluation` after each evaluation.
         model: a torch module or its class, as `model_class`. With a module, training starts from its weights.
 
     With `stages` all of them run in this process, and the result is that of the last training.
@@ -71,7 +71,7 @@ def train(
         train_once(resolved, on_step=on_step, on_evaluation=on_evaluation)
         return 0
 
-    code = run_stages(pipeline, arguments, starts_processes=False, train=train_stage)
+    code = run_stages(pipeline, arguments, train_stage)
     if code:
         raise RunError(
             f"a step between the stages has failed with exit code {code}; what it said is above"

@@ -10,21 +10,20 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from vembed.config.options import join_words
 from vembed.config.schema import DataSection, ObjectiveSection
 from vembed.data.example_store import open_examples
 from vembed.data.examples import Example, Item, ReadAs
-from vembed.data.messages import listed
 from vembed.errors import UserError
-from vembed.evaluation.beir_folder import (
-    QRELS_ENDINGS,
+from vembed.evaluation.beir import (
+    Corpus,
+    choose_qrels,
     folder_of_qrels,
+    identified_texts,
     is_beir_folder,
     open_texts,
-    qrels_files,
+    read_corpus,
     read_judgements,
 )
-from vembed.evaluation.corpus import Corpus, identified_texts, read_corpus
 
 log = logging.getLogger("vembed")
 
@@ -70,6 +69,11 @@ class RetrievalData:
         """Number of inputs that an evaluation encodes."""
         return len(self.queries) + len(self.documents)
 
+    @property
+    def collections(self) -> tuple[Sequence[Item], Sequence[Item]]:
+        """All items that an evaluation encodes."""
+        return self.queries, self.documents
+
     def read_as(self, settings: ReadAs) -> RetrievalData:
         """Return the data with the prompts and the length of a source on their items."""
         queries = tuple(map(settings.query, self.queries))
@@ -107,6 +111,11 @@ class ScoredPairs:
         """Number of inputs that an evaluation encodes."""
         return len(self.first) + len(self.second)
 
+    @property
+    def collections(self) -> tuple[Sequence[Item], Sequence[Item]]:
+        """All items that an evaluation encodes."""
+        return self.first, self.second
+
     def read_as(self, settings: ReadAs) -> ScoredPairs:
         """Return the data with the prompts and the length of a source on their items."""
         first = tuple(map(settings.query, self.first))
@@ -140,7 +149,7 @@ def open_eval_data(
     if (folder := folder_of_qrels(place)) is not None:
         return read_beir(folder, place, skip_bad=skip_bad)
     if is_beir_folder(place):
-        return read_beir(place, _choose_qrels(place, splits), skip_bad=skip_bad)
+        return read_beir(place, choose_qrels(place, splits), skip_bad=skip_bad)
     if len(splits) == 1:
         raise UserError(
             f"{path} is no BEIR-style folder, so it has no qrels of a split {splits[0]}"
@@ -337,23 +346,3 @@ def _scored_pairs(examples: Sequence[Example], name: str) -> ScoredPairs:
             "needs at least two"
         )
     return ScoredPairs(name, tuple(first), tuple(second), tuple(scores))
-
-
-def _choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
-    qrels = qrels_files(folder)
-    # A split that was asked for is never replaced by another.
-    if len(qrels) == 1 and len(splits) > 1:
-        return next(iter(qrels.values()))
-    for split in splits:
-        if split in qrels:
-            return qrels[split]
-    place = folder / "qrels"
-    if not qrels:
-        others = listed(sorted(path.name for path in place.glob("*")))
-        raise UserError(
-            f"{place} holds {others or 'nothing'}, and no file that ends in {join_words(QRELS_ENDINGS)}"
-        )
-    raise UserError(
-        f"{place} holds {', '.join(sorted(qrels))}, and none of {', '.join(splits)}: give the path of the qrels file "
-        "that is meant"
-    )

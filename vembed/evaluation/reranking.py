@@ -13,15 +13,19 @@ import torch
 from torch import nn
 
 from vembed.config.schema import EvaluationSection
-from vembed.data.examples import Item
-from vembed.data.near_duplicates import words
 from vembed.data.pair_features import Pair, PairFeaturiser
 from vembed.errors import UserError
+from vembed.evaluation.bm25 import best_keys, build_index, scores_of_query
 from vembed.evaluation.dataset import EvalData, RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
 from vembed.evaluation.report.record import FIRST_STAGE
-from vembed.evaluation.retrieval import excluded_pairs, score_rankings
-from vembed.evaluation.top_k import Pairs, TopK, as_keys, documents_of
+from vembed.evaluation.retrieval import (
+    correlations,
+    excluded_pairs,
+    from_all_ranks,
+    score_rankings,
+)
+from vembed.evaluation.top_k import as_keys, documents_of, top_k
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import Between, encode_features, encode_items
 from vembed.parallel import collectives
@@ -80,9 +84,10 @@ def evaluate_reranker(
     world_size = session.world_size if session else 1
     device = session.device if session else next(model.parameters()).device
     if not isinstance(data, RetrievalData):
-        return _correlations(
-            data.first, data.second, data.scores, score, rank, world_size
-        )
+        dealt = range(rank, len(data.scores), world_size)
+        pair_scores = score([(data.first[pair], data.second[pair]) for pair in dealt])
+        gathered = from_all_ranks(pair_scores[:, None], len(data.scores), session)
+        return correlations(gathered[:, 0], data.scores)
 
     # ---- the first stage, once for all evaluations of these data
     stage = f"{evaluation.first_stage} {evaluation.rerank_top_k}"
@@ -114,18 +119,12 @@ def evaluate_reranker(
                 # Of equal scores the earlier document comes first, as in a search of vectors.
                 keys = as_keys(of_query, documents).sort(descending=True).values
                 rankings[row, : len(documents)] = documents_of(keys).numpy()
-            progress(
-                min((number + 1) * world_size * QUERIES_AT_ONCE, len(candidates)),
-                len(candidates),
-            )
+            num_done = (number + 1) * world_size * QUERIES_AT_ONCE
+            progress(min(num_done, len(candidates)), len(candidates))
     if log is not None and active:
         seconds = (time.monotonic() - began) / max(1, len(candidates))
         log(f"{1000 * seconds:,.1f} ms per query for {candidates.shape[1]} documents")
-    if world_size > 1:
-        gathered = collectives.all_gather_dealt(
-            torch.from_numpy(rankings).to(device), len(candidates)
-        )
-        rankings = gathered.cpu().numpy()
+    rankings = from_all_ranks(rankings, len(candidates), session)
     names, values = score_rankings(rankings, data.relevance, ks)
     _, first_values = score_rankings(candidates, data.relevance, ks)
     if queries is not None:
@@ -147,16 +146,14 @@ def _first_stage(
     if evaluation.first_stage.endswith(RUN_FILES):
         return run_file_rankings(data, Path(evaluation.first_stage), k)
     embedder = Embedder(evaluation.first_stage, session=session)
-    options: dict[str, Any] = {"session": session}
     model = embedder.model
     featuriser = embedder.featuriser
     normalize = embedder.description.similarity == "cosine"
-    options["normalize"] = normalize
+    options: dict[str, Any] = {"session": session, "normalize": normalize}
     queries = encode_items(model, featuriser, data.queries, "query", **options)
     documents = encode_items(model, featuriser, data.documents, "document", **options)
-    search = TopK(torch.from_numpy(queries), k, _excluded(data))
-    search.add(torch.from_numpy(documents), torch.arange(len(documents)))
-    return search.rankings()
+    excluded = excluded_pairs(data, range(len(data.queries)))
+    return top_k(queries, documents, k, excluded)
 
 
 def run_file_rankings(data: RetrievalData, path: Path, k: int) -> np.ndarray:
@@ -165,16 +162,20 @@ def run_file_rankings(data: RetrievalData, path: Path, k: int) -> np.ndarray:
     .trec: lines `query-id Q0 corpus-id rank score name` with the ids of a BEIR-style folder, by score. .jsonl: lines
     {"query": ..., "documents": [...]} with texts, as `vembed rerank` reads them, the best first.
     """
-    if path.suffix == ".trec" and data.find_document is None:
+    is_trec = path.suffix == ".trec"
+    if not is_trec:
+        query_texts = {item.text: index for index, item in enumerate(data.queries)}
+        find_query: Callable[[Any], int | None] = query_texts.get
+        texts = {item.text: index for index, item in enumerate(data.documents)}
+        find_document: Callable[[Any], int | None] = texts.get
+    elif data.find_document is not None:
+        find_query = data.query_ids.get
+        find_document = data.find_document
+    else:
         raise UserError(
             f"first_stage: {path} names queries and documents by id, and {data.name} has none: give a BEIR-style folder "
             "as val_data_path, or a run file of texts (.jsonl)"
         )
-    texts: dict[str | None, int] = {}
-    query_texts: dict[str | None, int] = {}
-    if path.suffix == ".jsonl":
-        texts = {item.text: index for index, item in enumerate(data.documents)}
-        query_texts = {item.text: index for index, item in enumerate(data.queries)}
     scored: dict[int, list[tuple[float, int]]] = {}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -182,26 +183,23 @@ def run_file_rankings(data: RetrievalData, path: Path, k: int) -> np.ndarray:
         raise UserError(f"first_stage: {path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
         where = f"first_stage: {path}, line {number:,d}"
-        names: list[str]
         try:
-            if path.suffix == ".trec":
+            if is_trec:
                 query, _, name, _, value, *_ = line.split()
                 names = [name]
                 score = float(value)
-                row = data.query_ids.get(query)
             else:
                 record = json.loads(line)
+                query = record["query"]
                 names = record["documents"]
                 score = 0.0
-                row = query_texts.get(record["query"])
+            row = find_query(query)
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{where} is no line of a run file: {error}") from error
         if row is None:  # of another split
             continue
         for name in names:
-            document = texts.get(name)
-            if data.find_document is not None and path.suffix == ".trec":
-                document = data.find_document(name)
+            document = find_document(name)
             if document is None:
                 raise UserError(
                     f"{where}: {name!r} is not in the corpus of {data.name}"
@@ -217,68 +215,15 @@ def run_file_rankings(data: RetrievalData, path: Path, k: int) -> np.ndarray:
     return rankings
 
 
-def _excluded(data: RetrievalData) -> Pairs:
-    return excluded_pairs(data, range(len(data.queries)))
-
-
 def bm25_rankings(data: RetrievalData, k: int) -> np.ndarray:
     """Return [Q, k] documents by BM25, best first, -1 where no word is in common."""
-    from vembed.mining.retrievers import check_bm25
-
-    check_bm25()
-    import bm25s
-
-    vocabulary: dict[str, int] = {}
-    tokens = []
-    for item in data.documents:
-        tokens.append(
-            [
-                vocabulary.setdefault(word, len(vocabulary))
-                for word in words(item.text or "")
-            ]
-        )
-    if not vocabulary:
-        raise UserError(
-            "first_stage: bm25 finds words in common, and the documents hold no text: name an embedding model"
-        )
-    index = bm25s.BM25()
-    index.index((tokens, vocabulary), show_progress=False)
-    numbers = torch.arange(len(tokens))
-    excluded = _excluded(data)
+    num_documents = len(data.documents)
+    index = build_index(item.text for item in data.documents)
+    excluded = excluded_pairs(data, range(len(data.queries)))
     bounds = excluded.bounds(len(data.queries))
     rankings = np.full((len(data.queries), k), -1, np.int64)
     for row, query in enumerate(data.queries):
-        known = index.get_tokens_ids(words(query.text or ""))
-        if not known:
-            continue
-        scores = torch.tensor(index.get_scores_from_ids(known), dtype=torch.float32)
-        scores[excluded.documents[bounds[row] : bounds[row + 1]]] = 0.0
-        # A score of 0 means no word in common, and no candidate.
-        best = documents_of(as_keys(scores, numbers).topk(k).values)
-        best = best[scores[best] > 0]
-        rankings[row, : len(best)] = best.numpy()
+        scores = scores_of_query(index, query.text, num_documents)
+        of_query = excluded.documents[bounds[row] : bounds[row + 1]]
+        rankings[row] = documents_of(best_keys(scores, k, of_query)).numpy()
     return rankings
-
-
-def _correlations(
-    first: Sequence[Item],
-    second: Sequence[Item],
-    labels: Sequence[float],
-    score: Callable[[Sequence[Pair]], np.ndarray],
-    rank: int,
-    world_size: int,
-) -> dict[str, float]:
-    """Return `spearman` and `pearson` of a reranker's scores with those of the data."""
-    from scipy import stats  # takes a third of a second to import, and few runs need it
-
-    dealt = range(rank, len(labels), world_size)
-    scores = score([(first[pair], second[pair]) for pair in dealt])
-    if world_size > 1:
-        column = torch.from_numpy(np.ascontiguousarray(scores[:, None]))
-        scores = collectives.all_gather_dealt(column, len(labels)).numpy()[:, 0]
-    if np.ptp(scores) == 0:  # undefined for a constant; counted as 0
-        return {"spearman": 0.0, "pearson": 0.0}
-    return {
-        "spearman": float(stats.spearmanr(scores, labels).statistic),
-        "pearson": float(stats.pearsonr(scores, labels).statistic),
-    }

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from vembed.data.distinct import KeyIndex
-from vembed.evaluation.corpus import Corpus
+from vembed.evaluation.beir import Corpus
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
 from vembed.evaluation.top_k import Pairs, TopK, top_k
@@ -67,16 +67,17 @@ class RetrievalSearch:
         self._dims = dims
         self._normalize = normalize
         self._between = between
+        self._session = session
         self._full = queries_QD.shape[1]
-        self._world_size = session.world_size if session else 1
+        world_size = session.world_size if session else 1
         # Queries are dealt to the ranks in turn.
         first = session.rank if session else 0
-        self._dealt = range(first, len(queries_QD), self._world_size)
+        self._dealt = range(first, len(queries_QD), world_size)
         device = session.device if session else "cpu"
         excluded = excluded_pairs(data, self._dealt)
         self._searches: dict[int, TopK] = {}
         for dim in dict.fromkeys([self._full, *dims]):
-            queries = first_dims(queries_QD[first :: self._world_size], dim, normalize)
+            queries = first_dims(queries_QD[first::world_size], dim, normalize)
             on_device = torch.from_numpy(queries).to(device)
             self._searches[dim] = TopK(on_device, max(ks), excluded)
 
@@ -96,12 +97,13 @@ class RetrievalSearch:
         """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for the further
         sizes. `results` gets those of each query, for the whole embeddings."""
         scores: dict[str, float] = {}
+        num_queries = len(self._data.queries)
         relevance = [self._data.relevance[query] for query in self._dealt]
         for dim, search in self._searches.items():
             rankings = search.rankings()
             names, values = score_rankings(rankings, relevance, self._ks)
             # Summed in the order of the queries, so that rounding does not depend on the number of ranks.
-            by_query = self._from_all_ranks(values, search.device)
+            by_query = from_all_ranks(values, num_queries, self._session)
             means = dict(zip(names, by_query.mean(axis=0).tolist(), strict=True))
             if dim == self._full:
                 scores.update(means)
@@ -109,18 +111,33 @@ class RetrievalSearch:
                     first = rankings[:, :NUM_FOUND]
                     results.names = names
                     results.values = by_query
-                    results.found = self._from_all_ranks(first, search.device)
+                    results.found = from_all_ranks(first, num_queries, self._session)
             if dim in self._dims:
                 for name, value in means.items():
                     scores[f"dim{dim}/{name}"] = value
         return scores
 
-    def _from_all_ranks(self, rows: np.ndarray, device: torch.device) -> np.ndarray:
-        if self._world_size == 1:
-            return rows
-        local = torch.from_numpy(np.ascontiguousarray(rows)).to(device)
-        num_queries = len(self._data.queries)
-        return collectives.all_gather_dealt(local, num_queries).cpu().numpy()
+
+def from_all_ranks(
+    rows: np.ndarray, num_rows: int, session: Session | None
+) -> np.ndarray:
+    """Return the rows of all ranks, to which they were dealt in turn, in their order."""
+    if session is None or session.world_size == 1:
+        return rows
+    local = torch.from_numpy(np.ascontiguousarray(rows)).to(session.device)
+    return collectives.all_gather_dealt(local, num_rows).cpu().numpy()
+
+
+def correlations(similarities: np.ndarray, labels: Sequence[float]) -> dict[str, float]:
+    """Return `spearman` and `pearson` between similarities and the scores of the data."""
+    from scipy import stats  # takes a third of a second to import, and few runs need it
+
+    if np.ptp(similarities) == 0:  # undefined for a constant; counted as 0
+        return {"spearman": 0.0, "pearson": 0.0}
+    return {
+        "spearman": float(stats.spearmanr(similarities, labels).statistic),
+        "pearson": float(stats.pearsonr(similarities, labels).statistic),
+    }
 
 
 def excluded_pairs(data: RetrievalData, queries: Sequence[int]) -> Pairs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from rich.console import Console
@@ -15,7 +15,7 @@ from vembed.data.examples import Item, Kind
 from vembed.data.features import BaseFeaturiser
 from vembed.data.pair_features import PairFeaturiser
 from vembed.errors import UserError
-from vembed.evaluation.corpus import Corpus
+from vembed.evaluation.beir import Corpus
 from vembed.evaluation.dataset import (
     TEST_FIRST,
     EvalData,
@@ -32,12 +32,12 @@ from vembed.evaluation.retrieval import (
     RetrievalSearch,
     compressed_name,
     compressed_scores,
+    correlations,
     metric_names,
 )
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import (
     Between,
-    KeptFeatures,
     default_budget,
     encode_chunks,
     encode_items,
@@ -47,6 +47,9 @@ from vembed.models.families.description import ModelDescription
 from vembed.names import nearest
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
+
+if TYPE_CHECKING:
+    from vembed.training.frozen import FrozenTowers
 
 REPORTED_K = 10
 """Cut-off of tables, reports and `eval_metric: auto`. Always computed, whatever `ks` says."""
@@ -137,7 +140,7 @@ def evaluate_model(
     show_progress: bool = False,
     log: Callable[[str], object] | None = None,
     between: Between | None = None,
-    kept: KeptFeatures | None = None,
+    kept: FrozenTowers | None = None,
     queries: QueryResults | None = None,
 ) -> dict[str, float]:
     """Score a model in memory, sharded or not. Collective: every rank calls it and gets the same scores.
@@ -257,21 +260,14 @@ def similarity_metrics(
 ) -> dict[str, float]:
     """Return `spearman` and `pearson` between similarities of the embeddings and given scores, and `dim<d>/spearman`
     for their first d coordinates."""
-    from scipy import stats  # takes a third of a second to import, and few runs need it
-
     metrics = {}
     sizes = {"": first_ND.shape[1]} | {f"dim{dim}/": dim for dim in dims}
     for prefix, dim in sizes.items():
         first = first_dims(first_ND, dim, normalize).astype(np.float64)
         second = first_dims(second_ND, dim, normalize).astype(np.float64)
         similarities = np.einsum("nd,nd->n", first, second)
-        spearman = 0.0
-        pearson = 0.0
-        if np.ptp(similarities) > 0:  # correlation with a constant is undefined
-            spearman = stats.spearmanr(similarities, scores).statistic
-            pearson = stats.pearsonr(similarities, scores).statistic
-        metrics[f"{prefix}spearman"] = float(spearman)
-        metrics[f"{prefix}pearson"] = float(pearson)
+        for name, value in correlations(similarities, scores).items():
+            metrics[prefix + name] = value
     return metrics
 
 

@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vembed.parallel.devices import bf16_instructions, matmul_precision
+from vembed.parallel.devices import matmul_precision
 
 NOTHING = torch.iinfo(torch.int64).min
 """The key of a place without a document; it sorts last."""
 _LOW_32 = 0xFFFFFFFF
+EPSILON = torch.finfo(torch.float32).eps
 
 DOCUMENT_TILE = 4096
 QUERY_TILE = 512
 GPU_QUERY_TILE = 1024
-"""DOCUMENT_TILE x QUERY_TILE scores exist at once: few calls beside the product, and 4 MB in bfloat16, which stay in a
-CPU's cache between the product and the pass over it."""
+"""DOCUMENT_TILE x QUERY_TILE scores exist at once: few calls beside the product, and 8 MB, which stay in a CPU's cache
+between the product and the pass over it."""
 BLOCK = 32
 """Consecutive documents whose highest score is compared with the threshold; only blocks above it are looked at."""
 FIRST = 16_384
@@ -31,8 +32,6 @@ WAITING = 48
 """Documents per query that may wait before they are sorted in and the threshold rises."""
 ROWS = 1024
 """Exact scores that are computed at once: always so many, since the rounding of a sum may depend on the shape."""
-TOO_MANY = 4
-"""A first pass in bfloat16 ends where more than so many times k documents per query pass it at once."""
 
 
 def as_keys(scores: Tensor, documents: Tensor) -> Tensor:
@@ -108,28 +107,22 @@ class TopK:
     def __init__(self, queries_QD: Tensor, k: int, excluded: Pairs = NO_PAIRS) -> None:
         """`excluded`: (row of the query, number of the document) pairs that are left out."""
         self.device = queries_QD.device
-        on_cpu = self.device.type == "cpu"
-        size = QUERY_TILE if on_cpu else GPU_QUERY_TILE
-        self._dtypes = [torch.float32]
-        if on_cpu and bf16_instructions() == "AMX":
-            self._dtypes.append(torch.bfloat16)
-        # Memory for scores that all tiles use in turn: fresh memory for each would cost more than what is done in it.
-        room = torch.empty(DOCUMENT_TILE * size, device=self.device)
+        size = QUERY_TILE if self.device.type == "cpu" else GPU_QUERY_TILE
         self._tiles: list[_QueryTile] = []
         for first in range(0, len(queries_QD), size):
-            queries = _Rounded(queries_QD[first : first + size], self._dtypes)
-            among = excluded.from_query(first, first + size)
-            self._tiles.append(_QueryTile(queries, k, among, room))
+            of_tile = excluded.from_query(first, first + size)
+            tile = _QueryTile(queries_QD[first : first + size], k, of_tile)
+            self._tiles.append(tile)
         self._empty = torch.empty((0, k), dtype=torch.int64, device=self.device)
 
     def add(self, documents_SD: Tensor, numbers_S: Tensor) -> None:
         """Compare the queries with documents that have these numbers."""
-        documents = _Rounded(documents_SD.to(self.device), self._dtypes)
-        numbers = numbers_S.to(self.device)
+        documents_SD = documents_SD.to(self.device)
+        numbers_S = numbers_S.to(self.device)
         # The bound on the error is that of float32. In TF32 documents less than 1e-3 apart would change places.
         with matmul_precision("highest"):
             for tile in self._tiles:
-                tile.add(documents, numbers)
+                tile.add(documents_SD, numbers_S)
 
     def keys(self) -> Tensor:
         """[Q, k] one whole number per (score, document), best first; NOTHING where there are fewer than k."""
@@ -154,58 +147,41 @@ def top_k(
     return search.rankings()
 
 
-class _Rounded:
-    """Vectors [N, D] in the dtypes of the first pass, with their lengths [N] and what rounding takes away [N]."""
-
-    def __init__(self, vectors_ND: Tensor, dtypes: Sequence[torch.dtype]) -> None:
-        self.vectors = vectors_ND
-        self.lengths: Tensor = torch.linalg.vector_norm(vectors_ND, dim=1)
-        self.rounded = {dtype: vectors_ND.to(dtype) for dtype in dtypes}
-        self.lost = {torch.float32: torch.zeros_like(self.lengths)}
-        if torch.bfloat16 in dtypes:
-            difference_ND = vectors_ND - self.rounded[torch.bfloat16]
-            self.lost[torch.bfloat16] = torch.linalg.vector_norm(difference_ND, dim=1)
-
-
 class _QueryTile:
     """Some queries, whose scores of a tile of documents exist at once."""
 
-    def __init__(
-        self, queries: _Rounded, k: int, excluded: Pairs, room: Tensor
-    ) -> None:
-        self.queries = queries
-        self.num_queries = len(queries.vectors)
+    def __init__(self, queries_QD: Tensor, k: int, excluded: Pairs) -> None:
+        self.queries = queries_QD
+        self.lengths = torch.linalg.vector_norm(queries_QD, dim=1)
+        self.num_queries = len(queries_QD)
         self.k = k
-        self.room = room
-        self.dtype = list(queries.rounded)[-1]
-        self.excluded = torch.from_numpy(excluded.codes).to(room.device)
+        device = queries_QD.device
+        self.excluded = torch.from_numpy(excluded.codes).to(device)
         self.most_excluded = int(np.bincount(excluded.queries).max(initial=0))
-        shape = (self.num_queries, k)
-        self.best = torch.full(shape, NOTHING, device=room.device)
-        self.threshold = torch.full_like(queries.lengths, -torch.inf)
+        self.best = torch.full((self.num_queries, k), NOTHING, device=device)
+        self.threshold = torch.full_like(self.lengths, -torch.inf)
         self.has_threshold = False
         self.waiting: list[tuple[Tensor, Tensor]] = []
         self.num_waiting = 0
 
-    def add(self, documents: _Rounded, numbers_S: Tensor) -> None:
+    def add(self, documents_SD: Tensor, numbers_S: Tensor) -> None:
         """Let the documents wait that may be among the best.
 
-        No document of the k best is lost: its score in the first pass is at most `error` below the exact one.
+        No document of the k best is lost: its score in the first pass is at most `error` below the exact one. Each of
+        two sums of D products is rounded: by at most D rounding errors, and by 8 sqrt(D) but for a chance of D exp(-32)
+        (Higham and Mary, 2019).
         """
+        dim = documents_SD.shape[1]
+        longest = torch.linalg.vector_norm(documents_SD, dim=1).amax()
+        num_errors = min(dim, 8 * math.sqrt(dim)) * EPSILON
+        error_Q = self.lengths * longest * num_errors + 1e-30
         start = 0
-        while start < len(documents.vectors):
-            error = self._error(documents)
-            query, document, end = self._pass(documents, start, error)
-            most = TOO_MANY * (self.k + self.most_excluded) * self.num_queries
-            if self.dtype is torch.bfloat16 and len(query) > most:
-                # The scores are so close to each other that bfloat16 does not tell them apart. Begin again with a
-                # threshold in float32, which is higher.
-                self.dtype = torch.float32
-                self.has_threshold = False
-                continue
-            start = end
-            scores = products(self.queries.vectors, query, documents.vectors, document)
-            number = numbers_S[document]
+        while start < len(documents_SD):
+            end = start + (DOCUMENT_TILE if self.has_threshold else FIRST)
+            tile_TD = documents_SD[start:end]
+            query, document = self._passing(tile_TD, error_Q)
+            scores = products(self.queries, query, tile_TD, document)
+            number = numbers_S[start:end][document]
             keys = as_keys(scores, number)
             is_better = keys > self.best[query, -1]
             if len(self.excluded):
@@ -215,6 +191,7 @@ class _QueryTile:
             # Sorted in rarely: a stale threshold lets a few more wait, and changes no result.
             if self.num_waiting > WAITING * self.num_queries:
                 self.sort_in()
+            start = end
 
     def sort_in(self) -> None:
         """Keep the k best of those so far and those that wait, and raise the threshold."""
@@ -236,86 +213,29 @@ class _QueryTile:
         self.threshold = torch.maximum(self.threshold, scores_of(self.best[:, -1]))
         self.has_threshold = True
 
-    def _pass(
-        self, documents: _Rounded, start: int, error: Tensor
-    ) -> tuple[Tensor, Tensor, int]:
-        """Compare tiles of documents from `start` on with the threshold, until enough pass it.
-
-        Return the queries and the documents (positions in the chunk) that pass, and where the next pass begins.
-        """
-        vectors_SD = documents.rounded[self.dtype]
-        queries_DQ = self.queries.rounded[self.dtype].T
-        lowest = self._lowest(error)
-        blocks_NL: list[Tensor] = []
-        queries_N: list[Tensor] = []
-        firsts_N: list[Tensor] = []
-        num_passing = 0
-        end = start
-        while end < len(vectors_SD) and num_passing <= WAITING * self.num_queries:
-            size = DOCUMENT_TILE if self.has_threshold else FIRST
-            tile_TD = vectors_SD[end : end + size]
-            shape = (-(-len(tile_TD) // BLOCK), BLOCK, self.num_queries)
-            room = self.room.view(self.dtype)
-            if math.prod(shape) > len(room):  # the first tile
-                room = room.new_empty(math.prod(shape))
-            scores_BLQ = room[: math.prod(shape)].view(shape)
-            scores_TQ = scores_BLQ.view(-1, self.num_queries)
-            torch.mm(tile_TD, queries_DQ, out=scores_TQ[: len(tile_TD)])
-            scores_TQ[len(tile_TD) :] = -torch.inf
-            if not self.has_threshold and len(tile_TD) >= self.k + self.most_excluded:
-                self._raise_threshold(scores_BLQ, error)
-                lowest = self._lowest(error)
-            comparable_BLQ = scores_BLQ.view(lowest.dtype)
-            # Queries are innermost, so that the maximum over a block runs over whole vectors.
-            reaches = comparable_BLQ.amax(1) >= lowest
-            block, query = torch.nonzero(reaches, as_tuple=True)
-            blocks_NL.append(comparable_BLQ[block, :, query])
-            queries_N.append(query)
-            firsts_N.append(end + block * BLOCK)
-            num_passing += len(query)
-            end += len(tile_TD)
-        query = torch.cat(queries_N)
-        first = torch.cat(firsts_N)
-        passes = torch.cat(blocks_NL) >= lowest[query][:, None]
-        row, place = torch.nonzero(passes, as_tuple=True)
-        return query[row], first[row] + place, end
-
-    def _error(self, documents: _Rounded) -> Tensor:
-        """[Q] at most so much does a score of the first pass differ from the exact one, before it is rounded itself.
-
-        |qd - q'd'| <= |q - q'||d| + |q'||d - d'|, and each of two sums of D products is rounded in float32: by at most
-        D rounding errors, and by 8 sqrt(D) but for a chance of D exp(-32) (Higham and Mary, 2019).
-        """
-        lost_Q = self.queries.lost[self.dtype]
-        lost = documents.lost[self.dtype].amax()
-        lengths_Q = self.queries.lengths
-        longest = documents.lengths.amax()
-        dim = documents.vectors.shape[1]
-        num_errors = min(dim, 8 * math.sqrt(dim)) * torch.finfo(torch.float32).eps
-        sums_Q = lengths_Q * longest * num_errors + 1e-30
-        return lost_Q * longest + (lengths_Q + lost_Q) * lost + sums_Q
-
-    def _lowest(self, error: Tensor) -> Tensor:
-        """[Q] the lowest score of the first pass that is looked at. Where all are positive, bits that compare as the
-        scores do, and faster."""
-        lowest = self.threshold - error
-        lowest = lowest.clamp(min=torch.finfo(self.dtype).min).to(self.dtype)
-        if bool((lowest > 0).all()):
-            is_short = self.dtype is torch.bfloat16
-            return lowest.view(torch.int16 if is_short else torch.int32)
-        return lowest
-
-    def _raise_threshold(self, scores_BLQ: Tensor, error: Tensor) -> None:
-        """At least k documents that are not excluded reach the k-th highest of the blocks; few others do."""
+    def _passing(self, tile_TD: Tensor, error_Q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the queries and the documents of a tile whose product reaches the threshold but for the error."""
+        scores_TQ = tile_TD @ self.queries.T
+        missing = -len(tile_TD) % BLOCK
+        if missing:
+            scores_TQ = pad(scores_TQ, (0, 0, 0, missing), value=-torch.inf)
+        scores_BLQ = scores_TQ.view(-1, BLOCK, self.num_queries)
+        # Queries are innermost, so that the maximum over a block runs over whole vectors.
+        highest_BQ = scores_BLQ.amax(1)
         # So that k are left when the excluded ones are taken out.
-        k = self.k + self.most_excluded
-        among = scores_BLQ.flatten(0, 1)
-        if len(scores_BLQ) >= 2 * k:
-            among = scores_BLQ.amax(1)
-        reached = among.float().topk(k, dim=0, sorted=False).values.amin(0)
-        lowest = reached - reached.abs() * torch.finfo(self.dtype).eps - error
-        self.threshold = torch.maximum(self.threshold, lowest)
-        self.has_threshold = True
+        num_wanted = self.k + self.most_excluded
+        if not self.has_threshold and len(tile_TD) >= num_wanted:
+            # At least k documents that are not excluded reach the k-th highest of the blocks; few others do.
+            among = highest_BQ if len(highest_BQ) >= 2 * num_wanted else scores_TQ
+            reached = among.topk(num_wanted, dim=0, sorted=False).values.amin(0)
+            lowest = reached - reached.abs() * EPSILON - error_Q
+            self.threshold = torch.maximum(self.threshold, lowest)
+            self.has_threshold = True
+        lowest = (self.threshold - error_Q).clamp(min=torch.finfo(torch.float32).min)
+        block, query = torch.nonzero(highest_BQ >= lowest, as_tuple=True)
+        passes = scores_BLQ[block, :, query] >= lowest[query][:, None]
+        row, place = torch.nonzero(passes, as_tuple=True)
+        return query[row], block[row] * BLOCK + place
 
 
 def products(

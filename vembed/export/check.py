@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 from PIL import Image
@@ -20,7 +20,7 @@ from vembed.export.onnx_format import OnnxImages, made_images
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
+from vembed.models.poolings.table import POOLINGS
 
 NUM_TEXTS = 200
 NUM_IMAGES = 40
@@ -79,13 +79,13 @@ class Check:
     """Result of a comparison. A model of images alone has no texts in it."""
 
     runtime: str
-    num_texts: int
-    largest_distance: float
+    num_texts: int = 0
+    largest_distance: float = 0.0
     """Largest cosine distance between the two embeddings of a text."""
-    tolerance: float
-    worst_text: str
-    worst_kind: Kind
-    largest_length_error: float
+    tolerance: float = 0.0
+    worst_text: str = ""
+    worst_kind: Kind = "document"
+    largest_length_error: float = 0.0
     """Largest relative difference of the lengths of the two embeddings."""
     ndcg_model: float | None = None
     ndcg_export: float | None = None
@@ -103,10 +103,6 @@ class Check:
         return _are_close(
             self.largest_distance, self.largest_length_error, self.tolerance
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
     def lines(self) -> list[str]:
         """Return what is printed and written into the card."""
@@ -132,10 +128,6 @@ class Check:
         return lines
 
 
-NO_TEXTS = Check("", 0, 0.0, 0.0, "", "document", 0.0)
-"""Result of a model that embeds images only, to which the comparison of images is added."""
-
-
 def _are_close(distance: float, length_error: float, tolerance: float) -> bool:
     return distance <= tolerance and length_error <= LENGTH_TOLERANCE_FACTOR * tolerance
 
@@ -155,7 +147,17 @@ def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
             if item.text and not item.images:
                 of_kind[item.text] = None
         texts += [(text, kind) for text in of_kind]
-    return texts + made_texts(NUM_TEXTS - len(texts), max_length)
+    # Made ones, of one word up to more than the limit, so that the cut is compared too; the same at every call.
+    draw = np.random.default_rng(0)
+    longest = min(max_length, 512) + 8
+    num_made = NUM_TEXTS - len(texts)
+    lengths = [1, 2, 3, longest]
+    while len(lengths) < num_made:
+        lengths.append(int(draw.integers(1, min(longest, 40))))
+    for number, length in enumerate(lengths[:num_made]):
+        text = " ".join(draw.choice(WORDS.split(), length))
+        texts.append((text, "document" if number % 2 else "query"))
+    return texts
 
 
 def images_to_compare(data: EvalData | None) -> list[Image.Image]:
@@ -177,22 +179,6 @@ def _items_by_kind(data: EvalData | None) -> list[tuple[Sequence[Item], Kind]]:
     if isinstance(data, RetrievalData):
         return [(data.queries, "query"), (data.documents, "document")]
     return [(data.first, "query"), (data.second, "document")]
-
-
-def made_texts(count: int, max_length: int) -> Texts:
-    """Return texts of one word up to more than `max_length` tokens; the same ones at every call."""
-    draw = np.random.default_rng(0)
-    words = WORDS.split()
-    # One text is longer than the limit, so that the cut is compared too.
-    longest = min(max_length, 512) + 8
-    lengths = [1, 2, 3, longest]
-    for _ in range(count - len(lengths)):
-        lengths.append(int(draw.integers(1, min(longest, 40))))
-    texts: Texts = []
-    for number, length in enumerate(lengths[:count]):
-        text = " ".join(draw.choice(words, length))
-        texts.append((text, "document" if number % 2 else "query"))
-    return texts
 
 
 def bounded(data: EvalData | None) -> RetrievalData | None:
@@ -334,29 +320,16 @@ def difference(
         return f"the lengths of its embeddings, by up to {check.largest_length_error:.2g} of them (normalisation)"
     description = embedder.description
     export_1D = reader.encode([text], kind)
-    for pooling in _other_poolings(description.pooling):
-        model = EmbeddingModel(
-            description.with_(pooling=pooling), embedder.backbone, embedder.head
-        ).eval()
+    own = POOLINGS.get(description.pooling)
+    for pooling in POOLINGS.values():
+        # Only an untrained one of the same width can stand in the place of the model's.
+        if own is None or pooling.is_trained or pooling.width(1) != own.width(1):
+            continue
+        pooled = description.with_(pooling=pooling.name)
+        model = EmbeddingModel(pooled, embedder.backbone, embedder.head).eval()
         (vectors,) = model([("text", featuriser.collate([features]))])
         full = vectors.detach().float().numpy()
         pooled_1D = embedder.finish(full, embedder.truncate_dim, None)
         if distances(pooled_1D, export_1D)[0] <= check.tolerance:
-            return f"its pooling: {pooling} instead of {description.pooling}"
+            return f"its pooling: {pooling.name} instead of {description.pooling}"
     return "its arithmetic or weights: tokens, sizes and lengths agree"
-
-
-def _other_poolings(name: str) -> list[str]:
-    """Return the poolings that could stand in the place of a model's: untrained, and of the same width."""
-    if name == MODEL_POOLING:
-        return []
-    width = POOLINGS[name].width(1)
-    names = []
-    for pooling in POOLINGS.values():
-        if (
-            pooling.name != name
-            and not pooling.is_trained
-            and pooling.width(1) == width
-        ):
-            names.append(pooling.name)
-    return names

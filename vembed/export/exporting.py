@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from PIL import Image
 
 from vembed.config.schema import DataSection, ObjectiveSection, RunSection
@@ -19,7 +18,6 @@ from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.report.record import read_run
 from vembed.export.check import (
     DISTANCE_TOLERANCE,
-    NO_TEXTS,
     NUM_TEXTS,
     STUDENT_TOLERANCE,
     Check,
@@ -35,7 +33,6 @@ from vembed.export.check import (
     texts_to_compare,
 )
 from vembed.export.formats import (
-    PRECISIONS,
     ExportFormat,
     ExportJob,
     FormatName,
@@ -145,7 +142,17 @@ def export_model(
         raise UserError(
             f"--format {format_name}: {model} cannot be exported: {refusal}"
         )
-    precision = precision or _default_precision(format_name, description)
+    if precision is None:
+        precision = "float32"
+        if format_name == "safetensors":
+            # The dtype of the model's file, so that nothing grows or is rounded.
+            source = Path(description.source)
+            trust = description.trust_remote_code
+            dtype = file_dtype(read_config(source, trust_remote_code=trust))
+            if str(dtype) == "torch.float16":
+                precision = "float16"
+            elif str(dtype) == "torch.bfloat16":
+                precision = "bfloat16"
     is_student = format_name == "static"
     if tolerance is None:
         tolerance = STUDENT_TOLERANCE if is_student else DISTANCE_TOLERANCE[precision]
@@ -159,7 +166,8 @@ def export_model(
                 export_format, format_name, job, folder, tolerance, evaluation
             )
         else:
-            _write(export_format, format_name, job, folder)
+            log(f"writing the {format_name} files in {precision}")
+            export_format.write(job, folder)
         size = embedder.truncate_dim or description.embedding_dim
         vectors = {"embedding_dim": size, "normalized": description.normalize}
         facts = _describe(folder, description, format_name, precision, result, vectors)
@@ -168,18 +176,6 @@ def export_model(
         if server is not None:
             write_server_files(server, folder, description, size)
     return Exported(target, result, description, facts)
-
-
-def _default_precision(
-    format_name: FormatName, description: ModelDescription
-) -> WeightPrecision:
-    """Return float32; for safetensors the dtype of the model's file, so that nothing grows or is rounded."""
-    if format_name != "safetensors":
-        return "float32"
-    source = Path(description.source)
-    config = read_config(source, trust_remote_code=description.trust_remote_code)
-    name = str(file_dtype(config)).removeprefix("torch.")
-    return next((precision for precision in PRECISIONS if precision == name), "float32")
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
@@ -264,13 +260,6 @@ def _run_options(model: str, names: tuple[str, ...]) -> dict[str, Any]:
 # ---- writing and checking ------------------------------------------------------------------------------------------
 
 
-def _write(
-    export_format: ExportFormat, format_name: FormatName, job: ExportJob, folder: Path
-) -> None:
-    job.log(f"writing the {format_name} files in {job.precision}")
-    export_format.write(job, folder)
-
-
 def _write_and_check(
     export_format: ExportFormat,
     format_name: FormatName,
@@ -289,10 +278,6 @@ def _write_and_check(
     if format_name == "onnx" and "image" in description.modalities:
         images = images_to_compare(data)
     image_ND = embedder.encode(images)
-
-    def encode(texts: list[str], kind: Kind) -> np.ndarray:
-        return embedder.encode(texts, kind)
-
     texts: Texts = []
     scored = None
     if has_texts:
@@ -302,11 +287,14 @@ def _write_and_check(
         if scored is not None:
             num_texts += len(scored.queries) + len(scored.documents)
         job.log(f"encoding {num_texts:,d} texts with the model")
-        model_ND = encode_all(encode, texts)
+        model_ND = encode_all(embedder.encode, texts)
     normalize = description.similarity == "cosine"
-    ndcg_model = ndcg(encode, scored, normalize=normalize) if scored else None
-    _write(export_format, format_name, job, folder)
-    check = NO_TEXTS
+    ndcg_model = None
+    if scored is not None:
+        ndcg_model = ndcg(embedder.encode, scored, normalize=normalize)
+    job.log(f"writing the {format_name} files in {job.precision}")
+    export_format.write(job, folder)
+    check = Check("")
     if has_texts:
         reader = export_format.reader(folder)
         job.log(f"encoding the same texts with the export in {reader.runtime}")
@@ -363,7 +351,7 @@ def _describe(
         "format": format_name,
         "precision": precision,
         **(vectors or {}),
-        "check": None if check is None else check.to_dict(),
+        "check": None if check is None else asdict(check),
     }
     write_json(folder / EXPORT_FILE, facts)
     card = folder / "README.md"

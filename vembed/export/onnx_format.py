@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -32,11 +31,11 @@ from vembed.export.formats import (
 )
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder, to_item
+from vembed.models.embedding_model import pool
 from vembed.models.families.backbones import is_decoder_only
 from vembed.models.families.description import IMAGE_TOWER_FOLDER
 from vembed.models.families.family import Modality
 from vembed.models.families.model_files import read_object
-from vembed.models.modalities import pool, project, tower_features
 from vembed.models.processors import save_processors
 from vembed.models.towers import tower_module
 
@@ -52,9 +51,10 @@ text took nearly twice as long (6 layers of width 384)."""
 OPENVINO_BATCH_ROWS = 16
 MAX_FILE_BYTES = 1_800_000_000
 """Weights in one file. ONNX files end at 2 GiB; larger weights go into a file beside."""
+TRACED_LENGTH = 8
 TRACED_VOCAB_SIZE = 4
 """Token ids that any vocabulary has, for models whose config names no size: the graph does not depend on them."""
-INT8_IMAGE_OPERATORS = ("MatMul", "Gemm")
+INT8_IMAGE_OPERATORS = ["MatMul", "Gemm"]
 """onnxruntime has no convolution of int8 weights, so that patch embeddings stay as they are."""
 
 
@@ -72,9 +72,8 @@ class Graph(nn.Module):
     def __init__(self, embedder: Embedder) -> None:
         super().__init__()
         self.description = embedder.description
+        self.model: Any = embedder.model
         self.backbone: Any = embedder.backbone
-        self.pooling = embedder.pooling
-        self.head = embedder.head
         self.truncate_dim = embedder.truncate_dim
         traits = self.description.traits
         models: list[Any] = [self.backbone]
@@ -88,9 +87,9 @@ class Graph(nn.Module):
 
     def finish(self, features: Tensor) -> Tensor:
         """Map tower features [n, width] to [n, d] embeddings, as `Embedder.encode` returns them."""
-        vectors = project(self.description, self.backbone, self.modality, features)
-        if self.head is not None:
-            vectors = self.head(vectors)
+        vectors: Tensor = self.model.project(self.modality, features)
+        if self.model.head is not None:
+            vectors = self.model.head(vectors)
         vectors = vectors.float()
         # First the length, then the cut: the values of Embedder and Sentence Transformers.
         if self.description.normalize:
@@ -126,7 +125,7 @@ class TextGraph(Graph):
                 # on the batch.
                 arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
         hidden = model(**arguments).last_hidden_state
-        return pool(self.description.pooling, hidden, mask, module=self.pooling)
+        return pool(self.description.pooling, hidden, mask, module=self.model.pooling)
 
 
 class ImageGraph(Graph):
@@ -137,18 +136,8 @@ class ImageGraph(Graph):
     def forward(self, pixel_values: Tensor) -> Tensor:
         """Map [n, channels, height, width] pixels, as the image processor gives them, to [n, d] embeddings."""
         inputs = {PIXELS: pixel_values}
-        features = tower_features(
-            self.description, self.backbone, "image", inputs, pooling=self.pooling
-        )
-        return self.finish(features)
-
-
-def example_inputs(vocab_size: int, length: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return [2, 8] ids and mask for tracing, or of a fixed length. Sizes exceed 1, which tracing would take for a
-    constant."""
-    tokens = length or 8
-    ids = torch.arange(2 * tokens).remainder(max(vocab_size, 1)).view(2, tokens)
-    return ids, torch.ones_like(ids)
+        output = self.model.tower_output("image", inputs)
+        return self.finish(output.features)
 
 
 def _text_model(backbone: Any, traits: Any) -> Any:
@@ -159,97 +148,87 @@ def _text_model(backbone: Any, traits: Any) -> Any:
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
-def save_graph(
+def trace(
     graph: nn.Module,
     example: tuple[Tensor, ...],
     shapes: Mapping[str, Mapping[int, Any]],
     target: Path,
     output: str = OUTPUT,
 ) -> None:
-    """Trace a module and save it. `shapes`: the dimensions of each input that vary. `output`: name of its output."""
-    exporter = logging.getLogger("torch.onnx")
-    level_before = exporter.level
-    # It names every operator library that is not installed.
-    exporter.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")  # deprecations inside torch and onnxscript
-            program: Any = torch.onnx.export(
-                graph.eval(),
-                example,
-                dynamo=True,
-                input_names=list(shapes),
-                output_names=[output],
-                dynamic_shapes={name: dict(shape) for name, shape in shapes.items()},
-                verbose=False,
-            )
-            size = sum(weight.nbytes for weight in graph.parameters())
-            program.save(str(target), external_data=size > MAX_FILE_BYTES)
-    finally:
-        exporter.setLevel(level_before)
+    """Save a module as a float32 graph. `shapes`: the dimensions of each input that vary. `output`: name of its
+    output."""
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # deprecations inside torch and onnxscript
+        program: Any = torch.onnx.export(
+            graph.eval(),
+            example,
+            dynamo=True,
+            input_names=list(shapes),
+            output_names=[output],
+            dynamic_shapes={name: dict(shape) for name, shape in shapes.items()},
+            verbose=False,
+        )
+    size = sum(weight.nbytes for weight in graph.parameters())
+    program.save(str(target), external_data=size > MAX_FILE_BYTES)
 
 
-def write_in(
-    precision: WeightPrecision,
-    trace: Callable[[Path], None],
+def convert(
     target: Path,
-    int8_operators: Sequence[str] | None = None,
+    precision: WeightPrecision,
+    int8_operators: Sequence[str] | None,
 ) -> None:
-    """Write a graph in a precision. `trace` saves it in float32. `int8_operators`: those whose weights int8 takes;
-    None: all that onnxruntime's quantisation knows."""
-    if precision == "float32":
-        trace(target)
-        return
-    whole = target.with_name("whole.onnx")
-    trace(whole)
-    if precision == "int8":
-        _to_int8(whole, target, int8_operators)
-    else:
-        _to_float16(whole, target)
-    # Also whole.onnx.data, which large models have.
-    for path in target.parent.glob("whole.onnx*"):
-        path.unlink()
-
-
-def _to_int8(whole: Path, target: Path, operators: Sequence[str] | None) -> None:
-    """Quantise the weights of matrix products to int8. Activations are quantised as they are computed."""
+    """Rewrite a float32 graph in int8 or float16. `int8_operators`: those whose weights int8 takes; None: all that
+    onnxruntime's quantisation knows."""
+    import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    model = _without_shapes(whole)
-    root = logging.getLogger()
-    level_before = root.level
-    # A hint about pre-processing, which changes nothing here.
-    root.setLevel(logging.ERROR)
-    try:
+    model: Any = onnx.load(target)
+    for path in target.parent.glob(f"{target.name}*"):
+        path.unlink()  # also model.onnx.data, which large models have
+    # The shapes of inner values: of folded transposes they are those before folding, which the converters refuse. They
+    # infer all shapes anew.
+    del model.graph.value_info[:]
+    is_large = model.ByteSize() > MAX_FILE_BYTES
+    if precision == "int8":
+        # Weights of matrix products. Activations are quantised as they are computed.
         quantize_dynamic(
             model,
             target,
             weight_type=QuantType.QInt8,
             per_channel=True,
-            op_types_to_quantize=None if operators is None else list(operators),
-            use_external_data_format=model.ByteSize() > MAX_FILE_BYTES,
+            op_types_to_quantize=int8_operators,
+            use_external_data_format=is_large,
         )
+    else:
+        # Inputs and the output keep their types.
+        half = convert_float_to_float16(model, keep_io_types=True)
+        onnx.save(half, target, save_as_external_data=is_large)
+
+
+def write_graph(
+    graph: nn.Module,
+    example: tuple[Tensor, ...],
+    shapes: Mapping[str, Mapping[int, Any]],
+    target: Path,
+    precision: WeightPrecision,
+    *,
+    output: str = OUTPUT,
+    int8_operators: Sequence[str] | None = None,
+) -> None:
+    """Trace a module and save it in a precision."""
+    # They name every operator library that is not installed, and hint at pre-processing, which changes nothing here.
+    levels = {}
+    for name in ("torch.onnx", "root"):
+        levels[name] = logging.getLogger(name).level
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        trace(graph, example, shapes, target, output)
+        if precision != "float32":
+            convert(target, precision, int8_operators)
     finally:
-        root.setLevel(level_before)
-
-
-def _to_float16(whole: Path, target: Path) -> None:
-    """Store and compute in float16. Inputs and the output keep their types."""
-    import onnx
-    from onnxruntime.transformers.float16 import convert_float_to_float16
-
-    model: Any = convert_float_to_float16(_without_shapes(whole), keep_io_types=True)
-    onnx.save(model, target, save_as_external_data=model.ByteSize() > MAX_FILE_BYTES)
-
-
-def _without_shapes(path: Path) -> Any:
-    """Return a graph without the shapes of its inner values: of folded transposes they are those before folding, which
-    the converters refuse. They infer all shapes anew."""
-    import onnx
-
-    model: Any = onnx.load(path)
-    del model.graph.value_info[:]
-    return model
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def open_session(path: Path) -> Any:
@@ -313,11 +292,14 @@ class OnnxFormat(ExportFormat):
         if "text" in description.modalities:
             write_text_graph(job.embedder, job.precision, folder)
         if "image" in description.modalities:
-            write_in(
-                job.precision,
-                partial(_trace_images, job.embedder),
+            example = (image_inputs(job.embedder)[PIXELS].float(),)
+            write_graph(
+                ImageGraph(job.embedder),
+                example,
+                {PIXELS: {0: torch.export.Dim("batch")}},
                 folder / IMAGE_FILE,
-                INT8_IMAGE_OPERATORS,
+                job.precision,
+                int8_operators=INT8_IMAGE_OPERATORS,
             )
 
     def reader(self, folder: Path) -> ExportReader:
@@ -337,26 +319,30 @@ def write_text_graph(
         description.max_length,
         description.similarity,
     )
-    _text_model(embedder.backbone, description.traits).config.save_pretrained(folder)
+    model = _text_model(embedder.backbone, description.traits)
+    model.config.save_pretrained(folder)
     config = read_object(folder / "config.json") or {}
     # It names Python code that a graph does without, and that is not in this folder.
     if config.pop("auto_map", None):
         write_json(folder / "config.json", config)
-    write_in(precision, partial(_trace_texts, embedder), folder / ONNX_FILE)
-
-
-def _trace_texts(embedder: Embedder, target: Path) -> None:
-    traits = embedder.description.traits
-    length = embedder.description.max_length if traits.has_fixed_length else None
     # Dimensions that may vary; texts of fixed length have one only.
     shape = {0: torch.export.Dim("batch")}
-    if length is None:
+    length = description.max_length
+    if not description.traits.has_fixed_length:
         shape[1] = torch.export.Dim("tokens")
+        length = TRACED_LENGTH
     # A class of the user's own has a config without vocab_size.
-    config = _text_model(embedder.backbone, traits).config.get_text_config().to_dict()
-    example = example_inputs(int(config.get("vocab_size", TRACED_VOCAB_SIZE)), length)
-    shapes = dict.fromkeys(TEXT_INPUTS, shape)
-    save_graph(TextGraph(embedder), example, shapes, target)
+    text_config = model.config.get_text_config().to_dict()
+    vocab_size = int(text_config.get("vocab_size", TRACED_VOCAB_SIZE))
+    # Sizes of 1 would be taken for constants.
+    ids = torch.arange(2 * length).remainder(max(vocab_size, 1)).view(2, length)
+    write_graph(
+        TextGraph(embedder),
+        (ids, torch.ones_like(ids)),
+        dict.fromkeys(TEXT_INPUTS, shape),
+        folder / ONNX_FILE,
+        precision,
+    )
 
 
 class GraphReader(ABC):
@@ -493,12 +479,6 @@ def image_inputs(embedder: Embedder) -> Mapping[str, Tensor]:
         (to_item(image), "document") for image in made_images(2)
     ]
     return embedder.featuriser.collate(embedder.featuriser.features(items))
-
-
-def _trace_images(embedder: Embedder, target: Path) -> None:
-    example = (image_inputs(embedder)[PIXELS].float(),)
-    shapes = {PIXELS: {0: torch.export.Dim("batch")}}
-    save_graph(ImageGraph(embedder), example, shapes, target)
 
 
 def made_images(count: int) -> list[Image.Image]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 
 from vembed.data.examples import Item
 from vembed.data.features import Features
-from vembed.data.pair_features import Pair, PairFeaturiser
+from vembed.data.pair_features import PairFeaturiser
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData
 from vembed.export.check import texts_to_compare
@@ -27,14 +26,13 @@ from vembed.export.onnx_format import (
     batches_of,
     open_session,
     run_batches,
-    save_graph,
-    write_in,
+    write_graph,
 )
 from vembed.files import write_json
 from vembed.inference.reranker import Reranker, read_weights
+from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import read_object
-from vembed.models.modalities import SEGMENTS
 from vembed.models.processors import load_tokenizer, save_processors
 from vembed.saving.layout import write_reranker_layout
 
@@ -57,10 +55,6 @@ class ScoreCheck:
     rank_correlation: float
     """Spearman's, of the scores of all pairs."""
     tolerance: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
     def lines(self) -> list[str]:
         """Return what is printed and written into the card."""
@@ -155,7 +149,12 @@ def export_reranker(
             f"--format onnx: {model} answers yes or no to a question in a template, which runtimes of ONNX do not "
             "write; serve its folder with vLLM or `vembed serve`, or train with reranker_head: label"
         )
-    features = reranker.featuriser.features(pairs_to_compare(data, description))
+    # Pairs of the texts that other exports are compared by: queries and documents of the evaluation data.
+    of_kind: dict[str, list[Item]] = {"query": [], "document": []}
+    for text, kind in texts_to_compare(data, description.max_length):
+        of_kind[kind].append(Item(text=text))
+    pairs = list(zip(of_kind["query"], of_kind["document"], strict=False))
+    features = reranker.featuriser.features(pairs)
     if check:
         log(f"scoring {len(features):,d} pairs with the model")
         expected = reranker.scores_of(features)
@@ -172,20 +171,32 @@ def export_reranker(
         # Decoders look for the last token that is no padding.
         classifier.config.pad_token_id = load_tokenizer(description).pad_token_id
     classifier.config.save_pretrained(folder)
-    write_in(
-        precision,
-        partial(_trace, classifier, description, features),
+    # Two pairs of different lengths: sizes of 1 would be taken for constants.
+    inputs = padded_inputs(PairFeaturiser(description), features[:2])
+    names = [
+        name for name in ("input_ids", "attention_mask", SEGMENTS) if name in inputs
+    ]
+    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
+    write_graph(
+        PairGraph(classifier),
+        tuple(inputs[name] for name in names),
+        dict.fromkeys(names, shape),
         folder / ONNX_FILE,
+        precision,
+        output="logits",
     )
     if not check:
         return description, None
     exported = OnnxReranker(folder)
     log(f"scoring the same pairs with the export in {exported.runtime}")
-    result = compare_scores(
-        exported.runtime,
-        expected[:, 0],
-        exported.scores_of(features)[:, 0],
-        SCORE_TOLERANCE[precision] if tolerance is None else tolerance,
+    scores = exported.scores_of(features)[:, 0]
+    largest = float(np.abs(scores - expected[:, 0]).max())
+    result = ScoreCheck(
+        runtime=exported.runtime,
+        num_pairs=len(features),
+        largest_difference=largest / max(float(np.abs(expected).max()), 1.0),
+        rank_correlation=float(spearmanr(expected[:, 0], scores).statistic),
+        tolerance=SCORE_TOLERANCE[precision] if tolerance is None else tolerance,
     )
     # Written so that NaN is refused too.
     if not result.largest_difference <= result.tolerance:
@@ -194,44 +205,3 @@ def export_reranker(
             "(--tolerance allows more)"
         )
     return description, result
-
-
-def pairs_to_compare(
-    data: EvalData | None, description: ModelDescription
-) -> list[Pair]:
-    """Return pairs of the texts that other exports are compared by: queries and documents of the evaluation data."""
-    of_kind: dict[str, list[Item]] = {"query": [], "document": []}
-    for text, kind in texts_to_compare(data, description.max_length):
-        of_kind[kind].append(Item(text=text))
-    return list(zip(of_kind["query"], of_kind["document"], strict=False))
-
-
-def compare_scores(
-    runtime: str, expected: np.ndarray, scores: np.ndarray, tolerance: float
-) -> ScoreCheck:
-    """Return the comparison of [n] scores of the same pairs."""
-    scale = max(float(np.abs(expected).max()), 1.0)
-    return ScoreCheck(
-        runtime=runtime,
-        num_pairs=len(expected),
-        largest_difference=float(np.abs(scores - expected).max()) / scale,
-        rank_correlation=float(spearmanr(expected, scores).statistic),
-        tolerance=tolerance,
-    )
-
-
-def _trace(
-    classifier: Any,
-    description: ModelDescription,
-    features: Sequence[Features],
-    target: Path,
-) -> None:
-    # Two pairs of different lengths: sizes of 1 would be taken for constants.
-    inputs = padded_inputs(PairFeaturiser(description), features[:2])
-    names = [
-        name for name in ("input_ids", "attention_mask", SEGMENTS) if name in inputs
-    ]
-    shape = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
-    example = tuple(inputs[name] for name in names)
-    shapes = dict.fromkeys(names, shape)
-    save_graph(PairGraph(classifier), example, shapes, target, output="logits")

@@ -27,8 +27,8 @@ from vembed.errors import UserError
 from vembed.inference.encoding import default_budget, encode_items, first_dims
 from vembed.inference.quantization import Precision as VectorPrecision
 from vembed.inference.quantization import checked_ranges, quantized
-from vembed.models.embedding_model import load_embedder
-from vembed.models.hidden_states import HiddenStates
+from vembed.models.building import load_embedder
+from vembed.models.embedding_model import HiddenStates
 from vembed.models.precision import keep_copies, never_keep_copies
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.placement import precision_of_use
@@ -202,11 +202,10 @@ class Embedder:
         )
         limits = None if ranges is None else checked_ranges(ranges, finished.shape[1])
         vectors = quantized(finished, precision, limits)
-        result = vectors[0] if is_single else vectors
+        result: Any = vectors[0] if is_single else vectors
         if convert_to_tensor:
-            tensor: Any = torch.from_numpy(result).to(self.device)
-            return tensor  # type: ignore[no-any-return]
-        return result
+            result = torch.from_numpy(result).to(self.device)
+        return result  # type: ignore[no-any-return]
 
     def encode_query(
         self, inputs: Input | Sequence[Input], **options: Any
@@ -265,11 +264,9 @@ class Embedder:
             session=self.session,
             normalize=False,
         )
-        return (
-            flat.reshape(len(items), len(states.layers), states.width)
-            if items
-            else states.none()
-        )
+        if not items:
+            return states.none()
+        return flat.reshape(len(items), len(states.layers), states.width)
 
     def finish(
         self, full_ND: np.ndarray, truncate_dim: int | None, normalize: bool | None
@@ -279,12 +276,9 @@ class Embedder:
         if normalize is None:
             # Sentence Transformers normalises in a module of the model and truncates after it, without another
             # normalisation.
-            return first_dims(
-                first_dims(full_ND, full_ND.shape[1], self.description.normalize),
-                dim,
-                False,
-            )
-        return first_dims(full_ND, dim, normalize)
+            width = full_ND.shape[1]
+            full_ND = first_dims(full_ND, width, self.description.normalize)
+        return first_dims(full_ND, dim, bool(normalize))
 
     def similarity(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         """Return [n, m] similarities of embeddings [n, d] and [m, d] (or of single ones) by the model's measure:
@@ -296,21 +290,16 @@ class Embedder:
                 f"a has {first.shape[1]} dimensions and b has {second.shape[1]}; encode both with one model"
             )
         if self.description.similarity == "cosine":
-            first, second = (
-                first_dims(vectors, vectors.shape[1], True)
-                for vectors in (first, second)
-            )
+            first = first_dims(first, first.shape[1], True)
+            second = first_dims(second, second.shape[1], True)
         result: np.ndarray = first @ second.T
         return result
 
     def _checked(self, truncate_dim: int | None) -> int | None:
-        if (
-            truncate_dim is not None
-            and not 1 <= truncate_dim <= self.description.embedding_dim
-        ):
+        width = self.description.embedding_dim
+        if truncate_dim is not None and not 1 <= truncate_dim <= width:
             raise UserError(
-                f"truncate_dim is {truncate_dim}, and this model's embeddings have 1 to "
-                f"{self.description.embedding_dim} dimensions"
+                f"truncate_dim is {truncate_dim}, and this model's embeddings have 1 to {width} dimensions"
             )
         return truncate_dim
 
@@ -325,7 +314,7 @@ def _device(asked: str | torch.device | None) -> torch.device:
         raise UserError(
             f"device is {asked!r}; give cpu, cuda, or cuda:1 for the second GPU"
         ) from error
-    num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    num_gpus = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= num_gpus:
         raise UserError(
             f"device is {str(asked)!r}, and this machine shows {num_gpus} GPU(s); give cpu, or leave it out"
@@ -372,36 +361,33 @@ def to_item(input_: Input) -> Item:
     if isinstance(input_, Item):
         return input_
     if isinstance(input_, str):
-        return to_item({"text": input_})
-    if isinstance(input_, Image.Image | Path):
-        return Item(images=(_image_ref(input_),))
-    if isinstance(input_, Mapping):
-        unknown = sorted(set(input_) - {"text", "image", "images"})
-        if unknown or not input_:
-            raise UserError(
-                f"an input has the keys {', '.join(map(repr, input_))}; vembed knows text, image and images"
-            )
-        images: list[Any] = []
-        for key in ("image", "images"):
-            value = input_.get(key)
-            if value is not None:
-                images += value if isinstance(value, list | tuple) else [value]
-        text = input_.get("text")
-        if text is not None and not isinstance(text, str):
+        input_ = {"text": input_}
+    elif isinstance(input_, Image.Image | Path):
+        input_ = {"image": input_}
+    if not isinstance(input_, Mapping):
+        raise UserError(
+            f"an input is a {type(input_).__name__}; vembed encodes texts, images and {{text, image}} records"
+        )
+    if not input_ or set(input_) - {"text", "image", "images"}:
+        raise UserError(
+            f"an input has the keys {', '.join(map(repr, input_))}; vembed knows text, image and images"
+        )
+    images: list[Any] = []
+    for key in ("image", "images"):
+        value = input_.get(key)
+        if value is not None:
+            images += value if isinstance(value, list | tuple) else [value]
+    text = input_.get("text")
+    if text is None and not images:
+        raise UserError(f"an input has neither text nor image: {dict(input_)!r}")
+    if text is not None:
+        if not isinstance(text, str):
             raise UserError(
                 f"the text of an input is a {type(text).__name__}: {text!r}"
             )
-        if text is None and not images:
-            raise UserError(f"an input has neither text nor image: {dict(input_)!r}")
-        if text is not None and has_lone_surrogate(text):
+        if has_lone_surrogate(text):
             raise UserError(f"an input {LONE_SURROGATE}")
-        return Item(
-            text=text,
-            images=tuple(_image_ref(image) for image in images),
-        )
-    raise UserError(
-        f"an input is a {type(input_).__name__}; vembed encodes texts, images and {{text, image}} records"
-    )
+    return Item(text=text, images=tuple(map(_image_ref, images)))
 
 
 def _image_ref(image: Any) -> ImageRef:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from vembed.models.precision import holding_copies
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
+if TYPE_CHECKING:
+    from vembed.training.frozen import FrozenTowers
+
 CHUNK = 16_384
 """Inputs per process that are tokenized, batched and gathered together. Bounds token ids and gathered rows in
 memory."""
@@ -34,26 +37,6 @@ Take = Callable[[np.ndarray, np.ndarray], None]
 """Called with the numbers of some inputs and their embeddings, [n, D] float32 as the model gives them."""
 Between = Callable[[], None]
 """Called after each micro-batch, equally often on all ranks. An exception from it ends the encoding."""
-
-
-class KeptFeatures(Protocol):
-    """Cached features of modalities whose towers do not change."""
-
-    def encode(
-        self,
-        features: Sequence[Features],
-        budget: int,
-        max_rows: int | None,
-        between: Between | None,
-    ) -> Mapping[Modality, Tensor]:
-        """Return the tower features of the inputs, per modality. Collective."""
-        ...
-
-    def inputs(
-        self, modality_slice: ModalitySlice, tables: Mapping[Modality, Tensor]
-    ) -> tuple[Modality, dict[str, Tensor]]:
-        """Return the model's input for one modality slice of a micro-batch."""
-        ...
 
 
 def default_budget(device: torch.device | str) -> int:
@@ -108,7 +91,7 @@ def encode_chunks(
     session: Session | None = None,
     progress: Progress | None = None,
     between: Between | None = None,
-    kept: KeptFeatures | None = None,
+    kept: FrozenTowers | None = None,
 ) -> None:
     """Encode distinct inputs, and give the embeddings of each chunk to `take`, on every rank.
 
@@ -146,14 +129,15 @@ def encode_chunks(
     order = np.argsort(-lengths, kind="stable")
     size = CHUNK * world_size
     chunks = [order[start : start + size] for start in range(0, len(order), size)]
-    encoder = _RankEncoder(
+    encode_rank = partial(
+        _encode_rank,
         model,
         Feeder(featuriser, device),
-        budget_tokens or default_budget(device),
-        max_rows,
-        world_size,
-        between,
-        kept,
+        budget=budget_tokens or default_budget(device),
+        max_rows=max_rows,
+        world_size=world_size,
+        between=between,
+        kept=kept,
     )
     with (
         _evaluating(model),
@@ -167,7 +151,7 @@ def encode_chunks(
             features = waiting.result()
             if number + 1 < len(chunks):
                 waiting = ahead.submit(featurise, chunks[number + 1])
-            embeddings = encoder.encode(features, after)
+            embeddings = encode_rank(features, after=after)
             if world_size > 1:
                 # The rows arrive in rank order, and go on in the order of the chunk.
                 by_rank = [
@@ -189,18 +173,25 @@ def encode_features(
     *,
     world_size: int = 1,
     between: Between | None = None,
-    kept: KeptFeatures | None = None,
+    kept: FrozenTowers | None = None,
 ) -> np.ndarray:
     """Return [n, d] float32 embeddings of this rank's tokenized inputs, as the model gives them.
 
     With `world_size` > 1 it is collective: each rank passes inputs of its own, at least one rank has some, and all run
     equally many micro-batches.
     """
-    feeder = Feeder(featuriser, device)
-    budget = default_budget(device)
-    encoder = _RankEncoder(model, feeder, budget, None, world_size, between, kept)
     with _evaluating(model), holding_copies(model):
-        embeddings = encoder.encode(features, lambda _: between and between())
+        embeddings = _encode_rank(
+            model,
+            Feeder(featuriser, device),
+            features,
+            budget=default_budget(device),
+            max_rows=None,
+            world_size=world_size,
+            between=between,
+            kept=kept,
+            after=lambda _: between and between(),
+        )
     result: np.ndarray = embeddings.float().cpu().numpy()
     return result
 
@@ -233,52 +224,47 @@ def split_in_step(
     )
 
 
-@dataclass(frozen=True)
-class _RankEncoder:
-    """Encoder of one rank's inputs, in as many micro-batches per modality as every other rank."""
-
-    model: nn.Module
-    feeder: Feeder
-    budget: int
-    max_rows: int | None
-    world_size: int
-    between: Between | None
-    kept: KeptFeatures | None
-
-    def encode(
-        self, features: Sequence[Features], after: Callable[[int], object]
-    ) -> Tensor:
-        """Return [n, D] embeddings. `after` is called after each micro-batch with the number of its inputs."""
-        kept = self.kept
-        tables: Mapping[Modality, Tensor] = {}
-        if kept is not None:
-            tables = kept.encode(features, self.budget, self.max_rows, self.between)
-        rows_of: dict[Modality, list[int]] = {
-            modality: [] for modality in self.feeder.featuriser.modalities
-        }
-        for row, feature in enumerate(features):
-            rows_of[feature.modality].append(row)
-        splits = split_in_step(
-            features, rows_of, self.budget, self.max_rows, self.world_size
-        )
-        slices: list[ModalitySlice] = []
-        for modality, split in splits.items():
-            slices += [(modality, rows) for rows in split]
-        # Modalities with kept features need no pixels or token ids: their micro-batches are empty here.
-        micro_batches = [[each] if each[0] not in tables else [] for each in slices]
-        fed = self.feeder.feed(micro_batches, features)
-        result: Tensor | None = None
-        for (modality, rows), inputs in zip(slices, fed, strict=True):
-            if kept is not None and modality in tables:
-                inputs = [kept.inputs((modality, rows), tables)]  # noqa: PLW2901
-            (embeddings,) = self.model(inputs)
-            if result is None:
-                result = embeddings.new_empty(len(features), embeddings.shape[1])
-            if rows:  # otherwise a dummy: it was run only for its collectives
-                result[row_index(rows, embeddings.device)] = embeddings
-            after(len(rows))
-        assert result is not None, "at least one input of one rank, so one micro-batch"
-        return result
+def _encode_rank(
+    model: nn.Module,
+    feeder: Feeder,
+    features: Sequence[Features],
+    *,
+    budget: int,
+    max_rows: int | None,
+    world_size: int,
+    between: Between | None,
+    kept: FrozenTowers | None,
+    after: Callable[[int], object],
+) -> Tensor:
+    """Return [n, D] embeddings of this rank's inputs, in as many micro-batches per modality as every other rank runs.
+    `after` is called after each with the number of its inputs."""
+    tables: Mapping[Modality, Tensor] = {}
+    if kept is not None:
+        tables = kept.encode(features, budget, max_rows, between)
+    rows_of: dict[Modality, list[int]] = {
+        modality: [] for modality in feeder.featuriser.modalities
+    }
+    for row, feature in enumerate(features):
+        rows_of[feature.modality].append(row)
+    splits = split_in_step(features, rows_of, budget, max_rows, world_size)
+    slices: list[ModalitySlice] = []
+    for modality, split in splits.items():
+        slices += [(modality, rows) for rows in split]
+    # Modalities with kept features need no pixels or token ids: their micro-batches are empty here.
+    micro_batches = [[each] if each[0] not in tables else [] for each in slices]
+    fed = feeder.feed(micro_batches, features)
+    result: Tensor | None = None
+    for (modality, rows), inputs in zip(slices, fed, strict=True):
+        if kept is not None and modality in tables:
+            inputs = [kept.inputs((modality, rows), tables)]  # noqa: PLW2901
+        (embeddings,) = model(inputs)
+        if result is None:
+            result = embeddings.new_empty(len(features), embeddings.shape[1])
+        if rows:  # otherwise a dummy: it was run only for its collectives
+            result[row_index(rows, embeddings.device)] = embeddings
+        after(len(rows))
+    assert result is not None, "at least one input of one rank, so one micro-batch"
+    return result
 
 
 @contextmanager

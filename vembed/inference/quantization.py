@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from vembed.errors import UserError
 
 Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
-PRECISIONS: tuple[Precision, ...] = ("float32", "int8", "uint8", "binary", "ubinary")
 
 
 def ranges_of(vectors_ND: np.ndarray) -> np.ndarray:
@@ -49,21 +48,27 @@ def quantized(
     """Return the vectors in a precision. int8 and uint8 take the range of each coordinate from `ranges_2D`, and values
     beyond it are cut off; without, from these vectors. binary and ubinary keep one bit per coordinate, eight in a
     byte."""
-    if precision not in PRECISIONS:
+    if precision not in get_args(Precision):
         raise UserError(
-            f"precision is {precision!r}; give one of {', '.join(PRECISIONS)}"
+            f"precision is {precision!r}; give one of {', '.join(get_args(Precision))}"
         )
     if precision == "float32":
         return vectors_ND
     if precision in ("binary", "ubinary"):
-        # Signed bytes are shifted by 128, as in Sentence Transformers; by way of int16, since uint8 has no negative
-        # numbers.
-        packed: np.ndarray = np.packbits(vectors_ND > 0, axis=1)
-        return (
-            packed
-            if precision == "ubinary"
-            else (packed.astype(np.int16) - 128).astype(np.int8)
-        )
+        levels: np.ndarray = np.packbits(vectors_ND > 0, axis=1)
+    else:
+        levels = _levels(vectors_ND, precision, ranges_2D)
+    if precision in ("ubinary", "uint8"):
+        return levels
+    # Signed bytes are shifted by 128, as in Sentence Transformers; by way of int16, since uint8 has no negative
+    # numbers.
+    return (levels.astype(np.int16) - 128).astype(np.int8)
+
+
+def _levels(
+    vectors_ND: np.ndarray, precision: Precision, ranges_2D: np.ndarray | None
+) -> np.ndarray:
+    """Return the level of each coordinate in its range, 0 to 255."""
     if ranges_2D is None and len(vectors_ND) < 2:
         raise UserError(
             f"precision is {precision!r} for {len(vectors_ND)} vector(s): the range of each coordinate comes from the "
@@ -73,8 +78,4 @@ def quantized(
     # 256 levels. A constant coordinate becomes 0 instead of 0 / 0; astype cuts off as Sentence Transformers does.
     steps = np.where(high > low, (high - low) / 255, 1)
     levels: np.ndarray = np.clip((vectors_ND - low) / steps, 0, 255).astype(np.uint8)
-    return (
-        levels
-        if precision == "uint8"
-        else (levels.astype(np.int16) - 128).astype(np.int8)
-    )
+    return levels

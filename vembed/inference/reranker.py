@@ -17,10 +17,10 @@ from vembed.data.pair_features import Pair, PairFeaturiser
 from vembed.errors import UserError
 from vembed.inference.embedder import Input, to_item
 from vembed.inference.encoding import encode_features
-from vembed.models.embedding_model import build_model
+from vembed.models.building import build_model
 from vembed.models.families.backbones import quiet_transformers
 from vembed.models.families.description import describe
-from vembed.models.families.model_files import check_attention, check_whole_weights
+from vembed.models.families.model_files import check_config, check_whole_weights
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.saving.checksums import check_weights
@@ -156,7 +156,7 @@ def read_weights(
     """Return a model of an Auto class, from safetensors alone: reading pickled weights would run their code."""
     check_whole_weights(folder)
     check_weights(folder)
-    check_attention(folder, trust_remote_code=trust_remote_code)
+    check_config(folder, trust_remote_code=trust_remote_code)
     with quiet_transformers():
         return kind.from_pretrained(
             folder,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from vembed.errors import UserError
+from vembed.losses.similarity import PAIRS_AT_ONCE, chunks
 
 if TYPE_CHECKING:
     from vembed.losses.listed import ListedPairs
 
-PAIRS_AT_ONCE = 4096
 INDEX_FIELDS = (
     "content",
     "query",
@@ -54,7 +54,7 @@ class TeacherVectors:
     """
 
     vectors: Tensor
-    """[V, E] float32 or float64, of length 1. A row of zeros stands for an input that the teacher does not know."""
+    """[V, E] float32 or float64, of length 1. A vector of zeros stands for an input that the teacher does not know."""
     query: Tensor
     """[R] index of each row's query in `vectors`."""
     positive: Tensor
@@ -68,12 +68,10 @@ class TeacherVectors:
 
     def scores_of(self, pairs: ListedPairs) -> Tensor:
         """Return [1, n + P] scores."""
-        left = torch.cat((self.query[pairs.rows], self.query[pairs.negative_rows]))
-        right = torch.cat((self.positive[pairs.rows], self.negative[pairs.negatives]))
+        left, right = pairs.sides(self)
         scores = self.vectors.new_empty(1, left.numel())
         # In chunks, so that the gathered vectors [n + P, E] never exist at once.
-        for start in range(0, left.numel(), PAIRS_AT_ONCE):
-            chunk = slice(start, start + PAIRS_AT_ONCE)
+        for chunk in chunks(left.numel(), PAIRS_AT_ONCE):
             products = self.vectors[left[chunk]] * self.vectors[right[chunk]]
             scores[0, chunk] = products.sum(1)
         return scores
@@ -138,10 +136,10 @@ class LossBatch:
     number: int = 0
     """Number of the batch in the run: random draws of a loss depend on it and on nothing else."""
     holds_scores: bool = False
-    """True: of a reranker. A row of `embeddings` [U, 1] is the score of a pair, to which both query and positive point,
-    and so does a hard negative with the query of its example."""
+    """True: of a reranker. Each of the `embeddings` [U, 1] is the score of a pair, to which both query and positive
+    point, and so does a hard negative with the query of its example."""
     starts: Tensor | None = None
-    """[U + 1] where the rows of each input begin in `embeddings`, and T. None where each has one."""
+    """[U + 1] where the vectors of each input begin in `embeddings`, and T. None where each has one."""
     host_indices: Mapping[str, Tensor] | None = None
     """The integer fields on the host, by name, where the batch is on a GPU: to read them there would wait for it."""
 
@@ -166,9 +164,9 @@ class LossBatch:
         return int(self.query.numel())
 
     @property
-    def num_rank_rows(self) -> int:
-        """Number of rows in `rank_rows`."""
-        return int(self.rank_rows.stop - self.rank_rows.start)
+    def num_occurrences(self) -> int:
+        """Number of occurrences 2 R + H."""
+        return 2 * self.num_rows + self.negative.numel()
 
     def occurrences(self) -> Tensor:
         """Return [2 R + H] the index of each query, positive and hard negative in `embeddings`."""
@@ -184,10 +182,6 @@ class LossBatch:
         return torch.cat(
             (queries[rows], positives[rows], negatives[self.rank_negatives])
         )
-
-    def all_negatives(self) -> Tensor:
-        """Return [H] the indices 0 .. H - 1 of all hard negatives."""
-        return torch.arange(self.negative.numel(), device=self.negative.device)
 
     def parts_of_negatives(self) -> Tensor:
         """Return [H, 1 or 2] indices of the embeddings that each hard negative is made of."""

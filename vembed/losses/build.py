@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,35 +17,16 @@ from vembed.losses.declaration import StartValues
 from vembed.losses.similarity import (
     Similarity,
     arithmetic_dtype,
+    pair_scores,
     with_known_gradients,
 )
 from vembed.losses.stored_vectors import StoredVectors
 from vembed.losses.tiles import Tiling
 
+if TYPE_CHECKING:
+    from vembed.losses.listed import ListedPairs
+
 log = logging.getLogger("vembed")
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Similarity function and Matryoshka sizes of a run."""
-
-    cosine: bool = True
-    dims: tuple[int, ...] = ()
-    """Matryoshka sizes in the order of the config. Empty without Matryoshka."""
-    weights: tuple[float, ...] | None = None
-    """Weight of each size. None: 1 for each."""
-
-    def similarity(self, embedding_dim: int) -> Similarity:
-        """Return the similarity of embeddings. Without Matryoshka at the full size alone."""
-        if self.dims and max(self.dims) > embedding_dim:
-            raise ValueError(
-                f"Matryoshka sizes {self.dims} for embeddings of size {embedding_dim}"
-            )
-        dims = self.dims or (embedding_dim,)
-        weights: Sequence[float] = [1.0] * len(dims)
-        if self.dims and self.weights:
-            weights = self.weights
-        return Similarity.at(dims, weights, cosine=self.cosine)
 
 
 class TermLoss(EmbeddingLoss):
@@ -56,7 +38,7 @@ class TermLoss(EmbeddingLoss):
     def __init__(
         self,
         term: Term,
-        sizes: Sizes | None = None,
+        similarity: Similarity | None = None,
         start: StartValues | None = None,
     ) -> None:
         super().__init__()
@@ -64,7 +46,8 @@ class TermLoss(EmbeddingLoss):
         self.declared = term.loss
         self.teacher = term.teacher
         self.guide = term.guide
-        self.sizes = sizes or Sizes()
+        self.configured = similarity or Similarity()
+        """Similarity of the run. Without Matryoshka it names no size: see `similarity`."""
         self.seed = start.seed
         for name, value in term.loss.start_values(start).items():
             self.register_parameter(name, nn.Parameter(value))
@@ -75,7 +58,27 @@ class TermLoss(EmbeddingLoss):
 
     def similarity(self, embeddings: Tensor) -> Similarity:
         """Return the similarity at all sizes, for embeddings [U, D]."""
-        return self.sizes.similarity(embeddings.shape[1])
+        return self.configured.of_size(embeddings.shape[1])
+
+    def scores(self, batch: LossBatch, pairs: ListedPairs) -> Tensor:
+        """Return [K, n + P] the scores of listed pairs: similarities, or a reranker's own. Differentiable once."""
+        if batch.holds_scores:
+            scored = torch.cat(
+                (batch.positive[pairs.rows], batch.negative[pairs.negatives])
+            )
+            return batch.embeddings[scored, 0][None]
+        # One call for all pairs, so that their gradients are accumulated once.
+        left, right = pairs.sides(batch)
+        return pair_scores(
+            batch.embeddings, left, right, self.similarity(batch.embeddings)
+        )
+
+    def mean(self, losses: Tensor, num: int) -> Tensor:
+        """Return this rank's share of a mean over `num` terms of all ranks, for those of this rank [K, M].
+
+        Losses of several sizes are added with the weights of the sizes.
+        """
+        return self.configured.total(losses.sum(1)) / max(1, num)
 
     def parameter(self, name: str, embeddings: Tensor) -> Tensor:
         """Return a learned parameter on the device and in the dtype of the scores."""
@@ -124,16 +127,10 @@ class WeightedLosses(EmbeddingLoss):
         # One new leaf for all terms: `autograd.grad` frees a term's graph before the
         # next term begins.
         leaf = batch.embeddings.detach().to(arithmetic_dtype(batch.embeddings))
-        leaf.requires_grad_(batch.embeddings.requires_grad)
-        leaves: list[Tensor] = []
-        inputs: list[Tensor] = []
-        if torch.is_grad_enabled():
-            learned = [value for value in self.parameters() if value.requires_grad]
-            leaves += learned
-            inputs += learned
-            if leaf.requires_grad:
-                leaves.append(leaf)
-                inputs.append(batch.embeddings)
+        leaf.requires_grad_()
+        learned = [value for value in self.parameters() if value.requires_grad]
+        leaves = [*learned, leaf]
+        inputs = [*learned, batch.embeddings]
         gradients = [torch.zeros_like(tensor) for tensor in leaves]
         total = leaf.new_zeros(())
         for name, weight, term in zip(
@@ -195,40 +192,40 @@ def build_loss(
     `temperature`. `embedding_dim`, `teacher_dims`: sizes of the embeddings and of each
     teacher's vectors, for `loss: embedding`.
     """
-    cosine = config.objective.similarity == "cosine"
-    sizes = Sizes(cosine)
+    similarity = Similarity(config.objective.similarity == "cosine")
     if config.matryoshka.mrl_dims is not None:
-        dims = tuple(mrl_dims)
+        dims = mrl_dims
         if config.matryoshka.mrl_dims != "auto":
-            dims = tuple(config.matryoshka.mrl_dims)
+            dims = config.matryoshka.mrl_dims
         assert dims, "mrl_dims: auto needs the sizes of the model"
-        weights = config.matryoshka.mrl_weights
-        sizes = Sizes(cosine, dims, tuple(weights) if weights else None)
-    start = StartValues(
-        start_scale, start_bias, embedding_dim, None, seed=config.run.seed
-    )
-    model_temperature = None if start_scale is None else 1.0 / start_scale
-    terms = source_terms(
+        weights = config.matryoshka.mrl_weights or [1.0] * len(dims)
+        similarity = Similarity.at(dims, weights, cosine=similarity.cosine)
+    start = StartValues(start_scale, start_bias, embedding_dim, seed=config.run.seed)
+    terms_by_source = source_terms(
         config.objective,
         config.data,
         config.model.model_name,
-        model_temperature,
+        None if start_scale is None else 1.0 / start_scale,
         is_reranker=config.model.task == "rerank",
     )
+    # The number of the first source of each source's task.
     numbers = task_numbers(config.data) if has_tasks(config.data) else [0]
-    tasks: dict[int, EmbeddingLoss] = {}
+    by_task: dict[int, EmbeddingLoss] = {}
     for number in sorted(set(numbers)):
-        tasks[number] = _sum(terms[number], sizes, start, teacher_dims or {})
-    loss = tasks[0]
+        terms = terms_by_source[number]
+        by_task[number] = _loss_of_terms(terms, similarity, start, teacher_dims or {})
+    loss = by_task[0]
     if has_tasks(config.data):
-        loss = LossBySource([tasks[number] for number in numbers])
+        loss = LossBySource([by_task[number] for number in numbers])
     form = config.objective.quantize_embeddings
-    return loss if form is None else StoredVectors(loss, form, cosine=cosine)
+    if form is None:
+        return loss
+    return StoredVectors(loss, form, cosine=similarity.cosine)
 
 
-def _sum(
+def _loss_of_terms(
     terms: Sequence[Term],
-    sizes: Sizes,
+    similarity: Similarity,
     start: StartValues,
     teacher_dims: Mapping[str, int],
 ) -> EmbeddingLoss:
@@ -243,7 +240,7 @@ def _sum(
         labels.append(label)
         teacher_dim = teacher_dims.get(str(term.teacher))
         term_start = replace(_term_start(term, start), teacher_dim=teacher_dim)
-        losses.append(TermLoss(term, sizes, term_start))
+        losses.append(TermLoss(term, similarity, term_start))
     if len(terms) == 1 and terms[0].is_alone:
         return losses[0]
     return WeightedLosses(labels, [term.weight for term in terms], losses)
@@ -264,11 +261,11 @@ def _term_start(term: Term, start: StartValues) -> StartValues:
         return start
     value = term.temperature
     reason = "as given" if is_given else "default"
-    if start.scale is not None:
+    if start.scale is not None and is_given:
         trained = f"{1 / start.scale:.3g}, with which this model was trained"
         reason = f"as given, not at {trained}"
-        if not is_given:
-            value = 1 / start.scale
-            reason = "with which this model was trained"
+    elif start.scale is not None:
+        value = 1 / start.scale
+        reason = "with which this model was trained"
     log.info("%s: learned, starting at %.3g (%s)", label, value, reason)
     return replace(start, scale=None) if is_given else start

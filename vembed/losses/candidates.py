@@ -169,39 +169,40 @@ def find_candidates(
     num_rows = batch.num_rows
     rank_rows = batch.rank_rows
     # Which hard negatives are columns. All rows are.
-    negatives = batch.all_negatives()
-    explicit_row = negatives[:0]
-    explicit_negatives = negatives[:0]
-    explicit_place = negatives[:0]
+    num_negatives = batch.negative.numel()
+    no_pair = batch.negative[:0]
+    explicit_row = no_pair
+    explicit_negatives = no_pair
+    explicit_place = no_pair
     if options.hard_negatives_scope == "own":
         explicit_row, negative = example_negatives(batch, rank_rows)
         # Each hard negative has one entry, however many rows it meets.
         explicit_negatives, explicit_place = torch.unique(negative, return_inverse=True)
-        negatives = negatives[:0]
+        num_negatives = 0
     # Queries of other rows are needed only as columns.
     has_query_columns = query_query or both_directions
     query_rows = slice(0, num_rows) if has_query_columns else rank_rows
 
     # The table.
     every_row = torch.arange(num_rows, device=batch.query.device)
+    every_negative = torch.arange(num_negatives, device=batch.query.device)
     occurrence = torch.cat(
         (
-            2 * num_rows + negatives,
+            2 * num_rows + every_negative,
             num_rows + every_row,
             every_row[query_rows],
             2 * num_rows + explicit_negatives,
         )
     )
-    first_positive = negatives.numel()
-    first_query = first_positive + num_rows
+    first_query = num_negatives + num_rows
     first_explicit = first_query + query_rows.stop - query_rows.start
     documents = slice(0, first_query)
     queries = slice(first_query, first_explicit)
-    row_positives = shifted(rank_rows, first_positive)
+    row_positives = shifted(rank_rows, num_negatives)
     row_queries = shifted(rank_rows, first_query - query_rows.start)
 
-    content = _ranks(batch.content)
-    row_keys = _content_sets(batch)
+    content = ranks(batch.content)
+    row_keys = _content_sets(batch, content)
     query_keys = content[batch.query]
     positive_keys = content[batch.positive]
     negative_keys = content[batch.parts_of_negatives()]
@@ -210,7 +211,7 @@ def find_candidates(
     num_slots = negative_keys.shape[1]
     document_keys = torch.cat(
         (
-            negative_keys[negatives],
+            negative_keys[:num_negatives],
             positive_keys[:, None].expand(-1, num_slots),
         )
     )
@@ -283,27 +284,25 @@ def example_negatives(batch: LossBatch, rows: slice) -> tuple[Tensor, Tensor]:
     Rows count from the start of `rows`, ascending. Pairs are dropped whose negative has the content of the row's query
     or of one of its example's positives.
     """
-    negatives = batch.all_negatives()
-    row, place = join_equal(batch.example[rows], batch.negative_example[negatives])
-    negative = negatives[place]
+    row, negative = join_equal(batch.example[rows], batch.negative_example)
     if not row.numel():
         return row, negative
-    row_keys = _content_sets(batch)[rows][row]  # [P, S]
-    negative_keys = _ranks(batch.content)[batch.parts_of_negatives()[negative]]
+    content = ranks(batch.content)
+    row_keys = _content_sets(batch, content)[rows][row]  # [P, S]
+    negative_keys = content[batch.parts_of_negatives()[negative]]
     # [P, S, 1 or 2]: every key of the row against every key of the negative.
     differs = (row_keys[:, :, None] != negative_keys[:, None]).flatten(1).all(1)
     return row[differs], negative[differs]
 
 
-def _ranks(values: Tensor) -> Tensor:
-    """Return each value's rank among the sorted distinct values, as int32."""
-    ranks: Tensor = torch.unique(values, return_inverse=True)[1]
-    return ranks.to(torch.int32)
+def ranks(values: Tensor) -> Tensor:
+    """Return each value's rank among the sorted distinct values, as int32: a key that takes half the memory."""
+    inverse: Tensor = torch.unique(values, return_inverse=True)[1]
+    return inverse.int()
 
 
-def _content_sets(batch: LossBatch) -> Tensor:
-    """Return [R, S] int32 contents, as ranks, of each row's query and of its example's positives."""
-    content = _ranks(batch.content)
+def _content_sets(batch: LossBatch, content: Tensor) -> Tensor:
+    """Return [R, S] the `content` of each row's query and of its example's positives."""
     positive = content[batch.positive]
     example, size = torch.unique(
         batch.example, return_inverse=True, return_counts=True

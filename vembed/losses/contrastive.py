@@ -155,7 +155,7 @@ class InfoNCE(GuidedLoss, Temperature):
             return self._share_of_lists(batch, term)
         if self.mix_negatives:
             batch = with_mixtures(
-                batch, term.seed, self.mix_negatives, cosine=term.sizes.cosine
+                batch, term.seed, self.mix_negatives, cosine=term.configured.cosine
             )
         scale = term.scale(batch.embeddings)
         stretch = None
@@ -168,16 +168,13 @@ class InfoNCE(GuidedLoss, Temperature):
 
     def _share_of_lists(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """Return the share of a reranker, whose candidates are the hard negatives of the row's example."""
-        from vembed.losses.listed import ListedPairs, grouped_log_softmax
+        from vembed.losses.listed import ListedPairs
 
         pairs = ListedPairs.of_rank(batch)
-        similarity = term.similarity(batch.embeddings)
-        scores = pairs.model_scores(batch, similarity)  # [K, n + P]
-        logits = scores * term.scale(batch.embeddings)
-        log_softmax = grouped_log_softmax(logits, pairs.groups, pairs.num_groups)
+        logits = term.scores(batch, pairs) * term.scale(batch.embeddings)
         # The positive pair of each row comes first, one for each group.
-        losses = -log_softmax[:, : pairs.num_groups].sum(1)
-        return similarity.total(losses) / max(1, batch.num_rows)
+        positives = pairs.log_softmax(logits)[:, : pairs.num_groups]
+        return -term.mean(positives, batch.num_rows)
 
 
 class Circle(GuidedLoss):
@@ -296,9 +293,7 @@ class Triplet(Loss):
         """See Loss."""
         from vembed.losses.listed import ListedPairs
 
-        similarity = term.similarity(batch.embeddings)
         pairs = ListedPairs.of_rank(batch)
-        margins = pairs.margins(pairs.model_scores(batch, similarity))  # [K, P]
+        margins = pairs.margins(term.scores(batch, pairs))  # [K, P]
         margin = 0.2 if self.margin is None else self.margin
-        losses = (margin - margins).relu().sum(1)
-        return similarity.total(losses) / max(1, pairs.num_negative_pairs)
+        return term.mean((margin - margins).relu(), pairs.num_negative_pairs)

@@ -28,6 +28,8 @@ LOWEST_TEMPERATURE = 0.005
 """Lower limit of a learned temperature."""
 HIGHEST_TEMPERATURE = 1.0
 """Upper limit of a learned temperature."""
+SCORES = "scores"
+"""Name of the teacher whose scores are in the data."""
 
 Records = Literal["matches", "scores", "pairs", "texts"]
 """matches: every pair of a record is a match; scored sentence pairs are refused.
@@ -100,8 +102,8 @@ class Loss(Immutable):
         """Return whether the temperature is a learned parameter."""
         return bool(getattr(self, "learn_temperature", False))
 
-    def refusal(self, sizes: Sequence[int]) -> tuple[tuple[str, ...], str] | None:
-        """Return the options that contradict each other, and a sentence; or None.
+    def refusal(self, sizes: Sequence[int]) -> str | None:
+        """Return a sentence that names options which contradict each other; or None.
 
         `sizes`: the Matryoshka sizes that the config names.
         """

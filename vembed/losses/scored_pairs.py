@@ -40,8 +40,7 @@ class CoSENT(Temperature):
         """See Loss."""
         import torch
 
-        similarity = term.similarity(batch.embeddings)
-        scores = self.pair_scores(batch, similarity)
+        scores = self.pair_scores(batch, term.similarity(batch.embeddings))
         labels, order = torch.sort(batch.required_scores(self.name).to(scores.device))
         logits = scores[:, order] * term.scale(batch.embeddings)  # [K, N]
         # Number of rows with a strictly lower label: ties compare with nothing.
@@ -51,8 +50,9 @@ class CoSENT(Temperature):
         # The zero column is the "1 +" of the formula. [K, 1 + rows with lower ones]
         zero_column = logits.new_zeros(len(logits), 1)
         terms = torch.cat((zero_column, below - logits[:, has_lower]), dim=1)
-        share = batch.num_rank_rows / max(1, batch.num_rows)
-        return similarity.total(terms.logsumexp(dim=1)) * share
+        num_rank_rows = batch.rank_rows.stop - batch.rank_rows.start
+        share: float = num_rank_rows / max(1, batch.num_rows)
+        return term.configured.total(terms.logsumexp(dim=1)) * share
 
     def pair_scores(self, batch: LossBatch, similarity: Similarity) -> Tensor:
         """Return [K, N] the similarities of all pairs at all sizes."""
@@ -73,14 +73,13 @@ class Angle(CoSENT):
     name = "angle"
     summary = "the order of the scores, by the angle in the complex plane (AnglE)"
 
-    def refusal(self, sizes: Sequence[int]) -> tuple[tuple[str, ...], str] | None:
+    def refusal(self, sizes: Sequence[int]) -> str | None:
         """See Loss."""
         for size in sizes:
             if size % 2:
                 return (
-                    ("loss", "losses", "mrl_dims"),
                     "loss: angle reads halves of a vector as real and imaginary parts, and mrl_dims has "
-                    f"{size:,d}: give even sizes",
+                    f"{size:,d}: give even sizes"
                 )
         return None
 
@@ -138,5 +137,4 @@ class Cosine(Loss):
         left = batch.query[rank_rows]
         right = batch.positive[rank_rows]
         scores = pair_scores(embeddings, left, right, similarity)  # [K, n]
-        errors = (scores - labels).square().sum(1)
-        return similarity.total(errors) / max(1, batch.num_rows)
+        return term.mean((scores - labels).square(), batch.num_rows)

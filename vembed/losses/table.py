@@ -12,9 +12,17 @@ from pydantic.fields import FieldInfo
 
 from vembed.losses.contrastive import Circle, InfoNCE, Sigmoid, Triplet
 from vembed.losses.declaration import Loss
-from vembed.losses.lists import BCE, MSE, Lambda
+from vembed.losses.listwise import (
+    BCE,
+    KL,
+    MSE,
+    Lambda,
+    Listwise,
+    MarginMSE,
+    RankNet,
+    ScoreMSE,
+)
 from vembed.losses.scored_pairs import Angle, CoSENT, Cosine
-from vembed.losses.teacher_scores import KL, Listwise, MarginMSE, RankNet, ScoreMSE
 from vembed.losses.vectors import (
     Anchor,
     Embedding,
@@ -82,6 +90,16 @@ def loss_options() -> dict[str, FieldInfo]:
     for loss in LOSSES.values():
         options |= loss.model_fields
     return options
+
+
+ENTRY_OPTIONS = (
+    "guide_margin",
+    "hardness_alpha",
+    "focal_gamma",
+    "mix_negatives",
+    "distill_candidates",
+)
+"""Options of losses that only entries of `losses` have, since few runs set them."""
 
 
 def read_options(name: str) -> set[str]:

@@ -1,6 +1,7 @@
 """Loss and gradient over a score matrix that never exists as a whole.
 
-The matrix has this rank's rows against all candidates. It is cut into row blocks, and each block into tiles of columns:
+A row is a (query, positive) pair of the batch. The matrix has this rank's rows against all candidates. It is cut into
+row blocks, and each block into tiles of columns:
 
                        columns (documents, queries)
             +---------+---------+---------+------
@@ -23,7 +24,9 @@ Where a score's derivative does not depend on the others of its row (`Scoring.is
 differentiated immediately after it is scored, and all tiles share one buffer.
 
 Who does what: `candidates.py` says which scores count. The similarity's table computes them and turns their derivatives
-into the gradient of the embeddings. The row losses add them up. This module brings the three together.
+into the gradient of the embeddings. The row losses (`row_losses.py`) add them up. This module brings the three together.
+Vectors are named by their entry in the table of candidates. Shapes: K sizes, n rows of a block, t columns of a tile,
+P explicit pairs of a block.
 """
 
 from __future__ import annotations
@@ -137,11 +140,11 @@ class _TeacherTable:
     """A teacher's vectors by their entry in the candidates' table."""
 
     def __init__(
-        self, teacher: TeacherVectors, occurrence: Tensor, like: Tensor
+        self, teacher: TeacherVectors, candidates: LossCandidates, like: Tensor
     ) -> None:
         """`like`: has the device and dtype of the scores."""
         self.vectors = teacher.vectors.to(like.device, like.dtype)
-        self.index = teacher.occurrences()[occurrence]
+        self.index = teacher.occurrences()[candidates.occurrence]
 
     def at(self, entries: slice | Tensor) -> Tensor:
         """Return [n, E] vectors."""
@@ -160,8 +163,6 @@ class _Tile:
     columns: slice
     """Entries of the columns."""
     direction: int
-    excluded: list[ExcludedScores]
-    """Scores that do not count at any size."""
     logits: Tensor
     """[K, n, t]"""
     target: Tensor | None
@@ -172,20 +173,14 @@ class _Tile:
 class _ScoredPairs:
     """The P explicit pairs of a row block."""
 
-    row: Tensor
-    """[P] counted from the block's first row."""
-    row_entry: Tensor
+    left: Tensor
     """[P] entry of the row's query or positive."""
-    negative_entry: Tensor
+    right: Tensor
     """[P] entry of the hard negative."""
     scores: Tensor
     """[K, P]"""
-    target: Tensor | None
-    """[P] the teacher's scores."""
-
-    def logits(self, k: int, scale: Tensor) -> CandidateLogits:
-        """Return what the row losses of size k read of them."""
-        return CandidateLogits(self.scores[k] * scale, self.target, row=self.row)
+    by_size: list[CandidateLogits]
+    """What the row losses of each size read of them: logits [P]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +199,6 @@ class _RowBlock:
     """[K, n] logits above which candidates are left out."""
     guide_ceilings: Tensor | None
     """[n] scores of the guide above which candidates are left out."""
-    explicit: list[_ScoredPairs]
 
 
 class _ScorePass:
@@ -234,11 +228,10 @@ class _ScorePass:
         self.guide: _TeacherTable | None = None
         if scoring.guide is not None:
             vectors = scoring.guide.vectors
-            self.guide = _TeacherTable(vectors, candidates.occurrence, self.scale)
+            self.guide = _TeacherTable(vectors, candidates, self.scale)
         self.teacher: _TeacherTable | None = None
         if scoring.teacher is not None:
-            vectors = scoring.teacher
-            self.teacher = _TeacherTable(vectors, candidates.occurrence, self.scale)
+            self.teacher = _TeacherTable(scoring.teacher, candidates, self.scale)
         # A tile's logits at all sizes, and the teacher's scores where there is one.
         self.num_matrices = self.num_sizes + (self.teacher is not None)
         widths = [group.num_columns for group in candidates.column_groups]
@@ -262,7 +255,9 @@ class _ScorePass:
     def run(self) -> None:
         """Accumulate `loss`, and with gradients also `d_scale`, `d_bias` and the table's gradient."""
         for rows in chunks(self.candidates.num_rows, self.tiling.rows):
+            # The positives first: they start the online softmax and define the ceilings.
             block = self._start(rows)
+            explicit = self._score_explicit(rows, block)
             row_vectors = []
             for group in self.candidates.column_groups:
                 entries = shifted(rows, group.row_entries.start)
@@ -274,20 +269,22 @@ class _ScorePass:
                 elif self.with_gradient:
                     self._differentiate(tile, block)
             # All logits have entered the sums of their rows.
-            self._finish(block)
-            for tile in kept_tiles:
-                self._differentiate(tile, block)
+            for by_direction in block.losses:
+                for row_loss in by_direction:
+                    self.loss += row_loss.total()
             if self.with_gradient:
+                self._differentiate_pairs(block, explicit)
+                for tile in kept_tiles:
+                    self._differentiate(tile, block)
                 for vectors in row_vectors:
                     self.d_scale += self.table.finish(vectors, self.scale)
 
-    # ---- A row block: its positives and its explicit pairs ----------------------------
+    # ---- Single pairs: positives and explicit pairs -----------------------------------
 
     def _start(self, rows: slice) -> _RowBlock:
-        """Start the losses of a row block with its positives and its explicit pairs."""
+        """Start the losses of a row block with its positives."""
         queries = shifted(rows, self.candidates.queries.start)
         positives = shifted(rows, self.candidates.positives.start)
-        # The positives first: they start the online softmax and define the ceilings.
         positive_scores = self.table.pair_scores(queries, positives)  # [K, n]
         target = None
         if self.teacher is not None:
@@ -308,67 +305,66 @@ class _ScorePass:
         guide_ceilings = None
         guide = self.scoring.guide
         if self.guide is not None and guide is not None:
-            guide_ceilings = self.guide.pair_scores(queries, positives)
-            margin = guide.margin_below_positive
-            unit = guide_ceilings.abs() if guide.is_relative else 1.0
-            guide_ceilings = _with_tolerance(guide_ceilings - margin * unit)
+            guide_scores = self.guide.pair_scores(queries, positives)
+            unit = guide_scores.abs() if guide.is_relative else 1.0
+            margin = guide.margin_below_positive * unit
+            guide_ceilings = _with_tolerance(guide_scores - margin)
+        return _RowBlock(
+            queries, positives, positive_scores, losses, ceilings, guide_ceilings
+        )
 
+    def _score_explicit(self, rows: slice, block: _RowBlock) -> list[_ScoredPairs]:
+        """Score the explicit pairs of a row block, and add them to the row losses."""
         explicit = []
         for pairs in self.candidates.explicit:
             # Pairs ascend by row: those of a block are adjacent.
             first = int(torch.searchsorted(pairs.host_row, rows.start))
             stop = int(torch.searchsorted(pairs.host_row, rows.stop))
-            row = pairs.row[first:stop] - rows.start
+            row = pairs.row[first:stop] - rows.start  # [P], in the block
             left = pairs.row_entries.start + pairs.row[first:stop]
             right = pairs.negative_entry[first:stop]
             # Masked as scores, before the scale: an excluded pair's logit is EXCLUDED
             # times the scale.
             scores = self.table.pair_scores(left, right)
-            if ceilings is not None:
-                is_above = scores * self.scale > ceilings[:, row]
+            if block.ceilings is not None:
+                is_above = scores * self.scale > block.ceilings[:, row]
                 scores.masked_fill_(is_above, EXCLUDED)
-            if self.guide is not None and guide_ceilings is not None:
-                is_above = self.guide.pair_scores(left, right) > guide_ceilings[row]
+            if self.guide is not None and block.guide_ceilings is not None:
+                guide_scores = self.guide.pair_scores(left, right)
+                is_above = guide_scores > block.guide_ceilings[row]
                 scores.masked_fill_(is_above, EXCLUDED)
             target = None
             if self.teacher is not None:
                 target = self.teacher.pair_scores(left, right)
-            scored = _ScoredPairs(row, left, right, scores, target)
-            for k, by_direction in enumerate(losses):
-                by_direction[FORWARD].add(scored.logits(k, self.scale))
-            explicit.append(scored)
-        return _RowBlock(
-            queries=queries,
-            positives=positives,
-            positive_scores=positive_scores,
-            losses=losses,
-            ceilings=ceilings,
-            guide_ceilings=guide_ceilings,
-            explicit=explicit,
-        )
+            by_size = []
+            for logits, by_direction in zip(
+                scores * self.scale, block.losses, strict=True
+            ):
+                candidates = CandidateLogits(logits, target, row=row)
+                by_direction[FORWARD].add(candidates)
+                by_size.append(candidates)
+            explicit.append(_ScoredPairs(left, right, scores, by_size))
+        return explicit
 
-    def _finish(self, block: _RowBlock) -> None:
-        """Add up the losses of a block, whose sums are complete, and differentiate its positives and explicit pairs."""
-        for by_direction in block.losses:
-            for row_loss in by_direction:
-                self.loss += row_loss.total()
-        if not self.with_gradient:
-            return
+    def _differentiate_pairs(
+        self, block: _RowBlock, explicit: list[_ScoredPairs]
+    ) -> None:
+        """Add the gradient of a block's positives and explicit pairs."""
         d_positives = []
         for by_direction in block.losses:
             # Both directions share the positive's score, so their derivatives add up.
             directions = [row_loss.d_positive() for row_loss in by_direction]
             d_positives.append(torch.stack(directions).sum(0))
-        scores = block.positive_scores
-        self._add_pair_gradient(block.queries, block.positives, scores, d_positives)
-        for pairs in block.explicit:
+        self._add_pair_gradient(
+            block.queries, block.positives, block.positive_scores, d_positives
+        )
+        for pairs in explicit:
             d_logits = []
-            for k, by_direction in enumerate(block.losses):
-                logits = pairs.logits(k, self.scale)
-                d_logits.append(by_direction[FORWARD].grad(logits))
-            self._add_pair_gradient(
-                pairs.row_entry, pairs.negative_entry, pairs.scores, d_logits
-            )
+            for candidates, by_direction in zip(
+                pairs.by_size, block.losses, strict=True
+            ):
+                d_logits.append(by_direction[FORWARD].grad(candidates))
+            self._add_pair_gradient(pairs.left, pairs.right, pairs.scores, d_logits)
 
     def _add_pair_gradient(
         self,
@@ -384,7 +380,7 @@ class _ScorePass:
         self.d_scale += (d_logits * scores).sum()
         self.table.add_pair_gradient(left, right, scores, d_logits * self.scale)
 
-    # ---- A row block against tiles of columns -----------------------------------------
+    # ---- Tiles ------------------------------------------------------------------------
 
     def _scored_tiles(
         self, rows: slice, block: _RowBlock, row_vectors: list[RowVectors]
@@ -407,28 +403,32 @@ class _ScorePass:
                     row_vectors=vectors,
                     columns=shifted(columns, group.columns.start),
                     direction=group.direction,
-                    excluded=[next(mask) for mask in masks],
                     logits=matrices[: self.num_sizes],
                     target=None if self.teacher is None else matrices[-1],
                 )
-                self._score(tile, block)
+                self._score(tile, block, [next(mask) for mask in masks])
                 yield tile
                 if self.keeps_tiles:
                     offset += size
 
-    def _score(self, tile: _Tile, block: _RowBlock) -> None:
-        """Compute a tile's logits, from the smallest size to the largest, and add them to the row losses."""
+    def _score(
+        self, tile: _Tile, block: _RowBlock, excluded: list[ExcludedScores]
+    ) -> None:
+        """Compute a tile's logits, from the smallest size to the largest, and add them to the row losses.
+
+        `excluded`: scores that do not count at any size.
+        """
         rows = tile.row_vectors.entries
         scratch = self._scratch(0, tile.logits[0])
         if self.guide is not None and block.guide_ceilings is not None:
             torch.mm(self.guide.at(rows), self.guide.at(tile.columns).T, out=scratch)
-            tile.excluded.append(scratch > block.guide_ceilings[:, None])
+            excluded.append(scratch > block.guide_ceilings[:, None])
         if self.teacher is not None and tile.target is not None:
             columns = self.teacher.at(tile.columns)
             torch.mm(self.teacher.at(rows), columns.T, out=tile.target)
         for k in self.table.scores(tile.row_vectors, tile.columns, tile.logits):
             logits = tile.logits[k]
-            for mask in tile.excluded:
+            for mask in excluded:
                 if isinstance(mask, Tensor):
                     logits.masked_fill_(mask, EXCLUDED)
                 elif mask[0].numel():

@@ -91,7 +91,7 @@ class Anchor(Loss):
         identity = torch.eye(
             dim, device=embeddings.device, dtype=arithmetic_dtype(embeddings)
         )
-        full_size = Similarity.at((dim,), (1.0,), cosine=term.sizes.cosine)
+        full_size = Similarity(term.configured.cosine, (dim,))
         return _mean_distance(batch, teacher, identity, full_size)
 
 
@@ -116,7 +116,7 @@ class Relational(TeacherLoss):
         from vembed.losses.candidates import ExclusionMask
 
         rows = batch.rank_occurrences()
-        num_occurrences = 2 * batch.num_rows + batch.negative.numel()
+        num_occurrences = batch.num_occurrences
         columns = torch.arange(num_occurrences, device=rows.device)
         # The key of an occurrence is its number, on both sides. So the diagonal is left
         # out.
@@ -146,20 +146,14 @@ class SpreadOut(Loss):
         import torch
 
         from vembed.losses.batch import copied_together
-        from vembed.losses.candidates import ExclusionMask
+        from vembed.losses.candidates import ExclusionMask, ranks
 
         num_rows = batch.num_rows
         rank_rows = batch.rank_rows
-        # Ranks of the numbers, made on the host: a GPU would have to be waited for.
-        on_host = batch.on_host()
-        numbers = {"content": on_host.content, "example": on_host.example}
-        ranks = {
-            name: torch.unique(values, return_inverse=True)[1].int()
-            for name, values in numbers.items()
-        }
-        copies = copied_together(ranks, batch.query.device)
-        content = copies["content"]
-        example = copies["example"]
+        # Made on the host: a GPU would have to be waited for.
+        host = batch.on_host()
+        keys = {"content": ranks(host.content), "example": ranks(host.example)}
+        keys = copied_together(keys, batch.query.device)
         coefficient = 1.0 / max(1, num_rows * (num_rows - 1))
         occurrences = torch.arange(2 * num_rows, device=batch.query.device)
         share = batch.embeddings.new_zeros(())
@@ -170,7 +164,7 @@ class SpreadOut(Loss):
         ):
             masks = tuple(
                 ExclusionMask(key[rank_rows, None], key[:, None])
-                for key in (content[index], example)
+                for key in (keys["content"][index], keys["example"])
             )
             rows = columns[rank_rows]
             share = share + _squared_errors(
@@ -280,7 +274,7 @@ def _mean_distance(
     total = with_known_gradients(
         total, (batch.embeddings, projection), (d_embeddings, d_projection)
     )
-    return total / max(1, 2 * batch.num_rows + batch.negative.numel())
+    return total / max(1, batch.num_occurrences)
 
 
 def _sum_of_distances(

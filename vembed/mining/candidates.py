@@ -13,8 +13,7 @@ from vembed.config.entries import ChoiceOptions
 from vembed.data.cache import short_hash
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.mining.config import BM25, MineConfig
-from vembed.mining.documents import array_identity
-from vembed.mining.known_positives import Inputs, KnownPositives
+from vembed.mining.inputs import Inputs, KnownPositives, array_identity
 from vembed.mining.retrievers import (
     DenseRetriever,
     LexicalRetriever,
@@ -23,7 +22,6 @@ from vembed.mining.retrievers import (
     open_dense,
 )
 from vembed.parallel.session import Session
-from vembed.progress import ProgressReport
 from vembed.saving.durability import replaced_file
 
 CHUNK = 32_768
@@ -170,7 +168,7 @@ class CandidateSearch:
         session: Session,
         *,
         excluded: Pairs,
-        folder: Path | None = None,
+        folder: Path,
         fuse_rankings: Callable[[Sequence[Ranking]], np.ndarray] | None = None,
     ) -> None:
         """`folder`: for the result of each chunk, which all ranks see. `fuse_rankings`: of several retrievers."""
@@ -191,37 +189,28 @@ class CandidateSearch:
         if options.takes_claimed and dense:
             self._claims = ClaimFinder(dense[0], known.positives)
 
-    def find_all(self) -> None:
-        """Search for every query whose chunk is not on disk yet."""
-        num_queries = self._known.num_queries
-        with ProgressReport("searching", active=self._session.is_main) as progress:
-            for first in range(0, num_queries, CHUNK):
-                path = self._path(first)
-                # All ranks see the folder, and files appear only before the barrier below: they agree on what is
-                # missing.
-                if not path.exists():
-                    candidates = self._find(first)
-                    if self._session.is_main:
-                        path.parent.mkdir(parents=True, exist_ok=True)
-                        with replaced_file(path) as partial, partial.open("wb") as file:
-                            np.savez(
-                                file,
-                                documents=candidates.documents,
-                                scores=candidates.scores,
-                                positive_scores=candidates.positive_scores,
-                                claimed=candidates.claimed,
-                            )
-                    self._session.barrier()
-                progress(min(first + CHUNK, num_queries), num_queries)
-
     def chunks(self) -> Iterator[CandidateChunk]:
-        """Candidates, chunk by chunk, from disk where there is a folder."""
+        """Search chunk by chunk, and keep each on disk, where a later call or run finds it. Collective."""
         for first in range(0, self._known.num_queries, CHUNK):
-            if self._folder is None:
-                yield self._find(first)
-                continue
-            positives = self._known.positives.from_query(first, first + CHUNK)
-            with np.load(self._path(first)) as arrays:
+            last = min(first + CHUNK, self._known.num_queries)
+            path = self._folder / f"{first:09d}-{last:09d}.npz"
+            # All ranks see the folder, and files appear only behind the search, which is collective: they agree on what
+            # is missing.
+            if not path.exists():
+                candidates = self._find(first, last)
+                if self._session.is_main:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with replaced_file(path) as partial, partial.open("wb") as file:
+                        np.savez(
+                            file,
+                            documents=candidates.documents,
+                            scores=candidates.scores,
+                            positive_scores=candidates.positive_scores,
+                            claimed=candidates.claimed,
+                        )
+                self._session.barrier()
+            positives = self._known.positives.from_query(first, last)
+            with np.load(path) as arrays:
                 yield CandidateChunk(first, positives=positives, **arrays)
 
     def scores_of(self, pairs: Pairs) -> np.ndarray:
@@ -232,13 +221,7 @@ class CandidateSearch:
             scores.append(self._primary.pair_scores(first, chunk))
         return np.concatenate(scores)
 
-    def _path(self, first: int) -> Path:
-        assert self._folder is not None
-        last = min(first + CHUNK, self._known.num_queries)
-        return self._folder / f"{first:09d}-{last:09d}.npz"
-
-    def _find(self, first: int) -> CandidateChunk:
-        last = min(first + CHUNK, self._known.num_queries)
+    def _find(self, first: int, last: int) -> CandidateChunk:
         excluded = self._excluded.from_query(first, last)
         rankings = []
         for retriever in self._retrievers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,8 +11,8 @@ import torch
 from vembed.config.entries import ChoiceOptions
 from vembed.data.near_duplicates import DuplicateFinder
 from vembed.errors import UserError
-from vembed.mining.candidates import CandidateChunk, claimed_limit
-from vembed.mining.documents import Documents
+from vembed.mining.candidates import CandidateChunk, CandidateSearch, claimed_limit
+from vembed.mining.inputs import Documents
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
@@ -73,14 +73,50 @@ class Chosen:
     judgements: np.ndarray
     """[Q, n] how likely each is relevant; UNDECIDED where no judge gave an answer."""
 
-    @classmethod
-    def joined(cls, chunks: Sequence[Chosen]) -> Chosen:
-        """Those of consecutive chunks of queries."""
-        return cls(
-            np.concatenate([chunk.documents for chunk in chunks]),
-            np.concatenate([chunk.scores for chunk in chunks]),
-            np.concatenate([chunk.judgements for chunk in chunks]),
-        )
+
+Judge = Callable[[CandidateChunk, Chosen], Chosen]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The negatives of all queries, and how they were chosen."""
+
+    chosen: Chosen
+    counts: dict[str, int]
+    """Candidates, and how many of them were left out for which reason."""
+    limits: Limits
+    calibration: Calibration | None
+    """Result of `threshold: auto`."""
+
+
+def choose_negatives(
+    search: CandidateSearch,
+    options: ChoiceOptions,
+    seed: int,
+    documents: Documents,
+    session: Session,
+    *,
+    depth: int,
+    judge: Judge | None = None,
+) -> Choice:
+    """Choose at most `depth` negatives of each query. `judge` keeps some of those of a chunk. Collective."""
+    calibration: Calibration | None = None
+    limits = Limits.of(options)
+    if options.threshold == "auto":
+        calibration = calibrate(search.chunks(), options, seed)
+        limits = calibration.limits
+    chooser = Chooser(options, seed, limits, documents, session)
+    chunks = []
+    # Chunk by chunk: choice and judging look at one query at a time.
+    for candidates in search.chunks():
+        negatives = chooser.choose(candidates, depth)
+        chunks.append(judge(candidates, negatives) if judge else negatives)
+    chosen = Chosen(
+        np.concatenate([chunk.documents for chunk in chunks]),
+        np.concatenate([chunk.scores for chunk in chunks]),
+        np.concatenate([chunk.judgements for chunk in chunks]),
+    )
+    return Choice(chosen, chooser.counts(), limits, calibration)
 
 
 class Chooser:
@@ -193,12 +229,19 @@ class Chooser:
         return columns[np.argsort(-(scores + noise), kind="stable")]
 
 
-def of_turn(negatives: np.ndarray, turn: int, number: int) -> np.ndarray:
-    """Return `number` of a query's negatives for its row number `turn`; all where there are no more."""
-    if len(negatives) <= number:
-        return negatives
-    # Rows of one query get different negatives before any is used twice.
-    return negatives[(turn * number + np.arange(number)) % len(negatives)]
+def columns_by_row(
+    chosen: Chosen, query_of_row: np.ndarray, number: int
+) -> Iterator[np.ndarray]:
+    """Yield the columns of the negatives of each row: at most `number` of those of its query."""
+    turns = np.zeros(len(chosen.documents), np.int64)
+    for query in query_of_row.tolist():
+        columns = np.flatnonzero(chosen.documents[query] >= 0)
+        if len(columns) > number:
+            # Rows of one query get different negatives before any is used twice.
+            places = turns[query] * number + np.arange(number)
+            columns = columns[places % len(columns)]
+        turns[query] += 1
+        yield columns
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,6 @@ LONGEST_WAIT = 60.0
 RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 
 
-class _Stopped(Exception):  # noqa: N818 - no error of its own
-    """A request that was not sent, because another one has failed for good."""
-
-
 class ChatClient:
     """Chat completions of one model."""
 
@@ -30,7 +26,7 @@ class ChatClient:
         self.url = endpoint.base_url.rstrip("/") + "/chat/completions"
         self._endpoint = endpoint
         self._model = model
-        self._is_dead = threading.Event()
+        self._has_failed = threading.Event()
 
     def complete(
         self, prompts: Sequence[str], max_tokens: int, temperature: float = 0.0
@@ -50,15 +46,16 @@ class ChatClient:
             failure: BaseException | None = None
             for future in as_completed(number_of):
                 error = future.exception()
-                if error is None:
-                    yield number_of[future], future.result()
-                elif not isinstance(error, _Stopped):
+                if error is not None:
                     failure = failure or error
-                    self._is_dead.set()
+                    self._has_failed.set()
+                elif (answer := future.result()) is not None:
+                    yield number_of[future], answer
             if failure is not None:
                 raise failure
 
-    def _ask(self, prompt: str, max_tokens: int, temperature: float) -> str:
+    def _ask(self, prompt: str, max_tokens: int, temperature: float) -> str | None:
+        """Return the answer; None where it is not asked for, because another request has failed for good."""
         endpoint = self._endpoint
         body = {
             "model": self._model,
@@ -74,8 +71,8 @@ class ChatClient:
         request = urllib.request.Request(self.url, json.dumps(body).encode(), headers)
         reason = ""
         for attempt in range(endpoint.max_retries + 1):
-            if self._is_dead.is_set():
-                raise _Stopped
+            if self._has_failed.is_set():
+                return None
             wait = endpoint.retry_seconds * 2**attempt
             try:
                 with urllib.request.urlopen(
@@ -102,7 +99,7 @@ class ChatClient:
                 reason = f"{type(error).__name__}: {error}"
             if attempt < endpoint.max_retries:
                 # As sleep, but it ends when another request has failed for good.
-                self._is_dead.wait(min(wait, LONGEST_WAIT))
+                self._has_failed.wait(min(wait, LONGEST_WAIT))
         raise RunError(
             f"{self.url} gave no answer in {endpoint.max_retries + 1} attempts ({reason}). What was answered is kept: "
             "start again when the endpoint is up, and only the rest is asked"

@@ -16,11 +16,9 @@ from vembed.data.cache import short_hash
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item, Kind
 from vembed.mining.candidates import CandidateSearch
-from vembed.mining.choice import Chooser, Chosen, Limits, calibrate, of_turn
+from vembed.mining.choice import choose_negatives, columns_by_row
 from vembed.mining.config import DataOptions
-from vembed.mining.documents import Documents, array_identity
-from vembed.mining.known_positives import KnownPositives
-from vembed.mining.record_tables import Rows
+from vembed.mining.inputs import Documents, KnownPositives, Rows, array_identity
 from vembed.mining.retrievers import DenseRetriever
 from vembed.parallel.session import Session
 
@@ -121,34 +119,37 @@ class ExampleMiner:
         dense.queries.encode(encode_queries, together=True)
         dense.documents.encode(encode_documents, together=True)
         excluded = known.excluded(with_negatives=True)
-        search = CandidateSearch(options, known, [dense], session, excluded=excluded)
-        limits = Limits.of(options)
+        search = CandidateSearch(
+            options,
+            known,
+            [dense],
+            session,
+            excluded=excluded,
+            folder=folder / "candidates",
+        )
+        choice = choose_negatives(
+            search,
+            options,
+            self._seed + epoch,
+            self.documents,
+            session,
+            depth=options.budget,
+        )
         note = ""
-        if options.threshold == "auto":
-            calibration = calibrate(search.chunks(), options, self._seed + epoch)
-            limits = calibration.limits
-            note = calibration.summary(options.max_false_negative_rate)
-        chooser = Chooser(options, self._seed + epoch, limits, self.documents, session)
-        chunks = []
-        for candidates in search.chunks():
-            chunks.append(chooser.choose(candidates, options.budget))
-        chosen = Chosen.joined(chunks)
-        # A rank may still read vectors that rank 0 is about to remove.
+        if choice.calibration is not None:
+            note = choice.calibration.summary(options.max_false_negative_rate)
+        chosen = choice.chosen
+        # A rank may still read what rank 0 is about to remove.
         session.barrier()
         self._clear(folder)
-        is_document = chosen.documents >= 0
-        mean = float("nan")
-        if is_document.any():
-            mean = float(chosen.scores[is_document].mean())
-        # Examples with the same query take turns through what it got.
+        scores = chosen.scores[chosen.documents >= 0]
+        mean = float(scores.mean()) if len(scores) else float("nan")
         number = options.num_negatives
         by_example = np.full((len(self._examples), number), -1, np.int64)
-        turns = np.zeros(known.num_queries, np.int64)
-        for row, query in enumerate(known.query_of_row):
-            of_query = chosen.documents[query][is_document[query]]
-            negatives = of_turn(of_query, int(turns[query]), number)
-            turns[query] += 1
-            by_example[row, : len(negatives)] = negatives
+        rows = columns_by_row(chosen, known.query_of_row, number)
+        for row, columns in enumerate(rows):
+            query = known.query_of_row[row]
+            by_example[row, : len(columns)] = chosen.documents[query, columns]
         num_short = int((by_example < 0).any(axis=1).sum())
         return Mined(by_example, mean, num_short, note)
 

@@ -15,7 +15,7 @@ import torch
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item
 from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
-from vembed.data.row_store import KEY_BYTES, RowStore, StoreKind
+from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
 from vembed.files import cache_folder
 from vembed.inference.reranker import Reranker
@@ -23,7 +23,7 @@ from vembed.mining.candidates import CandidateChunk
 from vembed.mining.choice import UNDECIDED, Chosen
 from vembed.mining.config import Judge, MineConfig, WeightOptions
 from vembed.mining.endpoint import ChatClient
-from vembed.mining.known_positives import Inputs
+from vembed.mining.inputs import Inputs
 from vembed.mining.retrievers import files_identity
 from vembed.models.families.model_files import kind_of, model_folder, whole_model_folder
 from vembed.parallel import collectives
@@ -36,9 +36,6 @@ ENDPOINT_PROMPT = (
 )
 ANSWER = re.compile(r"\b(yes|no|true|false|relevant|irrelevant|not)\b", re.IGNORECASE)
 POSITIVE = frozenset({"yes", "true", "relevant"})
-KIND = StoreKind(
-    "judges", "judgements of this model", ".judgements", b"vembed judged 1"
-)
 BLOCK = 256
 """Pairs that are judged before they are written down: what a kill loses."""
 
@@ -126,7 +123,9 @@ class CachedJudge:
             options.torch_dtype,
             [ANSWER_PROMPT, ANSWER_END, ENDPOINT_PROMPT],
         )
-        self._store = RowStore(cache_folder() / "judgements", identity, KIND)
+        self._store = RowStore(
+            cache_folder() / "judgements", identity, "judges", ".judgements"
+        )
         self.counts = {"asked": 0, "cached": 0, "undecided": 0}
 
     def answers(self, pairs: Sequence[Pair]) -> list[float | None]:

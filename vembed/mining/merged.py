@@ -11,10 +11,9 @@ from vembed.data.columns import as_fields, is_conversation, is_negative_name
 from vembed.data.examples import Example, Item
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.mining.candidates import CandidateSearch
-from vembed.mining.choice import UNDECIDED, Chosen, of_turn
+from vembed.mining.choice import UNDECIDED, Chosen, columns_by_row
 from vembed.mining.config import MineConfig
-from vembed.mining.documents import content_key, row_value
-from vembed.mining.known_positives import Inputs
+from vembed.mining.inputs import Inputs, content_key, row_value
 
 SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
 POSITIVE_NAME = "positive"
@@ -58,15 +57,13 @@ class RowMaker:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """The rows to write, in the order of the input."""
-        turns = np.zeros(self._known.num_queries, np.int64)
-        for row in range(len(self._rows)):
-            query = int(self._known.query_of_row[row])
-            columns = np.flatnonzero(self._chosen.documents[query] >= 0)
-            # Columns of the negatives for this row, among those of its query.
-            columns = of_turn(columns, int(turns[query]), self._config.num_negatives)
-            turns[query] += 1
+        number = self._config.num_negatives
+        query_of_row = self._known.query_of_row
+        by_row = columns_by_row(self._chosen, query_of_row, number)
+        for row, columns in enumerate(by_row):
+            query = int(query_of_row[row])
             made = self._row(row, query, columns)
-            self.num_short += len(columns) < self._config.num_negatives
+            self.num_short += len(columns) < number
             if not made[NEGATIVES_NAME] and self._config.on_missing == "drop":
                 self.num_dropped += 1
                 continue

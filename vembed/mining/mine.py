@@ -10,15 +10,15 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from vembed.evaluation.bm25 import check_bm25
 from vembed.mining.candidates import open_candidates
-from vembed.mining.choice import Calibration, Chooser, Chosen, Limits, calibrate
+from vembed.mining.choice import Calibration, Limits, choose_negatives
 from vembed.mining.config import BM25, MineConfig
+from vembed.mining.inputs import read_inputs
 from vembed.mining.judges import CandidateJudge
-from vembed.mining.known_positives import read_inputs
 from vembed.mining.merged import RowMaker
 from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.retrievers import check_bm25
 from vembed.parallel.session import Session, start_command_session
 from vembed.progress import duration
 
@@ -68,25 +68,20 @@ def mine(
         search = open_candidates(config, inputs, folder, running)
         for line in search.summary:
             log_line(line)
-        search.find_all()
-
-        calibration: Calibration | None = None
-        limits = Limits.of(config)
-        if config.threshold == "auto":
-            calibration = calibrate(search.chunks(), config, config.seed)
-            limits = calibration.limits
-            log_line(calibration.summary(config.max_false_negative_rate))
-        chooser = Chooser(config, config.seed, limits, inputs.documents, running)
         judge = CandidateJudge(config, inputs, running)
-        chunks = []
-        # Chunk by chunk: choice and judging look at one query at a time.
-        for candidates in search.chunks():
-            negatives = chooser.choose(candidates, config.depth)
-            if config.judges:
-                negatives = judge.apply(candidates, negatives)
-            chunks.append(negatives)
-        chosen = Chosen.joined(chunks)
-        counts = chooser.counts() | judge.counts
+        choice = choose_negatives(
+            search,
+            config,
+            config.seed,
+            inputs.documents,
+            running,
+            depth=config.depth,
+            judge=judge.apply if config.judges else None,
+        )
+        if choice.calibration is not None:
+            log_line(choice.calibration.summary(config.max_false_negative_rate))
+        chosen = choice.chosen
+        counts = choice.counts | judge.counts
         scores = chosen.scores[chosen.documents >= 0]
         mean = f", mean score {float(scores.mean()):.4f}" if len(scores) else ""
         log_line(
@@ -127,8 +122,8 @@ def mine(
         num_negatives=maker.num_negatives,
         num_short=maker.num_short,
         counts=counts,
-        limits=limits,
-        calibration=calibration,
+        limits=choice.limits,
+        calibration=choice.calibration,
         num_encoded=search.num_encoded,
         seconds=seconds,
     )

@@ -9,11 +9,9 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from vembed.config.aliases import BLOCKS, known_names, target_of, value_of_text
+from vembed.config.aliases import BLOCKS, known_names, target_of
 from vembed.config.layers import (
     COMMAND_LINE,
-    STAGES,
-    USER_PRESETS,
     Layer,
     Level,
     OptionValue,
@@ -21,7 +19,7 @@ from vembed.config.layers import (
 from vembed.config.loading import one_line_yaml, resolve_paths
 from vembed.config.options import Option, all_options, field_option, quoted
 from vembed.config.parsing import read_tree, tree_of_mapping
-from vembed.config.stages import STAGES as STAGE_LIST
+from vembed.config.stages import STAGES, TRAINING_STAGES, USER_PRESETS
 from vembed.config.values import Immutable
 from vembed.errors import UserError
 from vembed.mining.config import CommandConfig
@@ -31,7 +29,7 @@ Config = TypeVar("Config", bound=CommandConfig)
 Source = str | Path | Mapping[str, Any] | Immutable | None
 PATH_OPTIONS = ("data_path", "corpus_path", "qrels_path", "image_root", "val_data_path")
 """Options whose relative paths are also looked for beside the config file."""
-TRAINING_ONLY_KEYS = (STAGES, STAGE_LIST, USER_PRESETS, "stage")
+TRAINING_ONLY_KEYS = (STAGES, TRAINING_STAGES, USER_PRESETS, "stage")
 """Keys of a training config that are no options."""
 EPOCH_MINING = "mine"
 """Option of training whose block holds options of `vembed mine`."""
@@ -81,12 +79,12 @@ def load_options(
             is_command_option = name in options and name not in all_options()
             if is_training and not is_command_option and _is_training_key(name):
                 if name not in TRAINING_ONLY_KEYS:
-                    training.take(key.split("."), node, node.line or 0)
+                    training.take(key.split("."), node, place)
             elif name in options:
                 values[name] = OptionValue(name, node.plain(), key, place)
             else:
                 refuse_key(name, place)
-        problems += [sentence for _, sentence in sorted(training.problems)]
+        problems += training.problems
     for name, value in training.values.items():
         if name not in kind.training_options or value.value is None:
             continue
@@ -106,7 +104,7 @@ def load_options(
         if name not in options:
             refuse_key(name, COMMAND_LINE)
             continue
-        parsed = value_of_text(options[name], text)
+        parsed = options[name].parse(text)
         kinds = options[name].kinds
         if isinstance(parsed, str) and "list" in kinds and "text" not in kinds:
             parsed = [part.strip() for part in parsed.split(",")]
@@ -117,6 +115,16 @@ def load_options(
     model = training.values.get("model_name")
     if "retrievers" in values and model and values.get("model_name") is model:
         del values["model_name"]
+    for name, option in options.items():
+        if name in values:
+            try:
+                option.checked(values[name].value)
+            except ValueError as error:
+                problems.append(f"{values[name].place}: {error}")
+        elif option.is_required:
+            problems.append(
+                f"{source_name}: {name} is missing: add `{name}: ...`, or give {name}=..."
+            )
     if problems:
         raise UserError("\nalso: ".join(problems))
     try:
@@ -124,8 +132,10 @@ def load_options(
             {name: each.value for name, each in values.items()}
         )
     except ValidationError as error:
-        problems = _sentences(error, options, values, source_name)
-        raise UserError("\nalso: ".join(problems)) from error
+        # What is left are rules between the options.
+        messages = [problem["msg"] for problem in error.errors()]
+        rules = [message.removeprefix("Value error, ") for message in messages]
+        raise UserError(f"{source_name}: " + "\nalso: ".join(rules)) from error
     if file is None:
         return config
     paths = {
@@ -151,36 +161,6 @@ def _options(kind: type[CommandConfig]) -> dict[str, Option]:
     return {
         name: field_option(name, field) for name, field in kind.model_fields.items()
     }
-
-
-def _sentences(
-    error: ValidationError,
-    options: Mapping[str, Option],
-    values: Mapping[str, OptionValue],
-    source_name: str,
-) -> list[str]:
-    """Return each mistake as one sentence: where, which option, what it must be, what it is."""
-    sentences: dict[str, str] = {}
-    for problem in error.errors():
-        path = [str(part) for part in problem["loc"]]
-        name = path[0] if path else ""
-        place = values[name].place if name in values else source_name
-        message = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "missing" and len(path) == 1:
-            sentence = f"{name} is missing: add `{name}: ...`, or give {name}=..."
-        elif problem["type"] == "extra_forbidden":
-            sentence = f"{name} has the unknown key {quoted(path[-1])}"
-        elif problem["type"] == "value_error":
-            sentence = f"{name}: {message}" if name else message
-        else:
-            must = message.replace("Input should be", "must be")
-            sentence = f"{name} {must}, but is {quoted(problem['input'])}"
-            near = nearest(str(problem["input"]), options[name].choices)
-            if near:
-                sentence += f"; did you mean {near!r}?"
-        # Of a union pydantic lists the problems with each member: the first one says enough.
-        sentences.setdefault(name or sentence, f"{place}: {sentence}")
-    return list(sentences.values())
 
 
 def _is_training_key(name: str) -> bool:

@@ -17,20 +17,18 @@ from vembed.config.resolved import Decision, Precision
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
-from vembed.data.near_duplicates import words
 from vembed.errors import UserError
-from vembed.evaluation.top_k import (
-    NOTHING,
-    Pairs,
-    as_keys,
-    documents_of,
-    scores_of,
+from vembed.evaluation.bm25 import (
+    best_keys,
+    build_index,
+    check_bm25,
+    scores_of_query,
 )
+from vembed.evaluation.top_k import NOTHING, Pairs, documents_of, scores_of
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_items
 from vembed.mining.config import ModelOptions, Retriever
-from vembed.mining.documents import Documents, array_identity
-from vembed.mining.known_positives import Inputs, KnownPositives
+from vembed.mining.inputs import Documents, Inputs, KnownPositives, array_identity
 from vembed.mining.vectors import DTYPES, VectorStore
 from vembed.models.families.model_files import check_no_pickles, model_folder
 from vembed.parallel import collectives
@@ -41,12 +39,6 @@ Ranking = tuple[np.ndarray, np.ndarray]
 """[Q, k] numbers of documents, best first, -1 where there are fewer; and their scores."""
 FORMAT = 2
 """Format version of the index. Increase it when `words` gives other words."""
-
-
-def check_bm25() -> None:
-    """Raise where the package is missing."""
-    if find_spec("bm25s") is None:
-        raise UserError("bm25 needs the package bm25s: pip install 'vembed[mine]'")
 
 
 class LexicalRetriever:
@@ -70,7 +62,14 @@ class LexicalRetriever:
         name = short_hash(FORMAT, array_identity(documents.exact))
         index = folder / "bm25" / name
         if session.is_main and not index.exists():
-            self._build(index)
+            items = map(documents.item, range(len(documents)))
+            built = build_index(item.text for item in items)
+            partial = index.with_suffix(".part")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            built.save(str(partial), show_progress=False)
+            # Renamed when whole: an index that a killed run left half built never counts.
+            partial.rename(index)
         session.barrier()
         if not index.exists():
             raise UserError(
@@ -88,20 +87,17 @@ class LexicalRetriever:
         `excluded` counts queries from `first`. Collective: the ranks share the queries.
         """
         num_candidates = self._documents.num_candidates
-        numbers = torch.arange(num_candidates)
         bounds = excluded.bounds(last - first)
         # The index is mapped by every rank, so that the queries are shared and not the documents.
         dealt = range(self._session.rank, last - first, self._session.world_size)
         best = torch.full((len(dealt), k), NOTHING, dtype=torch.int64)
         for row, query in enumerate(dealt):
             scores = self._scores(first + query)[:num_candidates]
-            # A score of 0 means no word in common, and no candidate.
-            keys = torch.where(scores > 0, as_keys(scores, numbers), NOTHING)
             left_out = excluded.documents[bounds[query] : bounds[query + 1]]
-            # Documents of the rows beyond the candidates may be excluded too, and have no key.
-            keys[torch.from_numpy(left_out[left_out < num_candidates])] = NOTHING
-            best_keys = keys.topk(min(k, num_candidates)).values
-            best[row, : len(best_keys)] = best_keys
+            # Documents of the rows beyond the candidates may be excluded too.
+            left_out = left_out[left_out < num_candidates]
+            keys = best_keys(scores, k, left_out)
+            best[row, : len(keys)] = keys
         device = self._session.device
         merged = collectives.all_gather_dealt(best.to(device), last - first).cpu()
         return documents_of(merged).numpy(), scores_of(merged).numpy()
@@ -117,32 +113,8 @@ class LexicalRetriever:
         return collectives.sum_tensor(result).numpy()
 
     def _scores(self, query: int) -> torch.Tensor:
-        tokens = self._index.get_tokens_ids(words(self._known.item(query).text or ""))
-        if not tokens:
-            return torch.zeros(len(self._documents))
-        scores = self._index.get_scores_from_ids(tokens)
-        return torch.tensor(scores, dtype=torch.float32)
-
-    def _build(self, folder: Path) -> None:
-        import bm25s
-
-        vocabulary: dict[str, int] = {}
-        ids = []
-        for number in range(len(self._documents)):
-            document = words(self._documents.item(number).text or "")
-            ids.append([vocabulary.setdefault(w, len(vocabulary)) for w in document])
-        if not vocabulary:
-            raise UserError(
-                "bm25 finds words in common, and the documents hold no text"
-            )
-        index = bm25s.BM25()
-        index.index((ids, vocabulary), show_progress=False)
-        partial = folder.with_suffix(".part")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        index.save(str(partial), show_progress=False)
-        # Renamed when whole: an index that a killed run left half built never counts.
-        partial.rename(folder)
+        text = self._known.item(query).text
+        return scores_of_query(self._index, text, len(self._documents))
 
 
 Encode = Callable[[Sequence[Item], Kind], np.ndarray]

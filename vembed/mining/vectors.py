@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vembed.data.row_store import KEY_BYTES, RowStore, StoreKind
+from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
 from vembed.evaluation.top_k import Pairs, TopK, documents_of, products, scores_of
 from vembed.parallel import collectives
@@ -24,7 +24,6 @@ number of items alone, so that any number of ranks encodes the same blocks."""
 PAIRS = 4096
 """Documents whose vectors are held at once for scores of pairs."""
 GATHERED_QUERIES = 8192
-KIND = StoreKind("mine", "vectors of this model", ".vectors", b"vembed vectors 1")
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -45,7 +44,7 @@ class VectorStore:
     ) -> None:
         """`keys`: the contents of the items, [N] or [N, 2] int64. `identity`: all else that the vectors depend on."""
         self._keys = keys.reshape(len(keys), -1)
-        self._rows = RowStore(folder, identity, KIND)
+        self._rows = RowStore(folder, identity, "mine", ".vectors")
         self._dtype = DTYPES[dtype]
         self._session = session
         size = SMALLEST_BLOCK

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import AdapterSection, ModelSection
@@ -26,7 +24,7 @@ from vembed.models.families.model_files import (
     first_sentence,
     read_header,
 )
-from vembed.models.quantized import dequantized, is_quantized
+from vembed.models.precision import dequantized, is_quantized
 from vembed.models.towers import TwoTowers, names_frozen_by
 from vembed.parallel.devices import quieten_bitsandbytes
 from vembed.saving.checksums import check_weights
@@ -52,11 +50,8 @@ def add_adapters(
 
     # Frozen layers get no adapter: it would train what `freeze` keeps.
     frozen = names_frozen_by(backbone, family, options.freeze)
-    names = [
-        name
-        for name in target_names(backbone, family, options)
-        if f"{name}.weight" not in frozen
-    ]
+    targets = target_names(backbone, family, options)
+    names = [name for name in targets if f"{name}.weight" not in frozen]
     if not names:
         raise UserError(
             f"lora_target_modules: {options.lora_target_modules} with freeze: {options.freeze} leaves no layer of "
@@ -68,9 +63,8 @@ def add_adapters(
         r=options.lora_r,
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
-        target_modules=name_pattern(
-            names, [name for name, _ in backbone.named_modules()]
-        ),
+        # A pattern, because peft would take a list of names for endings of names.
+        target_modules="|".join(map(re.escape, names)),
         use_rslora=options.lora_variant == "rslora",
         use_dora=options.lora_variant == "dora",
         fan_in_fan_out=any(
@@ -83,17 +77,14 @@ def add_adapters(
         task_type="FEATURE_EXTRACTION",
     )
     inject_adapter_in_model(settings, backbone, adapter_name=_NAME)
-    if isinstance(
-        backbone, TwoTowers
-    ):  # its projections are newly initialised, so train them in full
+    # New projections are trained in full.
+    if isinstance(backbone, TwoTowers):
         for name, parameter in backbone.named_parameters():
             parameter.requires_grad |= "_projection." in name and name not in frozen
     # Trained weights are float32 masters even if the base model is loaded in 16 bits.
     for parameter in backbone.parameters():
         if parameter.requires_grad and model.torch_dtype != "pure_bfloat16":
             parameter.data = parameter.data.float()
-    if options.lora_variant != "dora" and options.lora_dropout == 0.0:
-        join_adapters(backbone)
     kinds = sorted({name.rsplit(".", 1)[-1] for name in names})
     log.info(
         "LoRA: rank %d, alpha %d on %d layers (%s)",
@@ -113,9 +104,7 @@ def target_names(
     """Return the names of the layers that get an adapter."""
     prefixes = tuple(family.towers.values())
     linear = [name for name in linear_names(backbone) if name.startswith(prefixes)]
-    behind: list[str] = []
-    for names in family.adapter_targets.values():
-        behind += names
+    behind = [*chain.from_iterable(family.adapter_targets.values())]
     targets = options.lora_target_modules
     if targets == "auto":
         inside = set(linear_names_inside_layers(backbone))
@@ -124,28 +113,14 @@ def target_names(
     linear_layers = list(dict.fromkeys(linear + behind))
     if targets == "all-linear":
         return linear_layers
-    chosen: set[str] = set()
     for name_end in targets:
-        matches = [
-            name for name in linear_layers if f".{name}".endswith(f".{name_end}")
-        ]
-        if not matches:
+        if not any(f".{name}".endswith(f".{name_end}") for name in linear_layers):
             known = sorted({name.rsplit(".", 1)[-1] for name in linear_layers})
             raise UserError(
                 f"lora_target_modules: {name_end} is not a linear layer of this model; it has {', '.join(known)}"
             )
-        chosen.update(matches)
-    return [name for name in linear_layers if name in chosen]
-
-
-def name_pattern(names: Sequence[str], every: Sequence[str]) -> str:
-    """Return a regular expression that matches exactly these names: by layer pattern if possible, else one by one."""
-    general = sorted({re.sub(r"\.\d+\.", lambda _: r"\.\d+\.", name) for name in names})
-    escaped = [re.sub(r"(?<!\\)\.", r"\.", layer) for layer in general]
-    pattern = "(?:" + "|".join(escaped) + ")"
-    if {name for name in every if re.fullmatch(pattern, name)} != set(names):
-        pattern = "(?:" + "|".join(re.escape(name) for name in names) + ")"
-    return pattern
+    endings = tuple(f".{name_end}" for name_end in targets)
+    return [name for name in linear_layers if f".{name}".endswith(endings)]
 
 
 # ---- weights in and out ----------------------------------------------------------------------------------------
@@ -219,10 +194,9 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
 
     read_header(folder / ADAPTER_WEIGHTS)  # says what is wrong with a damaged file
     check_weights(folder)
-    weights = {
-        key.removeprefix(_PREFIX): tensor
-        for key, tensor in load_file(folder / ADAPTER_WEIGHTS).items()
-    }
+    weights = {}
+    for key, tensor in load_file(folder / ADAPTER_WEIGHTS).items():
+        weights[key.removeprefix(_PREFIX)] = tensor
     try:
         settings = PeftConfig.from_pretrained(str(folder))
         # The first values of the adapter's matrices are overwritten: their draws must not move later ones.
@@ -233,11 +207,10 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
         raise UserError(
             f"the adapter of {folder} does not fit {type(backbone).__name__}: {first_sentence(error)}"
         ) from error
-    layers = {
-        name: module
-        for name, module in backbone.named_modules()
-        if isinstance(module, LoraLayer)
-    }
+    layers: dict[str, LoraLayer] = {}
+    for name, module in backbone.named_modules():
+        if isinstance(module, LoraLayer):
+            layers[name] = module
     unused = sorted(result.unexpected_keys)
     if unused or not layers:
         raise UserError(
@@ -251,56 +224,3 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
     del backbone.peft_config
     backbone.requires_grad_(True)  # peft has frozen all but the adapter
     log.info("adapter of %s merged into its base model", folder)
-
-
-# ---- adapters of layers with one input: one product ----------------------------------
-
-
-_SHARED_INPUT_LAYERS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("q_lin", "k_lin", "v_lin"),
-    ("gate_proj", "up_proj"),
-    ("wi_0", "wi_1"),
-)
-"""Names of layers of one module that have the same input in most models. Where they have not, nothing is shared."""
-
-
-class _Joint:
-    """First matrices of some adapters, and their products with the last input that have not been asked for yet."""
-
-    def __init__(self, matrices: Sequence[nn.Linear]) -> None:
-        self.matrices = matrices
-        self.input: Callable[[], Tensor | None] = lambda: None
-        self.products: dict[int, Tensor] = {}
-
-    def product(self, number: int, values: Tensor) -> Tensor:
-        """Return the product of a matrix with its input. The first layer computes for all."""
-        if torch.compiler.is_compiling():
-            # The compiler cannot follow an input from layer to layer.
-            matrix = self.matrices[number]
-            return functional.linear(values, matrix.weight)
-        # Each product is given out once: a second request is another pass.
-        if self.input() is not values or number not in self.products:
-            weights = torch.cat([matrix.weight for matrix in self.matrices])
-            products = functional.linear(values, weights.to(values.dtype))
-            widths = [matrix.out_features for matrix in self.matrices]
-            self.products = dict(enumerate(torch.split(products, widths, dim=-1)))
-            self.input = weakref.ref(values)  # activations are not kept alive
-        return self.products.pop(number)
-
-
-def join_adapters(backbone: nn.Module) -> None:
-    """Compute the first products of adapters that read the same input together. The weights stay apart."""
-    for module in backbone.modules():
-        for names in _SHARED_INPUT_LAYERS:
-            layers: list[Any] = [module._modules.get(name) for name in names]
-            matrices: list[nn.Linear] = [
-                layer.lora_A[_NAME] for layer in layers if hasattr(layer, "lora_A")
-            ]
-            if len({matrix.in_features for matrix in matrices}) != 1:
-                continue
-            joint = _Joint(matrices)
-            for number, matrix in enumerate(matrices):
-                # On the instance: class, parameters and their names stay, for checkpoints, FSDP and peft.
-                matrix.forward = partial(joint.product, number)  # type: ignore[method-assign]

@@ -215,7 +215,7 @@ def packs(backbone: Any) -> bool:
     return bool(backbone.config._attn_implementation == PACKED_ATTENTION)
 
 
-def token_index(mask: Tensor) -> Tensor:
+def real_tokens(mask: Tensor) -> Tensor:
     """Return the positions of real tokens in a flattened micro-batch."""
     return mask.flatten().nonzero().squeeze(1)
 

@@ -1,4 +1,5 @@
-"""Backbones with their weights: config, dtype, attention and files, in this order."""
+"""Building a model: the backbone of the described files (config, dtype, attention, weights), adapters, pooling, head,
+and what of it is trained."""
 
 from __future__ import annotations
 
@@ -8,43 +9,222 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from vembed.config.schema import AdapterSection, ModelSection
+from vembed.config.schema import AdapterSection, ModelSection, ObjectiveSection
 from vembed.errors import UserError
 from vembed.models import attention, precision, vision
-from vembed.models.adapters import merge_saved_adapter
+from vembed.models.adapters import add_adapters, merge_saved_adapter
 from vembed.models.custom.modeling import OwnConfig
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import (
     ENCODER_ONLY,
     file_dtype,
     is_never_used,
+    layers_of,
     linear_names_inside_layers,
     model_class,
     quiet_transformers,
     read_config,
 )
-from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
+from vembed.models.families.description import (
+    DESCRIPTION_FILE,
+    ModelDescription,
+    describe,
+)
 from vembed.models.families.model_files import (
     LIBRARY_ERRORS,
     check_whole_weights,
     first_sentence,
 )
-from vembed.models.quantized import four_bit, rounded_to_four_bits
-from vembed.models.towers import TwoTowers, frozen_towers, tower_module
+from vembed.models.heads import (
+    Dense,
+    Head,
+    LanguageHead,
+    build_score_head,
+    class_with_head,
+    class_with_scores,
+    has_language_head,
+    load_dense,
+)
+from vembed.models.poolings.table import POOLINGS
+from vembed.models.precision import (
+    four_bit,
+    keep_trainable_layout,
+    round_weights,
+    rounded_to_four_bits,
+)
+from vembed.models.towers import (
+    TwoTowers,
+    freeze_unused,
+    frozen_towers,
+    names_frozen_by,
+    tower_module,
+)
 from vembed.saving.checksums import check_weights
 
 log = logging.getLogger(__name__)
 
 WholeClass = Callable[[PretrainedConfig], type[PreTrainedModel]]
 """The class of a model with its head, by the model's config."""
+
+
+def build_model(
+    description: ModelDescription,
+    options: ModelSection,
+    adapters: AdapterSection | None = None,
+    *,
+    objective: ObjectiveSection | None = None,
+    seed: int = 42,
+    device: torch.device | str = "cpu",
+    computes_on: torch.device | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+    recompute: bool = False,
+    compiles: bool | None = None,
+    meta: bool = False,
+    for_inference: bool = False,
+) -> EmbeddingModel:
+    """Return the described model, with its weights, on `device`.
+
+    `objective`: the loss, which may need a language-model head. `seed`: of new weights.
+
+    `computes_on`: the device that the model will be moved to, if not `device`. `compute_dtype`: dtype of the
+    arithmetic. `recompute`: recompute activations in the backward pass (gradient checkpointing). `compiles`: compile
+    the layers; None: only if the config asks for it. `meta`: leave backbone parameters empty, for a process that
+    receives its weights from another rank. `for_inference`: it is not trained, and needs no float32 master weights.
+    """
+    device = torch.device(device)
+    computes_on = computes_on or device
+    adapters = adapters or AdapterSection()
+    keeps_masters = not for_inference and options.torch_dtype != "pure_bfloat16"
+    has_language = objective is not None and has_language_head(objective, description)
+    with torch.random.fork_rng(devices=[]):
+        # New weights depend on the seed only, not on earlier draws.
+        torch.manual_seed(seed)
+        whole_class = None
+        if has_language:
+            whole_class = class_with_head
+        elif description.scores is not None:
+            whole_class = partial(class_with_scores, description)
+        whole: Any = build_backbone(
+            description,
+            options,
+            adapters,
+            computes_on,
+            # Quantisation to 4 bits needs the values, so its layers cannot be built empty.
+            meta=meta and not adapters.use_qlora,
+            compute_dtype=compute_dtype,
+            whole_class=whole_class,
+            keeps_masters=keeps_masters,
+        )
+        backbone: nn.Module = whole if whole_class is None else whole.base_model
+        score_head = None
+        if description.scores is not None:
+            score_head = build_score_head(description, whole)
+        language_head = None
+        if has_language:
+            language_head = LanguageHead(
+                whole, description, from_scratch=options.from_scratch
+            )
+        if adapters.use_lora:
+            add_adapters(backbone, description.traits, adapters, options)
+            keep_trainable_layout(backbone)
+        if adapters.quantize_weights == "int8":
+            round_weights(backbone)
+        pooling = None
+        declared = POOLINGS.get(description.pooling)
+        if declared is not None and declared.is_trained:
+            pooling = declared.build(description.token_dim)
+            folder = description.pooling_folder
+            if folder is not None:
+                check_weights(folder)
+                pooling.load_state_dict(load_file(folder / "model.safetensors"))
+        # The model's own Dense modules, then this run's MRL projection.
+        modules = [load_dense(folder) for folder in description.dense]
+        if description.adds_projection:
+            size = description.hidden_dim
+            if modules:
+                size = modules[-1].linear.out_features
+            projection = Dense(size, description.embedding_dim)
+            # The first rows of the identity: plain truncation.
+            nn.init.eye_(projection.linear.weight)
+            modules.append(projection)
+    if language_head is not None and adapters.use_lora and not language_head.is_new:
+        # As all weights but the adapters.
+        language_head.requires_grad_(False)
+    model = EmbeddingModel(
+        description,
+        backbone,
+        score_head or (Head(*modules) if modules else None),
+        pooling=pooling,
+        scale_and_bias=scale_and_bias(description),
+        language_head=language_head,
+    )
+    freeze_unused(
+        backbone, description.traits, description.image_pooling or description.pooling
+    )
+    if not adapters.use_lora:
+        # Adapters keep out of frozen parts, and freeze all others themselves.
+        for name in names_frozen_by(backbone, description.traits, adapters.freeze):
+            backbone.get_parameter(name).requires_grad = False
+        cast_frozen_towers(description, options, adapters.freeze, backbone)
+    if keeps_masters:
+        # Also frozen ones, whose file may hold 16 bits.
+        for head_module in model.heads():
+            head_module.float()
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserError(
+            f"freeze: {adapters.freeze} leaves nothing of {options.model_name} to train; freeze less of it"
+        )
+    # After the weights are in place: only the class of dropout modules changes. Attention is chosen at loading.
+    for module in backbone.modules() if computes_on.type == "cpu" else ():
+        if type(module) is nn.Dropout and module.p > 0.0:
+            module.__class__ = attention.CpuDropout
+    # Checkpointing first, so that the compiler sees the checkpointed layers.
+    layers = layers_of(backbone)
+    if recompute:
+        precision.enable_checkpointing(layers)
+    wants_compiled = options.torch_compile is True if compiles is None else compiles
+    # The compiler gives up on a checkpointed layer that calls attention as it is, which packed texts do.
+    if wants_compiled and not (recompute and model.packs_texts()):
+        attention.register(attention.PACKED_ATTENTION, compiled_layers=True)
+        precision.compile_layers(layers)
+    return model if meta else model.to(device)
+
+
+def load_embedder(
+    directory: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    computes_on: torch.device | None = None,
+    meta: bool = False,
+    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
+    trust_remote_code: bool = False,
+) -> EmbeddingModel:
+    """A saved model, ready for use: in evaluation mode, nothing trainable, by default in the dtype of its file.
+    `computes_on` and `meta`: as in `build_model`, for a model that will be sharded."""
+    options = ModelSection(
+        model_name=str(directory),
+        torch_dtype=torch_dtype,
+        trust_remote_code=trust_remote_code,
+    )
+    model = build_model(
+        describe(options, for_inference=True),
+        options,
+        device=device,
+        computes_on=computes_on,
+        meta=meta,
+        for_inference=True,
+    )
+    return model.eval().requires_grad_(False)
 
 
 def build_backbone(
@@ -172,15 +352,10 @@ def _load(
                 "weights: random, drawn by the constructor of %s under the run's seed",
                 built_class.__name__,
             )
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(stored)
-        try:
-            with empty:
-                backbone = built_class._from_config(
-                    config, dtype=stored, attn_implementation=kernel_of_class
-                )
-        finally:
-            torch.set_default_dtype(default)
+        with empty:
+            backbone = built_class._from_config(
+                config, dtype=stored, attn_implementation=kernel_of_class
+            )
     else:
         quantization = None
         if adapters.use_qlora:
@@ -244,23 +419,19 @@ def _load_weights(
         ) from error
     # A base model's folder may lack a language-model head, which is then new.
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    missing = []
-    for name in sorted(info["missing_keys"]):
-        if name.startswith(prefix) and not is_never_used(name):
-            missing.append(name)
+    missing = [
+        name
+        for name in sorted(info["missing_keys"])
+        if name.startswith(prefix) and not is_never_used(name)
+    ]
     if missing:
         raise UserError(
             f"{folder} lacks {len(missing):,d} of the weights of {built_class.__name__}, {missing[0]} among them; "
             "it is incomplete, or its config.json is that of another model"
         )
-    unused = sorted(info["unexpected_keys"])
+    unused = info["unexpected_keys"]
     if unused:
-        log.info(
-            "ignored %d unused weights of %s (first: %s)",
-            len(unused),
-            folder,
-            unused[0],
-        )
+        log.info("ignored %d unused weights of %s", len(unused), folder)
     return cast(PreTrainedModel, model)
 
 
@@ -306,14 +477,11 @@ def cast_frozen_towers(
         tower_module(backbone, description.traits, tower).to(dtype)
     if not freeze or options.torch_dtype not in ("bfloat16", "float16"):
         return
-    num_wide = 0
-    for parameter in backbone.parameters():
-        num_wide += not parameter.requires_grad and parameter.dtype == torch.float32
-    if num_wide:
+    frozen = [value for value in backbone.parameters() if not value.requires_grad]
+    if any(parameter.dtype == torch.float32 for parameter in frozen):
         log.info(
-            "torch_dtype: %s is for whole frozen towers: %d frozen tensors of partly trained towers stay float32",
+            "torch_dtype: %s is for whole frozen towers: frozen tensors of partly trained towers stay float32",
             options.torch_dtype,
-            num_wide,
         )
 
 

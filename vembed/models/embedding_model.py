@@ -1,163 +1,62 @@
-"""EmbeddingModel: backbone, pooling and head in one forward, with what the step and the saved files need to know."""
+"""EmbeddingModel: backbone, pooling and head in one forward, with what the step and the saved files need to know.
+
+Tower and projection are separate steps, so that features of a frozen tower can be cached while its projection is
+trained.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, Self, cast
 
+import numpy as np
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from vembed.config.schema import AdapterSection, ModelSection, ObjectiveSection
 from vembed.errors import UserError
 from vembed.models import precision
-from vembed.models.adapters import add_adapters
-from vembed.models.attention import PACKED_ATTENTION, CpuDropout, packs, register
-from vembed.models.building import (
-    build_backbone,
-    cast_frozen_towers,
-    scale_and_bias,
+from vembed.models.attention import TOKENS, Packed, packs, real_tokens
+from vembed.models.custom.modeling import OwnConfig, OwnModel
+from vembed.models.families.backbones import (
+    POSITIONS_AFTER_PADDING,
+    is_decoder_only,
+    layers_of,
 )
-from vembed.models.custom.modeling import OwnModel
-from vembed.models.families.backbones import layers_of
-from vembed.models.families.description import ModelDescription, describe
+from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
-from vembed.models.families.model_files import read_dense
-from vembed.models.language_head import (
-    LanguageHead,
-    class_with_head,
-    has_language_head,
-)
-from vembed.models.modalities import (
-    Collected,
-    at_least_float32,
-    image_features,
-    project,
-    sums_and_counts,
-    tower_features,
-)
-from vembed.models.poolings.table import POOLINGS
-from vembed.models.quantized import keep_trainable_layout, round_weights
-from vembed.models.score_head import build_score_head, class_with_scores
-from vembed.models.towers import (
-    TOWERS_OF_MODALITY,
-    freeze_unused,
-    frozen_towers,
-    names_frozen_by,
-    tower_module,
-)
-from vembed.saving.checksums import check_weights
+from vembed.models.heads import Dense, Head, LanguageHead
+from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
+from vembed.models.towers import TOWERS_OF_MODALITY, frozen_towers, tower_module
+from vembed.models.vision import LONGEST, VISION, image_tower_output, tower_output
 
-ModalitySlice = tuple[Modality, dict[str, Tensor]]
+Inputs = dict[str, Tensor]
+ModalitySlice = tuple[Modality, Inputs]
+Backbone = Any
+"""A Transformers model or TwoTowers. Their attributes are untyped."""
 FEATURES = "features"
 """Key of inputs that are a tower's features already: the tower is left out."""
+IMAGE_FEATURES = "image_features"
+"""Input key of the modality vision: precomputed output of the image tower, in place of the pixels."""
+SEGMENTS = "token_type_ids"
+"""Input of pairs: 0 for tokens of the query and 1 for those of the document, for models that tell them apart."""
 
 
-# ---- heads ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class TowerOutput:
+    """What the tower of a modality gives."""
 
-
-IDENTITY = "torch.nn.modules.linear.Identity"
-
-
-class Dense(nn.Module):
-    """A linear layer and an activation, equivalent to the Dense module of Sentence Transformers."""
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        *,
-        bias: bool = False,
-        activation: str = IDENTITY,
-    ) -> None:
-        """`activation`: dotted path of a class in torch.nn, as Sentence Transformers writes it."""
-        super().__init__()
-        self.linear = nn.Linear(in_features, out_features, bias=bias)
-        self.activation_path = activation
-        kind = vars(nn).get(activation.rsplit(".", 1)[-1])
-        if not activation.startswith("torch.nn") or not isinstance(kind, type):
-            raise UserError(
-                f"the activation {activation} of a Dense module is not a module of torch.nn"
-            )
-        try:
-            self.activation = kind()
-        except TypeError as error:  # a layer with sizes of its own
-            raise UserError(
-                f"the activation {activation} of a Dense module is not an activation: {error}"
-            ) from error
-
-    def forward(self, vectors: Tensor) -> Tensor:
-        """Map [n, in_features] to [n, out_features], in the dtype of the weights."""
-        # Autocast is off here: without the cast a bfloat16 input would meet float32 weights.
-        activated: Tensor = self.activation(
-            self.linear(vectors.to(self.linear.weight.dtype))
-        )
-        return activated
-
-    def settings(self) -> dict[str, Any]:
-        """Return the module's config.json in the Sentence Transformers layout."""
-        return {
-            "in_features": self.linear.in_features,
-            "out_features": self.linear.out_features,
-            "bias": self.linear.bias is not None,
-            "activation_function": self.activation_path,
-        }
-
-
-class Head(nn.Sequential):
-    """Dense modules in sequence. They run outside autocast: they are small, and their output is the embedding."""
-
-    def forward(self, vectors: Tensor, *, skips_last: bool = False) -> Tensor:
-        """Map [n, hidden_dim] to [n, embedding_dim], or to the input of the last module."""
-        with torch.autocast(vectors.device.type, enabled=False):
-            for module in list(self)[: len(self) - skips_last]:
-                vectors = module(vectors)
-        return vectors
-
-
-def load_dense(folder: Path) -> Dense:
-    """Load a Dense module saved by Sentence Transformers."""
-    settings = read_dense(folder)
-    try:
-        dense = Dense(
-            settings.in_features,
-            settings.out_features,
-            bias=settings.bias,
-            activation=settings.activation_function or IDENTITY,
-        )
-    except UserError as error:
-        raise UserError(f"{folder / 'config.json'}: {error}") from error
-    check_weights(folder)
-    weights = load_file(folder / "model.safetensors")
-    dense.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
-    return dense
-
-
-def principal_components(sample: Tensor, out_features: int) -> Tensor:
-    """Return [out_features, dim], the principal components of the unit vectors of `sample` [n, dim], strongest first.
-
-    Signs are fixed, so that all machines get the same result. If `sample` has fewer rows than components, the remaining
-    ones are arbitrary orthogonal directions.
-    """
-    # float64: a covariance of float32 rounds away the weak directions.
-    unit = functional.normalize(sample.double(), dim=1)
-    centred = unit - unit.mean(dim=0)
-    covariance = centred.T @ centred
-    # eigh returns ascending eigenvalues with eigenvectors as columns: flip, then transpose to rows.
-    directions: Tensor = (
-        torch.linalg.eigh(covariance).eigenvectors.flip(1).T[:out_features]
-    )
-    largest = directions.gather(1, directions.abs().argmax(dim=1, keepdim=True))
-    return (directions * largest.sign()).to(sample.dtype)
-
-
-# ---- the model ------------------------------------------------------------------------------------------------------
+    features: Tensor
+    """[n, width], pooled."""
+    states: Tensor | None = None
+    """[n, tokens, dim], before the pooling."""
+    auxiliary: Mapping[str, Any] = field(default_factory=dict)
+    """The model's own losses by name: a pair (sums, counts), of one number each or of one for each input; or a scalar,
+    the mean over the inputs."""
 
 
 class EmbeddingModel(nn.Module):
@@ -191,7 +90,6 @@ class EmbeddingModel(nn.Module):
         self.head = head
         self.language_head = language_head
         self.initial_scale_and_bias = scale_and_bias
-        self._skips_mrl_projection = False
         self._autocasts = False
 
     def compute_in_bf16(self) -> None:
@@ -225,47 +123,85 @@ class EmbeddingModel(nn.Module):
             for modality, inputs in parts:
                 of_part: dict[str, Tensor] = {}
                 if images_only:
-                    output = image_features(self.backbone, inputs)
+                    vectors = image_features(self.backbone, inputs)
                 elif FEATURES in inputs:
-                    output = inputs[FEATURES]
+                    vectors = inputs[FEATURES]
                 else:
-                    output, of_part = self._features(modality, inputs, with_auxiliary)
+                    seen = inputs
+                    language_head = self.language_head
+                    if not with_auxiliary or modality != "text":
+                        language_head = None
+                    if language_head is not None:
+                        # Before the tower runs: an encoder must not see the tokens that it has to tell.
+                        seen, targets = language_head.hide(inputs)
+                    output = self.tower_output(modality, seen)
+                    vectors = output.features
+                    if with_auxiliary:
+                        of_part = sums_and_counts(output.auxiliary, len(vectors))
+                    if language_head is not None:
+                        of_part[language_head.name] = language_head(
+                            output.states, targets, self.backbone
+                        )
                 if not features_only and not images_only:
-                    output = project(self.description, self.backbone, modality, output)
+                    vectors = self.project(modality, vectors)
                     if self.head is not None:
-                        # Through the head as a whole: where the model is sharded, that gathers its weights.
-                        skips_last = self._skips_mrl_projection
-                        output = self.head(output, skips_last=skips_last)
-                wide = at_least_float32(output)
+                        vectors = self.head(vectors)
+                wide = at_least_float32(vectors)
                 # FSDP takes no view of a tensor that the model holds.
-                outputs.append(wide.clone() if wide is output else wide)
+                outputs.append(wide.clone() if wide is vectors else wide)
                 losses.append(of_part)
         return (outputs, losses) if with_auxiliary else outputs
 
-    def _features(
-        self, modality: Modality, inputs: dict[str, Tensor], with_auxiliary: bool
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the pooled output of the tower, [n, width], and the losses that the model itself gives."""
-        collected = Collected()
-        head = self.language_head if with_auxiliary and modality == "text" else None
-        if head is not None:
-            # Before the tower runs: an encoder must not see the tokens that it has to tell.
-            inputs, targets = head.hide(inputs)
-        features = tower_features(
-            self.description,
-            self.backbone,
-            modality,
-            inputs,
-            collected,
-            pooling=self.pooling,
-        )
-        losses = {}
-        if with_auxiliary:
-            losses = sums_and_counts(collected.auxiliary, len(features))
-        if head is not None:
-            assert collected.states is not None
-            losses[head.name] = head(collected.states, targets, self.backbone)
-        return features, losses
+    def tower_output(self, modality: Modality, inputs: Inputs) -> TowerOutput:
+        """Run the tower (or towers) of one modality on its collated inputs."""
+        family = self.description.traits
+        forward = family.forwards[modality]
+        pooling = self.description.pooling
+        backbone: Any = self.backbone
+        # Composed and two-tower models are called tower by tower; a vision-language model as a whole.
+        if family.has_two_models or forward == "pooled_towers":
+            (tower,) = TOWERS_OF_MODALITY[modality]
+            backbone = tower_module(backbone, family, tower)
+        mask = padding_mask(inputs)
+        if forward == "pooled_towers":
+            arguments: dict[str, Any] = {**inputs, "attention_mask": mask}
+            # A family with texts of fixed length was trained without a mask.
+            if mask is None or family.has_fixed_length:
+                del arguments["attention_mask"]
+            return TowerOutput(backbone(**arguments).pooler_output)
+        module = self.pooling
+        if forward == "image":
+            pooling = self.description.image_pooling or pooling
+            module = None if family.has_two_models else module
+            output = run_images(backbone, inputs)
+            states = output.last_hidden_state
+            if states.ndim == 4:
+                # Convolutional: [n, channels, height, width] to [n, positions, channels].
+                states = states.flatten(2).transpose(1, 2)
+        elif forward == "chat":
+            output = run_chats(backbone, inputs, mask)
+            states = output.last_hidden_state
+        elif packs(backbone):
+            output = run_packed(backbone, inputs, mask)
+            states = padded_states(output.last_hidden_state[0], inputs, mask)
+        else:
+            output = run_texts(self.description, backbone, inputs, mask)
+            states = output.last_hidden_state
+        if pooling == MODEL_POOLING:
+            features = output.pooler_output.flatten(1)
+        else:
+            features = pool(pooling, states, mask, module=module)
+        return TowerOutput(features, states, output.get("auxiliary") or {})
+
+    def project(self, modality: Modality, features: Tensor) -> Tensor:
+        """Map tower features [n, width] to [n, hidden_dim]; the identity for families without projections."""
+        name = self.description.traits.projections.get(modality)
+        if name is None:
+            return features
+        projection: Any = self.backbone.get_submodule(name)
+        with torch.autocast(features.device.type, enabled=False):
+            projected: Tensor = projection(features.to(projection.weight.dtype))
+        return projected
 
     def train(self, mode: bool = True) -> Self:
         """Training mode, except for towers of which nothing is trained: their features stay the same all the time."""
@@ -357,171 +293,279 @@ class EmbeddingModel(nn.Module):
             return None
         return cast(Dense, cast(Head, self.head)[-1])
 
-    @contextmanager
-    def without_mrl_projection(self) -> Iterator[None]:
-        """The forward gives what the MRL projection would be given: the sample for its start."""
-        self._skips_mrl_projection = self.mrl_projection is not None
-        try:
-            yield
-        finally:
-            self._skips_mrl_projection = False
 
-    def start_mrl_projection(self, sample: Tensor) -> None:
-        """Start the MRL projection from the principal components of `sample` [n, size before the projection]."""
-        projection = self.mrl_projection
-        assert projection is not None
-        weight = projection.linear.weight
-        with torch.no_grad():
-            weight.copy_(
-                principal_components(sample.to(weight.device), weight.shape[0])
-            )
+# ---- calls of the backbone, by kind of input ---------------------------------------------------------------------
 
 
-def build_model(
+def run_texts(
     description: ModelDescription,
-    options: ModelSection,
-    adapters: AdapterSection | None = None,
-    *,
-    objective: ObjectiveSection | None = None,
-    seed: int = 42,
-    device: torch.device | str = "cpu",
-    computes_on: torch.device | None = None,
-    compute_dtype: torch.dtype = torch.float32,
-    recompute: bool = False,
-    compiles: bool | None = None,
-    meta: bool = False,
-    for_inference: bool = False,
-) -> EmbeddingModel:
-    """Return the described model, with its weights, on `device`.
+    backbone: Backbone,
+    inputs: Inputs,
+    mask: Tensor | None,
+) -> Any:
+    """Return the output of a text model, of padded texts."""
+    arguments: dict[str, object] = {"input_ids": inputs["input_ids"]}
+    if SEGMENTS in inputs:
+        arguments[SEGMENTS] = inputs[SEGMENTS]
+    if mask is not None:
+        arguments["attention_mask"] = mask
+    if description.traits.reads_chats or is_decoder_only(backbone.config):
+        # Keys and values for generation would be kept for every layer, and never read.
+        arguments["use_cache"] = False
+        if mask is not None and description.padding_side == "left":
+            # Positions count from the first real token. Otherwise they would depend on the amount of left padding.
+            arguments["position_ids"] = (mask.cumsum(dim=1) - 1).clamp(min=0)
+    return backbone(**arguments)
 
-    `objective`: the loss, which may need a language-model head. `seed`: of new weights.
 
-    `computes_on`: the device that the model will be moved to, if not `device`. `compute_dtype`: dtype of the
-    arithmetic. `recompute`: recompute activations in the backward pass (gradient checkpointing). `compiles`: compile
-    the layers; None: only if the config asks for it. `meta`: leave backbone parameters empty, for a process that
-    receives its weights from another rank. `for_inference`: it is not trained, and needs no float32 master weights.
+def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
+    """Return the output of a text model, of texts in one row without their padding: states [1, tokens, dim]."""
+    input_ids = inputs["input_ids"]
+    num_texts, longest = input_ids.shape
+    device = input_ids.device
+    index = None
+    if mask is None:
+        tokens = input_ids.flatten()
+        positions = torch.arange(longest, device=device).repeat(num_texts)
+        starts = torch.arange(num_texts + 1, device=device) * longest
+    else:
+        # Each token's position in its own text, wherever the padding stands.
+        index = token_index(inputs, mask)
+        tokens = input_ids.flatten()[index]
+        positions = (mask.cumsum(dim=1) - 1).flatten()[index]
+        # Cumulative text lengths with a leading 0: [n + 1].
+        starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
+    # RoBERTa and its kin count positions from the padding token's id + 1.
+    if backbone.config.model_type in POSITIONS_AFTER_PADDING:
+        positions = positions + backbone.config.pad_token_id + 1
+    starts = starts.to(torch.int32)
+    if backbone.config.model_type == OwnConfig.model_type:
+        return backbone(input_ids=tokens[None], cu_seqlens=starts)
+    arguments: dict[str, Any] = {
+        "input_ids": tokens[None],
+        "position_ids": positions[None],
+        # A 4D mask is passed through unchanged, and not used.
+        "attention_mask": tokens.new_zeros(1, 1, 1, 1),
+        "packed": Packed(starts, longest),
+    }
+    if SEGMENTS in inputs:
+        segments = inputs[SEGMENTS].flatten()
+        arguments[SEGMENTS] = (segments if index is None else segments[index])[None]
+    if is_decoder_only(backbone.config):
+        arguments["use_cache"] = False
+    return backbone(**arguments)
+
+
+def token_index(inputs: Inputs, mask: Tensor) -> Tensor:
+    """Return the positions of real tokens in the flattened input_ids."""
+    return inputs[TOKENS] if TOKENS in inputs else real_tokens(mask)
+
+
+def padded_states(states: Tensor, inputs: Inputs, mask: Tensor | None) -> Tensor:
+    """Map the states [all tokens, dim] of packed texts to [n, tokens, dim], with zeros as padding."""
+    num_texts, longest = inputs["input_ids"].shape
+    if mask is not None:
+        # Out of place, for autograd.
+        padded = states.new_zeros(num_texts * longest, states.shape[1])
+        states = padded.index_copy(0, token_index(inputs, mask), states)
+    return states.view(num_texts, longest, -1)
+
+
+def run_chats(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
+    """Return the output of a vision-language model, of token ids with images. Positions (time, height, width) are made
+    at collation."""
+    arguments: dict[str, Any] = {
+        key: value for key, value in inputs.items() if not key.startswith(VISION)
+    }
+    arguments.pop("attention_mask", None)
+    if mask is not None:
+        arguments["attention_mask"] = mask
+    features = arguments.pop(IMAGE_FEATURES, None)
+    if features is not None:
+        image = image_tower_output(features[0], features[1:])
+        arguments["mm_encoder_outputs"] = {"image": image}
+    elif LONGEST in inputs:
+        del arguments["pixel_values"]
+        arguments["mm_encoder_outputs"] = {"image": tower_output(backbone, inputs)}
+    return backbone(**arguments, use_cache=False)
+
+
+def run_images(backbone: Backbone, inputs: Inputs) -> Any:
+    """Return the output of an image encoder."""
+    # A frozen tower may be held in another dtype than the pixels.
+    pixels = inputs["pixel_values"].to(backbone.dtype)
+    arguments = {**inputs, "pixel_values": pixels}
+    if backbone.config.model_type == "vit_mae":
+        # The model orders patches by noise: ascending noise keeps their order, and mask_ratio 0 keeps all of them.
+        num_patches = backbone.embeddings.patch_embeddings.num_patches
+        ascending = torch.arange(num_patches, device=pixels.device)
+        arguments["noise"] = ascending.expand(len(pixels), -1)
+    return backbone(**arguments)
+
+
+def image_features(backbone: Backbone, inputs: Inputs) -> Tensor:
+    """Return [1 + m, tokens, width]: the image tower's output for all images, then the outputs of m inner layers.
+
+    The inner layers are those of Qwen3-VL's deepstack; m is 0 for other models.
     """
-    device = torch.device(device)
-    computes_on = computes_on or device
-    adapters = adapters or AdapterSection()
-    keeps_masters = not for_inference and options.torch_dtype != "pure_bfloat16"
-    has_language = objective is not None and has_language_head(objective, description)
-    with torch.random.fork_rng(devices=[]):
-        # New weights depend on the seed only, not on earlier draws.
-        torch.manual_seed(seed)
-        whole_class = None
-        if has_language:
-            whole_class = class_with_head
-        elif description.scores is not None:
-            whole_class = partial(class_with_scores, description)
-        whole: Any = build_backbone(
-            description,
-            options,
-            adapters,
-            computes_on,
-            # Quantisation to 4 bits needs the values, so its layers cannot be built empty.
-            meta=meta and not adapters.use_qlora,
-            compute_dtype=compute_dtype,
-            whole_class=whole_class,
-            keeps_masters=keeps_masters,
-        )
-        backbone: nn.Module = whole if whole_class is None else whole.base_model
-        score_head = None
-        if description.scores is not None:
-            score_head = build_score_head(description, whole)
-        language_head = None
-        if has_language:
-            language_head = LanguageHead(
-                whole, description, from_scratch=options.from_scratch
-            )
-        if adapters.use_lora:
-            add_adapters(backbone, description.traits, adapters, options)
-            keep_trainable_layout(backbone)
-        if adapters.quantize_weights == "int8":
-            round_weights(backbone)
-        pooling = None
-        declared = POOLINGS.get(description.pooling)
-        if declared is not None and declared.is_trained:
-            pooling = declared.build(description.token_dim)
-            folder = description.pooling_folder
-            if folder is not None:
-                check_weights(folder)
-                pooling.load_state_dict(load_file(folder / "model.safetensors"))
-        # The model's own Dense modules, then this run's MRL projection.
-        modules = [load_dense(folder) for folder in description.dense]
-        if description.adds_projection:
-            size = description.hidden_dim
-            if modules:
-                size = modules[-1].linear.out_features
-            projection = Dense(size, description.embedding_dim)
-            # The first rows of the identity: plain truncation.
-            nn.init.eye_(projection.linear.weight)
-            modules.append(projection)
-    if language_head is not None and adapters.use_lora and not language_head.is_new:
-        # As all weights but the adapters.
-        language_head.requires_grad_(False)
-    model = EmbeddingModel(
-        description,
-        backbone,
-        score_head or (Head(*modules) if modules else None),
-        pooling=pooling,
-        scale_and_bias=scale_and_bias(description),
-        language_head=language_head,
-    )
-    freeze_unused(
-        backbone, description.traits, description.image_pooling or description.pooling
-    )
-    if not adapters.use_lora:
-        # Adapters keep out of frozen parts, and freeze all others themselves.
-        for name in names_frozen_by(backbone, description.traits, adapters.freeze):
-            backbone.get_parameter(name).requires_grad = False
-        cast_frozen_towers(description, options, adapters.freeze, backbone)
-    if keeps_masters:
-        # Also frozen ones, whose file may hold 16 bits.
-        for head_module in model.heads():
-            head_module.float()
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise UserError(
-            f"freeze: {adapters.freeze} leaves nothing of {options.model_name} to train; freeze less of it"
-        )
-    # After the weights are in place: only the class of dropout modules changes. Attention is chosen at loading.
-    for module in backbone.modules() if computes_on.type == "cpu" else ():
-        if type(module) is nn.Dropout and module.p > 0.0:
-            module.__class__ = CpuDropout
-    # Checkpointing first, so that the compiler sees the checkpointed layers.
-    layers = layers_of(backbone)
-    if recompute:
-        precision.enable_checkpointing(layers)
-    wants_compiled = options.torch_compile is True if compiles is None else compiles
-    # The compiler gives up on a checkpointed layer that calls attention as it is, which packed texts do.
-    if wants_compiled and not (recompute and model.packs_texts()):
-        register(PACKED_ATTENTION, compiled_layers=True)
-        precision.compile_layers(layers)
-    return model if meta else model.to(device)
+    output = tower_output(backbone, inputs)
+    inner_outputs = vars(output).get("deepstack_features") or []
+    of_layers = (output.pooler_output, *inner_outputs)
+    return torch.stack([torch.cat(list(images)) for images in of_layers])
 
 
-def load_embedder(
-    directory: str | Path,
+def padding_mask(inputs: Inputs) -> Tensor | None:
+    """Return the attention mask [n, tokens]; None without padding, which lets attention use a faster path.
+
+    The mask is inspected on CPUs only: on a GPU this would force a synchronisation. Collation may omit a mask of ones.
+    """
+    mask = inputs.get("attention_mask")
+    if mask is None or (mask.device.type == "cpu" and bool(mask.all())):
+        return None
+    return mask
+
+
+# ---- pooling, and losses of the model ----------------------------------------------------------------------------
+
+
+def at_least_float32(values: Tensor) -> Tensor:
+    """Return values in float32, or float64 as they are."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def pool(
+    pooling: str,
+    hidden: Tensor,
+    mask: Tensor | None,
     *,
-    device: torch.device | str = "cpu",
-    computes_on: torch.device | None = None,
-    meta: bool = False,
-    torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
-    trust_remote_code: bool = False,
-) -> EmbeddingModel:
-    """A saved model, ready for use: in evaluation mode, nothing trainable, by default in the dtype of its file.
-    `computes_on` and `meta`: as in `build_model`, for a model that will be sharded."""
-    options = ModelSection(
-        model_name=str(directory),
-        torch_dtype=torch_dtype,
-        trust_remote_code=trust_remote_code,
-    )
-    model = build_model(
-        describe(options, for_inference=True),
-        options,
-        device=device,
-        computes_on=computes_on,
-        meta=meta,
-        for_inference=True,
-    )
-    return model.eval().requires_grad_(False)
+    module: nn.Module | None = None,
+) -> Tensor:
+    """Map [n, tokens, dim] to [n, width], in at least float32.
+
+    `mask` [n, tokens] is 1 on real tokens, with the padding on either side. None: no
+    padding. `module`: that of a trained pooling.
+    """
+    hidden = at_least_float32(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):
+        if module is None:
+            return POOLINGS[pooling].pool(hidden, mask)
+        vectors: Tensor = module(hidden, mask)
+        return vectors
+
+
+def sums_and_counts(auxiliary: Mapping[str, Any], count: int) -> dict[str, Tensor]:
+    """Return each auxiliary loss as [2, n] or [2, 1], sums and counts, in at least float32. `count`: inputs of the
+    pass."""
+    losses = {}
+    for name, value in auxiliary.items():
+        if isinstance(value, tuple | list) and len(value) == 2:
+            sums = torch.as_tensor(value[0])
+            counts = torch.as_tensor(value[1], device=sums.device)
+        elif isinstance(value, Tensor) and value.ndim == 0:
+            sums = value * count
+            counts = torch.tensor(count, device=value.device)
+        else:
+            raise TypeError(
+                f"the auxiliary loss {name} must be a scalar, or a pair (sums, counts) of numbers or of one number for "
+                f"each input, and is {type(value).__name__}"
+            )
+        if sums.ndim > 1 or sums.numel() not in (1, count):
+            raise TypeError(
+                f"the auxiliary loss {name} has the shape {list(sums.shape)} for {count} inputs"
+            )
+        sums = at_least_float32(sums)
+        counts = counts.detach().to(sums.dtype).expand_as(sums)
+        # A new tensor: FSDP wants no view as a result.
+        losses[name] = torch.stack([sums.reshape(-1), counts.reshape(-1)])
+    return losses
+
+
+# ---- what the layers hand on -------------------------------------------------------------------------------------
+
+
+class HiddenStates(nn.Module):
+    """Runs the model and takes what passes by. Layer 0 is what goes into the first transformer layer, layer k what the
+    k-th one gives. All ranks run it together where the model is sharded."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        backbone: nn.Module,
+        description: ModelDescription,
+        layers: Literal["all"] | Sequence[int],
+        pooling: str | None = None,
+    ) -> None:
+        """`model`: what is called, sharded or not; `backbone`: the part of it that holds the layers."""
+        super().__init__()
+        if "text" not in description.traits.towers:
+            raise UserError(
+                f"{description.name} has no text tower, and hidden states are those of a text tower"
+            )
+        self.model = model
+        tower = tower_module(backbone, description.traits, "text")
+        self._stack = layers_of(tower)
+        self._packs = packs(tower)
+        deepest = len(self._stack)
+        numbers = range(deepest + 1) if layers == "all" else layers
+        wrong = [
+            number for number in numbers if not -deepest - 1 <= int(number) <= deepest
+        ]
+        if wrong:
+            raise UserError(
+                f"layers: this model has layers 0 (its embeddings) to {deepest}, and {wrong[0]} is asked for"
+            )
+        # Negative numbers count from the last layer, as in a Python list.
+        self.layers = [int(number) % (deepest + 1) for number in numbers]
+        of_model = description.pooling
+        self.pooling = pooling or (of_model if of_model != MODEL_POOLING else "mean")
+        if POOLINGS[self.pooling].is_trained:
+            raise UserError(
+                f"pooling: {self.pooling} is trained for the last layer; give another one for hidden states"
+            )
+        config: Any = tower.config
+        hidden_dim = description.text_hidden_dim or config.get_text_config().hidden_size
+        self.width = POOLINGS[self.pooling].width(int(hidden_dim))
+
+    def forward(self, parts: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
+        """For each part, one at a time: [n, layers * width], layer by layer."""
+        states = []
+        for part in parts:
+            inputs = part[1]
+            taken: dict[int, Tensor] = {}
+
+            def enter(
+                _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+            ) -> None:
+                hidden = arguments[0] if arguments else named["hidden_states"]
+                taken[0] = self.pooled(hidden, inputs)  # noqa: B023 - removed below
+
+            def leave(number: int, _: nn.Module, __: Any, output: Any) -> None:
+                hidden = output[0] if isinstance(output, tuple) else output
+                taken[number] = self.pooled(hidden, inputs)  # noqa: B023
+
+            # Hooks, and not output_hidden_states: they are the same for padded, packed and sharded models.
+            hooks = []
+            if 0 in self.layers:
+                first = self._stack[0]
+                hooks.append(first.register_forward_pre_hook(enter, with_kwargs=True))
+            for number, layer in enumerate(self._stack, start=1):
+                if number in self.layers:
+                    hooks.append(layer.register_forward_hook(partial(leave, number)))
+            try:
+                self.model([part])
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            states.append(torch.cat([taken[layer] for layer in self.layers], dim=1))
+        return states
+
+    def none(self) -> np.ndarray:
+        """Return the hidden states of no text."""
+        return np.empty((0, len(self.layers), self.width), np.float32)
+
+    def pooled(self, hidden: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        """[n, width] from what a layer gives, padded or packed."""
+        mask = padding_mask(inputs)
+        if self._packs:
+            hidden = padded_states(hidden[0], inputs, mask)
+        return pool(self.pooling, hidden, mask).float()

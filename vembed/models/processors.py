@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from contextlib import nullcontext
@@ -58,15 +57,11 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     )
     folder = Path(description.source)
     values = read_object(folder / "config.json") or {}
-    inner = values.get("text_config")
-    values = inner if isinstance(inner, dict) else values
-    num_rows = values.get("vocab_size")
-    if not isinstance(num_rows, int):
-        num_rows = math.inf
-    vocabulary = tokenizer.get_vocab()
+    values = values.get("text_config") or values
+    num_rows = values.get("vocab_size") or math.inf
     # Added tokens may be beyond the rows of the embedding matrix: they may never occur.
-    regular = vocabulary.keys() - tokenizer.get_added_vocab().keys()
-    largest = max((vocabulary[token] for token in regular), default=0)
+    vocabulary = tokenizer.get_vocab().items() - tokenizer.get_added_vocab().items()
+    largest = max((number for _, number in vocabulary), default=0)
     if largest >= num_rows:
         raise UserError(
             f"the tokenizer of {source} has tokens up to number {largest:,d}, and config.json has vocab_size "
@@ -77,24 +72,24 @@ def load_tokenizer(description: ModelDescription) -> PreTrainedTokenizerBase:
     if description.traits.has_fixed_length:
         # SigLIP was trained without an attention mask; this keeps other programs from creating one.
         tokenizer.model_input_names = ["input_ids"]
+    if tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise UserError(
+            f"the tokenizer of {source} has neither a padding nor an end token; add `pad_token` to it"
+        )
     # A padding token that somebody has added may have no row.
-    has_pad = tokenizer.pad_token is not None
-    if not has_pad or (tokenizer.pad_token_id >= num_rows and tokenizer.eos_token):
+    has_row = tokenizer.pad_token is not None and tokenizer.pad_token_id < num_rows
+    if not has_row and tokenizer.eos_token is not None:
         # Any token serves as padding, since padding is masked everywhere.
-        if tokenizer.eos_token is None:
-            raise UserError(
-                f"the tokenizer of {source} has neither a padding nor an end token; add `pad_token` to it"
-            )
         tokenizer.pad_token = tokenizer.eos_token
     settings = read_object(source / "sentence_bert_config.json") or {}
     if tokenizer.is_fast and settings.get("do_lower_case", False):
         # In the normalizer, so that it is saved with the tokenizer.
         backend: Any = tokenizer.backend_tokenizer
-        steps: list[Any] = [backend.normalizer] if backend.normalizer else []
-        if isinstance(backend.normalizer, NormalizerSequence):
-            steps = [backend.normalizer[at] for at in range(len(backend.normalizer))]
-        if not any(isinstance(step, Lowercase) for step in steps):
-            backend.normalizer = NormalizerSequence([Lowercase(), *steps])
+        steps = [Lowercase()]
+        if backend.normalizer is not None:
+            steps.append(backend.normalizer)
+        # Once more does no harm.
+        backend.normalizer = NormalizerSequence(steps)
     return tokenizer
 
 
@@ -111,10 +106,9 @@ def _check_special_tokens(
         number = values.get(f"{name}_token_id")
         if isinstance(number, int):
             numbers[f"{name}_token_id"] = number
-    special = set(tokenizer.all_special_ids)
-    for number, token in tokenizer.added_tokens_decoder.items():
-        if token.special:
-            special.add(number)
+    added = tokenizer.added_tokens_decoder.items()
+    special = {number for number, token in added if token.special}
+    special.update(tokenizer.all_special_ids)
     shifts_positions = values.get("model_type") in POSITIONS_AFTER_PADDING
     if shifts_positions and numbers.get("pad_token_id", 1) != tokenizer.pad_token_id:
         problem = f"padding is token {tokenizer.pad_token_id}"
@@ -201,16 +195,10 @@ def load_chat_template(description: ModelDescription, tokenizer: Any) -> ChatTem
         )
     settings = read_object(folder / "sentence_bert_config.json") or {}
     if "message" in settings.get("modality_config", {}):
-        options = dict(
-            (settings.get("processing_kwargs") or {}).get("chat_template") or {}
-        )
-        return ChatTemplate(
-            template,
-            {key: value for key, value in options.items() if key != "restore_suffix"},
-        )
-    adds_token = len(tokenizer("a", add_special_tokens=True)["input_ids"]) > len(
-        tokenizer.tokenize("a")
-    )
+        options = (settings.get("processing_kwargs") or {}).get("chat_template") or {}
+        options.pop("restore_suffix", None)
+        return ChatTemplate(template, options)
+    adds_token = len(tokenizer("a")["input_ids"]) > len(tokenizer.tokenize("a"))
     end = END_OF_TEXT if END_OF_TEXT in tokenizer.get_vocab() else tokenizer.eos_token
     if not adds_token and end is not None:
         template = template.removesuffix("\n") + "{{- '" + end + "' }}"
@@ -230,9 +218,8 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
     if "text" in description.modalities:
         tokenizer = load_tokenizer(description)
         if description.traits.reads_chats:
-            tokenizer.chat_template = load_chat_template(
-                description, tokenizer
-            ).template
+            chat = load_chat_template(description, tokenizer)
+            tokenizer.chat_template = chat.template
         tokenizer.save_pretrained(folder)
         # The key names of Transformers 4 (used by Sentence Transformers 3 to 5.1); version 5 reads them as well.
         path = folder / "tokenizer_config.json"
@@ -243,8 +230,7 @@ def save_processors(description: ModelDescription, folder: Path) -> None:
             values["additional_special_tokens"] = values.pop("extra_special_tokens")
         for key in ("backend", "is_local", "local_files_only"):
             values.pop(key, None)
-        text = json.dumps(values, indent=2, ensure_ascii=False)
-        path.write_text(text + "\n", encoding="utf-8")
+        write_json(path, values)
     if description.modalities != ("text",):
         target = folder / IMAGE_TOWER_FOLDER if description.image_source else folder
         _copy_image_processor(description, target)
@@ -265,9 +251,7 @@ def _copy_image_processor(description: ModelDescription, folder: Path) -> None:
     size = dict(load_image_processor(description).size)
     for name in PROCESSOR_FILES[:2]:
         values = read_object(folder / name) or {}
-        settings = values
-        if name == "processor_config.json":
-            settings = values.get("image_processor", {})
+        settings = values.get("image_processor", values)
         if not settings:
             continue
         for old_name in ("min_pixels", "max_pixels"):

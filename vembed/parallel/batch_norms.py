@@ -48,39 +48,24 @@ class AllReduceBatchStatistics(_Base):
         squares = total[1 + channels :]
         mean = sums / count
         variance = squares / count - mean.square()
-        # The running variance is the unbiased one, as in torch; normalisation takes the biased one.
-        if (
-            self.track_running_stats
-            and self.running_mean is not None
-            and self.running_var is not None
-        ):
-            self._update_running(
-                mean.detach(), variance.detach() * count / (count - 1).clamp(min=1)
-            )
+        if self.track_running_stats:
+            assert self.num_batches_tracked is not None
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            self.num_batches_tracked.add_(1)
+            momentum = self.momentum
+            if momentum is None:
+                momentum = 1 / float(self.num_batches_tracked)
+            # The running variance is the unbiased one, as in torch. Normalisation takes the biased one.
+            unbiased = variance.detach() * count / (count - 1).clamp(min=1)
+            self.running_mean.lerp_(mean.detach().to(self.running_mean.dtype), momentum)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
         shape = [1, -1, *(1 for _ in others[1:])]
-        normal: Tensor = (
-            (wide - mean.view(shape)) * (variance.view(shape) + self.eps).rsqrt()
-        ).to(values_NC.dtype)
-        return (
-            normal
-            if self.weight is None
-            else normal * self.weight.view(shape) + self.bias.view(shape)
-        )
-
-    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
-        assert (
-            self.num_batches_tracked is not None
-            and self.running_mean is not None
-            and self.running_var is not None
-        )
-        self.num_batches_tracked.add_(1)
-        momentum = (
-            1 / float(self.num_batches_tracked)
-            if self.momentum is None
-            else self.momentum
-        )
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+        scale = (variance.view(shape) + self.eps).rsqrt()
+        normal: Tensor = ((wide - mean.view(shape)) * scale).to(values_NC.dtype)
+        if self.affine:
+            normal = normal * self.weight.view(shape) + self.bias.view(shape)
+        return normal
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -91,28 +76,23 @@ class AllReduceBatchStatistics(_Base):
 
 def share_batch_norms(model: nn.Module, device: torch.device, *, shared: bool) -> int:
     """Make batch norms share their statistics between ranks if `shared`, else warn; return their number."""
-    norms = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, _Base)
-    }
+    norms = [module for module in model.modules() if isinstance(module, _Base)]
     if not norms:
         if shared:
             log.info("sync_batchnorm: the model has no batch norms")
         return 0
     if not shared:
         if model.training:
+            way_out = ""
+            if collectives.world_size() > 1:
+                way_out = "; sync_batchnorm: true shares their statistics"
             log.warning(
-                "batch norms: %d, each over the micro-batch of one process, so losses and gradients depend on the "
-                "number of processes and on micro_batch_tokens%s",
-                len(norms),
-                "; sync_batchnorm: true shares their statistics"
-                if collectives.world_size() > 1
-                else "",
+                f"batch norms: {len(norms)}, each over the micro-batch of one process, so losses and gradients depend on "
+                f"the number of processes and on micro_batch_tokens{way_out}"
             )
         return len(norms)
     if device.type == "cpu":
-        for module in norms.values():
+        for module in norms:
             module.__class__ = AllReduceBatchStatistics
     else:
         nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]

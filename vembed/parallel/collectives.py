@@ -6,7 +6,6 @@ group has one, so that they do not wait for the GPU's queue.
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections import Counter
@@ -149,21 +148,19 @@ def all_gather_rows(rows_ND: Tensor, counts: Sequence[int] | None = None) -> Ten
         _all_gather(padded, local_rows.contiguous())
         if min(counts) == longest:
             return padded
-        parts = []
-        for number, count in enumerate(counts):
-            parts.append(padded[number * longest : number * longest + count])
-        return torch.cat(parts)
+        parts = zip(torch.split(padded, longest), counts, strict=True)
+        return torch.cat([part[:count] for part, count in parts])
 
 
 def all_gather_dealt(rows_ND: Tensor, num_rows: int) -> Tensor:
     """Return `num_rows` rows in their order, of which rank r passes rows r, r + W, r + 2W and so on."""
-    ranks = range(world_size())
-    counts = [len(range(rank, num_rows, len(ranks))) for rank in ranks]
+    num_ranks = world_size()
+    counts = [len(range(rank, num_rows, num_ranks)) for rank in range(num_ranks)]
     # [num_rows, D] in the order of the ranks: all rows of rank 0, then all of rank 1.
     gathered = all_gather_rows(rows_ND, counts)
     ordered = torch.empty_like(gathered)
-    for rank, part in zip(ranks, torch.split(gathered, counts), strict=True):
-        ordered[rank :: len(ranks)] = part
+    for rank, part in enumerate(torch.split(gathered, counts)):
+        ordered[rank::num_ranks] = part
     return ordered
 
 
@@ -178,9 +175,12 @@ def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
         full = rows_ND
         if min(counts) < longest:
             full = rows_ND.new_zeros(world_size() * longest, *rows_ND.shape[1:])
-            for number, part in enumerate(torch.split(rows_ND, list(counts))):
-                start = number * longest
-                full[start : start + part.shape[0]] = part
+            for padded, part in zip(
+                torch.split(full, longest),
+                torch.split(rows_ND, list(counts)),
+                strict=True,
+            ):
+                padded[: len(part)] = part
         local_rows = full.new_empty(longest, *full.shape[1:])
         _reduce_scatter(local_rows, full.contiguous())
         return local_rows[: counts[rank()]]
@@ -217,38 +217,16 @@ def all_reduce_gradients(
             _scatter(flat, bucket)
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], source: int = 0) -> None:
-    """Overwrite the tensors of every rank with those of one rank, in place."""
+def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
+    """Overwrite the tensors of every rank with those of rank 0, in place."""
     tensors = list(tensors)
     if world_size() == 1 or not tensors:
         return
     with _collective("broadcast_tensors"), torch.no_grad():
         for bucket in _buckets(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in bucket])
-            dist.broadcast(flat, src=source)
+            dist.broadcast(flat, src=0)
             _scatter(flat, bucket)
-
-
-def sync_from_rank0(tensors: dict[str, Tensor]) -> list[str]:
-    """Synchronise tensors from rank 0 and return the names of those that differed between ranks.
-
-    The ranks compare float64 sums first; only tensors whose sums differ are broadcast.
-    """
-    if world_size() == 1 or not tensors:
-        return []
-    sums = [
-        tensor.detach().to(torch.float64).sum().cpu() for tensor in tensors.values()
-    ]
-    # Compare the bits as integers: NaN equals NaN that way, and max(-x) gives the minimum with the same collective.
-    # + 0.0 turns -0.0 into 0.0: its bits are INT64_MIN, which has no negative.
-    bits = (torch.stack(sums) + 0.0).view(torch.int64).tolist()
-    negatives = max_ints([-value for value in bits])
-    different = []
-    for name, low, high in zip(tensors, negatives, max_ints(bits), strict=True):
-        if -low != high:
-            different.append(name)
-    broadcast_tensors(tensors[name] for name in different)
-    return different
 
 
 def sum_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -261,32 +239,22 @@ def sum_tensor(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
         return total.to(tensor.device)
 
 
-def broadcast_json(value: Any, source: int = 0) -> Any:
-    """Return the JSON value of one rank on every rank. Tuples become lists."""
-    if world_size() == 1:
-        return json.loads(json.dumps(value))
-    with _collective("broadcast_json"):
-        payload = _to_bytes(value if rank() == source else None).to(number_device())
-        # The length first: a receiving rank must have room before the content comes.
-        size = torch.tensor([payload.numel()], device=payload.device)
-        dist.broadcast(size, src=source)
-        if rank() != source:
-            payload = payload.new_empty(int(size))
-        dist.broadcast(payload, src=source)
-        return _from_bytes(payload)
+def broadcast_object(value: Any) -> Any:
+    """Return the value of rank 0 on every rank. It is pickled."""
+    values = [value]
+    if world_size() > 1:
+        with _collective("broadcast_object"):
+            dist.broadcast_object_list(values)
+    return values[0]
 
 
-def gather_objects_as_json(value: Any) -> list[Any]:
-    """Return the JSON values of all ranks, by rank, on every rank."""
-    if world_size() == 1:
-        return [json.loads(json.dumps(value))]
-    # Two collectives: the ranks' texts differ in length, and the buffers must be allocated before they come.
-    payload = _to_bytes(value).to(number_device())
-    sizes = [row[0] for row in all_gather_ints([payload.numel()])]
-    return [
-        _from_bytes(part)
-        for part in torch.split(all_gather_rows(payload, sizes), sizes)
-    ]
+def gather_objects(value: Any) -> list[Any]:
+    """Return the values of all ranks, by rank, on every rank. They are pickled."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        with _collective("gather_objects"):
+            dist.all_gather_object(values, value)
+    return values
 
 
 def new_cpu_group(timeout: timedelta) -> dist.ProcessGroup | None:
@@ -310,14 +278,6 @@ def end_group(*, waits: bool) -> None:
         dist.destroy_process_group()
     else:
         dist.distributed_c10d._abort_process_group()
-
-
-def _to_bytes(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _from_bytes(payload: Tensor) -> Any:
-    return json.loads(payload.cpu().numpy().tobytes())
 
 
 def _check_rows(num_rows: int, expected: int) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from importlib import metadata
@@ -33,14 +34,10 @@ from vembed.parallel.launch import LAUNCHER, RUN_ID
 RankFacts = Callable[[RankInfo], Mapping[str, Any]]
 """Facts of a rank about its run: values by name, equal on all ranks. It may raise UserError, which then ends all."""
 
-JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_COMPLETION_ID")
-"""Variables of cluster systems that are the same on all machines of a job."""
 COMPARED_PACKAGES = ("torch", "transformers", "accelerate")
 """Beside vembed itself."""
 COMPARED = "compared"
 """Key of a fact that is a dict of what is compared and how a message shows it ("shown")."""
-DERIVED = " (decided)"
-"""Ending of the name of a fact that follows from others."""
 ADVICE = (
     "start every machine with the same config, data, model, packages and --run-id, and two runs on two ports "
     "(--main-process-port)"
@@ -72,9 +69,9 @@ class LaunchCheck:
         self._end = time.monotonic() + 60 * minutes
 
     @property
-    def seconds_left(self) -> float:
-        """Seconds until the limit; not below 0."""
-        return max(0.0, self._end - time.monotonic())
+    def time_left(self) -> timedelta:
+        """Time until the limit; at least a second."""
+        return timedelta(seconds=max(self._end - time.monotonic(), 1.0))
 
     def not_found(self, why: str) -> UserError:
         """Return the error of a process that did not find the others in time."""
@@ -84,35 +81,31 @@ class LaunchCheck:
             "WORLD_SIZE and a RANK of its own"
         )
 
-    def poll(
-        self, is_done: Callable[[], bool], waited_for: Callable[[], str] | None = None
-    ) -> bool:
+    def poll(self, is_done: Callable[[], bool], waited_for: Callable[[], str]) -> bool:
         """Ask until the answer is True or the time is up; return the answer. Say every 30 s what is waited for."""
         began = time.monotonic()
-        next_line = began + LINE_SECONDS
+        next_line = LINE_SECONDS
         while not is_done():
             now = time.monotonic()
-            if self.seconds_left == 0.0:
+            waited = now - began
+            if now > self._end:
                 return False
-            if waited_for is not None and now >= next_line:
-                next_line = now + LINE_SECONDS
-                line = (
-                    f"rank {self.ranks.rank} has waited {now - began:.0f} s for {waited_for()} "
-                    f"(dist_timeout_minutes: {self.minutes:g})"
-                )
+            if waited >= next_line:
+                next_line += LINE_SECONDS
                 if self.ranks.local_rank == 0:  # one line for each machine
-                    collectives.log_from(self.ranks.rank, line)
+                    collectives.log_from(
+                        self.ranks.rank,
+                        f"rank {self.ranks.rank} has waited {waited:.0f} s for {waited_for()} "
+                        f"(dist_timeout_minutes: {self.minutes:g})",
+                    )
             # Seldom where the wait is long: many ranks ask one store. The answer is late by a tenth of the wait.
-            time.sleep(
-                min(max(POLL_SECONDS, 0.1 * (now - began)), SLOWEST_POLL_SECONDS)
-            )
+            time.sleep(min(max(POLL_SECONDS, 0.1 * waited), SLOWEST_POLL_SECONDS))
         return True
 
     def connect(self) -> Store:
         """Return the store at MASTER_ADDR:MASTER_PORT. Rank 0 keeps it, unless torchrun does."""
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            limit = timedelta(seconds=self.seconds_left)
-            store: Store = next(iter(rendezvous("env://", timeout=limit)))[0]
+            store: Store = next(iter(rendezvous("env://", timeout=self.time_left)))[0]
             return store
         return self._keep_store() if self.ranks.rank == 0 else self._join_store()
 
@@ -125,7 +118,7 @@ class LaunchCheck:
                 is_master=True,
                 wait_for_workers=False,
                 multi_tenant=True,
-                timeout=timedelta(seconds=max(self.seconds_left, 1.0)),
+                timeout=self.time_left,
             )
             return _kept[self.port]
         except dist.DistNetworkError as error:
@@ -143,10 +136,9 @@ class LaunchCheck:
 
         def is_listening() -> bool:
             nonlocal problem
+            address = self.host, self.port
             try:
-                socket.create_connection(
-                    (self.host, self.port), timeout=ATTEMPT_SECONDS
-                ).close()
+                socket.create_connection(address, timeout=ATTEMPT_SECONDS).close()
                 return True
             except socket.gaierror as error:
                 problem = f"the name {self.host} cannot be resolved: {error}"
@@ -156,14 +148,13 @@ class LaunchCheck:
 
         def join() -> None:
             nonlocal problem
-            limit = timedelta(seconds=max(self.seconds_left, 1.0))
             try:
                 store = TCPStore(
                     self.host,
                     self.port,
                     is_master=False,
                     wait_for_workers=False,
-                    timeout=limit,
+                    timeout=self.time_left,
                 )
                 stores.append(store)
             except RuntimeError as error:
@@ -177,7 +168,7 @@ class LaunchCheck:
         # In a thread: with a server of another kind at the address, torch waits without a limit for its answer.
         thread = threading.Thread(target=join, name="vembed-join", daemon=True)
         thread.start()
-        thread.join(self.seconds_left)
+        thread.join(self.time_left.total_seconds())
         if not stores:
             raise self.not_found(problem)
         return stores[0]
@@ -191,7 +182,9 @@ class LaunchCheck:
         """
         ranks = self.ranks
         _claim_rank(store, self)
-        facts = {**launch, **versions(), **_job()}
+        facts = {**launch, **versions()}
+        # By which the machine of another run is told apart.
+        facts[f"the run id ({RUN_ID})"] = os.environ.get(RUN_ID) or None
         record: dict[str, Any] = {"machine": machine_name(), "host": _host(ranks)}
         try:
             # On rank 0 it takes the lock on output_dir: another run's folder must not be waited for.
@@ -202,13 +195,12 @@ class LaunchCheck:
             store.set(f"record-{ranks.rank}", json.dumps(record))
             if ranks.rank == 0:
                 self._coordinate(store)
-            elif not self.poll(
-                lambda: bool(store.check(["result"])),
-                lambda: (
+            else:
+                others = (
                     f"rank 0 at {self.address}, which waits for the other processes"
-                ),
-            ):
-                raise self.not_found("rank 0 did not answer")
+                )
+                if not self.poll(lambda: store.check(["result"]), lambda: others):
+                    raise self.not_found("rank 0 did not answer")
             result = json.loads(store.get("result"))
             store.set(f"read-{ranks.rank}", "1")
         except dist.DistNetworkError as error:
@@ -219,9 +211,8 @@ class LaunchCheck:
         if result["error"] is not None:
             if ranks.rank == 0:
                 names = [f"read-{rank}" for rank in range(ranks.world_size)]
-                end = time.monotonic() + REFUSAL_SECONDS
-                while time.monotonic() < end and not store.check(names):
-                    time.sleep(POLL_SECONDS)
+                with suppress(dist.DistStoreError):
+                    store.wait(names, timedelta(seconds=REFUSAL_SECONDS))
             raise UserError(result["error"])
         if not ranks.is_counted:
             count = result["machines"].count(result["machines"][ranks.rank])
@@ -237,29 +228,33 @@ class LaunchCheck:
         def has_all() -> bool:
             nonlocal problem
             num_before = len(records)
-            for rank in range(num_ranks):
-                if rank in records or not store.check([f"record-{rank}"]):
+            for rank in absent():
+                if not store.check([f"record-{rank}"]):
                     continue
-                records[rank] = json.loads(store.get(f"record-{rank}"))
-                if problem is None and "error" in records[rank]:
-                    where = f" (rank {rank}, {records[rank]['host']})" if rank else ""
-                    problem = records[rank]["error"] + where
+                record = json.loads(store.get(f"record-{rank}"))
+                records[rank] = record
+                if problem is None and "error" in record:
+                    where = f" (rank {rank}, {record['host']})" if rank else ""
+                    problem = record["error"] + where
             if problem is None and len(records) > num_before:
-                facts = {
-                    rank: (record["facts"], record["host"])
-                    for rank, record in sorted(records.items())
-                }
+                facts = {}
+                for rank in sorted(records):
+                    facts[rank] = (records[rank]["facts"], records[rank]["host"])
                 differing = difference(facts)
                 problem = f"{differing}: {ADVICE}" if differing else None
             return problem is not None or len(records) == num_ranks
 
-        def absent() -> str:
-            missing = [str(rank) for rank in range(num_ranks) if rank not in records]
-            listed = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
-            return f"rank{'s' if len(missing) > 1 else ''} {listed} of {num_ranks}"
+        def absent() -> list[int]:
+            return [rank for rank in range(num_ranks) if rank not in records]
 
-        if not self.poll(has_all, absent):
-            problem = str(self.not_found(f"{absent()} did not come"))
+        def absent_ranks() -> str:
+            missing = absent()
+            listed = ", ".join(str(rank) for rank in missing[:8])
+            more = ", ..." if len(missing) > 8 else ""
+            return f"rank {listed}{more} of {num_ranks}"
+
+        if not self.poll(has_all, absent_ranks):
+            problem = str(self.not_found(f"{absent_ranks()} did not come"))
         result = {
             "error": problem,
             "run": os.environ.get(RUN_ID) or uuid.uuid4().hex[:12],
@@ -290,12 +285,8 @@ def require_equal(name: str, value: Any, advice: str) -> None:
     """Raise the same UserError on every rank unless all have the same value. Collective."""
     if collectives.world_size() == 1:
         return
-    gathered = collectives.gather_objects_as_json([value, _host(None)])
-    facts = {
-        rank: ({name: rank_value}, host)
-        for rank, (rank_value, host) in enumerate(gathered)
-    }
-    problem = difference(facts)
+    fact = {name: value}, _host(None)
+    problem = difference(dict(enumerate(collectives.gather_objects(fact))))
     if problem is not None:
         raise UserError(f"{problem}: {advice}")
 
@@ -305,22 +296,21 @@ def difference(facts: Mapping[int, tuple[Mapping[str, Any], str]]) -> str | None
 
     `facts`: values by name, and the machine, of each rank. A name is compared among the ranks that have it.
     """
-    first_ranks: dict[str, dict[str, list[int]]] = {}  # name -> compared value -> ranks
+    ranks_by_value: dict[str, dict[str, list[int]]] = {}  # of each name
     for rank, (values, _) in facts.items():
         for name, value in values.items():
-            is_shown_otherwise = isinstance(value, dict) and COMPARED in value
-            content = value[COMPARED] if is_shown_otherwise else value
+            is_file = isinstance(value, dict) and COMPARED in value
+            content = value[COMPARED] if is_file else value
             compared = json.dumps(content, sort_keys=True)
-            first_ranks.setdefault(name, {}).setdefault(compared, []).append(rank)
-    differing = [name for name, by_value in first_ranks.items() if len(by_value) > 1]
+            by_value = ranks_by_value.setdefault(name, {})
+            by_value.setdefault(compared, []).append(rank)
+    differing = [name for name, by_value in ranks_by_value.items() if len(by_value) > 1]
     if not differing:
         return None
-    # What follows from options that differ would only repeat them.
-    differing = [name for name in differing if not name.endswith(DERIVED)] or differing
     sentences = []
     for name in differing[:MAX_DIFFERENCES]:
         parts = []
-        for ranks in list(first_ranks[name].values())[:MAX_DIFFERENCES]:
+        for ranks in list(ranks_by_value[name].values())[:MAX_DIFFERENCES]:
             values, host = facts[ranks[0]]
             others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
             parts.append(f"{_shown(values[name])} on rank {ranks[0]} ({host}){others}")
@@ -361,22 +351,9 @@ def _claim_rank(store: Store, check: LaunchCheck) -> None:
 
 def _host(ranks: RankInfo | None) -> str:
     """Return the name of this machine for messages, with its number if the launcher has said it."""
-    name = machine_name().partition(" ")[0]
-    if (
-        ranks is None
-        or not ranks.is_counted
-        or ranks.local_world_size == ranks.world_size
-    ):
+    name = socket.gethostname()
+    if ranks is None or not ranks.is_counted:
+        return name
+    if ranks.local_world_size == ranks.world_size:
         return name
     return f"machine {ranks.rank // ranks.local_world_size}, {name}"
-
-
-def _job() -> dict[str, str | None]:
-    """Return the ids of run and job by which another run's machine is told apart."""
-    ids = {f"the run id ({RUN_ID})": os.environ.get(RUN_ID) or None}
-    for name in JOB_IDS:
-        # The parts of a heterogeneous Slurm job have different ids.
-        is_part = name == "SLURM_JOB_ID" and "SLURM_HET_SIZE" in os.environ
-        if os.environ.get(name) and not is_part:
-            ids[name] = os.environ[name]
-    return ids

@@ -87,7 +87,7 @@ def memory_lines() -> list[str]:
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-    by_rank = collectives.gather_objects_as_json(memory_snapshot(device))
+    by_rank = collectives.gather_objects(memory_snapshot(device))
     lines: dict[str, dict[str, Any]] = {}
     for rank, memory in enumerate(by_rank):
         kind, _, number = memory["device"].partition(":")

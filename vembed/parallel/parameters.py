@@ -5,21 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vembed.models.families.backbones import plain_name
 from vembed.parallel import collectives
 
 NAMES_SHOWN = 3
-_RESETS = torch.__version__ >= "2.13"
-"""True if FSDP2 itself can forget an iteration that an exception has ended."""
+CAN_RESET_FSDP2 = torch.__version__ >= "2.13"
+"""True if FSDP2 can forget an iteration that an exception has ended."""
 
 log = logging.getLogger("vembed")
 
@@ -33,8 +31,8 @@ def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
     FSDP2 requires one dtype among the trainable parameters. FSDP1 requires one dtype for all parameters of a unit. The
     target is the widest dtype, so float32 master weights are never downcast.
     """
-    floating: dict[str, nn.Parameter] = {}
-    together: dict[str, nn.Parameter] = {}  # that must have one dtype
+    floating = {}
+    together = {}  # those that must have one dtype
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
             floating[name] = parameter
@@ -55,29 +53,26 @@ def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
                 converted.setdefault(parameter.dtype, []).append(name)
     for dtype in sorted(converted, key=str):
         names = converted[dtype]
-        more = len(names) - NAMES_SHOWN
+        num_values = sum(floating[name].numel() for name in names)
+        listed = ", ".join(names[:NAMES_SHOWN])
+        if len(names) > NAMES_SHOWN:
+            listed += f" and {len(names) - NAMES_SHOWN:,d} more"
         log.info(
-            "FSDP dtype check: converted %s parameters (%s values) from %s to %s: %s",
-            f"{len(names):,d}",
-            f"{sum(floating[name].numel() for name in names):,d}",
-            dtype,
-            widest,
-            ", ".join(names[:NAMES_SHOWN])
-            + (f" and {more:,d} more" if more > 0 else ""),
+            f"FSDP dtype check: converted {len(names):,d} parameters ({num_values:,d} values) from {dtype} to {widest}: "
+            f"{listed}"
         )
         for name in names:
             floating[name].data = floating[name].data.to(widest)
-    frozen = {name for name in floating if not floating[name].requires_grad}
-    if fsdp_version != 1:
-        if together and frozen:
-            log.info(
-                "FSDP dtype check: trainable parameters in %s, frozen ones in %s",
-                _dtypes(together.values()),
-                _dtypes(floating[name] for name in frozen),
-            )
-    elif any(frozen.intersection(names) for names in converted.values()):
+    frozen = [tensor for tensor in floating.values() if not tensor.requires_grad]
+    if fsdp_version == 1 and frozen and converted:
         log.info(
             "FSDP dtype check: FSDP1 needs one dtype for all; fsdp_version: 2 would leave frozen ones as they are"
+        )
+    elif fsdp_version != 1 and together and frozen:
+        log.info(
+            "FSDP dtype check: trainable parameters in %s, frozen ones in %s",
+            _dtypes(together.values()),
+            _dtypes(frozen),
         )
     return sum(len(names) for names in converted.values())
 
@@ -96,7 +91,7 @@ def log_parameter_summary(model: nn.Module) -> None:
     log.info("FSDP parameter summary:")
     counts = {"Total": total, "Trainable": trainable, "Frozen": total - trainable}
     for name, count in counts.items():
-        log.info("  %s: %s", name, f"{count:,d} ({count / 1e9:.2f}B)")
+        log.info(f"  {name}: {count:,d} ({count / 1e9:.2f}B)")
     if collectives.world_size() > 1:
         local = sum(local_tensor(parameter).numel() for parameter in model.parameters())
         held = [f"{row[0]:,d}" for row in collectives.all_gather_ints([local])]
@@ -127,21 +122,10 @@ def num_parameters(model: nn.Module, *, trainable_only: bool = False) -> int:
     return count
 
 
-def local_bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None
-) -> dict[str, int]:
-    """Return the bytes on this rank: parameters, gradients, and optimizer state."""
+def local_bytes(model: nn.Module) -> int:
+    """Return the bytes of the parameters on this rank."""
     reshard(model)
-    sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
-    for parameter in model.parameters():
-        sizes["parameters"] += local_tensor(parameter).nbytes
-        if parameter.grad is not None:
-            sizes["gradients"] += local_tensor(parameter.grad).nbytes
-    for state in optimizer.state.values() if optimizer is not None else ():
-        for value in state.values():
-            if isinstance(value, Tensor):
-                sizes["optimizer"] += local_tensor(value).nbytes
-    return sizes
+    return sum(local_tensor(parameter).nbytes for parameter in model.parameters())
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -207,55 +191,23 @@ def discard_passes(model: nn.Module) -> None:
     gradients of unsharded parameters would be added to those of the next step. Units are sharded again.
     """
     if isinstance(model, FSDPModule):
-        if _RESETS:
+        if CAN_RESET_FSDP2:
             model.reset_iter_state()
-        else:
-            _reset_iteration(model)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-                for group in _groups_of(module._get_fsdp_state()):
+                state = module._get_fsdp_state()
+                # Several groups since torch 2.13, before one or none.
+                groups = vars(state).get("_fsdp_param_groups")
+                if groups is None:
+                    groups = filter(None, [state._fsdp_param_group])
+                for group in groups:
                     for param in group.fsdp_params:
                         param.unsharded_accumulated_grad = None
                         if "_unsharded_param" in vars(param):
                             param._unsharded_param.grad = None
     forget_forward(model)
     model.zero_grad(set_to_none=True)
-
-
-def _groups_of(state: Any) -> list[Any]:
-    """Return the groups of parameters in the state of a unit of FSDP2: several since torch 2.13, before one or none."""
-    groups = vars(state).get("_fsdp_param_groups")
-    if groups is None:
-        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-    return list(groups)
-
-
-def _reset_iteration(model: FSDPModule) -> None:
-    """Do what `reset_iter_state` does, which torch has since 2.13."""
-    root = model._get_fsdp_state()
-    context = root._state_ctx
-    communication = root._comm_ctx
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()  # collectives that are under way, in streams of their own
-    if "post_forward_order" in vars(
-        communication
-    ):  # otherwise no forward pass has begun
-        communication.all_gather_state = communication.reduce_scatter_state = None  # type: ignore[attr-defined]
-        vars(communication).get("reduce_scatter_states", []).clear()  # since torch 2.13
-        communication.post_forward_order.clear()
-    for state in context.all_states:
-        state._modules_to_run_forward.clear()
-        state._training_state = TrainingState.IDLE
-        for group in _groups_of(state):
-            group._training_state = TrainingState.IDLE
-            group._post_forward_indices.clear()
-            group._all_gather_result = group._all_reduce_state = (
-                group._partial_reduce_output
-            ) = None
-            group._post_reduce_event = group._reshard_after_forward_event = None
-    context.iter_forward_root = None
-    context.post_backward_final_callback_queued = False
 
 
 def global_grad_norm(

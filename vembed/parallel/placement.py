@@ -21,14 +21,15 @@ from vembed.config.resolved import (
 from vembed.config.schema import ModelSection
 from vembed.config.terms import source_batch_sizes
 from vembed.errors import UserError
+from vembed.models.families.description import describe
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import Gpu
 from vembed.parallel.memory import GIB
 from vembed.parallel.step_memory import (
     MemoryEstimate,
     ModelSize,
-    hidden_size,
     measure,
+    quiet,
     tokens_of,
 )
 
@@ -358,10 +359,14 @@ def _auto_on_cpu(
         reason = f"{NO_BF16_ON_CPU.reason} ({prevented_by[0]}; mixed_precision: bf16 would change it)"
         return Decision("no", reason)
     try:
-        hidden = hidden_size(options)
+        with quiet():
+            model = describe(options)
     except UserError:
         # Raised again where the model is loaded. A session can do without one.
         return NO_BF16_ON_CPU
+    # Of the widest tower.
+    towers = (model.text_hidden_dim or 0, model.image_hidden_dim or 0)
+    hidden = max(model.hidden_dim, *towers)
     if hidden < BF16_HIDDEN:
         reason = f"auto: float32, since bfloat16 does not pay for a hidden size of {hidden:,d}, below {BF16_HIDDEN}"
         return Decision("no", reason)

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
@@ -28,6 +29,7 @@ from vembed.config.resolved import (
 )
 from vembed.config.schema import ModelSection, TrainConfig
 from vembed.errors import RunError, Stopped, UserError
+from vembed.models.families.description import describe
 from vembed.parallel import collectives, sharding
 from vembed.parallel.batch_norms import share_batch_norms
 from vembed.parallel.devices import (
@@ -52,7 +54,7 @@ from vembed.parallel.placement import (
     memory_of_a_process,
     place,
 )
-from vembed.parallel.step_memory import file_bytes
+from vembed.parallel.step_memory import quiet
 
 log = logging.getLogger("vembed")
 
@@ -224,9 +226,23 @@ class Session:
         """Block until every rank has called it."""
         collectives.barrier()
 
-    def close(self) -> None:
-        """Destroy the process group and reset Accelerate's state. Further calls are no-ops."""
-        self._leave(waits=True)
+    def close(self, *, waits: bool = True) -> None:
+        """Destroy the group that this session started, and restore settings and environment. Further calls are no-ops.
+
+        `waits`: for the work that is under way. After a failure its kernels may wait for another rank for ever, so they
+        are aborted.
+        """
+        if self.heartbeats is not None:
+            self.heartbeats.stop()
+        if self._owns_group and dist.is_initialized():
+            collectives.end_group(waits=waits)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
     def __enter__(self) -> Self:
         return self
@@ -239,13 +255,12 @@ class Session:
     ) -> None:
         if isinstance(error, Exception) and self.world_size > 1:
             error.add_note(f"rank {self.rank} of {self.world_size}")
-        failed = isinstance(error, Exception) and not isinstance(
-            error, UserError | Stopped
-        )
+        is_expected = isinstance(error, UserError | Stopped)
+        failed = isinstance(error, Exception) and not is_expected
         hang_report = None
         if failed and error is not None and self.heartbeats is not None:
             hang_report = self.heartbeats.hang_report(error)
-        self._leave(waits=not failed)
+        self.close(waits=not failed)
         if hang_report is not None:
             raise RunError(hang_report) from error
 
@@ -265,32 +280,15 @@ class Session:
                 gradient_bytes += 4 * parameter.numel()
         self.reduces_each_micro_batch = layout.reduces_each_micro_batch(gradient_bytes)
         self.keeps_gathered = layout.keeps_gathered(parameter_bytes)
+        reduced = "once per step"
+        if self.reduces_each_micro_batch:
+            reduced = "after every micro-batch"
+        gathered = "once per step" if self.keeps_gathered else "for every micro-batch"
         log.info(
-            "gradients: reduced %s (whole ones take %.2fGB on each process); parameters: gathered %s (%.2fGB); "
-            "either may take at most %.2fGB",
-            "after every micro-batch"
-            if self.reduces_each_micro_batch
-            else "once per step",
-            gradient_bytes / GIB,
-            "once per step" if self.keeps_gathered else "for every micro-batch",
-            parameter_bytes / GIB,
-            layout.whole_bytes_limit / GIB,
+            f"gradients: reduced {reduced} (whole ones take {gradient_bytes / GIB:.2f}GB on each process); parameters: "
+            f"gathered {gathered} ({parameter_bytes / GIB:.2f}GB); either may take at most "
+            f"{layout.whole_bytes_limit / GIB:.2f}GB"
         )
-
-    def _leave(self, *, waits: bool) -> None:
-        """Destroy the group that this session started, and restore settings and environment. `waits`: for the work
-        that is under way. After a failure its kernels may wait for another rank for ever, so they are aborted."""
-        if self.heartbeats is not None:
-            self.heartbeats.stop()
-        if self._owns_group and dist.is_initialized():
-            collectives.end_group(waits=waits)
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        for name, value in self._environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
     def _join(self, num_machines: int, rank_facts: RankFacts) -> None:
         """Find the other processes, compare how all were started, and start the process group.
@@ -419,7 +417,10 @@ def start_command_session(
             options = ModelSection(
                 model_name=model, trust_remote_code=trust_remote_code
             )
-            num_bytes = file_bytes(options)
+            with quiet():
+                folder = Path(describe(options).source)
+            files = folder.rglob("*.safetensors")
+            num_bytes = sum(path.stat().st_size for path in files)
             fits = num_bytes <= FITS_SHARE * session.memory
             strategy = "ddp" if fits else "fsdp"
         is_sharded = strategy == "fsdp" and session.world_size > 1

@@ -39,9 +39,9 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from vembed.errors import UserError
-from vembed.models.custom.classes import find
+from vembed.models.custom.own_code import find
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.quantized import is_quantized
+from vembed.models.precision import is_quantized
 from vembed.parallel import collectives
 from vembed.parallel.parameters import unify_model_dtype_for_fsdp
 
@@ -163,7 +163,7 @@ def shard(
         if module in units:
             log.debug("unit: %s (%s)", name, type(module).__name__)
     if not one_reads:
-        collectives.sync_from_rank0(dict(model.named_parameters()))
+        collectives.broadcast_tensors(model.parameters())
     if fsdp.version == 1:
         plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
         plugin.ignored_modules = _unsharded(model)
@@ -458,7 +458,7 @@ def choose_units(
     """Return all units except the root, inner modules first."""
     units: list[nn.Module] = []
     if fsdp.wrap_function is not None:
-        chooses = find(fsdp.wrap_function, "fsdp_auto_wrap_policy").value
+        chooses = find(fsdp.wrap_function, "fsdp_auto_wrap_policy")
         units = [
             module
             for module in model.modules()

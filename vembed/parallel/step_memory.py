@@ -10,18 +10,17 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
 from torch import Tensor, nn
 
-from vembed.config.schema import BatchSection, ModelSection, TrainConfig
+from vembed.config.schema import BatchSection, TrainConfig
 from vembed.data.batching.feeding import ModelInputs
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError
-from vembed.models.embedding_model import build_model
+from vembed.models.building import build_model
 from vembed.models.families.backbones import layers_of, linear_names_inside_layers
 from vembed.models.families.description import describe
 from vembed.parallel import collectives
@@ -34,7 +33,7 @@ from vembed.parallel.parameters import (
     set_gradient_sync,
     set_keep_gathered,
 )
-from vembed.training.optimizers.table import OPTIMIZERS
+from vembed.training.optimizer_kinds import OPTIMIZERS
 
 if TYPE_CHECKING:
     from vembed.parallel.placement import Placement
@@ -132,7 +131,7 @@ class Demand:
 
 def measure(config: TrainConfig) -> ModelSize:
     """Measure the model of a config without its weights: its files' settings are read, and it is built empty."""
-    with _quiet():
+    with quiet():
         description = describe(
             config.model, config.matryoshka, use_qlora=config.adapters.use_qlora
         )
@@ -181,24 +180,6 @@ def measure(config: TrainConfig) -> ModelSize:
         inner=inner,
         max_length=description.max_length,
     )
-
-
-def hidden_size(options: ModelSection) -> int:
-    """Return the hidden size of a model, of its widest tower where it has two, from its files' settings."""
-    with _quiet():
-        description = describe(options)
-    return max(
-        description.hidden_dim,
-        description.text_hidden_dim or 0,
-        description.image_hidden_dim or 0,
-    )
-
-
-def file_bytes(options: ModelSection) -> int:
-    """Return the bytes of a model's files of weights."""
-    with _quiet():
-        folder = Path(describe(options).source)
-    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 
 
 class MemoryEstimate:
@@ -341,7 +322,7 @@ def tokens_of(
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Drop log lines of the with-block: the model is built once more for training, and says then what there is."""
     log = logging.getLogger("vembed")
     level = log.level
@@ -494,13 +475,13 @@ def measure_demand(
     discard_passes(model)
     if session.fsdp is not None and session.keeps_gathered:
         set_keep_gathered(model, False, session.fsdp.reshard_after_forward)
+    if demand is None and session.strategy == "fsdp":
+        # The other ranks wait inside a layer: ending this one ends them.
+        raise RunError(
+            f"rank {session.rank} has no memory for {2 * PROBE_TOKENS} tokens; `vembed plan` says why"
+        )
     if session.device.type == "cuda":
         torch.cuda.empty_cache()
-        if demand is None and session.strategy == "fsdp":
-            # The other ranks wait inside a layer: ending this one ends them.
-            raise RunError(
-                f"rank {session.rank} has no memory for {2 * PROBE_TOKENS} tokens; `vembed plan` says why"
-            )
     failed = collectives.max_ints([int(demand is None)])[0]
     if demand is not None and not failed:
         return demand

@@ -10,11 +10,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,9 @@ from vembed.config.schema import TrainConfig
 from vembed.config.terms import loss_terms
 from vembed.cores import num_cores
 from vembed.errors import RunError, Stopped, UserError
-from vembed.evaluation.report.pictures import write_picture
-from vembed.evaluation.report.plots import bars_svg
-from vembed.files import read_json_object, require_regular
-from vembed.parallel.launch import num_visible_devices
+from vembed.evaluation.report.plots import plot_bars
+from vembed.files import require_regular
+from vembed.parallel.launch import STOPPED_CODES, num_visible_devices, run_ranks
 
 OPTIONS = (
     "learning_rate",
@@ -40,7 +37,6 @@ OPTIONS = (
 )
 """Options that can be searched, those that usually matter most first."""
 JOURNAL = "journal.log"
-SPACE = "space.json"
 TRIALS = "trials.json"
 BEST = "best.yaml"
 STUDY = "vembed"
@@ -116,6 +112,8 @@ def run_tune(
         ) from error
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if WORKER in os.environ:
+        # The number for the launcher: each worker trains on its own.
+        os.environ.pop("RANK", None)
         _work(search)
         return None
     if search.folder.exists() and not search.folder.is_dir():
@@ -149,11 +147,11 @@ def run_tune(
         return None
     search.folder.mkdir(parents=True, exist_ok=True)
     _begin(search)
-    sys.stdout.write(_listed(_read_space(search)))
+    sys.stdout.write(_listed(_ranges_of(_study(search))))
     if num_workers == 1:
         _work(search)
     else:
-        _start_workers(search, num_workers, num_devices)
+        _run_workers(search, num_workers, num_devices)
     return _write_outcome(search)
 
 
@@ -200,14 +198,14 @@ def _begin(search: Search) -> None:
     """Run the config as it is, which is the first trial and tells what `auto` comes to; or go on with a search."""
     from optuna.trial import TrialState, create_trial
 
-    path = search.folder / SPACE
     asked = {
         "config": load_config(search.config, search.overrides).to_dict(),
         "options": list(search.options),
     }
-    if path.exists():
-        before = read_json_object(path)
-        if {name: before.get(name) for name in asked} != asked:
+    journal = search.folder / JOURNAL
+    before = _study(search).user_attrs if journal.exists() else {}
+    if before:
+        if before["asked"] != asked:
             raise UserError(
                 f"{search.folder} holds a search over another config or other options: choose another --output"
             )
@@ -219,13 +217,14 @@ def _begin(search: Search) -> None:
             f"going on with the search in {search.folder}: {len(_trials(study))} trials are done\n"
         )
         return
-    # space.json is written last, so a journal without it is that of a search killed during trial 0.
-    (search.folder / JOURNAL).unlink(missing_ok=True)
+    # What is asked is written last, so a journal without it is that of a search killed during trial 0.
+    journal.unlink(missing_ok=True)
     sys.stdout.write("trial 0: the config as it is\n")
     scores, folder = _run(search, 0, {}, None)
     space = ranges(load_config(folder / "config.yaml"), search.options)
     best_until = [max(scores[: number + 1]) for number in range(len(scores))]
-    _study(search).add_trial(
+    study = _study(search)
+    study.add_trial(
         create_trial(
             params={entry.option: entry.start for entry in space},
             distributions={entry.option: entry.distribution for entry in space},
@@ -234,14 +233,13 @@ def _begin(search: Search) -> None:
         )
     )
     sys.stdout.write(f"trial 0: {max(scores):.4f}\n")
-    plain = [asdict(entry) for entry in space]
-    path.write_text(json.dumps({**asked, "ranges": plain}, indent=1), "utf-8")
+    study.set_user_attr("ranges", [asdict(entry) for entry in space])
+    study.set_user_attr("asked", asked)
 
 
-def _read_space(search: Search) -> list[Range]:
-    """Return the ranges that the search began with."""
-    plain = read_json_object(search.folder / SPACE)["ranges"]
-    return [Range(**values) for values in plain]
+def _ranges_of(study: Any) -> list[Range]:
+    """Return the ranges that a search began with."""
+    return [Range(**values) for values in study.user_attrs["ranges"]]
 
 
 def _work(search: Search) -> None:
@@ -249,14 +247,14 @@ def _work(search: Search) -> None:
     from optuna import TrialPruned
     from optuna.trial import TrialState
 
-    distributions = {entry.option: entry.distribution for entry in _read_space(search)}
     study = _study(search)
+    distributions = {entry.option: entry.distribution for entry in _ranges_of(study)}
     num_failed = 0
-    # The second bound ends a search whose values all fail. Failed trials are not taken, so others are made in their
-    # place.
-    while num_failed < search.num_trials:
-        if len(_trials(study, "RUNNING")) >= search.num_trials:
-            break
+    # This bound ends a search whose values all fail. Failed trials are not taken, so others are made in their place.
+    while (
+        num_failed < search.num_trials
+        and len(_trials(study, "RUNNING")) < search.num_trials
+    ):
         trial = study.ask(distributions)
         taken = [
             earlier
@@ -292,13 +290,14 @@ def _run(
     search: Search, number: int, values: Mapping[str, Any], trial: Any
 ) -> tuple[list[float], Path]:
     """Train once; return the scores of the evaluations, and the folder. `trial` hears of each and may end the run."""
-    from vembed.training.hooks.callbacks import STOP, EvaluationInfo
+    from vembed.training.hooks.base import Evaluation
+    from vembed.training.hooks.callbacks import STOP
     from vembed.training.run import train
 
     folder = search.folder / f"trial-{number}"
     scores: list[float] = []
 
-    def on_evaluation(info: EvaluationInfo) -> str | None:
+    def on_evaluation(info: Evaluation) -> str | None:
         if info.step == 0:
             return None
         scores.append(info.scores[info.metric])
@@ -334,53 +333,32 @@ def _interrupted(signum: int, where: str) -> Stopped:
     )
 
 
-def _start_workers(search: Search, num_workers: int, num_devices: int) -> None:
-    """Start the processes, one for each GPU that is used, and wait for them."""
+def _run_workers(search: Search, num_workers: int, num_devices: int) -> None:
+    """Run processes that share the search, one for each GPU that is used."""
     command = [sys.executable, "-m", "vembed", "tune", search.config]
     command += ["--trials", str(search.num_trials), "--output", str(search.folder)]
     command += ["--seed", str(search.seed), "--options", ",".join(search.options)]
     command += search.overrides
-    processes = []
+    # Some of the GPUs may be given by the user.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else list(map(str, range(num_devices)))
+    environments = []
     for number in range(num_workers):
-        env = {**os.environ, WORKER: str(number)}
+        env = {**os.environ, WORKER: str(number), "RANK": str(number)}
         if num_devices:
-            # Some of the GPUs may be given by the user.
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
-                map(str, range(num_devices))
-            )
-            env["CUDA_VISIBLE_DEVICES"] = visible.split(",")[number % num_devices]
+            env["CUDA_VISIBLE_DEVICES"] = devices[number % num_devices]
         else:
             # Processes that each take all cores are slower than one after the other.
             threads = max(num_cores() // num_workers, 1)
             env.setdefault("OMP_NUM_THREADS", str(threads))
-        processes.append(subprocess.Popen(command, env=env))
-    with _forwarded(processes) as received:
-        num_failed = sum(process.wait() != 0 for process in processes)
-    if received:
-        raise _interrupted(received[0], f"with {num_workers} trials at once")
-    if num_failed:
+        environments.append(env)
+    code = run_ranks(command, environments)
+    if code in STOPPED_CODES:
+        raise _interrupted(code - 128, f"with {num_workers} trials at once")
+    if code:
         raise RunError(
-            f"{num_failed} of {num_workers} processes of the search failed; run it again to go on"
+            f"a process of the search failed with exit code {code}; run it again to go on"
         )
-
-
-@contextmanager
-def _forwarded(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[list[int]]:
-    """Forward signals to the processes while the with-block runs. Give a list of those that were received."""
-    received: list[int] = []
-
-    def handle(signum: int, _frame: object) -> None:
-        received.append(signum)
-        for process in processes:
-            process.send_signal(signum)
-
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, handle) for number in signals]
-    try:
-        yield received
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _study(search: Search) -> Any:
@@ -428,15 +406,11 @@ def _write_outcome(search: Search) -> dict[str, Any]:
     """Write the best config as YAML, all trials as JSON, and a picture of what mattered. Return and print the result."""
     study = _study(search)
     trials = _trials(study)
-    complete = [
-        trial
-        for trial in trials
-        if trial.state.name == "COMPLETE" and trial.value is not None
-    ]
+    complete = [trial for trial in trials if trial.state.name == "COMPLETE"]
     if not complete:
         raise RunError(f"no trial came to its end; the logs are in {search.folder}")
     best = max(complete, key=lambda trial: trial.value)
-    first = min(trials, key=lambda trial: trial.number)
+    first = trials[0]
     plain = [
         {
             "trial": trial.number,
@@ -457,26 +431,25 @@ def _write_outcome(search: Search) -> dict[str, Any]:
     best_config = search.folder / BEST
     head = f"# The best of {len(trials)} trials of {search.config}: {best.value:.4f}, and {first.value:.4f} without a search.\n"
     best_config.write_text(head + render(config), "utf-8")
-    gain = best.value - first.value
-    sys.stdout.write(
-        f"best: trial {best.number}, {best.value:.4f} ({gain:+.4f} to the config as it is)\n"
-    )
-    for name, value in values.items():
-        sys.stdout.write(f"  {name}: {value:g}\n")
+    lines = [
+        f"best: trial {best.number}, {best.value:.4f} ({best.value - first.value:+.4f} to the config as it is)"
+    ]
+    lines += [f"  {name}: {value:g}" for name, value in values.items()]
     importance: dict[str, float] = {}
     if len(complete) >= MIN_TRIALS_FOR_IMPORTANCE:
         importance = _importance(study)
+    causes = f"not estimated from {len(complete)} trials that came to their end"
     if importance:
-        svg = bars_svg(importance, "share of the difference between trials")
+        plot = plot_bars(importance, "share of the difference between trials")
         for kind in ("svg", "png"):
-            write_picture(search.folder / f"importance.{kind}", svg)
+            plot.write(search.folder / f"importance.{kind}")
         shares = [f"{name} {share:.0%}" for name, share in importance.items()]
-        sys.stdout.write(f"what mattered: {', '.join(shares)}\n")
-    else:
-        sys.stdout.write(
-            f"what mattered: not estimated from {len(complete)} trials that came to their end\n"
-        )
-    sys.stdout.write(f"train with it: vembed train {best_config}\n")
+        causes = ", ".join(shares)
+    lines += [
+        f"what mattered: {causes}",
+        f"train with it: vembed train {best_config}",
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")
     return {
         "best_config": best_config,
         "best_trial": best.number,

@@ -16,36 +16,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vembed.cli.main import check_arguments, run_process
-from vembed.cli.run_train import result_of, run_train
+from vembed.cli.run_train import result_of
 from vembed.cli.support import log_line
 from vembed.config.aliases import option_of
 from vembed.config.arguments import TrainArguments
-from vembed.config.entries import DataSource
-from vembed.config.layers import shared_layer
 from vembed.config.loading import resolve_run
 from vembed.config.paths import is_inside, missing_path, require_paths
 from vembed.config.resolved import ResolvedRun
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import FILE_OPTIONS, TrainConfig
 from vembed.config.stages import DATA_FILES, Pipeline, Step, read_pipeline
-from vembed.config.terms import needed_teachers
-from vembed.data.cache import add_content
 from vembed.errors import RunError, UserError
-from vembed.files import read_json_object, read_state_text
-from vembed.names import is_hub_model, nearest, similar_path
+from vembed.evaluation.report.page import render_page
+from vembed.evaluation.report.record import read_run
+from vembed.files import read_json_object
+from vembed.names import did_you_mean, is_hub_model, similar_path
 from vembed.progress import duration
 from vembed.saving.checksums import checksums_of, damage_of
 from vembed.saving.durability import replace_text
 from vembed.training.checkpoint.resume import MAY_CHANGE
-from vembed.training.fingerprints import of_model
-from vembed.training.trackers.table import require_trackers
+from vembed.training.fingerprints import of_local, of_model
+from vembed.training.trackers import require_trackers
 
 if TYPE_CHECKING:
     from vembed.pipelines.prediction import Prediction
 
 STATE_FILE = "stage.json"
 """In the folder of each step: its fingerprint, and whether it is done."""
-SCORES_FILE = "scores.json"
+FINAL = "final"
+RESULTS = {**DATA_FILES, "merge": "final/merge.json", "evaluate": "scores.json"}
+"""Kind of a step between -> the file that it writes last, in its folder."""
 REPORT_FILE = "stages.md"
+Train = Callable[[TrainArguments], int]
+"""Runs one training and returns its exit code."""
 REPORTED_METRICS = ("ndcg@10", "mrr@10", "recall@10", "spearman")
 SHARED_WITHIN_SECONDS = 60.0
 """Time after which every process must see what rank 0 has written."""
@@ -65,23 +67,12 @@ def pipeline_of_arguments(arguments: TrainArguments) -> Pipeline | None:
     return None if kinds in ([], ["train"]) else pipeline
 
 
-def run_stages(
-    pipeline: Pipeline,
-    arguments: TrainArguments,
-    *,
-    starts_processes: bool,
-    train: Callable[[TrainArguments], int] | None = None,
-) -> int:
+def run_stages(pipeline: Pipeline, arguments: TrainArguments, train: Train) -> int:
     """Run the steps and return the exit code of the first that fails, or 0. All are checked before one is run.
 
     A step is skipped if it is done and nothing that it depends on has changed. A training that was stopped goes on
-    where it stood. Under a launcher all ranks run this; otherwise each training starts its own processes. `train`: runs
-    a training in place of the command's way.
+    where it stood. Under a launcher all ranks run this. `train` runs one training.
     """
-
-    def train_by_command(stage_arguments: TrainArguments) -> int:
-        return run_train(stage_arguments, starts_processes=starts_processes)[0]
-
     chosen = _chosen(pipeline, arguments)
     stages = [_Stage(pipeline, step, arguments) for step in pipeline.steps]
     for stage in stages:
@@ -97,11 +88,11 @@ def run_stages(
             continue
         code = 0
         if not arguments.is_dry_run:
-            code = stage.run(fingerprints[step.name], train or train_by_command)
+            code = stage.run(fingerprints[step.name], train)
         else:
             sys.stdout.write(f"==== {step.name} ({step.kind}) in {stage.folder}\n")
             if step.kind == "train":
-                code = train_by_command(stage.arguments)
+                code = train(stage.arguments)
             else:
                 name, args = stage.command()
                 sys.stdout.write(f"would run: vembed {name} {' '.join(args)}\n")
@@ -119,7 +110,7 @@ def results_of(pipeline: Pipeline) -> list[dict[str, Any]]:
     results = []
     for step in pipeline.steps:
         folder = pipeline.folder(step.name)
-        if step.kind == "train" and (folder / "final").is_dir():
+        if step.kind == "train" and (folder / FINAL).is_dir():
             results.append({"stage": step.name, **result_of(folder)})
     return results
 
@@ -128,18 +119,16 @@ class _Stage:
     """One step of a pipeline, with what it takes to run it."""
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        step: Step,
-        arguments: TrainArguments,
+        self, pipeline: Pipeline, step: Step, arguments: TrainArguments
     ) -> None:
         self.pipeline = pipeline
         self.step = step
         self.folder = pipeline.folder(step.name)
         self.before = pipeline.before(step.name)
         self.model_before = pipeline.model_before(step.name)
+        self.data_step = pipeline.data_step_before(step.name)
         self.all_arguments = arguments
-        self.options = located(step.options(), arguments.config)
+        self.options = located(step.options, arguments.config)
         """Of a step between; its paths may stand beside the config file."""
         self.arguments = replace(
             arguments,
@@ -168,10 +157,11 @@ class _Stage:
     def fingerprint(self, known: Mapping[str, str]) -> str:
         """Return what this step depends on. `known`: the fingerprints of the steps before it."""
         if self.step.kind != "train":
-            return of_options(self.options, [known[step.name] for step in self.before])
+            before = [known[step.name] for step in self.before]
+            return _digest({"options": _contents(self.options), "before": before})
         run = self._resolve()
         start = None
-        if self.model_before is not None and self.step.option("model_name") is None:
+        if self.model_before is not None and "model_name" not in self.step.options:
             start = known[self.model_before.name]
         world_size = 1
         if os.environ.get("WORLD_SIZE"):
@@ -179,40 +169,26 @@ class _Stage:
         elif run.processes.value != "auto":
             world_size = int(run.processes.value) * run.machines.value
         fingerprint = of_training(run.config, start, world_size)
-        data_step = self.pipeline.data_step_before(self.step.name)
-        if data_step is None:
+        if self.data_step is None:
             return fingerprint
         # Such data are made anew with their step; their file need not be there yet.
-        return of_options({"training": fingerprint}, [known[data_step.name]])
+        return _digest({"training": fingerprint, "data": known[self.data_step.name]})
 
-    def run(self, fingerprint: str, train: Callable[[TrainArguments], int]) -> int:
+    def run(self, fingerprint: str, train: Train) -> int:
         """Run the step unless it is done, and remember that it is."""
-        name = self.step.name
         state = _read_state(self.folder)
-        is_same = state.get("fingerprint") == fingerprint
-        is_main = _is_main()
-        if is_same and state.get("state") == "done":
+        if state.get("fingerprint") != fingerprint:
+            if state and _is_main():
+                aside = self._set_aside()
+                self._log(f"what it depends on has changed; the old one is now {aside}")
+        elif state.get("state") == "done":
             damage = self._damage(state.get("outputs", {}))
-            if damage is not None:
-                if is_main:
-                    self._set_final_aside()
-                    log_line(f"stage {name}: {damage}, so it runs again")
-            elif is_main:
-                log_line(
-                    f"stage {name}: done already (nothing that it depends on has changed)"
-                )
             if damage is None:
+                self._log("done already (nothing that it depends on has changed)")
                 return 0
-        if is_main:
-            if state and not is_same:
-                number = 1
-                while (aside := Path(f"{self.folder}.old-{number}")).exists():
-                    number += 1
-                self.folder.rename(aside)
-                log_line(
-                    f"stage {name}: what it depends on has changed; the old one is now {aside}"
-                )
-            log_line(f"stage {name}: {self.step.kind} in {self.folder}")
+            self._log(f"{damage}, so it runs again")
+            self._set_final_aside()
+        self._log(f"{self.step.kind} in {self.folder}")
         began = time.time()
         # "started" is noted first: a step that is killed is not done, and a start with another fingerprint moves its
         # folder away.
@@ -226,28 +202,32 @@ class _Stage:
                 f"output_dir: {self.folder} is not the same folder for all processes; give one on a file system "
                 "that all machines share"
             )
-        result: dict[str, Any] = {}
+        scores: dict[str, Any] | None = None
         if self.step.kind == "train":
             code = train(self.arguments)
         else:
-            code, result = self._run_between()
-        if code == 0:
-            seconds = round(time.time() - began, 1)
-            done = {**facts, "state": "done", **result, "seconds": seconds}
-            if is_main:
-                done["outputs"] = self._outputs()
+            code, scores = self._run_between()
+        if code == 0 and _is_main():
+            done = {**facts, "state": "done", "seconds": round(time.time() - began, 1)}
+            if scores is not None:
+                done["scores"] = scores
+            done["outputs"] = self._outputs()
             self._write_state(done)
         return code
 
+    def _set_aside(self) -> Path:
+        number = 1
+        while (aside := Path(f"{self.folder}.old-{number}")).exists():
+            number += 1
+        return self.folder.rename(aside)
+
     def _outputs(self) -> dict[str, dict[str, Any]]:
         """Return the checksums of what the steps after this one read."""
-        names = {**DATA_FILES, "evaluate": SCORES_FILE}
-        if self.step.kind in names:
-            return checksums_of(self.folder, [self.folder / names[self.step.kind]])
+        if not self.step.has_model:
+            return checksums_of(self.folder, [self.folder / RESULTS[self.step.kind]])
         paths = []
-        for path in (self.folder / "final").rglob("*"):
-            # Users edit the card.
-            if path.is_file() and path.name != "README.md":
+        for path in (self.folder / FINAL).rglob("*"):
+            if path.is_file() and path.name != "README.md":  # users edit the card
                 paths.append(path)
         return checksums_of(self.folder, paths)
 
@@ -261,43 +241,38 @@ class _Stage:
 
     def _set_final_aside(self) -> None:
         """Rename a damaged model: the user may have changed it on purpose."""
-        final = self.folder / "final"
-        if final.is_dir():
+        final = self.folder / FINAL
+        if final.is_dir() and _is_main():
             aside = self.folder / "final.damaged"
             shutil.rmtree(aside, ignore_errors=True)
             final.rename(aside)
-            log_line(f"stage {self.step.name}: the damaged model is now {aside}")
+            self._log(f"the damaged model is now {aside}")
 
     def command(self) -> tuple[str, list[str]]:
         """Return the command of a step between, and its arguments."""
+        kind = self.step.kind
         options = dict(self.options)
-        if self.pipeline.has_own_class and self.step.kind in ("mine", "evaluate"):
+        if self.pipeline.has_own_class and kind in ("mine", "evaluate"):
             # The code in the folders of trained models is the class that the config names.
             options.setdefault("trust_remote_code", True)
-        if self.step.kind == "mine":
-            # `vembed mine` takes options as key=value, and only the launcher's as flags.
-            flags = _flags({"nproc": options.pop("nproc", None)})
+        target = str(self.folder / RESULTS[kind])
+        if kind == "mine":
             if "retrievers" not in options and "model_name" not in options:
                 options["model_name"] = self._model()
-            options["output_path"] = str(self.folder / DATA_FILES["mine"])
-            return "mine", [*_pairs(options), *flags]
-        if self.step.kind == "judge":
-            flags = _flags({"nproc": options.pop("nproc", None)})
-            data_step = self.pipeline.data_step_before(self.step.name)
-            if "data_path" not in options and data_step is not None:
-                options["data_path"] = str(self.pipeline.data_of(data_step))
+            return "mine", _pairs({**options, "output_path": target})
+        if kind == "judge":
+            if "data_path" not in options and self.data_step is not None:
+                options["data_path"] = str(self.pipeline.data_of(self.data_step))
             if "judges" not in options:
                 options["judges"] = [{"model": self._model()}]
-            options["output_path"] = str(self.folder / DATA_FILES["judge"])
-            return "judge", [*_pairs(options), *flags]
-        if self.step.kind == "evaluate":
+            return "judge", _pairs({**options, "output_path": target})
+        if kind == "evaluate":
             data = options.pop("data", None)
             name = options.pop("model", None)
             options.pop("require", None)
             if data is None:
                 raise UserError(f"stage {self.step.name}: evaluate needs data")
             model = self._model() if name is None else self._model_named(name)
-            target = str(self.folder / SCORES_FILE)
             return "eval", [model, data, "--json", target, *_flags(options)]
         names = options.pop("models", None)
         if names is None:
@@ -308,45 +283,36 @@ class _Stage:
             if "last" in options and model != name:
                 model = str(self.pipeline.folder(name))  # a run, with its checkpoints
             models.append(model)
-        return "merge", [
-            *models,
-            "--output",
-            str(self.folder / "final"),
-            *_flags(options),
-        ]
+        final = str(self.folder / FINAL)
+        return "merge", [*models, "--output", final, *_flags(options)]
 
-    def _run_between(self) -> tuple[int, dict[str, Any]]:
-        final = self.folder / "final"
-        is_main = _is_main()
-        if self.step.kind == "merge" and is_main and final.exists():
-            raise UserError(
-                f"{final} exists already; remove it, or give the merge another name"
-            )
-        files = {**DATA_FILES, "merge": "final/merge.json", "evaluate": SCORES_FILE}
-        path = self.folder / files[self.step.kind]
-        if is_main:
+    def _run_between(self) -> tuple[int, dict[str, Any] | None]:
+        """Run a step between. Return the exit code and, of an evaluation, the scores."""
+        path = self.folder / RESULTS[self.step.kind]
+        if _is_main() and self.step.kind != "merge":
             # Of an earlier start: nobody may take it for the result.
             path.unlink(missing_ok=True)
-        if code := run_process(*self.command()):
-            return code, {}
+        code = run_process(*self.command())
+        if code:
+            return code, None
         # Under a launcher the other ranks may be here before rank 0 has written it.
         _comes_true(lambda: path.is_file() and path.stat().st_size > 0)
         if self.step.kind != "evaluate":
-            return 0, {}
+            return 0, None
         scores = read_json_object(path)
-        problem = check_requirements(scores, self.options.get("require", {}))
+        problem = unmet_requirement(scores, self.options.get("require", {}))
         if problem:
             raise RunError(
                 f"stage {self.step.name}: {problem}; the stages after it are not run"
             )
-        return 0, {"scores": scores}
+        return 0, scores
 
     def _model(self) -> str:
         """Return the model of the last step before this one that leaves one, else the config's own."""
         if self.model_before is not None:
-            return str(self.pipeline.folder(self.model_before.name) / "final")
+            return self._model_named(self.model_before.name)
         name = _by_option(self.all_arguments.overrides).get("model_name")
-        start_model = shared_layer(self.all_arguments.source).values.get("model_name")
+        start_model = self.pipeline.shared.values.get("model_name")
         if name is not None:
             return name
         if start_model is None:
@@ -359,7 +325,7 @@ class _Stage:
     def _model_named(self, name: str) -> str:
         """Return the model of a stage by its name; any other name as it is."""
         if any(step.name == name and step.has_model for step in self.before):
-            return str(self.pipeline.folder(name) / "final")
+            return str(self.pipeline.folder(name) / FINAL)
         return name
 
     def _overrides(self, overrides: Sequence[str]) -> tuple[str, ...]:
@@ -371,11 +337,10 @@ class _Stage:
             left_out.append("model_name")
         kept = [text for text in overrides if _option_of(text) not in left_out]
         if "output_dir" in options and self.step.kind == "train":
-            if self.model_before is not None and self.step.option("model_name") is None:
+            if self.model_before is not None and "model_name" not in self.step.options:
                 kept.append(f"model_name={self._model()}")
-            data_step = self.pipeline.data_step_before(self.step.name)
-            if data_step is not None and self.step.option("data_path") is None:
-                kept.append(f"data_path={self.pipeline.data_of(data_step)}")
+            if self.data_step is not None and "data_path" not in self.step.options:
+                kept.append(f"data_path={self.pipeline.data_of(self.data_step)}")
             kept.append(f"output_dir={self.folder}")
         if "resume" not in options:
             # A stage that was stopped goes on; its folder is of this very fingerprint.
@@ -390,6 +355,10 @@ class _Stage:
         if _is_main():
             self.folder.mkdir(parents=True, exist_ok=True)
             replace_text(self.folder / STATE_FILE, json.dumps(state, indent=2) + "\n")
+
+    def _log(self, line: str) -> None:
+        if _is_main():
+            log_line(f"stage {self.step.name}: {line}")
 
 
 def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[Step]:
@@ -419,43 +388,24 @@ def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[Step]:
 
 def _write_report(pipeline: Pipeline) -> Path:
     """Write one report over all stages: what each was, how long it took, what it scored, and where its report is."""
-    lines = [
-        "# Stages",
-        "",
-        "| stage | step | state | took | scores | |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for step in pipeline.steps:
         folder = pipeline.folder(step.name)
         state = _read_state(folder)
-        scores = state.get("scores") or _last_scores(folder / "metrics.jsonl")
+        scores = state.get("scores", {})
+        link = ""
+        if step.kind == "train" and (folder / "config.yaml").is_file():
+            scores = read_run(folder).after
+        if (folder / "report.html").is_file():
+            link = f"{folder.name}/report.html"
         texts = [
             f"{name} {scores[name]:.4f}" for name in REPORTED_METRICS if name in scores
         ]
-        link = ""
-        if (folder / "report.html").is_file():
-            link = f"[report]({folder.name}/report.html)"
-        took = f"{state['seconds']:,.0f} s" if "seconds" in state else ""
-        result = state.get("state", "not run")
-        lines.append(
-            f"| {step.name} | {step.kind} | {result} | {took} | {', '.join(texts)} | {link} |"
-        )
+        rows.append((step, state, ", ".join(texts), link))
     path = Path(pipeline.root) / REPORT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    path.write_text(render_page("stages.md.j2", rows=rows), encoding="utf-8")
     return path
-
-
-def _last_scores(metrics: Path) -> dict[str, float]:
-    """Return the newest evaluation of a training."""
-    scores: dict[str, float] = {}
-    if metrics.exists():
-        for line in read_state_text(metrics, errors="replace").splitlines():
-            try:
-                scores = json.loads(line).get("eval", scores)
-            except ValueError:
-                continue  # the run was killed while it wrote its last line
-    return scores
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -569,28 +519,30 @@ def check_options(
         earlier.name for earlier in pipeline.before(step.name) if earlier.has_model
     ]
     others = {earlier.name for earlier in pipeline.steps} - set(before)
-    known = f"the stages before it with a model are {', '.join(before) or 'none'}"
     for key in MODELS:
         for name in named_paths(options.get(key)):
             is_folder = Path(name).expanduser().exists() or is_inside(name, made)
             if name in before or is_folder:
                 continue
-            near = nearest(name, before)
-            if name in others or near is not None:
-                hint = f", did you mean {near!r}?" if near else ""
+            hint = did_you_mean(name, before) or similar_path(name)
+            if name in others or hint or not is_hub_model(name):
                 raise UserError(
-                    f"{where}{key}: {name} is neither a folder nor a stage before it with a model{hint} ({known})"
+                    f"{where}{key}: {name} is neither a folder nor a stage before it with a model, which are "
+                    f"{', '.join(before) or 'none'}{hint}"
                 )
-            if not is_hub_model(name):
-                raise UserError(
-                    f"{where}{key}: {name} is not a folder (looked from {Path.cwd()}){similar_path(name)}; {known}"
-                )
-    required = options.get("require")
-    if step.kind != "evaluate" or required is None:
-        return
+    if step.kind == "evaluate":
+        try:
+            _check_requirements_of(options)
+        except UserError as error:
+            raise UserError(f"{where}{error}") from None
+
+
+def _check_requirements_of(options: Mapping[str, Any]) -> None:
+    """Raise UserError where the requirements of an evaluation are no conditions on what it will measure."""
+    required = options.get("require", {})
     if not isinstance(required, Mapping):
         raise UserError(
-            f'{where}require: {required!r} is no condition by name; write it as {{nDCG@10: ">= 0.60"}}'
+            f'require: {required!r} is no condition by name; write it as {{nDCG@10: ">= 0.60"}}'
         )
     cuts = options.get("ks", CUTS)
     cuts = cuts if isinstance(cuts, list) else str(cuts).split(",")
@@ -598,17 +550,14 @@ def check_options(
     for metric in ("ndcg", "mrr", "recall", "map"):
         measured += [f"{metric}@{str(cut).strip()}" for cut in cuts]
     for name, condition in required.items():
-        try:
-            _parse(name, condition)
-        except UserError as error:
-            raise UserError(f"{where}{error}") from None
+        _parse(name, condition)
         if str(name).lower().rpartition("/")[2] not in measured:  # also dim256/ndcg@10
             raise UserError(
-                f"{where}require: {name} is not among what is measured: {', '.join(measured)}"
+                f"require: {name} is not among what is measured: {', '.join(measured)}"
             )
 
 
-def check_requirements(
+def unmet_requirement(
     scores: Mapping[str, float], required: Mapping[str, Any]
 ) -> str | None:
     """Return what is not met, in words; None where all is. A plain number is the least that is required."""
@@ -636,116 +585,49 @@ def _parse(name: str, condition: Any) -> tuple[str, float]:
 
 # ---- fingerprints: what a step depends on ------------------------------------------------------------------------
 
-PART = 2**20
-"""Bytes that are read at the beginning, in the middle and at the end of a large file."""
-RESULTS = frozenset(
-    [
-        "epochs",
-        "max_steps",
-        "max_train_minutes",
-        "load_best_model_at_end",
-        "save_merged",
-        "on_nonfinite",
-    ]
+COUNTED = (
+    "data_path",
+    "epochs",
+    "max_steps",
+    "max_train_minutes",
+    "load_best_model_at_end",
+    "save_merged",
+    "on_nonfinite",
+    "val_data_path",
+    "eval_metric",
+    "eval_steps",
+    "patience",
+    "guards",
 )
 """Options that a resumed run may change, and that change what comes out."""
 
 
 def of_training(config: TrainConfig, before: str | None, world_size: int) -> str:
     """Return the fingerprint of a training stage. `before`: that of the step whose model it starts from."""
-    facts = {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in MAY_CHANGE or name in RESULTS
-    }
-    model = config.model
-    data = config.data
-    evaluation = config.evaluation
+    facts: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        if name in COUNTED or name not in MAY_CHANGE:
+            facts[name] = _contents(value) if name in FILE_OPTIONS else value
     # The gradient depends on the global batch only, so the same fingerprint holds for 2 x 32 and 4 x 16.
     batch = config.batch
     facts["global batch"] = batch.global_batch_size or batch.batch_size * world_size
-    facts["model_name"] = before or _of_place(model.model_name)
-    paths = data.data_path if isinstance(data.data_path, list) else [data.data_path]
-    facts["data"] = [
-        [_of_place(source.path), source.model_dump(mode="json", exclude={"path"})]
-        if isinstance(source, DataSource)
-        else _of_place(source)
-        for source in paths
-    ]
-    # What may end the run early, or chooses among its checkpoints.
-    scored_by = [evaluation.eval_metric, evaluation.eval_steps]
-    if config.run.load_best_model_at_end and data.val_data_path:
-        facts["validation data"] = [_of_place(data.val_data_path), *scored_by]
-    if evaluation.patience not in (None, "auto"):
-        validated: Any = data.val_split
-        if data.val_data_path:
-            validated = _of_place(data.val_data_path)
-        facts["patience"] = [evaluation.patience, *scored_by, validated]
-    if evaluation.guards:
-        facts["guards"] = [
-            [_of_place(guard.path), guard.model_dump(mode="json")]
-            for guard in evaluation.listed_guards()
-        ]
-    # Further files that only some runs read.
-    if model.model_class is not None:
-        facts["model_class"] = _of_place(model.model_class.rpartition(":")[0])
-    others = {
-        "image_model_name": model.image_model_name,
-        "tokenizer_name": model.tokenizer_name,
-    }
-    for teacher in needed_teachers(config.objective, data, model):
-        others[f"teacher {teacher.label}"] = teacher.model
-    for key, name in others.items():
-        # The names of those that are no folder here are among the options.
-        if name and _of_place(name) != name:
-            facts[key] = _of_place(name)
-    return _short(facts)
+    if before is not None:
+        facts["model_name"] = before
+    return _digest(facts)
 
 
-def of_options(options: Mapping[str, Any], before: list[str]) -> str:
-    """Return the fingerprint of a step between: its options, the files that they name, and the steps before it."""
-    return _short(
-        {
-            "options": {key: _of_value(value) for key, value in options.items()},
-            "before": before,
-        }
-    )
-
-
-def _of_value(value: Any) -> Any:
-    if isinstance(value, str):
-        return _of_place(value)
+def _contents(value: Any) -> Any:
+    """Return a value with the files and folders that it names replaced by their fingerprints, at any depth."""
     if isinstance(value, list):
-        return [_of_value(entry) for entry in value]
-    return value
+        return [_contents(entry) for entry in value]
+    if isinstance(value, Mapping):
+        return {key: _contents(entry) for key, entry in value.items()}
+    return of_local(value) if isinstance(value, str) else value
 
 
-def _of_place(name: str) -> str:
-    """Return a digest of the content of a file or folder; any other name as it is."""
-    try:
-        path = Path(name).expanduser()
-        if path.is_file():
-            return _of_file(path)
-        if path.is_dir():
-            files = sorted(inner for inner in path.rglob("*") if inner.is_file())
-            return _short(
-                [[file.relative_to(path).as_posix(), _of_file(file)] for file in files]
-            )
-    except (OSError, ValueError):  # not a valid name of a file
-        return name
-    return name
-
-
-def _of_file(path: Path) -> str:
-    digest = hashlib.sha256(str(path.stat().st_size).encode())
-    add_content(digest, path, pieces=3, piece_bytes=PART, whole_bytes=PART)
-    return digest.hexdigest()
-
-
-def _short(value: Any) -> str:
-    return hashlib.sha256(
-        json.dumps(value, sort_keys=True, default=str).encode()
-    ).hexdigest()[:16]
+def _digest(facts: Mapping[str, Any]) -> str:
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 # ---- estimates of memory and time --------------------------------------------------------------------------------
@@ -801,7 +683,7 @@ def estimates(
             step_estimates.append(_between(step, newest))
             continue
         stage = replace(arguments, stage=step.name, first_stage=None, last_stage=None)
-        if before is not None and step.option("model_name") is None:
+        if before is not None and "model_name" not in step.options:
             name = f"model_name={models[before.name]}"
             stage = replace(stage, overrides=(*stage.overrides, name))
         # For a stage that starts from an earlier one this is the name given above: of the first model, whose shapes
@@ -810,9 +692,9 @@ def estimates(
         models[step.name] = run.config.model.model_name
         remark = ""
         mined = pipeline.data_step_before(step.name)
-        if mined is not None and step.option("data_path") is None:
+        if mined is not None and "data_path" not in step.options:
             # Until its data are mined, those that they come from stand for them.
-            unmined = mined.options().get("data_path")
+            unmined = mined.options.get("data_path")
             is_mined = pipeline.data_of(mined).is_file()
             if not is_mined and isinstance(unmined, str):
                 path = f"data_path={unmined}"
@@ -870,7 +752,7 @@ def _between(step: Step, newest: Prediction | None) -> Estimate:
 
     # Weights in float32.
     memory = f"{4 * newest.size.total / GIB:.1f} GB (weights), and micro-batches"
-    options = step.options()
+    options = step.options
     total = 0.0
     for name in ("data_path", "corpus_path", "data"):
         for path in named_paths(options.get(name)):

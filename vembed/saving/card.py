@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import metadata_load
 
-from vembed.models.custom.folder import own_class
+from vembed.evaluation.report.page import render_page
+from vembed.models.custom.own_code import own_class
 from vembed.models.families.description import ModelDescription
 from vembed.names import short_name
 from vembed.saving.masking import is_secret, masked
@@ -63,58 +65,38 @@ def render_card(
 
     `adapter_alone`: the folder has an adapter and no other weights.
     """
-    name = base_model_name(description)
-    origin = f"`{_local_model(description)}`, a folder on the machine of the run"
-    if name is not None:
-        origin = f"[{name}](https://huggingface.co/{name})"
-    kind = "Embedding model" if description.scores is None else "Reranker"
-    sections = [
-        "---\n" + yaml.safe_dump(_metadata(description, card), sort_keys=False) + "---",
-        f"# {kind}\n\nTuned by vembed from {origin}.",
-        markdown_table(("", ""), _properties(description)),
-    ]
-    if adapter_alone:
-        sections.append(
-            "This folder holds an adapter (LoRA) alone; the model below it is read from where `adapter_config.json` says. "
-            "`vembed export <folder> --merge` makes one model of both."
-        )
-        if description.quantized:
-            sections[-1] += (
-                " The weights below were held in 4 bits while the adapter was trained. vembed rounds them in the same "
-                "way; other programs take them as they are, and give slightly different embeddings unless the model is "
-                "merged."
-            )
-    sections += _usage(description)
-    if card.scores:
-        header = ("metric", "before", "after") if card.before else ("metric", "score")
-        rows = []
-        for key, value in card.scores.items():
-            before = f"{card.before[key]:.4f}" if key in card.before else ""
-            after = f"{value:.4f}"
-            rows.append((key, before, after) if card.before else (key, after))
-        sections += ["## Scores", markdown_table(header, rows)]
-    if card.data:
-        lines = [f"- {masked(_without_folders(line))}" for line in card.data]
-        sections += ["## Training data", "\n".join(lines)]
+    scores = []
+    for key, value in card.scores.items():
+        row = [key, f"{value:.4f}"]
+        if card.before:
+            row.insert(1, f"{card.before[key]:.4f}" if key in card.before else "")
+        scores.append(row)
     settings = []
     for key, value in card.settings.items():
         if key in _NOT_SHOWN or is_secret(key):
             continue
-        is_folder = (
-            key in _MODELS and isinstance(value, str) and _LOCAL_PATH.match(value)
-        )
-        # Of a local folder the part that identifies the model.
-        text = short_name(value) if is_folder else _option_text(value)
+        text = _option_text(value)
+        if key in _MODELS and _LOCAL_PATH.match(str(value)):
+            # Of a local folder the part that identifies the model.
+            text = short_name(str(value))
         settings.append((key, masked(text)))
     if card.num_steps is not None:
         settings.append(("steps done", f"{card.num_steps:,d}"))
-    if settings:
-        table = markdown_table(("option", "value"), settings)
-        sections += ["## Training settings", table]
-    if card.versions:
-        versions = [f"{name} {version}" for name, version in card.versions.items()]
-        sections += ["## Versions", ", ".join(versions)]
-    return "\n\n".join(sections) + "\n"
+    return render_page(
+        "card.md.j2",
+        front=yaml.safe_dump(_metadata(description, card), sort_keys=False),
+        description=description,
+        card=card,
+        base=base_model_name(description),
+        local_name=_local_model(description),
+        properties=_properties(description),
+        adapter_alone=adapter_alone,
+        code_class=own_class(Path(description.source)),
+        folder=FOLDER_IN_CALLS,
+        scores=scores,
+        data=[masked(_without_folders(line)) for line in card.data],
+        settings=settings,
+    )
 
 
 def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
@@ -135,14 +117,11 @@ def _metadata(description: ModelDescription, card: Card) -> dict[str, Any]:
     name = base_model_name(description)
     if name is not None:
         front["base_model"] = name
-    path = Path(description.source, "README.md")
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    base: Any = None
-    if text.startswith("---\n"):
-        with suppress(yaml.YAMLError):
-            base = yaml.safe_load(text[4:].partition("\n---")[0])
+    base = None
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        base = metadata_load(Path(description.source, "README.md"))
     for key in ("license", "license_name", "license_link", "language"):
-        if isinstance(base, dict) and key in base:
+        if base is not None and key in base:
             front[key] = base[key]
     if card.language is not None:
         languages = front.pop("language", [])
@@ -234,73 +213,6 @@ def _properties(description: ModelDescription) -> list[tuple[str, str]]:
     return rows
 
 
-def _usage(description: ModelDescription) -> list[str]:
-    # The examples must be inputs that the model takes: without a text tower an image stands for the query too.
-    query = '"a query"' if "text" in description.modalities else '"query.jpg"'
-    is_text_only = description.modalities == ("text",)
-    document = '"a document"' if is_text_only else '"document.jpg"'
-    blocks = ["## Usage"]
-    if description.scores is not None:
-        return [*blocks, *_reranker_calls(description)]
-    code_class = own_class(Path(description.source))
-    trust = ""
-    if code_class is not None:
-        trust = ", trust_remote_code=True"
-        blocks.append(
-            f"This folder brings Python code of its own: the class `{code_class}`. It runs where the model is loaded, "
-            "so read it before you set `trust_remote_code=True`."
-        )
-    if description.traits.sentence_transformers is not None:
-        blocks += [
-            "```python\n"
-            "from sentence_transformers import SentenceTransformer\n\n"
-            f'model = SentenceTransformer("{FOLDER_IN_CALLS}"{trust})\n'
-            f"queries = model.encode_query([{query}])\n"
-            f"documents = model.encode_document([{document}])\n"
-            "print(model.similarity(queries, documents))\n"
-            "```",
-            "or, without Sentence Transformers:",
-        ]
-    else:
-        reason = "one module of its own takes texts and images"
-        if description.traits.has_two_models:
-            reason = "it has two towers that were not made for each other"
-        blocks.append(f"Sentence Transformers cannot load this model: {reason}.")
-    if "jpg" in query:
-        query = f'{{"image": {query}}}'
-    if "jpg" in document:
-        document = f'{{"image": {document}}}'
-    blocks.append(
-        "```python\n"
-        "import vembed\n\n"
-        f'model = vembed.Embedder("{FOLDER_IN_CALLS}"{trust})\n'
-        f'queries = model.encode([{query}], kind="query")\n'
-        f'documents = model.encode([{document}], kind="document")\n'
-        "```"
-    )
-    return blocks
-
-
-def _reranker_calls(description: ModelDescription) -> list[str]:
-    blocks = [
-        "```python\n"
-        "import vembed\n\n"
-        f'model = vembed.Reranker("{FOLDER_IN_CALLS}")\n'
-        'print(model.rank("a query", ["a document", "another one"]))\n'
-        "```"
-    ]
-    if description.modalities == ("text",):
-        blocks += [
-            "or, without vembed:",
-            "```python\n"
-            "from sentence_transformers import CrossEncoder\n\n"
-            f'model = CrossEncoder("{FOLDER_IN_CALLS}")\n'
-            'print(model.rank("a query", ["a document", "another one"]))\n'
-            "```",
-        ]
-    return blocks
-
-
 def _option_text(value: Any) -> str:
     """Return a setting as text. Paths are reduced to their last part."""
     if isinstance(value, str):
@@ -318,12 +230,3 @@ def _option_text(value: Any) -> str:
 
 def _without_folders(text: str) -> str:
     return _LOCAL_PATH.sub("", text.rstrip("/"))
-
-
-def markdown_table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    """Return a table in Markdown."""
-    lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
-    for row in rows:
-        cells = [cell.replace("|", "\\|").replace("\n", " ") for cell in row]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)

@@ -19,19 +19,24 @@ from transformers import PreTrainedModel
 from vembed.files import write_json
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.building import empty_backbone
-from vembed.models.custom.folder import save_code
-from vembed.models.embedding_model import EmbeddingModel, Head
-from vembed.models.families.backbones import plain_name, quiet_transformers, read_config
+from vembed.models.custom.own_code import save_code
+from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.families.backbones import plain_name, quiet_transformers
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import is_own
-from vembed.models.language_head import class_with_head, save_with_head
+from vembed.models.heads import (
+    Head,
+    class_with_head,
+    save_reranker,
+    save_with_head,
+)
 from vembed.models.processors import save_processors
-from vembed.models.score_head import save_reranker
 from vembed.saving.card import Card, render_card
 from vembed.saving.checksums import write_weight_checksums
 from vembed.saving.durability import sync, sync_folder
 from vembed.saving.layout import (
     refuse_unclaimed,
+    taken,
     write_layout,
     write_reranker_layout,
 )
@@ -46,8 +51,6 @@ _OF_A_MODEL = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|\d+_[A-Z][a-z]+|adapter(_\w+\.\w+)?"
 )
 """Names of weights and modules in a model's folder."""
-ADJUSTED_SETTINGS = ("mask_ratio",)
-"""Settings of a published config.json that vembed changes for embedding."""
 
 
 def save_model(
@@ -70,11 +73,12 @@ def save_model(
     state = {plain_name(name): tensor.detach().cpu() for name, tensor in state.items()}
     description = model.description
     backbone: Any = model.backbone
-    weights = _taken(state, "backbone.")
-    language_state = _taken(state, "language_head.")
-    pooling_state = _taken(state, "pooling.")
-    head_state = _taken(state, "head.")
+    weights = taken(state, "backbone.")
+    language_state = taken(state, "language_head.")
+    pooling_state = taken(state, "pooling.")
+    head_state = taken(state, "head.")
     refuse_unclaimed("the model", state)
+    has_lora = has_adapters(backbone)
     more_than_adapters = None
     if not description.traits.has_untouched_adapters:
         more_than_adapters = "adapters alone would lose its projections, scale and bias"
@@ -86,28 +90,22 @@ def save_model(
         more_than_adapters = "adapters alone would lose its head"
     elif model.language_head is not None and model.language_head.is_new:
         more_than_adapters = "adapters alone would lose its language-model head"
+    elif "mask_ratio" in backbone.config.to_dict():
+        more_than_adapters = (
+            "with adapters alone, other programs would mask parts of each image"
+        )
     if not merge_adapters and more_than_adapters is not None:
         log.info("save_merged: the whole model is saved (%s)", more_than_adapters)
         merge_adapters = True
     source = Path(description.source)
     with replaced_folder(Path(directory)) as folder:
-        # An adapter's folder has no config.json of its own: a setting that was changed for embedding is written here.
-        changed: dict[str, Any] = {}
-        if has_adapters(backbone):
-            adapter_folder = folder / ADAPTER_FOLDER if merge_adapters else folder
-            save_adapter(adapter_folder, backbone, weights)
-            if merge_adapters:
-                weights = merged_state(backbone, weights)
-                backbone = empty_backbone(description)
-            else:
-                base = read_config(
-                    source, trust_remote_code=description.trust_remote_code
-                )
-                for name in ADJUSTED_SETTINGS:
-                    value = backbone.config.to_dict().get(name)
-                    if value != base.to_dict().get(name):
-                        changed[name] = value
-                weights = {}
+        if has_lora and merge_adapters:
+            save_adapter(folder / ADAPTER_FOLDER, backbone, weights)
+            weights = merged_state(backbone, weights)
+            backbone = empty_backbone(description)
+        elif has_lora:
+            save_adapter(folder, backbone, weights)
+            weights = {}
         if dtype == torch.float16:
             for name, tensor in weights.items():
                 is_floating = tensor.is_floating_point() and tensor.numel() > 0
@@ -139,7 +137,6 @@ def save_model(
                 cast(Head | None, model.head),
                 _stored(head_state, dtype),
                 _stored(pooling_state, dtype),
-                changed,
             )
         write_json(folder / DESCRIPTION_FILE, description.to_dict())
         text = render_card(description, card or Card(), adapter_alone=not weights)
@@ -206,7 +203,7 @@ def _write_backbone(
     head: dict[str, Tensor],
 ) -> None:
     """Write the weights and config.json. `head`: that of a reranker is part of the weights."""
-    floating = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
+    dtypes = [tensor.dtype for tensor in state.values() if tensor.is_floating_point()]
     if isinstance(backbone, PreTrainedModel):
         # After gathering from shards, tied weights are separate tensors. Store one of them.
         for name, same in backbone.all_tied_weights_keys.items():
@@ -222,7 +219,7 @@ def _write_backbone(
             backbone.save_pretrained(folder, state_dict=state)
     # save_pretrained writes the module's dtype to config.json, and loading uses it. Write the widest stored dtype, so
     # that no stored weight is rounded at loading.
-    widest = str(functools.reduce(torch.promote_types, floating)).removeprefix("torch.")
+    widest = str(functools.reduce(torch.promote_types, dtypes)).removeprefix("torch.")
     # rglob: also the image tower's config.json of a composed model.
     for path in folder.rglob("config.json"):
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -233,18 +230,11 @@ def _write_backbone(
         write_json(path, settings)
 
 
-def _taken(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Take what begins with a prefix out of a state dict, and return it under names without the prefix."""
-    names = [name for name in state if name.startswith(prefix)]
-    return {name.removeprefix(prefix): state.pop(name) for name in names}
-
-
 def _stored(
     state: Mapping[str, Tensor], dtype: torch.dtype | None
 ) -> dict[str, Tensor]:
-    if dtype is None:
-        return dict(state)
-    return {
-        name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-        for name, tensor in state.items()
-    }
+    stored = dict(state)
+    for name, tensor in state.items():
+        if dtype is not None and tensor.is_floating_point():
+            stored[name] = tensor.to(dtype)
+    return stored

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from vembed.data.pair_features import pair_template
 from vembed.files import write_json
-from vembed.models.embedding_model import Head
 from vembed.models.families.backbones import STATIC_TYPE
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import POOLING_MODULE, STATIC, read_object
+from vembed.models.heads import Head, answer_tokens
 from vembed.models.poolings.table import MODE_FLAGS, MODEL_POOLING, POOLINGS
 from vembed.models.processors import (
     image_placeholder,
     load_chat_template,
     load_tokenizer,
 )
-from vembed.models.score_head import answer_tokens
 
 MODULE = "sentence_transformers.models."
 """Module path that Sentence Transformers 3 to 6 all resolve."""
+LOGIT_SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
 TWO_TOWERS = "vembed.models.two_towers.TwoTowers"
 """First module of a composed model. Sentence Transformers rejects it instead of loading the text tower alone."""
 
@@ -34,13 +34,9 @@ def write_layout(
     description: ModelDescription,
     head: Head | None,
     head_state: dict[str, Tensor],
-    pooling_state: Mapping[str, Tensor],
-    changed_settings: Mapping[str, Any],
+    pooling_state: dict[str, Tensor],
 ) -> None:
-    """Write modules.json and the files of each module, beside the weights and processors in `folder`.
-
-    `changed_settings`: settings that override the base model's config when an adapter is saved alone.
-    """
+    """Write modules.json and the files of each module, beside the weights and processors in `folder`."""
     config = read_object(folder / "config.json") or {}
     is_static = config.get("model_type") == STATIC_TYPE
     name = description.traits.sentence_transformers
@@ -50,27 +46,26 @@ def write_layout(
     if description.pooling != MODEL_POOLING and not is_static:
         pooling = POOLINGS[description.pooling]
         settings: dict[str, Any] = {"word_embedding_dimension": description.hidden_dim}
+        pooling_type = POOLING_MODULE + pooling.name
         if pooling.modes:
+            pooling_type = MODULE + "Pooling"
             known = {mode for other in POOLINGS.values() for mode in other.modes}
             for mode, flag in MODE_FLAGS.items():
                 if mode in known:
                     settings[flag] = mode in pooling.modes
             settings["include_prompt"] = True
+        modules.append(("1_Pooling", pooling_type))
         write_json(folder / "1_Pooling" / "config.json", settings)
         if pooling.is_trained:
-            save_file(dict(pooling_state), folder / "1_Pooling" / "model.safetensors")
+            save_file(pooling_state, folder / "1_Pooling" / "model.safetensors")
         else:
             refuse_unclaimed(f"the pooling {pooling.name}", pooling_state)
-        own_type = POOLING_MODULE + pooling.name
-        modules.append(("1_Pooling", MODULE + "Pooling" if pooling.modes else own_type))
     dense: Any
     for number, dense in enumerate(head or ()):
         path = f"{len(modules)}_Dense"
         modules.append((path, MODULE + "Dense"))
         write_json(folder / path / "config.json", dense.settings())
-        prefix = f"{number}."
-        names = [key for key in head_state if key.startswith(prefix)]
-        weights = {key.removeprefix(prefix): head_state.pop(key) for key in names}
+        weights = taken(head_state, f"{number}.")
         save_file(weights, folder / path / "model.safetensors")
     refuse_unclaimed("the head", head_state)
     if description.normalize:
@@ -93,8 +88,6 @@ def write_layout(
         settings["truncate_dim"] = description.truncate_dim
     write_json(folder / "config_sentence_transformers.json", settings)
     settings = _backbone_settings(folder, description)
-    if changed_settings:
-        settings["config_args"] = dict(changed_settings)
     write_json(folder / "sentence_bert_config.json", settings)
 
 
@@ -121,12 +114,7 @@ def write_reranker_layout(folder: Path, description: ModelDescription) -> None:
         template = folder / "chat_template.jinja"
         template.write_text(pair_template(description, placeholder), encoding="utf-8")
         tokens = answer_tokens(load_tokenizer(description), description.name)
-        modules.append(
-            (
-                "1_LogitScore",
-                "sentence_transformers.cross_encoder.modules.logit_score.LogitScore",
-            )
-        )
+        modules.append(("1_LogitScore", LOGIT_SCORE))
         answers = {
             "true_token_id": tokens[1],
             "false_token_id": tokens[0],
@@ -154,6 +142,12 @@ def _write_modules(folder: Path, modules: Sequence[tuple[str, str]]) -> None:
     write_json(folder / "modules.json", entries)
 
 
+def taken(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Take what begins with a prefix out of a state dict, and return it under names without the prefix."""
+    names = [name for name in state if name.startswith(prefix)]
+    return {name.removeprefix(prefix): state.pop(name) for name in names}
+
+
 def refuse_unclaimed(owner: str, state: Mapping[str, Tensor]) -> None:
     """Raise RuntimeError if state is left that no part has written."""
     if state:
@@ -177,6 +171,7 @@ def _backbone_settings(folder: Path, description: ModelDescription) -> dict[str,
     settings: dict[str, Any] = {"transformer_task": "feature-extraction"}
     forward = {"method": "forward", "method_output_name": "last_hidden_state"}
     settings["module_output_name"] = "token_embeddings"
+    settings["modality_config"] = {"image": forward}
     if family.reads_chats:
         settings["modality_config"] = {
             "text": forward,
@@ -194,23 +189,17 @@ def _backbone_settings(folder: Path, description: ModelDescription) -> dict[str,
         settings["module_output_name"] = "sentence_embedding"
         if family.has_fixed_length:
             # The joint processor of version 6 would use its own defaults for SigLIP 2 with variable resolution.
-            values = read_object(folder / "preprocessor_config.json") or (
-                read_object(folder / "processor_config.json") or {}
-            ).get("image_processor", {})
+            values = read_object(folder / "preprocessor_config.json")
+            if values is None:
+                values = read_object(folder / "processor_config.json") or {}
+                values = values.get("image_processor", {})
+            image = {}
+            for key in {"max_num_patches", "patch_size"}.intersection(values):
+                image[key] = values[key]
             # SigLIP was trained on texts padded to the full length, without a mask, and pools the last position.
-            settings["processing_kwargs"] = {
-                "text": {"padding": "max_length", "max_length": description.max_length},
-                "image": {
-                    key: values[key]
-                    for key in ("max_num_patches", "patch_size")
-                    if key in values
-                },
-            }
+            text = {"padding": "max_length", "max_length": description.max_length}
+            settings["processing_kwargs"] = {"text": text, "image": image}
     elif description.pooling == MODEL_POOLING:
-        settings["modality_config"] = {
-            "image": {**forward, "method_output_name": "pooler_output"}
-        }
+        forward["method_output_name"] = "pooler_output"
         settings["module_output_name"] = "sentence_embedding"
-    else:
-        settings["modality_config"] = {"image": forward}
     return settings

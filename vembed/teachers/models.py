@@ -23,7 +23,7 @@ from vembed.data.row_store import KEY_BYTES, lasting_identity
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
 from vembed.inference.reranker import Reranker
-from vembed.models.embedding_model import load_embedder
+from vembed.models.building import load_embedder
 from vembed.models.families.description import describe
 from vembed.models.families.model_files import model_folder
 from vembed.parallel import collectives
@@ -234,7 +234,7 @@ def is_sharded(teacher: Teacher, folder: Path, session: Session) -> bool:
         return teacher.sharded
     # Rank 0 decides for all: the caches of several machines may hold different files.
     size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-    size = collectives.broadcast_json(size)
+    size = collectives.broadcast_object(size)
     memory = session.memory
     if size <= LARGEST_SHARE * memory:
         return False

@@ -24,23 +24,14 @@ SliceLosses = Sequence[Mapping[str, Tensor]]
 """Auxiliary losses of each slice of a micro-batch: name -> [2, n] or [2, 1], sums and counts."""
 
 
-class AuxiliaryLosses:
-    """The auxiliary losses of a run's model, with their weights."""
-
-    def __init__(self, objective: ObjectiveSection) -> None:
-        self.weights = dict(objective.auxiliary_losses or {})
-        self.is_only_loss = (
-            objective.losses is None and LOSSES[objective.loss].is_of_model
-        )
-
-
 class AuxiliaryBatch:
     """Sums and counts of one global batch."""
 
     def __init__(
-        self, options: AuxiliaryLosses, rank_batch: RankBatch, device: torch.device
+        self, objective: ObjectiveSection, rank_batch: RankBatch, device: torch.device
     ) -> None:
-        self.options = options
+        self.objective = objective
+        self.weights = objective.auxiliary_losses or {}
         inputs = (rank_batch.query, rank_batch.positive, rank_batch.negative)
         counts = np.bincount(np.concatenate(inputs), minlength=len(rank_batch.features))
         # [n] how often each distinct input of this rank occurs in its rows.
@@ -65,14 +56,15 @@ class AuxiliaryBatch:
         """Set the sums and counts of the global batch. Collective if the model has auxiliary losses."""
         # Sorted: the ranks may have met the losses in another order, and the sums below have no names.
         names = sorted(self.of_rank)
-        unknown = sorted(self.options.weights.keys() - self.of_rank.keys())
+        unknown = sorted(self.weights.keys() - self.of_rank.keys())
         if unknown:
             raise UserError(
                 f"auxiliary_losses: the model returns no {unknown[0]} in training mode; it returns "
                 f"{', '.join(names) or 'none'}"
             )
         if not names:
-            if self.options.is_only_loss:
+            objective = self.objective
+            if objective.losses is None and LOSSES[objective.loss].is_of_model:
                 raise UserError(
                     "loss: none trains by the losses that the model returns, and it returns none"
                 )
@@ -114,7 +106,7 @@ class AuxiliaryBatch:
     def _factor(self, name: str) -> float:
         """Return weight / count. A loss that counted nothing in the whole batch is left out, not divided by zero."""
         count = self.of_batch[name][1]
-        return self.options.weights.get(name, 1.0) / count if count else 0.0
+        return self.weights.get(name, 1.0) / count if count else 0.0
 
     def _occurrences(self, values: Tensor, inputs: Sequence[int]) -> Tensor:
         """Return the occurrences of each input; 1 for [2, 1] sums over a slice, whose inputs cannot be told apart."""

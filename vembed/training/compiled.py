@@ -9,15 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from vembed.config.resolved import Decision
-from vembed.data.batching.feeding import ModelInputs
+from vembed.data.batching.feeding import Feeder, ModelInputs, indices_by_modality
 from vembed.data.features import BaseFeaturiser
+from vembed.errors import UserError
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.parallel import collectives
-from vembed.parallel.parameters import discard_passes, set_gradient_sync
+from vembed.parallel.parameters import (
+    CAN_RESET_FSDP2,
+    discard_passes,
+    set_gradient_sync,
+)
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
 
@@ -79,12 +85,9 @@ def check_compiled(
     if asked != "auto" or not session.placement.compilation.value:
         return
     features = featuriser.features(units)
-    inputs: ModelInputs = []
-    for modality in featuriser.description.modalities:
-        rows = [feature for feature in features if feature.modality == modality]
-        tensors = featuriser.joined(rows or [featuriser.dummy(modality)])
-        batch = {name: part.to(session.device) for name, part in tensors.items()}
-        inputs.append((modality, featuriser.finished(batch)))
+    indices = indices_by_modality(features, featuriser.modalities)
+    feeder = Feeder(featuriser, session.device)
+    (inputs,) = feeder.feed([list(indices.items())], features)
     problem = difference(model, layers, inputs, session)
     # All processes decide alike: compiled and plain layers round differently.
     if not collectives.max_ints([int(problem is not None)])[0]:
@@ -124,6 +127,11 @@ def difference(
         if outputs:
             torch.autograd.backward([output.float().sum() for output in outputs])
     except TorchDynamoException as error:
+        if isinstance(model, FSDPModule) and not CAN_RESET_FSDP2:
+            raise UserError(
+                "layers cannot be compiled, and this FSDP2 cannot go on after a failed pass: set torch_compile: false, "
+                "or install torch 2.13"
+            ) from error
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
     finally:
         for layer, call in zip(layers, compiled_calls, strict=True):

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image
 from safetensors import SafetensorError
 from torch import Tensor
 
 from vembed.config.schema import TrainConfig, option_fields
 from vembed.data.example_store import ExampleStore
-from vembed.data.examples import ImageRef, Item
 from vembed.data.language import MAX_TEXTS, is_english, language_of
-from vembed.errors import RunError, UserError
+from vembed.errors import RunError
+from vembed.evaluation.report.record import RunSummary, collect_versions
 from vembed.evaluation.report.report import write_report
-from vembed.evaluation.report.summary import RunSummary, collect_versions
 from vembed.inference.encoding import encode_features
-from vembed.models.precision import saved_dtype
-from vembed.models.quantized import is_quantized, store_rounded
+from vembed.models.precision import is_quantized, saved_dtype, store_rounded
 from vembed.parallel import collectives
 from vembed.parallel.parameters import full_state_dict, num_parameters
 from vembed.parallel.session import Session
 from vembed.saving.card import Card, properties_of
 from vembed.saving.durability import way_out
 from vembed.saving.files import save_model
-from vembed.training.checkpoint.folder import list_checkpoints
+from vembed.training.checkpoint.folder import newest_checkpoint
 from vembed.training.setup import RunData, TrainingComponents
 
 if TYPE_CHECKING:
-    from vembed.training.state import LoopState
+    from vembed.training.trainer import LoopState
 
 log = logging.getLogger("vembed")
 
@@ -109,16 +105,6 @@ class ModelWriter:
         )
 
 
-def require_free_folder(output: Path) -> None:
-    """Raise UserError if something is in the way of final/: found before the first step, not after the last."""
-    for name in ("final", ".final.new", ".final.old"):
-        path = output / name
-        if path.exists() and not path.is_dir():
-            raise UserError(
-                f"output_dir: {path} is a file, and the model is written to a folder of that name: remove it"
-            )
-
-
 def save_final(
     writer: ModelWriter, data: RunData, state: LoopState, metric: str
 ) -> Path:
@@ -132,8 +118,7 @@ def save_final(
     embedder = components.embedder
     output = Path(config.run.output_dir)
     folder = output / "final"
-    checkpoints = list_checkpoints(output)
-    newest = checkpoints[-1][1].name if checkpoints else ""
+    newest = newest_checkpoint(output)
     weights = full_state_dict(components.model)
     problem = _not_finite(writer, weights)
     if problem is not None:
@@ -164,10 +149,10 @@ def save_final(
     if metric in state.before and state.scores[metric] < state.before[metric]:
         warnings.append(
             f"{metric} is {state.scores[metric]:.4f} in final/ and was {state.before[metric]:.4f} before training: use "
-            f"the model as it was, or lower learning_rate (now {components.rates.base:g}), or look at the training "
+            f"the model as it was, or lower learning_rate (now {config.optimizer.learning_rate:g}), or look at the training "
             "data (vembed audit)"
         )
-        log.warning("%s", warnings[-1])
+        log.warning(warnings[-1])
     if state.num_skipped:
         warnings.append(
             f"{state.num_skipped:,d} steps were left out because a number was not finite"
@@ -205,7 +190,7 @@ def save_final(
                 f"the model is in {folder}, but its report could not be written ({error}): "
                 f"{way_out(str(error), output)}, then `vembed report {output}`"
             ) from error
-        log.info("report: %s", output / "report.html")
+        log.info(f"report: {output / 'report.html'}")
     session.barrier()
     return folder
 
@@ -214,21 +199,11 @@ def _not_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> str | None:
     """Return which embeddings of the model, or weights of any rank, are not finite. Collective."""
     components = writer.components
     embedder = components.embedder
-    traits = embedder.description.traits
-    items = []
-    if traits.reads_text:
-        items = [Item("a text of a few words"), Item("another")]
-    if traits.has_image_encoder or not items:
-        with io.BytesIO() as file:
-            Image.linear_gradient("L").convert("RGB").save(file, "PNG")
-            items.append(Item(images=(ImageRef(data=file.getvalue()),)))
-    units: list[Any] = [(item, "document") for item in items]
-    if embedder.description.scores is not None:
-        units = [(items[0], items[1])]
+    featuriser = components.featuriser
     embeddings = encode_features(
         components.model,
-        components.featuriser,
-        components.featuriser.features(units),
+        featuriser,
+        [featuriser.dummy(modality) for modality in featuriser.modalities],
         writer.session.device,
         world_size=writer.session.world_size,
     )
@@ -245,7 +220,7 @@ def _not_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> str | None:
         if is_number and not bool(torch.isfinite(weight).all()):
             first_broken = name
             break
-    for broken in collectives.gather_objects_as_json(first_broken):
+    for broken in collectives.gather_objects(first_broken):
         if broken is not None:
             return f"the trained weights of {broken}"
     return None

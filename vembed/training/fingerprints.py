@@ -6,7 +6,8 @@ Imports no torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from vembed.config.schema import FILE_OPTIONS
 from vembed.data.cache import add_content
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item
-from vembed.evaluation.dataset import EvalData, RetrievalData
 
 WHOLE_BYTES = 64 * 2**20
 """Files up to this size are read whole; of larger ones their size and PARTS pieces are."""
@@ -68,43 +68,34 @@ def of_model(name: str, revision: str | None = None) -> str | None:
     return _content(path, MODEL_FILES)
 
 
-def of_examples(examples: ExampleStore | Sequence[Example]) -> str | None:
-    """Return the fingerprint of the image files of examples, from a sample; None if they name none."""
-    items: list[Item] = []
-    for example in _sample(examples):
-        items += example.items
-    return _of_images(items)
+def of_local(name: str) -> str:
+    """Return the fingerprint of a file or folder that is here, or of the file of `file.py:Name`; another name as it
+    is."""
+    path = _existing(name)
+    if path is None and ".py:" in name:
+        path = _existing(name.rpartition(":")[0])
+    return name if path is None else _content(path)
 
 
-def of_evaluation(data: EvalData | None) -> str | None:
-    """Return the fingerprint of the image files of evaluation data; None if they name none."""
-    if data is None:
-        return None
-    if isinstance(data, RetrievalData):
-        return _of_images([*_sample(data.queries), *_sample(data.documents)])
-    return _of_images([*_sample(data.first), *_sample(data.second)])
-
-
-def _of_images(items: Iterable[Item]) -> str | None:
+def of_images(*collections: ExampleStore | Sequence[Example | Item]) -> str | None:
+    """Return the fingerprint of the image files that samples of these collections name; None if they name none."""
     # Without their names: machines may keep the images in other folders.
     digests: dict[str, str] = {}
-    for item in items:
-        for image in item.images:
-            path = image.path
-            if path is None or "://" in path or path in digests:
-                continue
-            try:
-                digests[path] = _digest(
-                    Path(path), IMAGE_PARTS, IMAGE_PARTS * PIECE_BYTES
-                )
-            except OSError as error:
-                digests[path] = f"cannot be read: {error.strerror}"
+    for entries in collections:
+        interval = max(-(-len(entries) // MAX_SAMPLED_EXAMPLES), 1)
+        for index in range(0, len(entries), interval):
+            entry = entries[index]
+            items = entry.items if isinstance(entry, Example) else [entry]
+            for image in chain.from_iterable(item.images for item in items):
+                path = image.path
+                if path is None or "://" in path or path in digests:
+                    continue
+                try:
+                    whole_bytes = IMAGE_PARTS * PIECE_BYTES
+                    digests[path] = _digest(Path(path), IMAGE_PARTS, whole_bytes)
+                except OSError as error:
+                    digests[path] = f"cannot be read: {error.strerror}"
     return _short(list(digests.values())) if digests else None
-
-
-def _sample(entries: Any) -> Iterable[Any]:
-    interval = max(-(-len(entries) // MAX_SAMPLED_EXAMPLES), 1)
-    return (entries[index] for index in range(0, len(entries), interval))
 
 
 def _existing(name: str) -> Path | None:

@@ -1,7 +1,8 @@
 """Features of frozen towers: computed once per step, or once per run and cached on disk.
 
-`FrozenTowers` is for modalities followed only by a head or a projection. `FrozenImages` is for a vision-language model,
-whose frozen image tower precedes a trained language model. The step uses both through `InputSource`.
+`FrozenTowers` is for modalities followed only by a head or a projection. In a vision-language model a frozen image tower
+precedes a trained language model: `BatchInputs` keeps its features between the two phases of Gradient Cache, so that
+images pass it once per step. The step uses both through `InputSource`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from vembed.data.batching.feeding import (
     MicroBatch,
     ModalitySlice,
     ModelInputs,
+    indices_by_modality,
     row_index,
     to_device,
 )
@@ -26,9 +28,8 @@ from vembed.data.row_store import FeatureStore, size_of_all
 from vembed.errors import UserError
 from vembed.files import cache_folder
 from vembed.inference.encoding import Between, split_in_step
-from vembed.models.embedding_model import FEATURES, EmbeddingModel
+from vembed.models.embedding_model import FEATURES, IMAGE_FEATURES, EmbeddingModel
 from vembed.models.families.family import Modality
-from vembed.models.modalities import IMAGE_FEATURES
 from vembed.models.towers import tower_identity
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -63,7 +64,7 @@ def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
             identities[modality] = tower_identity(
                 description, embedder.backbone, modality, str(session.mixed_precision)
             )
-    identities = collectives.broadcast_json(identities)
+    identities = collectives.broadcast_object(identities)
     folder = cache_folder() / "features"
     stores: dict[Modality, FeatureStore] = {}
     for modality in modalities:
@@ -84,8 +85,7 @@ def log_use(stores: Stores) -> None:
     for modality, store in stores.items():
         computed, read = collectives.sum_ints([store.num_added, store.num_read])
         log.info(
-            f"frozen features, {modality}: {computed:,d} computed, {read:,d} read from {store.folder} "
-            f"({store.num_bytes / 1e6:.1f} MB there)"
+            f"frozen features, {modality}: {computed:,d} computed, {read:,d} read from {store.folder}"
         )
 
 
@@ -104,9 +104,20 @@ class InputSource:
     ) -> None:
         """Collective. `frozen`: modalities whose towers are not trained. Each of their inputs passes its tower once per
         step, or never if `stores` holds its features. `image_bytes`: see `EmbeddingModel.bytes_of_frozen_images`."""
+        self.model = model
         self.feeder = feeder
         self.towers = FrozenTowers(model, frozen, feeder, stores or {})
-        self.images = FrozenImages(model, session, image_bytes)
+        self.max_image_tokens = 0
+        """Tokens of a rank's batch up to which image features are kept between the phases of a step."""
+        if image_bytes is not None:
+            num_tokens = int(IMAGES_SHARE * session.placement.memory) // image_bytes
+            # The minimum over the ranks: all must make the same choice, or their FSDP gathers would differ.
+            self.max_image_tokens = -collectives.max_ints([-num_tokens])[0]
+            log.info(
+                f"frozen image tower: features are kept between the phases of a step for up to "
+                f"{self.max_image_tokens:,d} tokens per rank ({image_bytes:,d} bytes each, {IMAGES_SHARE:.0%} of the "
+                "memory)"
+            )
 
     def of(self, features: Sequence[Features]) -> BatchInputs:
         """Return the inputs of one rank batch. Reads the stores; local to the rank."""
@@ -136,7 +147,6 @@ class BatchInputs:
     def feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[ModelInputs]:
         """Yield the model's input for each forward pass."""
         towers = self.source.towers
-        images = self.source.images
         # Frozen slices are not collated: they are rows of the tables [n, width] that `encode_frozen` has made.
         trained = []
         for micro_batch in micro_batches:
@@ -150,9 +160,26 @@ class BatchInputs:
                     inputs.append(towers.inputs(part, self._tables))
             if self._keeps_images:
                 if micro_index == len(self._images):  # the first feeding
-                    self._images.append(images.encode(inputs))
-                inputs = images.substitute(inputs, self._images[micro_index])  # noqa: PLW2901
+                    self._images.append(self._encode_images(inputs))
+                self._substitute(inputs, self._images[micro_index])
             yield inputs
+
+    def _encode_images(self, inputs: ModelInputs) -> Tensor | None:
+        """Return the image tower's features for a micro-batch; None for one of texts alone."""
+        parts = [part for part in inputs if part[0] == "multimodal"]
+        if not parts:
+            return None
+        # Without a graph: for the trained language model behind it the features are constants.
+        with torch.no_grad():
+            (features,) = self.source.model(parts, images_only=True)
+        return features  # type: ignore[no-any-return]
+
+    def _substitute(self, inputs: ModelInputs, features: Tensor | None) -> None:
+        """Put features in the place of pixels."""
+        for modality, tensors in inputs:
+            if modality == "multimodal" and features is not None:
+                tensors[IMAGE_FEATURES] = features
+                tensors.pop("pixel_values", None)
 
 
 class FrozenTowers:
@@ -179,15 +206,11 @@ class FrozenTowers:
         encode. Local to the rank."""
         cached: dict[Modality, CachedRows] = {}
         missing: dict[Modality, list[int]] = {}
-        for modality in self.modalities:
-            indices = [
-                index
-                for index, feature in enumerate(features)
-                if feature.modality == modality
-            ]
+        for modality, indices in indices_by_modality(features, self.modalities).items():
             cached[modality] = {}
             if modality in self.stores:
-                stored = self.stores[modality].find([features[i] for i in indices])
+                store = self.stores[modality]
+                stored = store.find_rows(store.keys([features[i] for i in indices]))
                 cached[modality] = {indices[i]: row for i, row in stored.items()}
             missing[modality] = [i for i in indices if i not in cached[modality]]
         return cached, missing
@@ -238,8 +261,9 @@ class FrozenTowers:
             if indices:  # otherwise a dummy: it was run only for its collectives
                 tables[modality][row_index(indices, output.device)] = output
                 if modality in self.stores:
-                    inputs = [features[index] for index in indices]
-                    self.stores[modality].add(inputs, output.cpu().numpy())
+                    store = self.stores[modality]
+                    keys = store.keys([features[index] for index in indices])
+                    store.add_rows(keys, output.cpu().numpy())
             if between is not None:
                 between()
         return tables
@@ -269,48 +293,3 @@ class FrozenTowers:
             with torch.no_grad():
                 (output,) = self.model(inputs, features_only=True)
             yield output
-
-
-class FrozenImages:
-    """Features of a frozen image tower, kept between the two phases of Gradient Cache so that images pass it once
-    per step."""
-
-    def __init__(
-        self, model: nn.Module, session: Session, bytes_per_token: int | None
-    ) -> None:
-        """Collective. `bytes_per_token`: see `EmbeddingModel.bytes_of_frozen_images`."""
-        self.model = model
-        self.max_tokens = 0
-        if bytes_per_token is not None:
-            num_tokens = int(IMAGES_SHARE * session.placement.memory) // bytes_per_token
-            # The minimum over the ranks: all must make the same choice, or their FSDP gathers would differ.
-            self.max_tokens = -collectives.max_ints([-num_tokens])[0]
-            log.info(
-                f"frozen image tower: features are kept between the phases of a step for up to {self.max_tokens:,d} "
-                f"tokens per rank ({bytes_per_token:,d} bytes each, {IMAGES_SHARE:.0%} of the memory)"
-            )
-
-    def keeps(self, num_tokens: int) -> bool:
-        """Return whether a step keeps the tower's features. The same on every rank, since `num_tokens` is."""
-        return num_tokens <= self.max_tokens
-
-    def encode(self, inputs: ModelInputs) -> Tensor | None:
-        """Return the image tower's features for a micro-batch; None for one of texts alone."""
-        parts = [part for part in inputs if part[0] == "multimodal"]
-        if not parts:
-            return None
-        # Without a graph: for the trained language model behind it the features are constants.
-        with torch.no_grad():
-            (features,) = self.model(parts, images_only=True)
-        return features  # type: ignore[no-any-return]
-
-    def substitute(self, inputs: ModelInputs, features: Tensor | None) -> ModelInputs:
-        """Return the micro-batch with features in place of pixels."""
-        substituted: ModelInputs = []
-        for modality, tensors in inputs:
-            entry = dict(tensors)
-            if modality == "multimodal" and features is not None:
-                entry[IMAGE_FEATURES] = features
-                entry.pop("pixel_values", None)
-            substituted.append((modality, entry))
-        return substituted

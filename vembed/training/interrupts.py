@@ -25,8 +25,9 @@ _SLACK_SECONDS = 60.0
 _SLACK_SHARE = 0.02
 
 
-class EvaluationStopped(Exception):  # noqa: N818 - not an error, as Stopped
-    """Raised to end an evaluation early because the run is to stop. A checkpoint is still to be saved."""
+class StopRequested(Exception):  # noqa: N818 - not an error, as Stopped
+    """Raised between two steps, or inside an evaluation or a mining, which the resumed run does again. A checkpoint is
+    still to be saved."""
 
 
 class Interrupts:
@@ -85,7 +86,7 @@ class Interrupts:
         self.ends_early = bool(collectives.max_ints([int(self.wants_end)])[0])
 
     def check(self) -> None:
-        """Raise EvaluationStopped if the run is to stop. All ranks call it between two micro-batches of an evaluation.
+        """Raise StopRequested if the run is to stop. All ranks call it between two micro-batches of an evaluation.
 
         Only every eighth call communicates; all ranks make the same number of calls.
         """
@@ -95,7 +96,7 @@ class Interrupts:
             and self._num_checks % _CHECK_EVERY == 0
             and self._ask_ranks()
         ):
-            raise EvaluationStopped
+            raise StopRequested
 
     def stopped(self, step: int, checkpoint: Path) -> Stopped:
         """Return the exception to raise after `must_stop` returned True."""

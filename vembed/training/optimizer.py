@@ -1,7 +1,7 @@
 """The optimizer of a run: parameter groups with learning rate and weight decay, the schedule of the rates, and the
 update of the weights (gradient norm, clipping, float16 scale), which is the same on every rank.
 
-The kinds are in `optimizers/`. The learning rate is a pure function of the step, so a resumed run needs no state for it.
+The kinds are in `optimizer_kinds.py`. The learning rate is a pure function of the step, so a resumed run needs no state for it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,15 @@ from vembed.models.families.backbones import plain_name
 from vembed.parallel import collectives
 from vembed.parallel.parameters import clip_gradients, global_grad_norm
 from vembed.parallel.session import Session
-from vembed.training.optimizers.declaration import OptimizerInputs
-from vembed.training.optimizers.table import OPTIMIZERS
-from vembed.training.state import FIRST_SCALE, GradientScale
+from vembed.training.optimizer_kinds import OPTIMIZERS, OptimizerInputs
 
 log = logging.getLogger("vembed")
 
+FIRST_SCALE = 2.0**16
+GROWTH_STEPS = 2000
+"""Good steps after which the scale of float16 gradients doubles."""
 BASE_BATCH_SIZE = 32
 """The global batch that the learning rate is for, with `scale_learning_rate`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LearningRates:
-    """Peak learning rates of a run."""
-
-    base: float
-    heads: float | None = None
-    """Of heads, projections and learned scales, where it is another."""
-
-    @classmethod
-    def given(cls, options: OptimizerSection) -> LearningRates:
-        """Return the rates of a config that gives them as numbers."""
-        return cls(rate_of(options), options.head_learning_rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +55,15 @@ def build_optimizer(
     model: nn.Module,
     loss: nn.Module,
     options: OptimizerSection,
-    rates: LearningRates | None = None,
     *,
     seed: int = 0,
 ) -> torch.optim.Optimizer:
-    """Build the optimizer of all trainable parameters of model and loss. By default the config gives the rates.
+    """Build the optimizer of all trainable parameters of model and loss.
 
     Call it after wrapping: the optimizer must hold the shards. Each group keeps its peak learning rate under
     "initial_lr", for `Schedule.set`.
     """
-    rates = rates or LearningRates.given(options)
-    trained = trained_parameters(model, loss, rates)
+    trained = trained_parameters(model, loss, options)
     # Parameters with equal settings share a group. Plain tensors and DTensors cannot share one fused call.
     groups: dict[tuple[float, bool, bool], dict[str, Any]] = {}
     for entry in trained:
@@ -96,7 +81,7 @@ def build_optimizer(
     dtypes = {entry.parameter.dtype for entry in trained}
     inputs = OptimizerInputs(
         groups=list(groups.values()),
-        learning_rate=rates.base,
+        learning_rate=rate_of(options),
         options=options,
         seed=seed,
         is_sharded=any(is_sharded for _, _, is_sharded in groups),
@@ -113,12 +98,19 @@ def build_optimizer(
     if problem is not None:
         raise UserError(problem)
     optimizer, description = kind.build(inputs)
-    _log_groups(description, options, rates, trained)
+    undecayed = [entry for entry in trained if not entry.decays]
+    line = f"optimizer: {description}; {_counted(trained)} trained; weight decay {options.weight_decay:g}"
+    if undecayed:
+        line += f", none on {_counted(undecayed)} (biases, norms, scalars)"
+    if options.head_learning_rate is not None:
+        heads = [entry for entry in trained if entry.is_head]
+        line += f"; head_learning_rate {options.head_learning_rate:g} for {_counted(heads)} (heads, projections, scales)"
+    log.info(line)
     return optimizer
 
 
 def trained_parameters(
-    model: nn.Module, loss: nn.Module, rates: LearningRates
+    model: nn.Module, loss: nn.Module, options: OptimizerSection
 ) -> list[TrainedParameter]:
     """Return every trainable parameter with its learning rate and weight decay, in the order of the model."""
     named: list[tuple[str, nn.Parameter]] = []
@@ -140,9 +132,9 @@ def trained_parameters(
         # The shape before sharding: a flat FSDP1 piece of a matrix has one dimension, but must still decay.
         shape = whole_shapes.get(id(parameter), parameter.shape)
         is_head = name.startswith(heads)
-        rate = rates.base
-        if is_head and rates.heads is not None:
-            rate = rates.heads
+        rate = rate_of(options)
+        if is_head and options.head_learning_rate is not None:
+            rate = options.head_learning_rate
         decays = len(shape) > 1 and not name.endswith("bias")
         trained.append(TrainedParameter(name, parameter, shape, rate, decays, is_head))
     if not trained:
@@ -162,26 +154,9 @@ def head_prefixes(model: nn.Module) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _log_groups(
-    description: str,
-    options: OptimizerSection,
-    rates: LearningRates,
-    trained: list[TrainedParameter],
-) -> None:
-    """Log the parameters with and without weight decay, and the learning rates."""
-
-    def count(members: list[TrainedParameter]) -> str:
-        num_values = sum(entry.shape.numel() for entry in members)
-        return f"{num_values:,d} in {len(members):,d} tensors"
-
-    undecayed = [entry for entry in trained if not entry.decays]
-    line = f"optimizer: {description}; {count(trained)} trained; weight decay {options.weight_decay:g}"
-    if undecayed:
-        line += f", none on {count(undecayed)} (biases, norms, scalars)"
-    if rates.heads is not None:
-        heads = [entry for entry in trained if entry.is_head]
-        line += f"; head_learning_rate {rates.heads:g} for {count(heads)} (heads, projections, scales)"
-    log.info("%s", line)
+def _counted(parameters: list[TrainedParameter]) -> str:
+    num_values = sum(entry.shape.numel() for entry in parameters)
+    return f"{num_values:,d} in {len(parameters):,d} tensors"
 
 
 # ---- schedule ----------------------------------------------------------------
@@ -210,13 +185,9 @@ class Schedule:
     """Learning rates of a run, set before every optimizer step."""
 
     def __init__(
-        self,
-        options: OptimizerSection,
-        peak: float,
-        total_steps: int,
-        examples_per_step: int,
+        self, options: OptimizerSection, total_steps: int, examples_per_step: int
     ) -> None:
-        """`peak`: the learning rate, before `scale_learning_rate` multiplies it."""
+        peak = rate_of(options)
         self.kind = options.lr_scheduler_type
         self.total_steps = total_steps
         self.multiplier = 1.0
@@ -262,6 +233,26 @@ class Schedule:
 
 
 # ---- update ------------------------------------------------------------------
+
+
+@dataclass
+class GradientScale:
+    """Loss scale that keeps float16 gradients from underflowing. Constant 1 for every other dtype."""
+
+    value: float = 1.0
+    good_steps: int = 0
+    is_started: bool = False
+    """True if the first float16 value was set. A value that overflows reduced to 1 must not be reset."""
+
+    def adapt(self, is_finite: bool) -> None:
+        """Halve the scale after an overflow, and double it after many good steps."""
+        self.good_steps += 1
+        if not is_finite:
+            self.value = max(self.value / 2, 1.0)
+            self.good_steps = 0
+        elif self.good_steps == GROWTH_STEPS:
+            self.value *= 2
+            self.good_steps = 0
 
 
 @dataclass(frozen=True, slots=True)

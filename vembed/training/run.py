@@ -16,9 +16,9 @@ from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import FILE_OPTIONS
 from vembed.data.in_memory import as_path
 from vembed.errors import UserError
-from vembed.models.custom.folder import as_options
+from vembed.models.custom.own_code import as_options
 from vembed.parallel.environment import RankInfo, launched_rank
-from vembed.parallel.launch_check import COMPARED, DERIVED
+from vembed.parallel.launch_check import COMPARED
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
 from vembed.training.checkpoint.resume import (
@@ -33,7 +33,7 @@ from vembed.training.hooks.publishing import hub_of, push_final
 from vembed.training.interrupts import Interrupts
 from vembed.training.lock import OutputLock
 from vembed.training.run_log import HEADLINE, RunLog
-from vembed.training.trackers.table import require_trackers
+from vembed.training.trackers import require_trackers
 from vembed.training.trainer import Trainer, TrainResult
 
 log = logging.getLogger("vembed")
@@ -69,7 +69,7 @@ def train(
     """Train as the config says (a path, a dict or a TrainConfig); return the model's folder and its scores.
 
     In a dict, `data_path` and `val_data_path` may be lists of dicts or a `datasets.Dataset`. `on_step` and
-    `on_evaluation` are called with a StepInfo and an EvaluationInfo (`vembed/training/hooks/callbacks.py`) and may return
+    `on_evaluation` are called with a StepInfo (`vembed/training/hooks/callbacks.py`) and an Evaluation and may return
     "stop", which ends the run with a model and a report. `model`: a torch module or its class, as `model_class`; a
     module's weights are where training starts. `hooks`: additions to the loop (`vembed/training/hooks/base.py`).
     """
@@ -116,7 +116,7 @@ def train(
         Checkpointer(settings.run, session) as checkpointer,
     ):
         for line in resolved.translated:
-            log.info("%s", line)
+            log.info(line)
         for line in resolved.notes:
             log.info(f"note: {line}", extra=HEADLINE)
         try:
@@ -125,7 +125,7 @@ def train(
             )
             result = trainer.run()
         except NothingLeft as end:
-            log.info("%s", end, extra=HEADLINE)
+            log.info(str(end), extra=HEADLINE)
             run = end.run
             return TrainResult(run.model_dir, run.folder, run.scores(), run.step)
         if session.is_main and hub is not None:
@@ -161,5 +161,5 @@ def facts_of(run: ResolvedRun) -> dict[str, Any]:
             if name != "source":
                 decisions[f"fsdp {name}"] = str(value)
     for name, value in decisions.items():
-        facts[f"{name}{DERIVED}"] = value
+        facts[f"{name} (decided)"] = value
     return facts

@@ -18,7 +18,6 @@ from rich.console import Console
 from vembed.config.schema import LoggingSection
 from vembed.errors import UserError
 from vembed.evaluation.report.record import scores_line
-from vembed.files import require_regular
 from vembed.saving.masking import masked
 
 log = logging.getLogger("vembed")
@@ -65,14 +64,13 @@ class LogFile(logging.FileHandler):
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raise UserError if it cannot be written to."""
-        require_regular(path, "log_file")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             super().__init__(path, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
             raise UserError(
-                f"output_dir: {path} cannot be written to ({error.strerror}); give a folder that every process may "
-                "write to, on a disk with room"
+                f"log_file: {path} cannot be written to ({error.strerror}); give a file that every process may write to, "
+                "on a disk with room"
             ) from error
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - Python's name
@@ -105,7 +103,7 @@ class LineFile:
         num_waiting = len(self.waiting)
         self.waiting.append(line.encode() + b"\n")
         data = b"".join(self.waiting)
-        size = self.num_bytes
+        size = os.fstat(self._file.fileno()).st_size
         try:
             written = 0
             while written < len(data):
@@ -121,11 +119,6 @@ class LineFile:
         if num_waiting:
             log.info(f"{self.path}: {num_waiting + 1} lines that waited are written")
         self.waiting = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Length of the file."""
-        return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
         """Flush what is written to the disk."""
@@ -182,15 +175,12 @@ class ConsoleHandler(logging.Handler):
         is_warning = record.levelno >= logging.WARNING
         if "ends_setup" in fields:
             self._is_setup = False
-        if not (is_verbose or is_warning):
-            is_headline = "is_headline" in fields or record.module in SHOWN_MODULES
-            is_detail = record.module in DETAIL_MODULES
-            if (
-                self.mode == "quiet"
-                or is_detail
-                or (self._is_setup and not is_headline)
-            ):
-                return
+        is_headline = "is_headline" in fields or record.module in SHOWN_MODULES
+        is_hidden = self.mode == "quiet" or record.module in DETAIL_MODULES
+        if self._is_setup and not is_headline:
+            is_hidden = True
+        if is_hidden and not (is_verbose or is_warning):
+            return
         was_closed = self.stream.is_closed
         if not is_verbose and SHORT_FORM in fields:
             record = copy(record)

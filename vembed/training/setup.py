@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import torch
@@ -26,7 +26,7 @@ from vembed.config.auto import (
     run_intervals,
 )
 from vembed.config.entries import parse_sampling
-from vembed.config.schema import FILE_OPTIONS, DataSection, TrainConfig
+from vembed.config.schema import FILE_OPTIONS, TrainConfig
 from vembed.config.terms import (
     run_temperature,
     source_batch_sizes,
@@ -47,12 +47,14 @@ from vembed.inference.encoding import encode_items
 from vembed.losses.batch import EmbeddingLoss
 from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
-from vembed.models.embedding_model import EmbeddingModel, build_model
+from vembed.models.building import build_model
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import (
     ModelDescription,
     describe,
     without_effect,
 )
+from vembed.models.heads import Head, principal_components
 from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
@@ -64,7 +66,7 @@ from vembed.training.compiled import (
     check_compiled,
     decide_compilation,
 )
-from vembed.training.fingerprints import of_evaluation, of_examples, of_option
+from vembed.training.fingerprints import of_images, of_option
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.hooks.averaging import WeightAverage
 from vembed.training.hooks.base import Hook
@@ -80,7 +82,7 @@ from vembed.training.hooks.metrics import (
 )
 from vembed.training.hooks.mining import EpochMiner
 from vembed.training.hooks.publishing import PushBest
-from vembed.training.optimizer import LearningRates, build_optimizer, head_prefixes
+from vembed.training.optimizer import build_optimizer, head_prefixes
 
 if TYPE_CHECKING:
     from vembed.training.trainer import Trainer
@@ -99,9 +101,6 @@ ADAMW_BYTES_PER_PARAMETER = 12
 
 TASK_OPTIONS = {"losses", "temperature", "batch_size", "global_batch_size"}
 """Options of a source that are no part of the data's fingerprint."""
-
-ResumedOptions = Mapping[str, Any]
-"""Option -> the value that the run that is resumed has decided, where the config leaves it open."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ class RunData(Sets):
 
 @dataclass(frozen=True, slots=True)
 class TrainingComponents:
-    """Model, loss and optimizer, and the values that were decided while they were built."""
+    """Model, loss and optimizer, and what feeds them."""
 
     embedder: EmbeddingModel
     """The model as it was built: description and layout of the files. Its parameters may be shards by now."""
@@ -139,13 +138,9 @@ class TrainingComponents:
     featuriser: BaseFeaturiser[Any]
     source: InputSource
     teachers: Teachers
-    rates: LearningRates
-    temperature: float
 
 
-def open_data(
-    config: TrainConfig, resumed_options: ResumedOptions, session: Session
-) -> RunData:
+def open_data(config: TrainConfig, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
     # Rank 0 reads first, then the first rank of each machine, then the others, which find in the cache what it has read.
     open_here = partial(
@@ -162,7 +157,7 @@ def open_data(
             sets = open_here()
         except UserError as error:
             message = str(error)
-    message = collectives.broadcast_json(message)
+    message = collectives.broadcast_object(message)
     if message is not None:
         raise UserError(message)
     if session.local_rank == 0 and not session.is_main:
@@ -183,21 +178,16 @@ def open_data(
             "`vembed mine`, or take those of other queries with in_batch_negatives: 7"
         )
     optimizer = config.optimizer
-    epochs = resumed_options.get("epochs", optimizer.epochs)
-    if epochs == "auto":
-        # Only where the length is left open is the model looked at: a checkpoint of another model is refused first.
-        is_open = optimizer.max_steps is None
-        has_scale = is_open and describe(config.model).traits.has_scale_and_bias
-        decision = decide_epochs(
-            optimizer, config.model, len(store), has_scale=has_scale
-        )
-        epochs = decision.value
-        if is_open:
-            log.info(f"epochs: {epochs:g} (auto; {decision.reason})")
+    # Only where the length is left open is the model looked at: a checkpoint of another model is refused first.
+    is_open = not optimizer.gives_length()
+    has_scale = is_open and describe(config.model).traits.has_scale_and_bias
+    decision = decide_epochs(optimizer, config.model, len(store), has_scale=has_scale)
+    epochs = decision.value
+    if is_open:
+        log.info(f"epochs: {epochs:g} (auto; {decision.reason})")
 
     world_size = session.world_size
-    size = resumed_options.get("global_batch_size", config.batch.global_batch_size)
-    size = size or config.batch.batch_size * world_size
+    size = config.batch.global_batch_size or config.batch.batch_size * world_size
     batch_schedule = BatchSchedule(
         store.sizes,
         size,
@@ -255,7 +245,7 @@ def identity_of(config: TrainConfig, data: RunData) -> dict[str, Any]:
         "tasks": tasks if any(tasks) else [],
         "global_batch_size": data.examples_per_step,
     }
-    images = of_examples(data.examples)
+    images = of_images(data.examples)
     if images is not None:
         identity["image_files"] = images
     options = config.to_dict()
@@ -271,22 +261,23 @@ def require_same_data(identity: Mapping[str, Any], data: RunData) -> None:
     """Raise the same UserError on every rank unless all have read the same data, with the same images. Collective."""
     advice = "give every machine the same data_path"
     require_equal("the data's content", data.examples.fingerprint, advice)
-    prints = {
-        "data's": identity.get("image_files"),
-        "validation data's": of_evaluation(data.evaluation),
-    }
-    for owner, content in prints.items():
-        name = f"the content of the {owner} image files"
-        require_equal(name, content, "give every machine the same images")
+    advice = "give every machine the same images"
+    images = identity.get("image_files")
+    require_equal("the content of the data's image files", images, advice)
+    evaluation = data.evaluation
+    images = None
+    if evaluation is not None:
+        images = of_images(*evaluation.collections)
+    require_equal("the content of the validation data's image files", images, advice)
 
 
 def build_components(
-    config: TrainConfig,
-    resumed_options: ResumedOptions,
-    data: RunData,
-    session: Session,
-) -> TrainingComponents:
-    """Build model, loss and optimizer, with weights replicated or sharded. Collective."""
+    config: TrainConfig, data: RunData, session: Session
+) -> tuple[TrainingComponents, TrainConfig]:
+    """Build model, loss and optimizer, with weights replicated or sharded. Collective.
+
+    Return them with the config in which learning rates and temperature are decided.
+    """
     # Before the model: the teachers' weights are no longer in memory when the model's are read.
     teachers = Teachers(config.objective, config.data, config.model, session)
     teachers.prepare(data.examples)
@@ -304,7 +295,7 @@ def build_components(
     for line in without_effect(
         description, {name: options[name] for name in config.given}
     ):
-        log.info("%s", line)
+        log.info(line)
     if data.evaluation is not None:
         check_metric(
             config.evaluation,
@@ -344,7 +335,8 @@ def build_components(
     )
 
     # What needs the whole model, on rank 0: `prepare` changes parameters and wraps modules.
-    rates = decide_rates(config, resumed_options, embedder, data.total_steps)
+    if config.optimizer.learning_rate == "auto":
+        config = decide_rates(config, embedder, data.total_steps)
     scale, bias = embedder.initial_scale_and_bias or (None, None)
     if session.device.type == "cpu" and session.fsdp is None:
         use_row_gradients(embedder.backbone)
@@ -361,11 +353,8 @@ def build_components(
     # The loss and the optimizer must see the parameters that `prepare` returns.
     model = session.prepare(embedder, description.layer_classes)
     check_compiled(model, embedder, featuriser, first_units, session)
-    loss_config = config
-    if "temperature" in resumed_options:
-        loss_config = config.changed(temperature=resumed_options["temperature"])
     loss = build_loss(
-        loss_config,
+        config,
         mrl_dims=description.mrl_dims,
         start_scale=scale,
         start_bias=bias,
@@ -380,10 +369,8 @@ def build_components(
         stores=stores,
         image_bytes=bytes_of_images,
     )
-    optimizer = build_optimizer(
-        model, loss, config.optimizer, rates, seed=config.run.seed
-    )
-    return TrainingComponents(
+    optimizer = build_optimizer(model, loss, config.optimizer, seed=config.run.seed)
+    components = TrainingComponents(
         embedder=embedder,
         model=model,
         loss=loss,
@@ -391,15 +378,15 @@ def build_components(
         featuriser=featuriser,
         source=source,
         teachers=teachers,
-        rates=rates,
-        temperature=run_temperature(
-            loss_config.objective,
-            config.data,
-            config.model.model_name,
-            None if scale is None else 1 / scale,
-            is_reranker=config.model.task == "rerank",
-        ),
     )
+    temperature = run_temperature(
+        config.objective,
+        config.data,
+        config.model.model_name,
+        None if scale is None else 1 / scale,
+        is_reranker=config.model.task == "rerank",
+    )
+    return components, config.changed(temperature=temperature)
 
 
 def configured_hooks(run: Trainer) -> list[Hook]:
@@ -430,19 +417,17 @@ def configured_hooks(run: Trainer) -> list[Hook]:
 
 
 def open_stream(
-    options: DataSection,
+    config: TrainConfig,
     data: RunData,
     featuriser: BaseFeaturiser[Any],
     session: Session,
-    *,
-    encodes_copies: bool,
 ) -> RankBatchStream:
-    """Return the stream of this rank's batches. `encodes_copies`: equal inputs pass the model as often as they occur."""
+    """Return the stream of this rank's batches."""
     # For texts one thread suffices: the tokenizer is parallel itself.
     is_text = featuriser.description.modalities == ("text",)
     num_workers = 1 if is_text else min(4, max(1, num_cores() // 2))
-    if options.num_workers != "auto":
-        num_workers = options.num_workers
+    if config.data.num_workers != "auto":
+        num_workers = config.data.num_workers
     return RankBatchStream(
         data.examples,
         data.batch_schedule,
@@ -451,8 +436,10 @@ def open_stream(
         session.world_size,
         num_workers,
         data.examples.pair,
-        options.in_batch_negatives,
-        encodes_copies=encodes_copies,
+        config.data.in_batch_negatives,
+        # Equal inputs pass the model as often as they occur. Otherwise an input would weigh in the statistics of batch
+        # norms by the number of processes that have it.
+        encodes_copies=config.parallel.sync_batchnorm,
     )
 
 
@@ -491,11 +478,15 @@ def start_projection(
         for number in range(count):
             example = examples[number * len(examples) // count]
             items.append(example.positives[0])
-        with embedder.without_mrl_projection():
-            vectors = encode_items(
-                embedder, featuriser, items, "document", normalize=False
-            )
-        embedder.start_mrl_projection(torch.from_numpy(vectors))
+        # The sample is what the projection will be given.
+        head = cast(Head, embedder.head)
+        embedder.head = head[:-1]
+        vectors = encode_items(embedder, featuriser, items, "document", normalize=False)
+        embedder.head = head
+        weight = projection.linear.weight
+        sample = torch.from_numpy(vectors).to(weight.device)
+        with torch.no_grad():
+            weight.copy_(principal_components(sample, len(weight)))
         log.info(f"mrl_projection: principal components of {count:,d} documents")
     collectives.broadcast_tensors([projection.linear.weight])
 
@@ -504,27 +495,15 @@ def start_projection(
 
 
 def decide_rates(
-    config: TrainConfig,
-    resumed_options: ResumedOptions,
-    embedder: EmbeddingModel,
-    total_steps: int,
-) -> LearningRates:
-    """Return the peak learning rates, and log the reason for what was left to `auto`. Collective.
+    config: TrainConfig, embedder: EmbeddingModel, total_steps: int
+) -> TrainConfig:
+    """Return the config with the peak learning rates in place of `auto`, and log their reason. Collective.
 
     Call it before the model is sharded, while rank 0 holds all of it.
     """
-    optimizer = config.optimizer
-    head_rate = optimizer.head_learning_rate
-    if "learning_rate" in resumed_options:
-        return LearningRates(
-            resumed_options["learning_rate"],
-            resumed_options.get("head_learning_rate", head_rate),
-        )
-    if optimizer.learning_rate != "auto":
-        return LearningRates.given(optimizer)
     description = embedder.description
     is_main = collectives.rank() == 0
-    is_new = collectives.broadcast_json(is_main and has_initial_norms(embedder))
+    is_new = collectives.broadcast_object(is_main and has_initial_norms(embedder))
     trained_names = [
         name for name, weight in embedder.named_parameters() if weight.requires_grad
     ]
@@ -544,6 +523,7 @@ def decide_rates(
         total_steps=total_steps,
     )
     decision = peak_rate(config.objective, config.adapters, facts)
+    head_rate = config.optimizer.head_learning_rate
     log.info(f"learning_rate: {decision.value:g} (auto; {decision.reason})")
     new_layers = None
     if description.traits.has_two_models:
@@ -553,7 +533,7 @@ def decide_rates(
     if new_layers is not None and head_rate is None:
         head_rate = max(HEAD, decision.value)
         log.info(f"head_learning_rate: {head_rate:g} (auto; {new_layers} new)")
-    return LearningRates(decision.value, head_rate)
+    return config.changed(learning_rate=decision.value, head_learning_rate=head_rate)
 
 
 def is_embedding_model(folder: Path) -> bool:
@@ -587,10 +567,7 @@ def has_initial_norms(model: nn.Module) -> bool:
 
 
 def decide_intervals(
-    config: TrainConfig,
-    resumed_options: ResumedOptions,
-    data: RunData,
-    model: nn.Module,
+    config: TrainConfig, data: RunData, model: nn.Module, *, is_length_given: bool
 ) -> RunIntervals:
     """Return how often the run is evaluated, saved and logged, and log what was left to `auto`."""
     num_counted = min(len(data.examples), NUM_COUNTED_EXAMPLES)
@@ -605,16 +582,7 @@ def decide_intervals(
         num_evaluated=0 if data.evaluation is None else data.evaluation.num_inputs,
         checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
     )
-    validation = (config.data.val_data_path, config.data.val_split)
-    intervals = run_intervals(
-        config.evaluation,
-        config.run,
-        config.logging.logging_steps,
-        size,
-        resumed_options,
-        has_validation=validation != (None, None),
-        is_length_given=config.optimizer.gives_length(),
-    )
+    intervals = run_intervals(config, size, is_length_given=is_length_given)
     for line in intervals.lines():
-        log.info("%s", line)
+        log.info(line)
     return intervals

@@ -26,7 +26,6 @@ before the forward pass, and `starts` says where they begin in E. Five stages, f
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -40,7 +39,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vembed.data.batching.feeding import MicroBatch, ModelInputs, row_index
+from vembed.config.schema import ObjectiveSection
+from vembed.data.batching.feeding import (
+    MicroBatch,
+    ModelInputs,
+    indices_by_modality,
+    row_index,
+)
 from vembed.data.batching.microbatches import LockstepSplit
 from vembed.data.batching.rank_batch import RankBatch
 from vembed.data.pair_features import PairFeaturiser
@@ -59,11 +64,7 @@ from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gath
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import Budget, MemoryGuard, OutOfMemory
 from vembed.teachers.supply import Teachers
-from vembed.training.auxiliary_losses import (
-    AuxiliaryBatch,
-    AuxiliaryLosses,
-    SliceLosses,
-)
+from vembed.training.auxiliary_losses import AuxiliaryBatch, SliceLosses
 from vembed.training.frozen import BatchInputs, InputSource
 
 
@@ -200,10 +201,10 @@ class ContrastiveStep:
         guard: MemoryGuard,
         seed: int,
         teachers: Teachers | None = None,
-        auxiliary: AuxiliaryLosses | None = None,
+        auxiliary: ObjectiveSection | None = None,
     ) -> None:
         """`budget` may be replaced between two batches, after a shortage of memory. `teachers`: of the loss, if any.
-        `auxiliary`: losses of the model's own, if it has any."""
+        `auxiliary`: options of the model's own losses, if it has any."""
         self.model = model
         self.loss = loss
         self.source = source
@@ -271,11 +272,8 @@ class ContrastiveStep:
         budget = self.budget
         features = rank_batch.features
         lengths = [feature.length for feature in features]
-        inputs_by_modality: dict[Modality, list[int]] = {}
-        for modality in self.source.feeder.featuriser.modalities:
-            inputs_by_modality[modality] = []
-        for index, feature in enumerate(features):
-            inputs_by_modality[feature.modality].append(index)
+        modalities = self.source.feeder.featuriser.modalities
+        inputs_by_modality = indices_by_modality(features, modalities)
         limit = budget.micro_batch_tokens
         trained_split = LockstepSplit(lengths, inputs_by_modality, limit)
         frozen_split = LockstepSplit(lengths, batch.inputs.missing, limit)
@@ -316,9 +314,9 @@ class ContrastiveStep:
         embeddings: Tensor | None = None
         with torch.set_grad_enabled(batch.keeps_graphs):
             # With kept graphs there is no second phase that could reuse image features.
-            keeps_images = not batch.keeps_graphs and self.source.images.keeps(
-                max(batch.counts.padded_tokens)
-            )
+            max_tokens = max(batch.counts.padded_tokens)
+            has_room = max_tokens <= self.source.max_image_tokens
+            keeps_images = has_room and not batch.keeps_graphs
             batch.inputs.encode_frozen(batch.frozen_splits, keeps_images=keeps_images)
             # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
             # micro-batch.
@@ -527,7 +525,7 @@ class ContrastiveStep:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A rank's part of one column of the global batch: int64 or float64, [n] or [n, k]."""
+    """A rank's part of one column of the global batch: int64 or float64, [n]."""
 
     values: np.ndarray
     counts: Sequence[int]
@@ -543,33 +541,23 @@ def rank_slice(rank: int, counts: Sequence[int]) -> slice:
 def gather_columns(columns: Mapping[str, Column]) -> dict[str, Tensor]:
     """Return the columns of all ranks on the host, each concatenated by rank. One collective, however many columns there are.
 
-    Every rank passes the same names, dtypes and trailing sizes.
+    Every rank passes the same names and dtypes.
     """
-    flat = []
-    sizes_by_column = []
-    for column in columns.values():
-        # Floating-point columns travel as their bits, not converted: all columns share one int64 collective.
-        flat.append(column.values.view(np.int64).reshape(-1))
-        width = math.prod(column.values.shape[1:])
-        sizes_by_column.append(np.array(column.counts, dtype=np.int64) * width)
+    # Floating-point columns travel as their bits, not converted: all columns share one int64 collective.
+    flat = [column.values.view(np.int64) for column in columns.values()]
     # sizes[r, c]: numbers of rank r in column c. On the host: reading a number from the device would wait for it.
-    sizes = np.stack(sizes_by_column, axis=1)
-    per_rank = sizes.sum(axis=1)
+    sizes = np.array([column.counts for column in columns.values()]).T
+    per_rank = sizes.sum(axis=1).tolist()
     # By way of the host: numbers that a GPU gathers would have to be waited for.
     joined = torch.from_numpy(np.concatenate(flat)).to(collectives.number_device())
-    gathered = collectives.all_gather_rows(joined, per_rank.tolist()).cpu().numpy()
-    # starts[r, c]: where the numbers of rank r in column c begin. No loop over ranks: there may be a thousand.
-    starts = (per_rank.cumsum() - per_rank)[:, None] + sizes.cumsum(axis=1) - sizes
+    gathered = collectives.all_gather_rows(joined, per_rank).cpu().numpy()
+    # The gathered numbers lie rank by rank, and column by column within a rank.
+    indices = np.tile(np.arange(len(columns)), len(sizes))
+    column_of = np.repeat(indices, sizes.ravel())
     results = {}
     for index, (name, column) in enumerate(columns.items()):
-        size = sizes[:, index]
-        # The i-th number of the result lies at i + shift of its rank.
-        shift = starts[:, index] - (size.cumsum() - size)
-        values = gathered[np.arange(size.sum()) + np.repeat(shift, size)]
-        shape = (-1, *column.values.shape[1:])
-        results[name] = torch.from_numpy(
-            values.view(column.values.dtype).reshape(shape)
-        )
+        values = gathered[column_of == index].view(column.values.dtype)
+        results[name] = torch.from_numpy(values)
     return results
 
 

@@ -19,14 +19,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vembed.config.loading import save_config
 from vembed.config.schema import TrainConfig
 from vembed.data.batching.rank_batch import RankBatch
-from vembed.errors import Stopped
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
@@ -36,15 +35,14 @@ from vembed.parallel.placement import CHECKPOINT
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import MemoryGuard, OutOfMemory, find_budget
 from vembed.progress import duration
-from vembed.training.auxiliary_losses import AuxiliaryLosses
 from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint
 from vembed.training.checkpoint.resume import kept_decisions
-from vembed.training.final import ModelWriter, require_free_folder, save_final
+from vembed.training.final import ModelWriter, save_final
 from vembed.training.frozen import log_use
 from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
 from vembed.training.hooks.metrics import log_line, log_setup
-from vembed.training.interrupts import EvaluationStopped, Interrupts
-from vembed.training.optimizer import Schedule, Update, synchronise
+from vembed.training.interrupts import Interrupts, StopRequested
+from vembed.training.optimizer import GradientScale, Schedule, Update, synchronise
 from vembed.training.run_log import HEADLINE, RunLog, log_scores
 from vembed.training.setup import (
     build_components,
@@ -56,7 +54,6 @@ from vembed.training.setup import (
     open_stream,
     require_same_data,
 )
-from vembed.training.state import LoopState
 from vembed.training.step import ContrastiveStep
 
 log = logging.getLogger("vembed")
@@ -71,6 +68,47 @@ class TrainResult:
     metrics: dict[str, float]
     """Scores of the saved model. Those before training have the prefix "before/"."""
     steps: int
+
+
+@dataclass
+class LoopState:
+    """State of the loop. Every rank holds the same. Checkpoints hold it as JSON."""
+
+    step: int = 0
+    """Number of optimizer steps taken."""
+    num_skipped: int = 0
+    """Number of steps skipped because of non-finite values."""
+    skipped_in_a_row: int = 0
+    """Number of the last steps that were skipped, float16 overflows aside."""
+    best: float | None = None
+    best_step: int | None = None
+    best_scores: dict[str, float] = field(default_factory=dict)
+    held_step: int | None = None
+    """Step whose checkpoint `final/` gets if a guard ends the run, and its scores."""
+    held_scores: dict[str, float] = field(default_factory=dict)
+    fell: str | None = None
+    """Reason why a guard ended the run."""
+    scale: GradientScale = field(default_factory=GradientScale)
+    before: dict[str, float] = field(default_factory=dict)
+    """Scores before the first step."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """Newest scores, and the step at which they were measured."""
+    scored_step: int | None = None
+    seconds: float = 0.0
+    """Training time so far, over all resumed parts."""
+    hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """State of each hook that has one, by its name. Written when the state is saved."""
+
+    def set_best(self, metric: str) -> None:
+        """Take the newest scores as the best."""
+        self.best = self.scores[metric]
+        self.best_step = self.step
+        self.best_scores = self.scores
+
+    @classmethod
+    def restored(cls, saved: dict[str, Any]) -> LoopState:
+        """Return the state that a checkpoint holds."""
+        return cls(**{**saved, "scale": GradientScale(**saved["scale"])})
 
 
 class Trainer:
@@ -98,46 +136,39 @@ class Trainer:
 
         # The checkpoint. `find` also refuses a folder that is not writable or holds another run.
         self.resume_point = point = checkpointer.find(config.model)
-        require_free_folder(self.output)
-        resumed_options: dict[str, Any] = {}
+        is_length_given = config.optimizer.gives_length()
         if point is not None:
-            resumed_options = kept_decisions(config, point.state, session.world_size)
+            # Decisions of the run that is resumed stay.
+            kept = kept_decisions(config, point.state, session.world_size)
+            config = config.changed(**kept)
             precision = session.placement.precision
             if precision.source == CHECKPOINT:
                 log.info(f"mixed precision: {precision}", extra=HEADLINE)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
-        self.data = data = open_data(config, resumed_options, session)
+        self.data = data = open_data(config, session)
         identity = identity_of(config, data)
         require_same_data(identity, data)
-        checkpointer.check(point, {**config.to_dict(), **resumed_options}, identity)
+        checkpointer.check(point, config.to_dict(), identity)
         checkpointer.require_steps_left(point, data.total_steps)
 
         # The model, and everything that was left to `auto`. From here on the config does not change.
-        self.components = components = build_components(
-            config, resumed_options, data, session
-        )
+        self.components, config = build_components(config, data, session)
+        components = self.components
         self.intervals = decide_intervals(
-            config, resumed_options, data, components.model
+            config, data, components.model, is_length_given=is_length_given
         )
-        rates = components.rates
-        decided = {
-            **resumed_options,
-            **self.intervals.options(),
-            "learning_rate": rates.base,
-            "head_learning_rate": rates.heads,
-            "temperature": components.temperature,
-        }
+        decided = self.intervals.options()
         if config.optimizer.max_steps is None:
             decided["epochs"] = data.epochs
         # A run with these options repeats this one.
-        self.config = config.changed(**decided)
-        checkpointer.settings = self.config.to_dict()
+        self.config = config = config.changed(**decided)
+        checkpointer.settings = config.to_dict()
         self.schedule = Schedule(
-            config.optimizer, rates.base, data.total_steps, data.examples_per_step
+            config.optimizer, data.total_steps, data.examples_per_step
         )
         log_parameter_summary(components.model)
-        self.model_writer = ModelWriter(self.config, session, components)
+        self.model_writer = ModelWriter(config, session, components)
         self.hooks = Hooks([*configured_hooks(self), *hooks])
         for hook in self.hooks:
             hook.on_build(self)
@@ -147,20 +178,10 @@ class Trainer:
 
         # The step. After the checkpoint: optimizer state that is restored takes memory already, and is not added to
         # the estimate.
-        self.stream = open_stream(
-            config.data,
-            data,
-            components.featuriser,
-            session,
-            # Otherwise an input would weigh in the statistics by the number of processes that have it.
-            encodes_copies=config.parallel.sync_batchnorm,
-        )
+        self.stream = open_stream(config, data, components.featuriser, session)
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
         self.memory_guard = MemoryGuard(session)
-        auxiliary = None
-        if components.embedder.has_auxiliary():
-            auxiliary = AuxiliaryLosses(config.objective)
         self.contrastive_step = ContrastiveStep(
             components.model,
             components.loss,
@@ -177,7 +198,7 @@ class Trainer:
             self.memory_guard,
             config.run.seed,
             components.teachers,
-            auxiliary,
+            config.objective if components.embedder.has_auxiliary() else None,
         )
         self.update = Update(
             components.model,
@@ -191,8 +212,15 @@ class Trainer:
     def run(self) -> TrainResult:
         """Train, save and report. Collective."""
         with closing(self.hooks):
-            self.start()
-            self.fit()
+            try:
+                self.start()
+                self.fit()
+            except StopRequested:
+                self.save()
+                self.checkpointer.wait()
+                step = self.state.step
+                path = self.checkpointer.path_of(step)
+                raise self.interrupts.stopped(step, path) from None
             return self.finish()
 
     def start(self) -> None:
@@ -274,7 +302,7 @@ class Trainer:
             if _is_due(state.step, self.intervals.eval_steps):
                 self.evaluate()
             if must_stop:
-                raise self.stopped()
+                raise StopRequested
             # After the evaluation, so that the checkpoint holds its scores.
             if self._checkpoint_is_due():
                 self.save()
@@ -312,23 +340,20 @@ class Trainer:
         towers = components.source.towers
         queries = QueryResults()
         is_quantized = config.objective.quantize_embeddings is not None
-        try:
-            with self.hooks.evaluation_weights():
-                scores = evaluate_model(
-                    components.model,
-                    components.featuriser,
-                    data,
-                    config.evaluation,
-                    self.session,
-                    micro_batch_tokens=config.batch.micro_batch_tokens,
-                    log=log.info,
-                    between=self.interrupts.check,
-                    kept=towers if towers.stores else None,
-                    queries=queries,
-                    compressed=is_quantized and isinstance(data, RetrievalData),
-                )
-        except EvaluationStopped:
-            raise self.stopped() from None
+        with self.hooks.evaluation_weights():
+            scores = evaluate_model(
+                components.model,
+                components.featuriser,
+                data,
+                config.evaluation,
+                self.session,
+                micro_batch_tokens=config.batch.micro_batch_tokens,
+                log=log.info,
+                between=self.interrupts.check,
+                kept=towers if towers.stores else None,
+                queries=queries,
+                compressed=is_quantized and isinstance(data, RetrievalData),
+            )
         state.scores = scores
         state.scored_step = state.step
         metric = deciding_metric(config.evaluation.eval_metric, data, scores)
@@ -365,13 +390,6 @@ class Trainer:
             self.hooks.tensors(),
         )
 
-    def stopped(self) -> Stopped:
-        """Save the state of the run; return the exception to raise. Collective."""
-        self.save()
-        self.checkpointer.wait()
-        step = self.state.step
-        return self.interrupts.stopped(step, self.checkpointer.path_of(step))
-
     def finish(self) -> TrainResult:
         """Write final/ and the report. Collective."""
         state = self.state
@@ -396,7 +414,7 @@ class Trainer:
             step = state.best_step
             scores = state.best_scores
         if step not in (None, state.step):
-            folder = self.checkpointer.find_path(step)
+            folder = self.checkpointer.path_of(step)
             if self.checkpointer.load_weights(
                 folder, components.model, components.loss, self.hooks.tensors()
             ):
@@ -453,7 +471,7 @@ class Trainer:
         return state
 
     def _before_step(self) -> None:
-        """Let the hooks prepare the next step. A mining that is stopped is done again by the run that resumes."""
+        """Let the hooks prepare the next step."""
         # Batches, not steps: with gradient accumulation an epoch may begin inside a step, and counts from the next step
         # on.
         num_batches = self.data.batches_per_step
@@ -461,14 +479,11 @@ class Trainer:
         first = self.state.step * num_batches
         epoch = first // batches_per_epoch
         epoch_before = (first - num_batches) // batches_per_epoch
-        try:
-            if epoch_before < epoch:
-                for hook in self.hooks:
-                    hook.on_epoch(epoch)
+        if epoch_before < epoch:
             for hook in self.hooks:
-                hook.before_step(self.state.step + 1)
-        except EvaluationStopped:
-            raise self.stopped() from None
+                hook.on_epoch(epoch)
+        for hook in self.hooks:
+            hook.before_step(self.state.step + 1)
 
     def _update_weights(self, report: StepReport) -> None:
         """Synchronise the gradients that are not reduced yet, take the optimizer step and count it. Collective."""

@@ -11,16 +11,15 @@ from vembed.config.schema import TrainConfig
 from vembed.config.terms import needed_teachers
 from vembed.errors import UserError
 from vembed.losses.build import build_loss
-from vembed.models.embedding_model import build_model, load_embedder
+from vembed.models.building import build_model, load_embedder
 from vembed.models.families.description import describe
 from vembed.models.families.model_files import read_model
-from vembed.models.precision import saved_dtype
-from vembed.models.quantized import store_rounded
+from vembed.models.precision import saved_dtype, store_rounded
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import save_model
 from vembed.training.checkpoint import folder as integrity
 from vembed.training.checkpoint.checkpointer import read_state
-from vembed.training.checkpoint.tensors import CheckpointReader, quieten_torch, restore
+from vembed.training.checkpoint.tensors import quieten_torch, restore, stored_tensors
 from vembed.training.hooks.averaging import averages_of, put_averages
 
 log = logging.getLogger("vembed")
@@ -88,16 +87,16 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
     )
     # The loss is built only for its learned scale and bias, which are stored beside the weights; no optimizer state is
     # read.
-    reader = CheckpointReader(checkpoint)
+    stored = stored_tensors(checkpoint)
     for name, parameter in loss.named_parameters(prefix="loss"):
         # The checkpoint knows the size of a teacher's vectors without the teacher.
-        shape = reader.tensors[name].size
+        shape = stored[name].size
         if parameter.shape != shape:
             parameter.data = torch.empty(shape)
     quieten_torch()
     averages = averages_of(embedder) if config.optimizer.ema else {}
     # no_dist: rank 0 alone reads, inside a process group of several ranks too; others would wait in a collective.
-    restore(embedder, loss, None, reader, no_dist=True, extra=averages)
+    restore(embedder, loss, None, checkpoint, no_dist=True, extra=averages)
     if averages:
         put_averages(embedder, averages)
     weights = full_state_dict(embedder)

@@ -21,16 +21,16 @@ from vembed.config.schema import DataSection
 from vembed.data.examples import Item, Kind
 from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, EvalData, open_eval_data
-from vembed.evaluation.report.pictures import write_picture
-from vembed.evaluation.report.plots import front_svg
+from vembed.evaluation.report.plots import plot_front
 from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
-from vembed.models.embedding_model import Dense, EmbeddingModel, Head
+from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of, plain_name
 from vembed.models.families.description import ModelDescription
+from vembed.models.heads import Dense, Head
 from vembed.models.towers import tower_module
 from vembed.parallel import collectives
 from vembed.parallel.parameters import (
@@ -521,7 +521,7 @@ def _search(
             first = asked.suggest_int("first_layer", 0, last_layer)
             last = asked.suggest_int("last_layer", 0, last_layer)
             values["layers"] = list(range(min(first, last), max(first, last) + 1))
-        values = collectives.broadcast_json(values)
+        values = collectives.broadcast_object(values)
         if values["layers"] is not None:
             values["layers"] = tuple(values["layers"])
         candidate = replace(plan, **values)
@@ -573,9 +573,10 @@ def _write_result(result: EditResult, metric: str | None) -> None:
         summary["trials"] = [asdict(trial) for trial in result.trials]
         summary["front"] = front
         start = (result.before["probe"], result.before[metric])
-        svg = front_svg(points, front, start, "accuracy of the probe (low: removed)")
+        x_label = "accuracy of the probe (low: removed)"
+        plot = plot_front(points, front, start, x_label)
         for kind in ("svg", "png"):
-            write_picture(result.model_dir / f"trials.{kind}", svg, metric_name(metric))
+            plot.write(result.model_dir / f"trials.{kind}", metric_name(metric))
     write_json(result.model_dir / EDIT_FILE, summary)
 
 

@@ -13,8 +13,7 @@ from typing import Any, Literal
 from vembed.config.schema import DataSection
 from vembed.errors import UserError
 from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
-from vembed.evaluation.report.pictures import write_picture
-from vembed.evaluation.report.plots import sweep_svg
+from vembed.evaluation.report.plots import plot_sweep
 from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
 from vembed.files import write_json
@@ -396,14 +395,14 @@ def _draw(
     if len(names) == 2:
         start, end = names
     scores = [trial.score for trial in trials]
-    svg = sweep_svg(
+    plot = plot_sweep(
         [trial.at for trial in trials],
         scores,
         f"0: {Path(start).name}    1: {Path(end).name}",
         scores.index(max(scores)),
     )
     for kind in ("svg", "png"):
-        write_picture(target / f"sweep.{kind}", svg, metric_name(metric))
+        plot.write(target / f"sweep.{kind}", metric_name(metric))
     points = [asdict(trial) for trial in trials]
     write_json(
         target / "sweep.json",

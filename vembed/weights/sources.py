@@ -285,7 +285,7 @@ def check_pooling(sources: Sequence[Source]) -> None:
 def _embedding_settings(folder: Path) -> dict[str, Any]:
     """Return how a model makes one vector of its tokens; empty where its folder does not name it."""
     files = read_sentence_transformers(folder)
-    if files is None:
+    if files.normalize is None:
         return {}
     return {
         "pooling": files.pooling_modes,

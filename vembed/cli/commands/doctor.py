@@ -6,37 +6,30 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument
 
 import vembed
-from vembed.cli.support import LINE, option, print_lines
+from vembed.cli.support import LINE, PositiveNumber, option, print_lines
 
 PACKAGES = ("torch", "accelerate", "transformers", "peft", "datasets", "safetensors")
 OPTIONAL_PACKAGES = ("flash-attn", "bitsandbytes", "torchao")
 
 
 def doctor(
-    config: Annotated[
-        str | None,
-        Argument(metavar="CFG", help="Check the machine for this config too."),
-    ] = None,
-    nproc: Annotated[
-        int | None,
-        Option("--nproc", min=1, help="Default: one per GPU, or 2 on the CPU."),
-    ] = None,
-    model_class: Annotated[
-        str | None,
-        Option(
-            help="Check a class of your own instead: FILE.py:Class or package.module:Class."
-        ),
-    ] = None,
-    model_config: Annotated[
-        str, Option(help="Its keyword arguments, as {size: 64}.")
-    ] = "",
+    config: Annotated[str | None, Argument(metavar="CFG")] = None,
+    nproc: PositiveNumber = None,
+    model_class: str | None = None,
+    model_config: str = "",
 ) -> tuple[Any, int]:
     """Check this machine: versions, devices, and a sharded self-test on several processes.
 
     Exit code 1 if a check fails.
+
+    Args:
+        config: Check the machine for this config too.
+        nproc: Default: one per GPU, or 2 on the CPU.
+        model_class: Check a class of your own instead: FILE.py:Class or package.module:Class.
+        model_config: Its keyword arguments, as {size: 64}.
     """
     if model_class is not None:
         from vembed.cli.check_class import check_model

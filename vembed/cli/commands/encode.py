@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument, Option
+from typer import Argument
 
 from vembed.cli.support import (
     AnyModel,
@@ -60,71 +60,41 @@ class Encoded:
 
 def encode(
     model: AnyModel,
-    input_file: Annotated[
-        str,
-        Argument(
-            metavar="INPUT",
-            help="Texts (one per line), JSONL, a table or a folder of images. - is standard input.",
-        ),
-    ],
-    output: Annotated[
-        str,
-        Argument(metavar="OUTPUT", help="Where to write: NAME.npy or NAME.parquet."),
-    ],
+    input_file: Annotated[str, Argument(metavar="INPUT")],
+    output: str,
     kind: Kind = "document",
-    column: Annotated[
-        str | None, Option(help="The field or column that holds the text.")
-    ] = None,
-    keep: Annotated[
-        str,
-        Option(
-            help="Columns to write beside the vectors, as id,title. For .npy to NAME.kept.jsonl."
-        ),
-    ] = "",
-    input_format: Annotated[
-        Literal["auto", "jsonl", "text"], Option(help="auto, jsonl or text.")
-    ] = "auto",
+    column: str | None = None,
+    keep: str = "",
+    input_format: Literal["auto", "jsonl", "text"] = "auto",
     truncate_dim: TruncateDim = None,
-    normalize: Annotated[
-        bool | None,
-        Option(help="Vectors of length 1. Default: as the model says."),
-    ] = None,
-    layers: Annotated[
-        str,
-        Option(
-            help="Hidden states instead of embeddings: all, or layers as 0,6,12 (0: the embeddings)."
-        ),
-    ] = "",
-    pooling: Annotated[
-        str,
-        Option(help="--layers: cls, mean, last, ... Default: the model's own."),
-    ] = "",
-    precision: Annotated[
-        Literal["float32", "int8", "uint8", "binary", "ubinary"],
-        Option(
-            help="Of the vectors: float32, int8, uint8, binary or ubinary (one bit per coordinate)."
-        ),
-    ] = "float32",
-    ranges: Annotated[
-        str | None,
-        Option(
-            help="int8, uint8: NAME.ranges.npy of an earlier file, so that levels mean the same in both."
-        ),
-    ] = None,
+    normalize: bool | None = None,
+    layers: str = "",
+    pooling: str = "",
+    precision: Literal["float32", "int8", "uint8", "binary", "ubinary"] = "float32",
+    ranges: str | None = None,
     image_root: ImageRoot = None,
-    on_bad_record: Annotated[
-        OnBadRecord,
-        Option(
-            help="stop, or skip: leave out what cannot be encoded, named in NAME.skipped.jsonl."
-        ),
-    ] = "stop",
+    on_bad_record: OnBadRecord = "stop",
     batch_tokens: BatchTokens = None,
     torch_dtype: WeightsDtype = "auto",
     trust_remote_code: TrustRemoteCode = False,
     strategy: Strategy = "ddp",
     nproc: Nproc = 1,
 ) -> Encoded:
-    """Turn a file of texts or records, or a folder of images, into embeddings, in the order of the input."""
+    """Turn a file of texts or records, or a folder of images, into embeddings, in the order of the input.
+
+    Args:
+        input_file: Texts (one per line), JSONL, a table or a folder of images. - is standard input.
+        output: Where to write: NAME.npy or NAME.parquet.
+        column: The field or column that holds the text.
+        keep: Columns to write beside the vectors, as id,title. For .npy to NAME.kept.jsonl.
+        input_format: auto, jsonl or text.
+        normalize: Vectors of length 1. Default: as the model says.
+        layers: Hidden states instead of embeddings: all, or layers as 0,6,12 (0: the embeddings).
+        pooling: --layers: cls, mean, last, ... Default: the model's own.
+        precision: Of the vectors: float32, int8, uint8, binary or ubinary (one bit per coordinate).
+        ranges: int8, uint8: NAME.ranges.npy of an earlier file, so that levels mean the same in both.
+        on_bad_record: stop, or skip: leave out what cannot be encoded, named in NAME.skipped.jsonl.
+    """
     dtype = option("torch_dtype", torch_dtype)
     chosen_layers: Any = "all"
     if layers != "all":
@@ -166,8 +136,7 @@ def encode(
     share(nproc)
     import numpy as np
 
-    from vembed.cli.encode_input import EncodeInput, broken_images
-    from vembed.cli.vector_files import vector_writer
+    from vembed.cli.encode_files import EncodeInput, broken_images, vector_writer
     from vembed.inference.embedder import Embedder
     from vembed.inference.encoding import encode_items
     from vembed.inference.quantization import quantized, ranges_of, read_ranges
@@ -192,6 +161,9 @@ def encode(
         # Mistakes in the first rows are found before the model is loaded.
         first_chunk = next(chunks, [])
         rows.check_kept(first_chunk)
+        has_ids = target.suffix == ".parquet" and any(
+            row.identity for row in first_chunk[:1]
+        )
         if rows.has_images and target.suffix == ".npy" and not kept:
             kept = ["image"]  # nothing else says which image a vector is of
         embedder = Embedder(
@@ -246,7 +218,9 @@ def encode(
         writer = None
         if session.is_main:
             stored = DTYPES.get(precision, precision)
-            writer = stack.enter_context(vector_writer(target, shape, kept, stored))
+            writer = stack.enter_context(
+                vector_writer(target, shape, stored, keeps_columns=bool(kept))
+            )
         progress = stack.enter_context(
             ProgressReport("encoding", active=session.is_main, console=console)
         )
@@ -267,10 +241,12 @@ def encode(
                 rows.leave_out(broken_images(chunk))
                 raise
             if writer is not None:
-                columns = {
-                    name: [row.fields.get(name) for row in chunk] for name in kept
-                }
-                writer.write(vectors, [row.identity for row in chunk], columns)
+                columns = {}
+                if has_ids:
+                    columns["id"] = [row.identity for row in chunk]
+                for name in kept:
+                    columns[name] = [row.fields.get(name) for row in chunk]
+                writer.write(vectors, columns)
             num_done += len(chunk)
         if not num_done and rows.left_out:
             raise UserError(

@@ -1,4 +1,4 @@
-"""`vembed export`: a trained model in a new folder: a copy, with its adapter merged, or in another format."""
+"""`vembed export` and `push`: a trained model in a new folder or in another format, and on the Hub."""
 
 from __future__ import annotations
 
@@ -15,59 +15,21 @@ from vembed.errors import UserError
 
 
 def export(
-    model: Annotated[
-        str,
-        Argument(
-            metavar="MODEL",
-            help="A run, a checkpoint of one, a model folder or an adapter.",
-        ),
-    ],
-    output: Annotated[
-        str | None,
-        Argument(
-            metavar="OUTPUT",
-            help="A new folder. With --check it may be left out: nothing is kept.",
-        ),
-    ] = None,
+    model: str,
+    output: Annotated[str | None, Argument(metavar="OUTPUT")] = None,
     form: Annotated[
         Literal["safetensors", "onnx", "static", "openvino", "gguf"] | None,
-        Option(
-            "--format",
-            help="safetensors, onnx, static, openvino or gguf. Default: a copy of the folder.",
-        ),
+        Option("--format"),
     ] = None,
-    precision: Annotated[
-        Literal["float32", "float16", "bfloat16", "int8"] | None,
-        Option(
-            help="float32, float16, bfloat16 or int8. Default: float32, for safetensors that of the file."
-        ),
-    ] = None,
-    check: Annotated[
-        bool | None,
-        Option(
-            "--check/--no-check",
-            help="Compare 200 texts through the export and the model, and refuse an export that differs. "
-            "Default: yes, but a plain copy is not loaded. --check without --format takes safetensors.",
-        ),
-    ] = None,
+    precision: Literal["float32", "float16", "bfloat16", "int8"] | None = None,
+    check: bool | None = None,
     data: CheckData = None,
-    tolerance: Annotated[
-        float | None,
-        Option(
-            min=0.0,
-            help="Largest cosine distance. Default: 1e-4, 1e-3, 1e-2 or 5e-2 by precision.",
-        ),
-    ] = None,
+    tolerance: Annotated[float | None, Option(min=0.0)] = None,
     server: Annotated[
         Literal["tei", "vllm", "llama.cpp", "infinity", "fastembed"] | None,
-        Option(
-            "--for",
-            help="tei, vllm, llama.cpp, infinity or fastembed: its format and start command.",
-        ),
+        Option("--for"),
     ] = None,
-    merge: Annotated[
-        bool, Option("--merge", help="Merge an adapter into the weights.")
-    ] = False,
+    merge: bool = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> dict[str, Any]:
     """Write a trained model in the format of another runtime, compared with the model.
@@ -75,6 +37,17 @@ def export(
     Without --format it is a copy of the model's folder, or a folder made of a checkpoint. --merge merges an adapter.
 
     `vembed export MODEL --check` writes nothing: it compares vembed's vectors with those of Sentence Transformers.
+
+    Args:
+        model: A run, a checkpoint of one, a model folder or an adapter.
+        output: A new folder. With --check it may be left out: nothing is kept.
+        form: safetensors, onnx, static, openvino or gguf. Default: a copy of the folder.
+        precision: float32, float16, bfloat16 or int8. Default: float32, for safetensors that of the file.
+        check: Compare 200 texts through the export and the model, and refuse an export that differs. Default: yes, but a
+            plain copy is not loaded. --check without --format takes safetensors.
+        tolerance: Largest cosine distance. Default: 1e-4, 1e-3, 1e-2 or 5e-2 by precision.
+        server: tei, vllm, llama.cpp, infinity or fastembed: its format and start command.
+        merge: Merge an adapter into the weights.
     """
     if output is None and (server or not check):
         raise UserError("give OUTPUT, a new folder; only --check goes without one")
@@ -156,7 +129,59 @@ def copy_model(model: str, target: Path, *, merge: bool = False) -> Path:
         raise UserError(
             f"{model} holds whole weights and no adapter to merge; leave out --merge to copy it"
         )
-    from vembed.models.embedding_model import load_embedder
+    from vembed.models.building import load_embedder
 
     embedder = load_embedder(model)
     return save_model(target, embedder, embedder.state_dict())
+
+
+def push(
+    run: str,
+    repository: str,
+    public: bool = False,
+    report: bool = True,
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Push a model to the Hub, with its card, the report and a description of the training data.
+
+    The repository is private by default. The token is that of `hf auth login` or of HF_TOKEN. Files that are there
+    already are not sent again.
+
+    Args:
+        run: The output_dir of a finished run, or a model folder.
+        repository: Repository on the Hub: user/name.
+        public: Make the repository public. Default: private.
+        report: With the report of the run, which shows texts of the validation data.
+        dry_run: List the files and send nothing.
+    """
+    from vembed.saving.publication import Hub, checked_name, publication
+
+    files = publication(run, report=report)
+    sizes = {}
+    for path, content in files.items():
+        if isinstance(content, bytes):
+            sizes[path] = len(content)
+        else:
+            sizes[path] = content.stat().st_size
+    result: dict[str, Any] = {
+        "repository": repository,
+        "url": "",
+        "is_private": not public,
+        "files": sizes,
+        "commit": "",
+    }
+    if dry_run:
+        checked_name(repository)
+        for path, size in sizes.items():
+            sys.stdout.write(f"{size:>15,d} bytes  {path}\n")
+        kind = "public" if public else "private"
+        sys.stdout.write(
+            f"would push {len(files)} files to {repository} ({kind}); nothing was sent\n"
+        )
+        return result
+    hub = Hub(repository, public=public)
+    hub.open()
+    commit = hub.push(files, "Pushed by vembed")
+    url = f"{hub.api.endpoint}/{hub.repository}"
+    sys.stdout.write(f"{url}: has the {len(files)} files\n")
+    return {**result, "repository": hub.repository, "url": url, "commit": commit}

@@ -35,11 +35,12 @@ from vembed.data_tools.init.columns import (
 )
 from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
 from vembed.errors import UserError
+from vembed.evaluation.report.page import render_page
 from vembed.losses.declaration import Loss
 from vembed.losses.table import LOSSES
-from vembed.models.families.family import Family, Starter
+from vembed.models.families.family import Family
 from vembed.models.families.table import FAMILIES
-from vembed.names import is_pattern, nearest
+from vembed.names import did_you_mean, is_pattern
 
 GUESSED = "# GUESSED, please check: "
 """Beginning of a line about a guess."""
@@ -49,6 +50,12 @@ SMALLEST_SCORED = 200
 """Scored pairs from which a tenth can be held out."""
 MAX_CHECKED = 100_000
 """Records that are all checked, as training does. Of larger data only the first ones are."""
+MINING = """
+# The data have no hard negatives, which a reranker learns from. BM25 finds them first, which needs
+# pip install "vembed[mine]"; model_name may also be an embedding model.
+stages:
+  - {}
+  - {{name: reranker}}  # all of the above"""
 DEMO = "demo"
 """Name for --model: all-MiniLM-L6-v2 from the demo's package, without a network."""
 SMALLER_SETTINGS: tuple[dict[str, Any], ...] = (
@@ -83,41 +90,34 @@ class DataSummary:
 
 
 def init(
-    family: Annotated[
-        str, Option(help="Kind of model: text_encoder, text_decoder, clip, ...")
-    ] = "text_encoder",
-    data: Annotated[
-        str, Option(help="Training data. Its first records are read.")
-    ] = "train.jsonl",
-    val_data: Annotated[str | None, Option(help="Validation data.")] = None,
-    task: Annotated[Task, Option(help="An embedding model, or a reranker.")] = "embed",
-    model: Annotated[
-        str | None,
-        Option(
-            help="Hub name or folder. demo: that of `vembed demo`. Default: a good one of that kind."
-        ),
-    ] = None,
-    query: Annotated[
-        str | None, Option(help="The column of the queries. Default: guessed.")
-    ] = None,
-    positive: Annotated[
-        str | None,
-        Option(help="The column of what they should find. Default: guessed."),
-    ] = None,
+    family: str = "text_encoder",
+    data: str = "train.jsonl",
+    val_data: str | None = None,
+    task: Task = "embed",
+    model: str | None = None,
+    query: str | None = None,
+    positive: str | None = None,
     column_mapping: ColumnMapping = "",
-    output: Annotated[str, Option(help="The config to write.")] = "vembed.yaml",
-    force: Annotated[
-        bool, Option("--force", help="Write over an existing file.")
-    ] = False,
-    tokenizer: Annotated[
-        str | None,
-        Option(
-            help="Train a tokenizer on the data instead, and write it to this folder."
-        ),
-    ] = None,
-    vocab_size: Annotated[int, Option(min=300, help="Its size.")] = 8192,
+    output: str = "vembed.yaml",
+    force: bool = False,
+    tokenizer: str | None = None,
+    vocab_size: Annotated[int, Option(min=300)] = 8192,
 ) -> None:
-    """Write a commented starter config for a kind of model and a data file, whose columns are guessed by content."""
+    """Write a commented starter config for a kind of model and a data file, whose columns are guessed by content.
+
+    Args:
+        family: Kind of model: text_encoder, text_decoder, clip, ...
+        data: Training data. Its first records are read.
+        val_data: Validation data.
+        task: An embedding model, or a reranker.
+        model: Hub name or folder. demo: that of `vembed demo`. Default: a good one of that kind.
+        query: The column of the queries. Default: guessed.
+        positive: The column of what they should find. Default: guessed.
+        output: The config to write.
+        force: Write over an existing file.
+        tokenizer: Train a tokenizer on the data instead, and write it to this folder.
+        vocab_size: Its size.
+    """
     if tokenizer is not None:
         from vembed.data_tools.init.new_tokenizer import tokenizer_of_data
 
@@ -141,10 +141,8 @@ def init(
             f"{output} exists already: give another --output, or --force to overwrite it"
         )
     if family not in FAMILIES:
-        near = nearest(family, FAMILIES)
-        hint = f": give one of {join_words(list(FAMILIES))}"
-        if near:
-            hint = f", did you mean {near!r}?"
+        names = f": give one of {join_words(list(FAMILIES))}"
+        hint = did_you_mean(family, FAMILIES) or names
         raise UserError(f"--family {family!r} is not known{hint}")
     train_data, comment = _in_utf8(data, force)
     if val_data is not None:
@@ -184,10 +182,10 @@ def _in_utf8(data: str, force: bool) -> tuple[str, str]:
 def starter(
     family: Family,
     data: str,
-    model: str | None = None,
-    val_data: str | None = None,
-    mapping: Mapping[str, str] | None = None,
-    task: Task = "embed",
+    model: str | None,
+    val_data: str | None,
+    mapping: Mapping[str, str],
+    task: Task,
 ) -> str:
     """Return the text of the config. `mapping`: columns that the user names; only the others are guessed."""
     kind = family.starter
@@ -207,14 +205,15 @@ def starter(
             'records name them, such as {"query": "a cat", "positive": {"image": "cat.jpg"}} (docs/data.md)'
         )
     mode = cast(Mode, kind.retrieval_mode or "auto")
-    summary = look_at(read_sample(Path(data)), data, mapping or {}, mode, task)
+    summary = look_at(read_sample(Path(data)), data, mapping, mode, task)
+    doubts = list(summary.doubts)
     is_foreign = not is_english([*summary.queries, *summary.documents])
     name = model or kind.model_name
     about = kind.about
     if model == DEMO:
         name = str(demo_model())
         if is_foreign:
-            summary.doubts.append(
+            doubts.append(
                 "the texts are not English, and the model of the demo is English: give --model one of many languages, "
                 f"such as {kind.multilingual or 'intfloat/multilingual-e5-small'}"
             )
@@ -222,44 +221,50 @@ def starter(
         name = kind.multilingual
         about += " of many languages: the texts are not English"
     facts = values.model_facts(name, task)
-    lines = [
-        "# A starter config for vembed. Train with:   vembed train <this file>",
-        "# What the data are:                        vembed data <this file>",
-        "# What it comes to:                         vembed config <this file>",
-        "# Every option, with its default and meaning: docs/options.md, or `vembed schema` for your editor.",
-        "",
-        _line("model_name", name, f"a name on the Hub or a local folder ({about})"),
-    ]
-    if task == "rerank":
-        lines.append(_line("task", task, "one score for a query and a document"))
-    if kind.image_model_name:
-        lines += [
-            _line("model_family", family.name, "two towers"),
-            _line("image_model_name", kind.image_model_name, "images"),
-        ]
     num_records = summary.sample.num_records
     # A correlation needs more pairs, and different scores among them.
     is_enough = not summary.is_scored or num_records >= SMALLEST_SCORED
     held_out = None
     if is_enough and not val_data:
         held_out = values.held_out_share(num_records)
+    num_train = int(num_records * (1 - (held_out or 0.0)))
     texts = [*summary.queries, *summary.documents]
     if task == "rerank":
         pairs = zip(cycle(summary.queries), summary.documents, strict=False)
         texts = [f"{query} {document}" for query, document in pairs]
     lengths = values.measure(texts, facts)
-    lines += _data_lines(
-        family, kind, summary, data, val_data, held_out, lengths, facts
+    limit = None if facts is None else facts.max_length
+    max_length = values.fitting_length(lengths, limit, kind.max_length or 0)
+    batch_size = values.fitting_batch(num_train, kind.batch_size)
+    epochs = values.fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
+    num_steps = max(num_train // batch_size, 1) * epochs if num_train else 0
+    text = render_page(
+        "starter.yaml.j2",
+        option=_line,
+        task=task,
+        family=family,
+        kind=kind,
+        name=name,
+        about=about,
+        facts=facts,
+        data=data,
+        val_data=val_data,
+        held_out=held_out,
+        is_evaluated=bool(val_data or held_out),
+        summary=summary,
+        doubts=doubts,
+        lengths=lengths,
+        max_length=max_length,
+        batch_size=batch_size,
+        epochs=epochs,
+        num_train=num_train,
+        num_steps=num_steps,
     )
-    num_train = int(num_records * (1 - (held_out or 0.0)))
-    is_evaluated = bool(val_data or held_out)
-    lines += _training_lines(family, kind, summary.loss, num_train, is_evaluated, facts)
-    lines += _bad_record_lines(summary, "\n".join(lines))
+    lines = [text.rstrip(), *_bad_record_lines(summary, text)]
     if facts is None:
-        lines += [
-            "",
-            f"# Memory: not planned, since {name} is not on this machine; once it is, `vembed plan <this file>`",
-        ]
+        lines.append(
+            f"\n# Memory: not planned, since {name} is not on this machine; once it is, `vembed plan <this file>`"
+        )
     else:
         lines += ["", *_memory_lines("\n".join(lines))]
     if task == "rerank" and not (summary.is_scored or summary.has_negatives):
@@ -268,123 +273,9 @@ def starter(
         for option in ("data_path", "column_mapping", "on_bad_record"):
             if option in configured:
                 options[option] = configured[option]
-        lines += [
-            "",
-            "# The data have no hard negatives, which a reranker learns from. BM25 finds them first, which needs",
-            '# pip install "vembed[mine]"; model_name may also be an embedding model.',
-            "stages:",
-            f"  - {one_line_yaml({'name': 'negatives', 'mine': options})}",
-            "  - {name: reranker}  # all of the above",
-        ]
+        step = one_line_yaml({"name": "negatives", "mine": options})
+        lines.append(MINING.format(step))
     return "\n".join(lines) + "\n"
-
-
-def _data_lines(
-    family: Family,
-    kind: Starter,
-    summary: DataSummary,
-    data: str,
-    val_data: str | None,
-    held_out: float | None,
-    lengths: values.Lengths | None,
-    facts: values.ModelFacts | None,
-) -> list[str]:
-    formats = "JSONL, CSV, TSV, Parquet, a folder of `datasets`, a Hub name"
-    lines = ["", f"# Data: {summary.about}", _line("data_path", data, formats)]
-    if summary.mapping:
-        names = "names in your file: names that vembed reads"
-        lines.append(_line("column_mapping", summary.mapping, names))
-    for column, reason in summary.guesses.items():
-        lines.append(
-            f"{GUESSED}{column} is the {summary.mapping[column]} ({reason})",
-        )
-    lines += [f"{CHECK}{doubt}" for doubt in summary.doubts]
-    if val_data:
-        when = "scored before, during and after training"
-        lines.append(_line("val_data_path", val_data, when))
-    elif held_out is not None:
-        what = "share of the queries held out, scored before and after"
-        lines.append(_line("val_split", held_out, what))
-    else:
-        lines.append(
-            "# val_data_path: val.jsonl        # as data_path, or a BEIR-style folder; scored before and after"
-        )
-    if kind.retrieval_mode is not None:
-        what = "plain strings are paths of images"
-        lines.append(_line("retrieval_mode", kind.retrieval_mode, what))
-    if not family.reads_only_text:
-        lines.append(
-            "# image_root: images              # where relative image paths start; default: beside the data file"
-        )
-    if kind.max_length is not None:
-        limit = None if facts is None else facts.max_length
-        comment = "tokens; longer texts are cut"
-        if lengths is not None:
-            how = "measured"
-            if not lengths.is_measured:
-                how = "estimated from the characters, the model is not here"
-            comment = f"tokens; 99 % of the texts have at most {lengths.full:,d} ({how}), the longest {lengths.longest:,d}"
-        if limit is not None:
-            comment += f"; this model reads {limit:,d}"
-        max_length = values.fitting_length(lengths, limit, kind.max_length)
-        lines.append(_line("max_length", max_length, comment))
-    if family.reads_only_text:
-        lines.append(
-            '# query_prompt: "query: "         # put before every query; default: what the model brings along'
-        )
-    return lines
-
-
-def _training_lines(
-    family: Family,
-    kind: Starter,
-    loss: type[Loss],
-    num_train: int,
-    is_evaluated: bool,
-    facts: values.ModelFacts | None,
-) -> list[str]:
-    batch = values.fitting_batch(num_train, kind.batch_size)
-    epochs = values.fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
-    total = max(num_train // batch, 1) * epochs if num_train else 0
-    lines = ["", "# Training", _line("loss", loss.name, loss.summary)]
-    if "temperature" in loss.model_fields:
-        temperature = None if facts is None else facts.temperature
-        reason = "smaller: harder"
-        if temperature is not None:
-            reason = "as this model was trained; smaller: harder"
-        lines.append(_line("temperature", temperature or kind.temperature, reason))
-    passes = "passes over the data by their number"
-    if total:
-        passes = f"{epochs} passes over {num_train:,d} examples, {total:,d} steps"
-    if is_evaluated:
-        passes += "; auto ends early where the score stops rising"
-    memory = "per process; memory is bounded by micro-batches, so larger is fine"
-    lines += [
-        _line("batch_size", batch, memory),
-        _line("epochs", "auto", passes),
-        _line("learning_rate", kind.learning_rate or "auto", "auto: the log says why"),
-    ]
-    if kind.use_lora:
-        lines.append(_line("use_lora", True, "adapters instead of all weights"))
-    between = values.steps_between(total)
-    evaluation = _line("eval_steps", between or 100, "needs validation data")
-    checkpoints = _line("save_steps", between or 100, "checkpoints, for --resume")
-    files = "settings, logs, checkpoints, the model in final/, report.html"
-    sizes = [
-        "# mrl_dims: auto                  # Matryoshka: embeddings that can be cut to fewer numbers"
-    ]
-    if kind is family.reranker_starter:
-        sizes = []
-    return [
-        *lines,
-        *sizes,
-        "# use_fsdp: true                  # shard a large model over several GPUs",
-        "",
-        "# Output",
-        _line("output_dir", "output", files),
-        evaluation if is_evaluated and between else f"# {evaluation}",
-        checkpoints if between else f"# {checkpoints}",
-    ]
 
 
 def _bad_record_lines(summary: DataSummary, text: str) -> list[str]:
@@ -452,11 +343,7 @@ def _memory_lines(text: str) -> list[str]:
 
 
 def look_at(
-    sample: FileSample,
-    data: str,
-    named: Mapping[str, str],
-    mode: Mode = "auto",
-    task: Task = "embed",
+    sample: FileSample, data: str, named: Mapping[str, str], mode: Mode, task: Task
 ) -> DataSummary:
     """Return what the first records show. `named`: columns that the user names."""
     records = [_fields(record) for record in sample.records]
@@ -467,8 +354,7 @@ def look_at(
     names = sample.columns
     for name in named:
         if name not in names:
-            near = nearest(name, names)
-            hint = f", did you mean {near!r}?" if near else ""
+            hint = did_you_mean(name, names)
             raise UserError(
                 f"{data} has no column {name!r}{hint} (it has {', '.join(names)})"
             )

@@ -23,18 +23,17 @@ def data(args: ConfigArguments = None) -> dict[str, Any] | None:
     ).config
     from vembed.data_tools.data_page import data_facts
 
-    facts = data_facts(config)
-    sys.stdout.write(facts.page)
-    return facts.figures
+    page, figures = data_facts(config)
+    sys.stdout.write(page)
+    return figures
 
 
-def report(
-    run: Annotated[
-        str,
-        Argument(metavar="RUN", help="The output_dir of a run, finished or not."),
-    ],
-) -> dict[str, Any]:
-    """Write report.html and report.md of a run, also of one that was stopped or killed."""
+def report(run: str) -> dict[str, Any]:
+    """Write report.html and report.md of a run, also of one that was stopped or killed.
+
+    Args:
+        run: The output_dir of a run, finished or not.
+    """
     from vembed.evaluation.report.comparison import run_json
     from vembed.evaluation.report.record import read_run
     from vembed.evaluation.report.report import write_report
@@ -46,19 +45,15 @@ def report(
 
 def compare(
     ctx: typer.Context,
-    runs: Annotated[
-        list[str],
-        Argument(
-            metavar="RUN",
-            help="Folders of runs, finished or not. The first is the baseline.",
-        ),
-    ],
-    output: Annotated[
-        str | None,
-        Option("--output", "-o", help="The page. Default: comparison.html."),
-    ] = None,
+    runs: Annotated[list[str], Argument(metavar="RUN")],
+    output: Annotated[str | None, Option("--output", "-o")] = None,
 ) -> dict[str, Any]:
-    """Compare several runs on one page: curves, scores with intervals, settings that differ, queries won and lost."""
+    """Compare several runs on one page: curves, scores with intervals, settings that differ, queries won and lost.
+
+    Args:
+        runs: Folders of runs, finished or not. The first is the baseline.
+        output: The page. Default: comparison.html.
+    """
     from vembed.evaluation.report.comparison import (
         as_json,
         read_several,
@@ -75,15 +70,12 @@ def compare(
     return result
 
 
-def card(
-    model: Annotated[
-        str,
-        Argument(
-            metavar="MODEL", help="The output_dir of a finished run, or its final/."
-        ),
-    ],
-) -> dict[str, Any]:
-    """Write the model card (README.md) of a trained model again, from the run's scores, data and settings."""
+def card(model: str) -> dict[str, Any]:
+    """Write the model card (README.md) of a trained model again, from the run's scores, data and settings.
+
+    Args:
+        model: The output_dir of a finished run, or its final/.
+    """
     from vembed.config.loading import resolve_run
     from vembed.evaluation.report.record import read_run
     from vembed.models.families.description import describe

@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Option
 
 from vembed.cli.support import (
     AnyModel,
@@ -22,39 +22,26 @@ if TYPE_CHECKING:
 
 
 def serve(
-    model: Annotated[
-        str,
-        Argument(
-            metavar="MODEL",
-            help="A model folder, a Hub name, a run, a checkpoint, or an export to ONNX or OpenVINO.",
-        ),
-    ],
-    host: Annotated[
-        str, Option(help="Address to listen on. 0.0.0.0: every network.")
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, Option(min=0, max=65535, help="0: a free one, which is printed.")
-    ] = 8080,
-    served_name: Annotated[
-        str | None, Option(help="Name of the model. Default: that of its folder.")
-    ] = None,
-    api_key: Annotated[
-        str | None,
-        Option(
-            envvar="VEMBED_API_KEY",
-            help="Key that clients must send. Other users see arguments: set VEMBED_API_KEY.",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one."),
-    ] = None,
+    model: str,
+    host: str = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535)] = 8080,
+    served_name: str | None = None,
+    api_key: Annotated[str | None, Option(envvar="VEMBED_API_KEY")] = None,
+    device: str | None = None,
     truncate_dim: TruncateDim = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Serve a model over HTTP: OpenAI's /v1/embeddings and TEI's /embed, or /rerank and /score of a reranker.
 
     The vectors are those of `vembed.Embedder`, the scores those of `vembed.Reranker`.
+
+    Args:
+        model: A model folder, a Hub name, a run, a checkpoint, or an export to ONNX or OpenVINO.
+        host: Address to listen on. 0.0.0.0: every network.
+        port: 0: a free one, which is printed.
+        served_name: Name of the model. Default: that of its folder.
+        api_key: Key that clients must send. Other users see arguments: set VEMBED_API_KEY.
+        device: cpu, cuda or cuda:1. Default: the GPU if there is one.
     """
     for package in ("uvicorn", "starlette"):
         if find_spec(package) is None:
@@ -97,24 +84,20 @@ def serve(
 
 
 def check_server(
-    url: Annotated[
-        str,
-        Argument(
-            metavar="URL",
-            help="Address of an OpenAI-compatible or TEI endpoint: http://localhost:8080.",
-        ),
-    ],
+    url: str,
     model: AnyModel,
     data: CheckData = None,
-    served_name: Annotated[
-        str | None,
-        Option(help="Name of the model at the server. Default: MODEL as it is given."),
-    ] = None,
-    tolerance: Annotated[float, Option(help="Largest cosine distance.")] = 1e-3,
+    served_name: str | None = None,
+    tolerance: float = 1e-3,
 ) -> dict[str, Any]:
     """Compare a running embedding server with the model, batch by batch.
 
     Exit code 1 if they differ.
+
+    Args:
+        url: Address of an OpenAI-compatible or TEI endpoint: http://localhost:8080.
+        served_name: Name of the model at the server. Default: MODEL as it is given.
+        tolerance: Largest cosine distance.
     """
     from vembed.export.server_check import check_address
     from vembed.export.server_check import check_server as compare_server

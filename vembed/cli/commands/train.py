@@ -1,13 +1,36 @@
-"""`vembed train`: one training run, or the stages of a config in order."""
+"""`vembed train`, `plan` and `tune`: one training run or the stages of a config, predicted, run, or searched."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer import Argument, Option
 
-from vembed.cli.support import MODE, ConfigArguments
+from vembed.cli.support import (
+    MODE,
+    ConfigArguments,
+    number_table,
+    plain_console,
+    read_config_arguments,
+)
+
+if TYPE_CHECKING:
+    from vembed.parallel.step_memory import MemoryEstimate
+    from vembed.pipelines.prediction import Prediction
+
+BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
+"""Values of micro_batch_tokens that are tried, the fastest first."""
+NAMES = {
+    "gathered": "gathered parameters",
+    "copies": "weights in bfloat16",
+    "loss": "embeddings and loss",
+}
+"""Parts of the memory whose names say too little."""
 
 
 def train(ctx: typer.Context, args: ConfigArguments = None) -> Any:
@@ -26,14 +49,171 @@ def train(ctx: typer.Context, args: ConfigArguments = None) -> Any:
     )
 
     writes_json = ctx.obj is not None
-    starts_processes = MODE.get() != "process"
+    train_one = partial(run_train, starts_processes=MODE.get() != "process")
     pipeline = pipeline_of_arguments(arguments)
     if pipeline is None:
-        code, result = run_train(
-            arguments, starts_processes=starts_processes, returns_result=writes_json
-        )
+        code, result = train_one(arguments, returns_result=writes_json)
         return result or code
-    code = run_stages(pipeline, arguments, starts_processes=starts_processes)
+    code = run_stages(pipeline, arguments, lambda stage: train_one(stage)[0])
     if code or not writes_json or arguments.is_dry_run:
         return code
     return results_of(pipeline)
+
+
+def tune(
+    config: Annotated[str, Argument(metavar="CFG")],
+    overrides: Annotated[list[str] | None, Argument(metavar="KEY=VALUE")] = None,
+    trials: Annotated[int, Option(min=1)] = 20,
+    options: str = "",
+    output: str = "tune",
+    nproc: Annotated[int, Option(min=0)] = 0,
+    seed: int = 0,
+    dry_run: bool = False,
+) -> dict[str, Any] | None:
+    """Search for better values of a few options, and write the best config as YAML.
+
+    Args:
+        config: The config to start from, with validation data.
+        trials: Trials in all, those of an earlier start included.
+        options: Options to search, as learning_rate,temperature.
+        output: Folder of the search, in which it goes on.
+        nproc: Trials at once. 0: one for each GPU.
+        seed: Seed of the search.
+        dry_run: Show the options, their ranges and the trials.
+    """
+    from vembed.pipelines.option_search import Search, run_tune
+
+    names = tuple(name.strip() for name in options.split(",") if name.strip())
+    search = Search(config, tuple(overrides or ()), Path(output), trials, names, seed)
+    return run_tune(search, nproc=nproc, is_dry_run=dry_run)
+
+
+def plan(
+    args: ConfigArguments = None,
+    gpu: str | None = None,
+    memory: str | None = None,
+) -> tuple[Any, int]:
+    """Predict the memory of each process for a config, and the settings that fit, without loading the model."""
+    # A dry run needs no machine rank, and may describe GPUs of other machines.
+    words = [*(args or []), "--dry-run"]
+    arguments = read_config_arguments("plan", plan.__doc__, words)
+    from vembed.parallel.hardware import read_hardware
+    from vembed.pipelines.prediction import predict
+    from vembed.pipelines.stages import estimates, pipeline_of_arguments, table
+
+    predict_run = partial(predict, hardware=read_hardware(gpu, memory))
+    pipeline = pipeline_of_arguments(arguments)
+    if pipeline is None:
+        prediction = predict_run(arguments)
+        return show(prediction), 0 if prediction.fits else 1
+    results = []
+
+    def predict_and_show(stage_arguments: Any) -> Prediction:
+        sys.stdout.write(f"==== {stage_arguments.stage}\n")
+        sys.stdout.flush()
+        prediction = predict_run(stage_arguments)
+        results.append(show(prediction))
+        return prediction
+
+    step_estimates = estimates(pipeline, arguments, predict_and_show)
+    sys.stdout.write(table(step_estimates))
+    return results, 0 if all(estimate.fits for estimate in step_estimates) else 1
+
+
+def show(prediction: Prediction) -> dict[str, Any]:
+    """Print a prediction in full, and return it as a dict."""
+    from vembed.parallel.memory import GIB
+    from vembed.parallel.step_memory import MemoryEstimate
+
+    placement = prediction.placement
+    size = prediction.size
+    estimate = MemoryEstimate(placement, size)
+    memory = asdict(prediction.memory)
+    num_processes = placement.ranks.world_size
+    rows = [(NAMES.get(name, name), f"{memory[name] / GIB:.2f}") for name in memory]
+    rows += [
+        ("", ""),
+        ("parameters", f"{size.total:,d}"),
+        ("trained", f"{size.trained:,d}"),
+        ("processes, shards", f"{num_processes}, {placement.num_shards}"),
+        ("rows of each process", f"{placement.rows:,d}"),
+    ]
+    console = plain_console()
+    console.print(number_table(("what", "GB"), rows, "memory of each process"))
+    fsdp_notes = () if placement.fsdp is None else placement.run.fsdp_notes
+    for line in (*placement.run.notes, *fsdp_notes, *placement.notes):
+        console.print(f"note: {line}")
+    for name, decision in placement.decisions.items():
+        console.print(f"{name}: {decision}")
+    console.print(f"graphs: {estimate.describe_graphs()}")
+    where = prediction.gpu.name if prediction.gpu else str(placement.device)
+    console.print(
+        f"needs {prediction.needed} ({where}): {'fits' if prediction.fits else 'does not fit'}. Activations are an "
+        "estimate; the rest follows from the model's shapes."
+    )
+    ways = [] if prediction.fits else ways_out(estimate)
+    for line in ways:
+        console.print(f"  {line}")
+    most_rows = estimate.max_rows() * num_processes
+    console.print(
+        f"largest batch: about {most_rows:,d} rows, by the memory of the loss"
+    )
+    console.print(prediction.hours_line)
+    return {
+        "fits": prediction.fits,
+        "needed_bytes": prediction.memory.total,
+        "available_bytes": placement.memory,
+        "device": where,
+        "memory_bytes": memory,
+        "parameters": size.total,
+        "trained_parameters": size.trained,
+        "num_processes": num_processes,
+        "num_shards": placement.num_shards,
+        "rows": placement.rows,
+        "largest_batch": most_rows,
+        "decisions": {name: str(value) for name, value in placement.decisions.items()},
+        "ways_out": ways,
+        "seconds": prediction.seconds,
+    }
+
+
+def ways_out(estimate: MemoryEstimate) -> list[str]:
+    """Return settings that would fit, the cheapest first."""
+    from vembed.pipelines.prediction import FITS
+
+    placement = estimate.placement
+    config = placement.run.config
+    recomputation = placement.recomputation.value
+    limit = FITS * placement.memory
+    cache = ""
+    if config.batch.use_gradient_cache is False:
+        cache = "use_gradient_cache: auto, "
+        if estimate.in_step(uses_cache=True).total <= limit:
+            return [
+                "fits with use_gradient_cache: auto (the gradient is the same, for one more forward pass)"
+            ]
+    # Smaller micro-batches cost less time than recomputation, so all of them are tried first.
+    for recomputes in (recomputation, True):
+        more = "" if recomputes == recomputation else "gradient_checkpointing: true, "
+        for budget in BUDGETS:
+            need = estimate.in_step(
+                tokens=budget, recomputes=recomputes, uses_cache=True
+            )
+            if need.total <= limit:
+                return [f"fits with {more}{cache}micro_batch_tokens: {budget}"]
+    lines = [
+        "no micro-batch is small enough: the weights, gradients and optimizer alone take too much"
+    ]
+    if not config.adapters.use_lora:
+        lines.append("use_lora: true (gradients and optimizer of the adapters alone)")
+    if placement.num_shards == 1:
+        lines.append(
+            "use_fsdp: true on several processes (everything is divided by their number)"
+        )
+    if not config.adapters.use_qlora:
+        lines.append("use_qlora: true (frozen weights in 4 bits)")
+    if placement.fsdp is None or not placement.fsdp.offload:
+        lines.append(
+            "use_fsdp: true with fsdp_offload_params: true (weights and optimizer in host memory, slower)"
+        )
+    return lines

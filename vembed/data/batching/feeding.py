@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vembed.data.features import BaseFeaturiser, Features
-from vembed.models.attention import TOKENS, token_index
+from vembed.models.attention import TOKENS, real_tokens
 from vembed.models.families.family import Modality
 
 ModalitySlice = tuple[Modality, list[int]]
@@ -22,6 +22,17 @@ ModelInputs = list[tuple[Modality, dict[str, Tensor]]]
 """Arguments of a forward pass: the tensors of each modality."""
 MICRO_BATCHES_AHEAD = 2
 """Micro-batches whose images are decoded ahead; limits the pixels in host memory."""
+
+
+def indices_by_modality(
+    features: Sequence[Features], modalities: Iterable[Modality]
+) -> dict[Modality, list[int]]:
+    """Return where the inputs of each of these modalities are."""
+    indices: dict[Modality, list[int]] = {modality: [] for modality in modalities}
+    for index, feature in enumerate(features):
+        if feature.modality in indices:
+            indices[feature.modality].append(index)
+    return indices
 
 
 class Feeder:
@@ -38,7 +49,8 @@ class Feeder:
         self.featuriser = featuriser
         self.device = device
         self.packs_texts = packs_texts
-        self.pool: ThreadPoolExecutor | None = None
+        # These only wait for images and join them; the featuriser's decoders work elsewhere.
+        self._pool: ThreadPoolExecutor | None = None
 
     def feed(
         self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]
@@ -48,21 +60,18 @@ class Feeder:
         for micro_batch in micro_batches:
             for modality, rows in micro_batch:
                 if modality != "text":
-                    with_images += rows
+                    with_images += [features[row] for row in rows]
         if not with_images:
             # Nothing is to be decoded, so no thread is needed.
             for micro_batch in micro_batches:
                 yield self._to_device(self._collate(micro_batch, features))
             return
-        if self.pool is None:
-            # These only wait for images and join them; the featuriser's decoders work elsewhere.
-            self.pool = ThreadPoolExecutor(
-                MICRO_BATCHES_AHEAD + 1, thread_name_prefix="vembed-collate"
-            )
-        self.featuriser.decode_ahead([features[row] for row in with_images])
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(MICRO_BATCHES_AHEAD + 1, "vembed-collate")
+        self.featuriser.decode_ahead(with_images)
         waiting: deque[Future[ModelInputs]] = deque()
         for micro_batch in micro_batches:
-            waiting.append(self.pool.submit(self._collate, micro_batch, features))
+            waiting.append(self._pool.submit(self._collate, micro_batch, features))
             if len(waiting) > MICRO_BATCHES_AHEAD:
                 yield self._to_device(waiting.popleft().result())
         while waiting:
@@ -87,26 +96,26 @@ class Feeder:
         for modality, rows in micro_batch:
             chosen = [features[row] for row in rows]
             batch = self.featuriser.joined(chosen or [self.featuriser.dummy(modality)])
-            if self.device.type != "cuda":
-                batch = self.featuriser.finished(batch)
-            elif modality == "text" and "attention_mask" in batch:
+            if (
+                self.device.type == "cuda"
+                and modality == "text"
+                and "attention_mask" in batch
+            ):
                 # On the GPU this would force a sync.
-                batch[TOKENS] = token_index(batch["attention_mask"])
+                batch[TOKENS] = real_tokens(batch["attention_mask"])
             for name, tensor in batch.items():
                 batch[name] = pinned(tensor, self.device)
             inputs.append((modality, batch))
         return inputs
 
     def _to_device(self, inputs: ModelInputs) -> ModelInputs:
-        if self.device.type != "cuda":
-            return inputs
         moved: ModelInputs = []
         for modality, batch in inputs:
-            # Pixels of 8 bits become numbers on the GPU.
             tensors = {
                 name: tensor.to(self.device, non_blocking=True)
                 for name, tensor in batch.items()
             }
+            # Pixels of 8 bits become numbers where the model computes.
             moved.append((modality, self.featuriser.finished(tensors)))
         return moved
 

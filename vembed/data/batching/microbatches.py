@@ -5,12 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Generic, TypeVar
 
 import numpy as np
 
+from vembed.models.families.family import Modality
+
 Lengths = Sequence[int] | np.ndarray
-Group = TypeVar("Group")
 
 PRICE = 16
 """An additional micro-batch must save more than 1/16 of the budget in padding."""
@@ -25,11 +25,6 @@ def split(
     largest are split; if there are fewer inputs than `at_least`, empty micro-batches are appended.
     """
     values = np.asarray(lengths, dtype=np.int64)
-    limit = 1 if max_rows is None else max_rows
-    if budget < 1 or limit < 1 or values.min(initial=1) < 1:
-        raise ValueError(
-            f"lengths, budget ({budget}) and max_rows ({max_rows}) have to be at least 1"
-        )
     order = np.argsort(-values, kind="stable")
     ends = _cut(values[order], budget, max_rows)
     if len(ends) < at_least:
@@ -40,54 +35,51 @@ def split(
     return parts + [[] for _ in range(at_least - len(parts))]
 
 
-class LockstepSplit(Generic[Group]):
-    """Micro-batches of several groups of inputs (the modalities), of which every rank must run equally many.
+class LockstepSplit:
+    """Micro-batches of the inputs of each modality, of which every rank must run equally many.
 
     A forward pass of a sharded model is collective. So each rank splits its own inputs, the ranks exchange `counts`,
-    and a rank below the maximum of a group splits its micro-batches of that group further, or adds empty ones.
+    and a rank below the maximum of a modality splits its micro-batches further, or adds empty ones.
     """
 
     def __init__(
         self,
         lengths: Sequence[int],
-        places_of: Mapping[Group, Sequence[int]],
+        places_of: Mapping[Modality, Sequence[int]],
         budget: int,
         max_rows: int | None = None,
     ) -> None:
-        """`lengths`: of all inputs of the rank. `places_of`: the inputs of each group, as positions in `lengths`."""
+        """`lengths`: of all inputs of the rank. `places_of`: the inputs of each modality, as positions in `lengths`."""
+        self.lengths = lengths
         self.places_of = places_of
         self.budget = budget
         self.max_rows = max_rows
+        self.splits = {name: self._split(places) for name, places in places_of.items()}
+        self.counts = list(map(len, self.splits.values()))
+        """Number of this rank's micro-batches of each modality, in the order of `places_of`."""
         self.padded_tokens = 0
         """Padded tokens of this rank before the ranks have agreed."""
-        self._lengths: dict[Group, list[int]] = {}
-        self._splits: dict[Group, list[list[int]]] = {}
-        for group, places in places_of.items():
-            self._lengths[group] = [lengths[place] for place in places]
-            self._splits[group] = split(self._lengths[group], budget, max_rows)
-            self.padded_tokens += padded_tokens(
-                self._lengths[group], self._splits[group]
-            )
-        self.counts = list(map(len, self._splits.values()))
-        """Number of this rank's micro-batches of each group, in the order of `places_of`."""
+        for micro_batches in self.splits.values():
+            self.padded_tokens += padded_tokens(lengths, micro_batches)
 
-    def agreed(self, counts: Sequence[int]) -> dict[Group, list[list[int]]]:
-        """Return micro-batches of positions in `lengths`, exactly `counts` of each group: the maxima over the ranks.
-        Groups that no rank has inputs of are left out."""
+    def agreed(self, counts: Sequence[int]) -> dict[Modality, list[list[int]]]:
+        """Return micro-batches of positions in `lengths`, exactly `counts` of each modality: the maxima over the ranks.
+        Modalities that no rank has inputs of are left out."""
         agreed = {}
-        for group, count in zip(self.places_of, counts, strict=True):
-            micro_batches = self._splits[group]
+        for (modality, micro_batches), count in zip(
+            self.splits.items(), counts, strict=True
+        ):
             if count > len(micro_batches):
                 # Split anew, and not padded with dummies: more, smaller micro-batches cost this rank less padding.
-                micro_batches = split(
-                    self._lengths[group], self.budget, self.max_rows, at_least=count
-                )
-            places = self.places_of[group]
-            if micro_batches:
-                agreed[group] = [
-                    [places[row] for row in rows] for rows in micro_batches
-                ]
+                agreed[modality] = self._split(self.places_of[modality], count)
+            elif micro_batches:
+                agreed[modality] = micro_batches
         return agreed
+
+    def _split(self, places: Sequence[int], at_least: int = 0) -> list[list[int]]:
+        lengths = [self.lengths[place] for place in places]
+        micro_batches = split(lengths, self.budget, self.max_rows, at_least)
+        return [[places[row] for row in rows] for rows in micro_batches]
 
 
 def padded_tokens(lengths: Lengths, micro_batches: Sequence[Sequence[int]]) -> int:

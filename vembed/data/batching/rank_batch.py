@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,12 +20,10 @@ AHEAD = 2
 """Number of batches that each worker prepares ahead."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankBatch:
     """A rank's part of a global batch. Indices point into `features`, which holds each distinct input once."""
 
-    epoch: int
-    batch_in_epoch: int
     features: list[Features]
     query: np.ndarray
     """[R] index of the query of each row; there is one row per (query, positive) pair."""
@@ -36,19 +34,19 @@ class RankBatch:
     """[H] index of each occurrence of a hard negative."""
     negative_example: np.ndarray
     scores: np.ndarray | None
+    """[R] score of each row, where the data have one for all of them."""
+    negative_scores: np.ndarray | None
+    """[H] score of each hard negative, as `scores`."""
     num_inputs: int
     """Number of inputs before the removal of duplicates."""
-    num_examples: int
     where: list[str]
     """File and line of each example, for messages."""
-    row_items: list[tuple[Item, Item]] = field(default_factory=list)
+    row_items: list[tuple[Item, Item]]
     """[R] the query and the positive of each row. Teachers are asked about them."""
-    negative_items: list[tuple[Item, Item]] = field(default_factory=list)
+    negative_items: list[tuple[Item, Item]]
     """[H] the query and the document of each hard negative."""
-    source: int = 0
+    source: int
     """Number of the source that the first example of the global batch comes from."""
-    negative_scores: np.ndarray | None = None
-    """[H] score of each hard negative, where the data have one for all of them."""
 
     @property
     def useful_tokens(self) -> int:
@@ -59,8 +57,6 @@ class RankBatch:
 def make_rank_batch(
     examples: Sequence[Example],
     first: int,
-    epoch: int,
-    number: int,
     featuriser: BaseFeaturiser[Any],
     source: int = 0,
     *,
@@ -91,8 +87,8 @@ def make_rank_batch(
             negatives.append((position, number_in_batch))
         row_items += [(example.query, document) for document in example.positives]
         negative_items += [(example.query, document) for document in example.negatives]
-        scores.extend(example.scores or ())
-        negative_scores.extend(example.negative_scores or ())
+        scores += example.scores or ()
+        negative_scores += example.negative_scores or ()
     # By key, not by text: a text as query and as document differs if the model has prompts.
     features = featuriser.features(units)
     where_to = np.arange(len(units))
@@ -100,28 +96,25 @@ def make_rank_batch(
         features, where_to = distinct(features, key=lambda feature: feature.key)
     row_table = np.asarray(rows, dtype=np.int64).reshape(-1, 3)
     negative_table = np.asarray(negatives, dtype=np.int64).reshape(-1, 2)
-    has_scores = bool(scores) and len(scores) == len(rows)
-    are_negatives_scored = bool(negative_scores) and len(negative_scores) == len(
-        negatives
-    )
     return RankBatch(
-        epoch=epoch,
-        batch_in_epoch=number,
         features=features,
         query=where_to[row_table[:, 0]],
         positive=where_to[row_table[:, 1]],
         example=row_table[:, 2],
         negative=where_to[negative_table[:, 0]],
         negative_example=negative_table[:, 1],
-        scores=np.array(scores) if has_scores else None,
+        scores=_if_complete(scores, len(rows)),
+        negative_scores=_if_complete(negative_scores, len(negatives)),
         num_inputs=len(units),
-        num_examples=len(examples),
         where=[example.where for example in examples],
         row_items=row_items,
         negative_items=negative_items,
         source=source,
-        negative_scores=np.array(negative_scores) if are_negatives_scored else None,
     )
+
+
+def _if_complete(scores: list[float], count: int) -> np.ndarray | None:
+    return np.array(scores) if scores and len(scores) == count else None
 
 
 def with_in_batch_negatives(
@@ -205,8 +198,6 @@ class RankBatchStream:
         return make_rank_batch(
             examples,
             rows.start,
-            epoch,
-            number,
             self.featuriser,
             source,
             encodes_copies=self.encodes_copies,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,24 +73,8 @@ class ContentKeys:
         return self.values[np.arange(counts.sum()) + shifts], counts
 
 
-@dataclass(frozen=True)
-class Batches:
-    """Batches of one epoch: batch i holds examples[starts[i] : starts[i + 1]]."""
-
-    examples: np.ndarray
-    starts: np.ndarray
-
-    @classmethod
-    def of(cls, batches: Sequence[np.ndarray]) -> Batches:
-        """Join single batches."""
-        examples = np.concatenate(batches) if batches else np.empty(0, np.int64)
-        return cls(examples, np.cumsum([0, *(len(batch) for batch in batches)]))
-
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        return self.examples[self.starts[number] : self.starts[number + 1]]
+Batches = list[np.ndarray]
+"""Batches of one epoch: the numbers of their examples."""
 
 
 class BatchSchedule:
@@ -121,68 +106,61 @@ class BatchSchedule:
         keys: ContentKeys | None = None,
         labels: Sequence[np.ndarray | None] = (),
     ) -> None:
-        self.sizes = tuple(sizes)
+        num_sources = len(sizes)
         self.global_batch_size = global_batch_size
         self.seed = seed
-        self.homogeneous = homogeneous
         self.keys = keys
-        self._first = np.cumsum([0, *self.sizes])
-        self.batch_sizes = list(batch_sizes or [global_batch_size] * len(self.sizes))
-        self.turns = sampling.kind == "round_robin"
+        self._sizes = sizes
+        self._first = np.cumsum([0, *sizes])
+        self._batch_sizes = batch_sizes or [global_batch_size] * num_sources
+        self._turns = sampling.kind == "round_robin"
         self._num_drawn = sampling.num_drawn(
-            self.sizes, weights or [1.0] * len(self.sizes), self.batch_sizes
+            sizes, weights or [1.0] * num_sources, self._batch_sizes
         )
-        self._names = names or [
-            f"source {number}" for number in range(1, len(self.sizes) + 1)
-        ]
-        if (
-            any(source_labels is not None for source_labels in labels)
-            and len(self.sizes) > 1
-            and not homogeneous
-        ):
-            raise UserError(
-                "data_path: a source with a label needs batches of its own beside others: set homogeneous_batches: true"
-            )
+        self._names = names or [f"source {number + 1}" for number in range(num_sources)]
         self._classes: dict[int, ClassBatches] = {}
         for source, source_labels in enumerate(labels):
-            if source_labels is not None:
-                self._classes[source] = ClassBatches(
-                    self._names[source],
-                    source_labels,
-                    self._num_drawn[source],
-                    self.batch_sizes[source],
-                    seed,
-                    source,
+            if source_labels is None:
+                continue
+            if num_sources > 1 and not homogeneous:
+                raise UserError(
+                    "data_path: a source with a label needs batches of its own beside others: set homogeneous_batches: "
+                    "true"
                 )
-        group_of = [0] * len(self.sizes)
-        if homogeneous:
-            group_of = list(range(len(self.sizes)) if tasks is None else tasks)
+            self._classes[source] = ClassBatches(
+                self._names[source],
+                source_labels,
+                self._num_drawn[source],
+                self._batch_sizes[source],
+                seed,
+                source,
+            )
         groups: dict[int, list[int]] = {}
-        for source in range(len(self.sizes)):
-            if homogeneous and source in self._classes:
-                group_of[source] = -1 - source  # labelled data are their own group
-            groups.setdefault(group_of[source], []).append(source)
+        for source in range(num_sources):
+            group = 0
+            if source in self._classes:
+                group = -1 - source  # labelled data are their own group
+            elif homogeneous:
+                group = source if tasks is None else tasks[source]
+            groups.setdefault(group, []).append(source)
         self._members = list(groups.values())
         """The sources of each group: one source, those of a task, or all of them."""
         self._orders: dict[int, Batches] = {}
         self._lock = threading.Lock()
         # Epoch 0 fixes the number of batches of every epoch, so that a step number gives epoch and batch.
         first = self._groups(0)
-        self._num_batches = [len(group) for group in first]
+        self._num_batches = list(map(len, first))
         self.batches_per_epoch = sum(self._num_batches)
-        self.smallest_batch = min(int(np.diff(group.starts).min()) for group in first)
+        batch_lengths = [len(batch) for batches in first for batch in batches]
+        self.smallest_batch = min(batch_lengths)
         """Number of examples of the smallest batch."""
         self.num_drawn = sum(self._num_drawn)
         """Number of examples drawn per epoch."""
-        self.num_left_out = self.num_drawn - sum(len(group.examples) for group in first)
+        self.num_left_out = self.num_drawn - sum(batch_lengths)
         """Number of drawn examples that are in no batch."""
 
     def batch(self, epoch: int, step: int) -> np.ndarray:
         """Return the int64 indices of the examples of one global batch, in order."""
-        if not 0 <= step < self.batches_per_epoch:
-            raise IndexError(
-                f"batch {step} of an epoch of {self.batches_per_epoch} batches"
-            )
         # Threads prepare several batches at once, and must not compute one epoch's order twice.
         with self._lock:
             order = self._orders.get(epoch)
@@ -209,88 +187,84 @@ class BatchSchedule:
     def summary(self) -> str:
         """Return one line for the log."""
         is_split = len(self._members) > 1
-        line = f"batches: {self.batches_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
+        parts = [
+            f"batches: {self.batches_per_epoch:,d} per epoch of {self.global_batch_size:,d} examples"
+        ]
         if self.num_left_out:
-            reasons = []
-            each = " of each source" if is_split else ""
-            reasons.append(f"the last incomplete batch{each}")
+            reason = "the last incomplete batch"
+            if is_split:
+                reason += " of each source"
             if self.keys is not None:
-                reasons.append("what could not be placed without duplicates")
-            line += (
-                f"; {self.num_left_out:,d} of {self.num_drawn:,d} are left out of each epoch "
-                f"({', and '.join(reasons)})"
+                reason += ", and what could not be placed without duplicates"
+            parts.append(
+                f"{self.num_left_out:,d} of {self.num_drawn:,d} are left out of each epoch ({reason})"
             )
-        if self.turns and is_split:
-            line += ", of each source in turn"
-        for size in sorted({*self.batch_sizes} - {self.global_batch_size}):
+        if self._turns and is_split:
+            parts[-1] += ", of each source in turn"
+        for size in sorted({*self._batch_sizes} - {self.global_batch_size}):
             names = []
-            for name, batch_size in zip(self._names, self.batch_sizes, strict=True):
+            for name, batch_size in zip(self._names, self._batch_sizes, strict=True):
                 if batch_size == size:
                     names.append(name)
-            line += f"; of {size:,d}: {', '.join(names)}"
-        if self.smallest_batch < min(self.batch_sizes):
-            line += f"; the smallest batch has {self.smallest_batch:,d}"
+            parts.append(f"of {size:,d}: {', '.join(names)}")
+        if self.smallest_batch < min(self._batch_sizes):
             small = []
             for sources in self._members:
                 num_drawn = sum(self._num_drawn[source] for source in sources)
                 names = [self._names[source] for source in sources]
                 subject = f"{' and '.join(names)} has" if is_split else "there are"
-                if num_drawn < self.batch_sizes[sources[0]]:
+                if num_drawn < self._batch_sizes[sources[0]]:
                     small.append(f"{subject} {num_drawn:,d}")
-            if small:
-                line += f", since {' and '.join(small)} in all"
+            reason = f", since {' and '.join(small)} in all" if small else ""
+            parts.append(f"the smallest batch has {self.smallest_batch:,d}{reason}")
         for source, classes in self._classes.items():
-            line += f"; {self._names[source]}: {classes.size:,d} of {classes.num_classes:,d} classes in a batch"
+            line = f"{self._names[source]}: {classes.size:,d} of {classes.num_classes:,d} classes in a batch"
             if classes.num_alone:
                 line += f" ({classes.num_alone:,d} examples are alone in their class and left out)"
             if classes.num_repeated:
                 line += f" ({classes.num_repeated:,d} examples that repeat another one of their class are left out)"
-        return line
+            parts.append(line)
+        return "; ".join(parts)
 
     def _order(self, epoch: int) -> Batches:
         """Return the batches of an epoch in their order."""
         groups = self._groups(epoch)
         if len(groups) == 1:
             return groups[0]
-        batches = []
-        for group in groups:
-            batches += [group[number] for number in range(len(group))]
-        if self.turns:
+        batches = [batch for group in groups for batch in group]
+        if self._turns:
             # Stable by place in the group: the first batch of every group, then the second, and so on.
             turn = np.concatenate([np.arange(len(group)) for group in groups])
             order = np.argsort(turn, kind="stable")
         else:
             order = shuffled(self.seed, len(batches), _BATCHES, epoch)
-        return Batches.of([batches[number] for number in order])
+        return [batches[number] for number in order.tolist()]
 
     def _groups(self, epoch: int) -> list[Batches]:
         """Return the batches of each group of sources."""
         groups = []
         for number, sources in enumerate(self._members):
-            size = self.batch_sizes[sources[0]]
+            size = self._batch_sizes[sources[0]]
             if sources[0] in self._classes:
                 batches = self._classes[sources[0]].batches(epoch)
-                groups.append(Batches.of(list(batches + int(self._first[sources[0]]))))
+                groups.append(list(batches + self._first[sources[0]]))
                 continue
-            stream = self._mix(
-                [self._draw(each, epoch) for each in sources], number, epoch
-            )
-            conflicts = None
+            drawn = [self._draw(source, epoch) for source in sources]
+            stream = self._mix(drawn, number, epoch)
             if self.keys is not None:
                 conflicts = find_conflicts(*self.keys.of_all(stream))
-            if conflicts is not None and conflicts.keys:
-                groups.append(self._arranged(number, stream, conflicts, epoch))
-                continue
+                if conflicts.keys:
+                    groups.append(self._arranged(number, stream, conflicts, epoch))
+                    continue
             # An incomplete batch is trained on where there is no other.
-            starts = np.arange(0, len(stream) + 1, size)
-            if len(stream) < size:
-                starts = np.array([0, len(stream)])
-            groups.append(Batches(stream[: starts[-1]], starts))
+            num_full = max(len(stream) // size, 1)
+            starts = range(0, num_full * size, size)
+            groups.append([stream[start : start + size] for start in starts])
         return groups
 
     def _draw(self, source: int, epoch: int) -> np.ndarray:
         """Return the examples of a source in an epoch: the next ones of its random passes."""
-        size = self.sizes[source]
+        size = self._sizes[source]
         num_drawn = self._num_drawn[source]
         begin = epoch * num_drawn
         end = (epoch + 1) * num_drawn
@@ -315,19 +289,13 @@ class BatchSchedule:
         return mixed
 
     def _arranged(
-        self,
-        group: int,
-        stream: np.ndarray,
-        conflicts: Conflicts,
-        epoch: int,
+        self, group: int, stream: np.ndarray, conflicts: Conflicts, epoch: int
     ) -> Batches:
         """Return the batches of one group, without common content inside a batch."""
-        size = self.batch_sizes[self._members[group][0]]
+        size = self._batch_sizes[self._members[group][0]]
         # Later epochs have at most as many batches as epoch 0.
         most = len(stream) if epoch == 0 else self._num_batches[group]
-        batches = []
-        for positions in arrange(conflicts, size, most):
-            batches.append(stream[positions])
+        batches = arrange(conflicts, size, most)
         if epoch == 0 and not batches:
             raise UserError(
                 f"no_duplicates: {len(stream):,d} examples do not fill one global batch of {size:,d} without content "
@@ -339,8 +307,8 @@ class BatchSchedule:
         if epoch and len(batches) < most:
             first = self._groups(0)[group]
             order = shuffled(self.seed, len(first), _ORDER_OF_FIRST, epoch, group)
-            batches = [first[int(number)] for number in order]
-        return Batches.of(batches)
+            return [first[number] for number in order.tolist()]
+        return [stream[positions] for positions in batches]
 
 
 # ---- batches without duplicates ------------------------------------------------------------------------------------
@@ -401,20 +369,19 @@ def arrange(conflicts: Conflicts, size: int, max_batches: int) -> list[np.ndarra
     order. Of fewer examples than `size` it is one batch of those that can be together."""
     num_free = len(conflicts.free)
     num_examples = len(conflicts.keys) + num_free
-    smallest = size if num_examples >= size else 1
-    # Binary search for a number that no arrangement exceeds. A group gives each batch one example at most: with more
-    # batches a group can place more, but more places are to be filled.
-    num_batches = 0
-    high = num_examples // size
-    while num_batches < high:
-        middle = (num_batches + high + 1) // 2
-        num_placeable = num_free + int(np.minimum(conflicts.group_sizes, middle).sum())
-        if num_placeable >= middle * size:
-            num_batches = middle
-        else:
-            high = middle - 1
+    smallest = size
+    num_batches = 1
     if num_examples < size:
-        num_batches = 1
+        smallest = 1
+    else:
+        # A number that no arrangement exceeds. A group gives each batch one example at most: with more batches a group
+        # can place more, but more places are to be filled.
+        def is_too_many(number: int) -> bool:
+            from_groups = np.minimum(conflicts.group_sizes, number).sum()
+            return bool(num_free + from_groups < number * size)
+
+        numbers = range(1, num_examples // size + 1)
+        num_batches = bisect_left(numbers, True, key=is_too_many)
     num_batches = min(max_batches, num_batches)
     batches: list[list[int]] = []
     for _ in range(ATTEMPTS):

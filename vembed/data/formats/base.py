@@ -1,28 +1,28 @@
-"""Format: the base class of all file formats, and the rows and blocks that a format gives."""
+"""Format: the base class of all file formats, with its two kinds: text with a record on each line, and tables."""
 
 from __future__ import annotations
 
 import io
-import itertools
 import os
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from vembed.data.examples import BadRecord, has_lone_surrogate
+from vembed.data.examples import BadRecord
 from vembed.errors import UserError
 
 MAX_RECORD_BYTES = 32 * 2**20
 """A longer record is a bad one: it usually indicates a broken file."""
-BLOCK_ROWS = 256
-"""Rows of a block where the format gives them one by one."""
-PIECE_BYTES = 2**16
+PART_BYTES = 32 * 2**20
+"""Bytes of a text file that one process of the first pass reads at a time."""
+BUFFER_BYTES = 2**14
+READ_ROWS = 1024
+READ_BYTES = 8 * 2**20
+"""Rows and bytes of a table that are made Python objects at a time."""
 FILE_BITS = 44
 """Bits behind which numbers and lines of several files hold the number of the file."""
 
@@ -34,92 +34,8 @@ _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-@dataclass
-class Block:
-    """Consecutive rows of a source: their numbers and lines (int64 [n]), and their records.
-
-    Rows of a table become Python objects only where they are looked at one by one.
-    """
-
-    numbers: np.ndarray
-    lines: np.ndarray
-    records: list[Any] | pa.RecordBatch
-    """Each a dict in general, or a `BadRecord`."""
-
-    def columns(self) -> tuple[str, ...] | None:
-        """Return the columns of the records; None if the records differ in them or one has none."""
-        if isinstance(self.records, pa.RecordBatch):
-            names = tuple(self.records.schema.names)
-            return names if len(set(names)) == len(names) else None
-        if set(map(type, self.records)) != {dict}:
-            return None
-        columns = set(map(tuple, self.records))
-        return columns.pop() if len(columns) == 1 else None
-
-    def are_texts(self, columns: Sequence[str]) -> bool:
-        """Return True if all values of these columns are texts that can be embedded. False: look at each."""
-        if isinstance(self.records, pa.RecordBatch):
-            return all(_are_texts(self.records.column(name)) for name in columns)
-        values = [record[name] for name in columns for record in self.records]
-        if set(map(type, values)) != {str} or not all(values):
-            return False
-        if any(map(str.isspace, values)):
-            return False
-        joined = "".join(values)
-        return "\0" not in joined and not has_lone_surrogate(joined)
-
-    def moved(self, by: int) -> Block:
-        """Return the block with something added to its numbers and lines."""
-        return replace(self, numbers=self.numbers + by, lines=self.lines + by)
-
-    def rows(self) -> Iterator[Row]:
-        """Yield the rows one by one."""
-        records = self.records
-        if isinstance(records, pa.RecordBatch):
-            records = row_values(records)
-        return zip(self.numbers.tolist(), self.lines.tolist(), records, strict=True)
-
-
-def _are_texts(column: pa.Array) -> bool:
-    is_text = pa.types.is_string(column.type) or pa.types.is_large_string(column.type)
-    if column.null_count or not is_text:
-        return False
-    try:
-        column.validate(full=True)
-    except pa.ArrowInvalid:  # not UTF-8
-        return False
-    texts = column.cast(pa.large_string())
-    _, bounds, data = texts.buffers()
-    offsets = np.frombuffer(bounds, np.int64)[texts.offset :][: len(texts) + 1]
-    if (np.diff(offsets) == 0).any() or pc.any(pc.utf8_is_space(texts)).as_py():
-        return False
-    return bool(np.frombuffer(data, np.uint8)[offsets[0] : offsets[-1]].all())
-
-
-def row_values(rows: pa.RecordBatch) -> list[Any]:
-    """Return the rows as dicts, with a BadRecord for each row that Python cannot represent (invalid UTF-8, say)."""
-    try:
-        values: list[Any] = rows.to_pylist()
-    except (ValueError, OverflowError, pa.ArrowException) as error:
-        if rows.num_rows == 1:
-            return [BadRecord(f"values that cannot be read ({first_line(error)})")]
-        values = []
-        for row in range(rows.num_rows):
-            values += row_values(rows.slice(row, 1))
-    return values
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-class Format:
-    """A file of records in one format. Records are found in order by `rows`, and read again by number from any thread.
-
-    A format declares its endings and its title, and defines `stop`, and `rows` or `blocks`. All else
-    has a default here. A format that is a table sets `columns`.
-    """
+class Format(ABC):
+    """A file of records in one format. Records are found in order by `rows`, and read again by number from any thread."""
 
     endings: ClassVar[tuple[str, ...]] = ()
     """Endings of the files, such as `.csv`."""
@@ -147,25 +63,13 @@ class Format:
         return cls(path)
 
     @property
+    @abstractmethod
     def stop(self) -> int:
         """Number behind the last one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
         """Yield the rows with numbers from `start` to before `stop`; without them all rows. Blank lines are no rows."""
-        for block in self.blocks(start, stop):
-            yield from block.rows()
-
-    def blocks(
-        self, start: int | None = None, stop: int | None = None
-    ) -> Iterator[Block]:
-        """Yield the same rows in blocks."""
-        rows = self.rows(start, stop)
-        while chunk := list(itertools.islice(rows, BLOCK_ROWS)):
-            numbers, lines, records = zip(*chunk, strict=True)
-            yield Block(
-                np.array(numbers, np.int64), np.array(lines, np.int64), list(records)
-            )
 
     def read(self, number: int) -> Any:
         """Return one record again, or a `BadRecord`."""
@@ -196,10 +100,6 @@ class Format:
         """Read only these columns from now on."""
         self.selected = list(columns)
 
-    def sample(self, count: int) -> list[Row]:
-        """Return the first rows."""
-        return list(itertools.islice(self.rows(), count))
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process opens the file again."""
         state = {"name": self.name, "folder": self.folder, "selected": self.selected}
@@ -207,40 +107,63 @@ class Format:
 
 
 class ArrowRows(Format):
-    """A table whose records are rows of Arrow batches. Numbers are rows from 0, and lines are rows from 1."""
+    """A table whose records are rows of an Arrow table. Numbers are rows from 0, and lines are rows from 1."""
+
+    @abstractmethod
+    def table(self) -> pa.Table:
+        """Return all rows, in memory or mapped from disk."""
+
+    @property
+    def stop(self) -> int:
+        """Number of rows."""
+        return int(self.table().num_rows)
 
     def batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
         """Yield rows `start` to `stop` - 1, as many at a time as fit in memory easily."""
-        raise NotImplementedError
+        table = self.table().slice(start, stop - start)
+        row_bytes = max(1, table.nbytes // max(1, table.num_rows))
+        num_rows = max(1, min(READ_ROWS, READ_BYTES // row_bytes))
+        yield from table.to_batches(max_chunksize=num_rows)
 
-    def blocks(
-        self, start: int | None = None, stop: int | None = None
-    ) -> Iterator[Block]:
-        """Yield rows in blocks."""
-        first = self.start if start is None else start
+    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
+        """Yield rows with the number of each."""
+        number = self.start if start is None else start
         line = 1
-        for batch in self.batches(first, self.stop if stop is None else stop):
-            records: Any = batch
-            if batch.nbytes > MAX_RECORD_BYTES:
-                records = []
-                for row in (batch.slice(at, 1) for at in range(batch.num_rows)):
-                    if row.nbytes > MAX_RECORD_BYTES:
-                        reason = f"a record of more than {MAX_RECORD_BYTES:,d} bytes"
-                        records.append(BadRecord(reason))
-                    else:
-                        records += row_values(row)
-            numbers = np.arange(first, first + batch.num_rows)
-            yield Block(numbers, numbers - first + line, records)
-            first += batch.num_rows
-            line += batch.num_rows
+        for batch in self.batches(number, self.stop if stop is None else stop):
+            for record in row_values(batch):
+                yield number, line, record
+                number += 1
+                line += 1
 
     def read(self, number: int) -> Any:
         """Return one record again."""
-        return row_values(next(self.batches(number, number + 1)))[0]
+        return row_values(self.table().slice(number, 1).to_batches()[0])[0]
 
     def num_records(self) -> int:
         """Return the number of rows."""
         return self.stop
+
+
+def row_values(rows: pa.RecordBatch) -> list[Any]:
+    """Return the rows as dicts, with a BadRecord for each that is too long or that Python cannot represent (invalid
+    UTF-8, say)."""
+    reason = f"a record of more than {MAX_RECORD_BYTES:,d} bytes"
+    if rows.nbytes <= MAX_RECORD_BYTES:
+        try:
+            return list(rows.to_pylist())
+        except (ValueError, OverflowError, pa.ArrowException) as error:
+            reason = f"values that cannot be read ({first_line(error)})"
+    if rows.num_rows == 1:
+        return [BadRecord(reason)]
+    values = []
+    for row in range(rows.num_rows):
+        values += row_values(rows.slice(row, 1))
+    return values
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class TextFormat(Format):
@@ -273,11 +196,26 @@ class TextFormat(Format):
             count += os.pread(self._file, size, start).count(b"\n")
         return count
 
-    def lines(
-        self, start: int | None = None, stop: int | None = None
-    ) -> Iterator[tuple[int, int, bytes]]:
-        """Yield position, number and bytes of each line that begins in a range. Of a line that is too long to be a
-        record, the bytes are cut."""
+    def open_at(self, start: int) -> BinaryIO:
+        """Return the file for sequential reading, with a position of its own: threads read at once."""
+        return io.BufferedReader(_PositionedFile(self._file, start), BUFFER_BYTES)
+
+
+class LineFormat(TextFormat):
+    """A text file with a record on each line. Blank lines are no records."""
+
+    @abstractmethod
+    def record(self, line: bytes) -> Any:
+        """Return the record on a line, or a `BadRecord` with the reason why there is none."""
+
+    def parts(self) -> list[range]:
+        """Return parts of equal size."""
+        numbers = range(self.start, self.stop)
+        starts = range(0, max(len(numbers), 1), PART_BYTES)
+        return [numbers[start : start + PART_BYTES] for start in starts]
+
+    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
+        """Yield the records whose lines begin in a range."""
         position = self.start if start is None else start
         stop = self.stop if stop is None else stop
         number = 1
@@ -288,27 +226,19 @@ class TextFormat(Format):
                 position += skipped
                 number += skipped > 0
             while position < stop and (line := file.readline(MAX_RECORD_BYTES + 1)):
-                yield position, number, line
-                position += len(line)
-                if len(line) > MAX_RECORD_BYTES and not line.endswith(b"\n"):
-                    position += rest_of_line(file)
+                size = len(line)
+                if size > MAX_RECORD_BYTES:
+                    size += 0 if line.endswith(b"\n") else rest_of_line(file)
+                    yield position, number, too_long()
+                elif not line.isspace():
+                    yield position, number, self.record(line)
+                position += size
                 number += 1
 
-    def line_at(self, start: int) -> bytes:
-        """Return the line that begins at a position, for `read`."""
-        size = 2**12
-        while True:
-            data = os.pread(self._file, size, start)
-            end = data.find(b"\n")
-            if end >= 0:
-                return data[: end + 1]
-            if len(data) < size or size > MAX_RECORD_BYTES:
-                return data
-            size *= 8
 
-    def open_at(self, start: int) -> BinaryIO:
-        """Return the file for sequential reading, with a position of its own: threads read at once."""
-        return io.BufferedReader(_PositionedFile(self._file, start), PIECE_BYTES)
+def too_long() -> BadRecord:
+    """Return the reason why a long line is no record."""
+    return BadRecord(f"a line of more than {MAX_RECORD_BYTES:,d} bytes")
 
 
 class _PositionedFile(io.RawIOBase):
@@ -322,19 +252,6 @@ class _PositionedFile(io.RawIOBase):
         """See io."""
         return True
 
-    def seekable(self) -> bool:
-        """See io."""
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        """Move to a position, counted from the beginning or from here."""
-        self._position = offset + (self._position if whence == 1 else 0)
-        return self._position
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._position
-
     def readinto(self, buffer: Any) -> int:
         """Read the next bytes."""
         size = os.preadv(self._file, [buffer], self._position)
@@ -345,7 +262,7 @@ class _PositionedFile(io.RawIOBase):
 def rest_of_line(file: BinaryIO) -> int:
     """Skip to the next line, which may be far away. Return the number of bytes."""
     size = 0
-    while piece := file.readline(PIECE_BYTES):
+    while piece := file.readline(BUFFER_BYTES):
         size += len(piece)
         if piece.endswith(b"\n"):
             break

@@ -20,12 +20,10 @@ def class_records(folder: Path, cache: Path) -> Path | None:
     if any(map(_is_image, entries)):
         return None
     lines: list[str] = []
-    classes: list[str] = []
+    classes: dict[str, None] = {}
     for entry in entries:
-        images = filter(_is_image, sorted(entry.rglob("*"))) if entry.is_dir() else ()
-        for image in images:
-            if entry.name not in classes[-1:]:
-                classes.append(entry.name)
+        for image in filter(_is_image, sorted(entry.rglob("*"))):
+            classes[entry.name] = None
             record = {"image": str(image.relative_to(folder)), "label": entry.name}
             lines.append(json.dumps(record) + "\n")
     if not classes:

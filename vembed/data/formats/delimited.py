@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
 from vembed.data.examples import BadRecord
-from vembed.data.formats.base import MAX_RECORD_BYTES, Row, TextFormat, rest_of_line
+from vembed.data.formats.base import (
+    MAX_RECORD_BYTES,
+    Row,
+    TextFormat,
+    rest_of_line,
+    too_long,
+)
 from vembed.errors import UserError
 
 log = logging.getLogger("vembed")
@@ -36,12 +42,11 @@ class DelimitedFile(TextFormat):
         with self.open_at(self.start) as file:
             first = file.readline(MAX_RECORD_BYTES).decode(errors="replace")
         line = 1
+        self._delimiter = delimiter_of(first, self.expected_delimiter)
         if separator := _SEPARATOR.fullmatch(first):  # a line for Excel
             self.start += len(first.encode())
             line = 2
             self._delimiter = separator[1]
-        else:
-            self._delimiter = delimiter_of(first, self.expected_delimiter)
         if self._delimiter != self.expected_delimiter:
             log.info(
                 "%s: fields are separated by %r, not %r, as its header shows",
@@ -71,27 +76,15 @@ class DelimitedFile(TextFormat):
         for number, line, cells in self._records(start, self._first_line):
             if number >= stop:
                 return
-            if isinstance(cells, BadRecord):
-                yield number, line, cells
-            elif len(cells) != len(self.columns):
-                reason = f"the number of cells is {len(cells):,d}, and the header has {len(self.columns):,d}"
-                yield number, line, BadRecord(reason)
-            else:
-                yield number, line, self._as_record(cells)
-
-    def read(self, number: int) -> Any:
-        """Return one record again."""
-        assert self.columns is not None
-        # Most records are one line. In that of a longer one a quote stays open.
-        cells = self._cells(self.line_at(number))
-        if not isinstance(cells, BadRecord) and len(cells) == len(self.columns):
-            return self._as_record(cells)
-        return super().read(number)
-
-    def _as_record(self, cells: list[str]) -> dict[str, str | None]:
-        assert self.columns is not None
-        values = [cell or None for cell in cells]
-        return dict(zip(self.columns, values, strict=True))
+            record: Any = cells
+            if not isinstance(cells, BadRecord) and len(cells) != len(self.columns):
+                record = BadRecord(
+                    f"the number of cells is {len(cells):,d}, and the header has {len(self.columns):,d}"
+                )
+            elif not isinstance(cells, BadRecord):
+                values = [cell or None for cell in cells]
+                record = dict(zip(self.columns, values, strict=True))
+            yield number, line, record
 
     def _records(
         self, start: int, number: int
@@ -100,33 +93,32 @@ class DelimitedFile(TextFormat):
 
         An unclosed quote would take the records after it, so a record that cannot be parsed ends with its first line.
         """
-        with self.open_at(start) as file:
-            while line := file.readline(MAX_RECORD_BYTES + 1):
-                size = len(line)
-                num_lines = 1
-                cells: list[str] | BadRecord
-                if size > MAX_RECORD_BYTES:
-                    size += 0 if line.endswith(b"\n") else rest_of_line(file)
-                    cells = BadRecord(
-                        f"a line of more than {MAX_RECORD_BYTES:,d} bytes"
-                    )
-                else:
-                    cells = self._cells(line)
-                    if isinstance(cells, BadRecord) and line.count(b'"') % 2:
-                        lines, cells = self._quoted(file, line, cells)
-                        num_lines = len(lines)
-                        size = sum(map(len, lines))
-                        file.seek(start + size)
-                    is_wrong = isinstance(cells, BadRecord) or (
-                        self.columns and len(cells) != len(self.columns)
-                    )
-                    if self._delimiter == "\t" and is_wrong:
-                        # Many TSV files do not use quoting; a quote is an ordinary character there.
-                        cells = self._cells(line, quoting=csv.QUOTE_NONE)
-                if line.strip(b" \r\n"):
-                    yield start, number, cells
-                start += size
-                number += num_lines
+        file = self.open_at(start)
+        while line := file.readline(MAX_RECORD_BYTES + 1):
+            size = len(line)
+            num_lines = 1
+            cells: list[str] | BadRecord
+            if size > MAX_RECORD_BYTES:
+                size += 0 if line.endswith(b"\n") else rest_of_line(file)
+                cells = too_long()
+            else:
+                cells = self._cells(line)
+                if isinstance(cells, BadRecord) and line.count(b'"') % 2:
+                    lines, cells = self._quoted(file, line, cells)
+                    num_lines = len(lines)
+                    size = sum(map(len, lines))
+                    if num_lines == 1:  # the lines behind it are records
+                        file = self.open_at(start + size)
+                is_wrong = isinstance(cells, BadRecord) or (
+                    self.columns and len(cells) != len(self.columns)
+                )
+                if self._delimiter == "\t" and is_wrong:
+                    # Many TSV files do not use quoting; a quote is an ordinary character there.
+                    cells = self._cells(line, quoting=csv.QUOTE_NONE)
+            if line.strip(b" \r\n"):
+                yield start, number, cells
+            start += size
+            number += num_lines
 
     def _quoted(
         self, file: BinaryIO, first: bytes, problem: BadRecord

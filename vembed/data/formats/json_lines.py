@@ -10,26 +10,26 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from vembed.data.examples import BadRecord
-from vembed.data.formats.base import (
-    MAX_RECORD_BYTES,
-    PIECE_BYTES,
-    Format,
-    Row,
-    TextFormat,
-)
+from vembed.data.formats.base import Format, LineFormat, Row, TextFormat
 from vembed.errors import UserError
 
-PART_BYTES = 32 * 2**20
-"""Bytes of a large file that one process of the first pass reads at a time."""
 MAX_ARRAY_BYTES = 2**30
 """Largest file with a JSON array, which has to be read whole."""
+HEAD_BYTES = 2**16
 
 _AROUND = " \t\r\n\ufeff"
 """Characters around a record that belong to no record."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class JsonLines(TextFormat):
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number in JSON")
+
+
+_decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
+
+
+class JsonLines(LineFormat):
     """A file with one JSON object per line. Blank lines are ignored."""
 
     endings: ClassVar[tuple[str, ...]] = (".jsonl", ".ndjson", ".json")
@@ -38,35 +38,13 @@ class JsonLines(TextFormat):
     @classmethod
     def open(cls, path: Path) -> Format:
         """Return the reader of a file: as an array if it is one."""
-        return JsonArray(path) if is_array(path) else cls(path)
+        return JsonArray(path) if _is_array(path) else cls(path)
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self._decode = json.JSONDecoder(parse_constant=_refuse_constant).raw_decode
-
-    def parts(self) -> list[range]:
-        """Return parts of equal size."""
-        numbers = range(self.start, self.stop)
-        starts = range(0, max(len(numbers), 1), PART_BYTES)
-        return [numbers[start : start + PART_BYTES] for start in starts]
-
-    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
-        """Yield the records whose lines begin in a range."""
-        for position, number, line in self.lines(start, stop):
-            if len(line) > MAX_RECORD_BYTES:
-                reason = f"a line of more than {MAX_RECORD_BYTES:,d} bytes"
-                yield position, number, BadRecord(reason)
-            elif not line.isspace():
-                yield position, number, self._record(line)
-
-    def read(self, number: int) -> Any:
-        """Return one record again."""
-        return self._record(self.line_at(number))
-
-    def _record(self, line: bytes) -> Any:
+    def record(self, line: bytes) -> Any:
+        """See LineFormat."""
         try:
             text = line.decode().strip(_AROUND)
-            record, end = self._decode(text)
+            record, end = _decode(text)
         except UnicodeDecodeError as error:
             return BadRecord(f"not UTF-8 (byte {error.start + 1:,d} of the line)")
         except json.JSONDecodeError as error:
@@ -85,14 +63,8 @@ class JsonLines(TextFormat):
         return record
 
 
-class JsonArray(JsonLines):
+class JsonArray(TextFormat):
     """A file with one JSON array of objects. A pass parses it whole; later its records are read by position."""
-
-    endings: ClassVar[tuple[str, ...]] = ()
-
-    def parts(self) -> list[range]:
-        """Return one part."""
-        return [range(self.start, self.stop)]
 
     def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
         """Yield all records in order. Raise UserError on a syntax error, since the next record cannot be located."""
@@ -121,11 +93,9 @@ class JsonArray(JsonLines):
             line += text.count("\n", counted, at)
             counted = at
             try:
-                record, at = self._decode(text, at)
-            except json.JSONDecodeError as error:
-                self._refuse(text, error.pos, error.msg)
+                record, at = _decode(text, at)
             except (RecursionError, ValueError) as error:
-                self._refuse(text, at, error)
+                self._refuse(text, getattr(error, "pos", at), error)
             yield number, line, record
             at = _past_space(text, at)
             if not text.startswith((",", "]"), at):
@@ -143,7 +113,7 @@ class JsonArray(JsonLines):
             data = os.pread(self._file, size, number)
             try:
                 # A character may be cut at the end; the record before it is whole.
-                return self._decode(data.decode(errors="ignore"))[0]
+                return _decode(data.decode(errors="ignore"))[0]
             except (ValueError, RecursionError) as error:
                 if len(data) < size:
                     return BadRecord(f"not JSON ({error})")
@@ -157,10 +127,10 @@ class JsonArray(JsonLines):
         )
 
 
-def is_array(path: Path) -> bool:
+def _is_array(path: Path) -> bool:
     """Return whether a file is one JSON array, and not lines of which the first is a list that is no record."""
     with path.open("rb") as file:
-        head = file.read(PIECE_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+        head = file.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
     first, _, following = head.partition(b"\n")
     if not first.startswith(b"["):
         return False
@@ -175,7 +145,3 @@ def is_array(path: Path) -> bool:
 def _past_space(text: str, at: int) -> int:
     match = _SPACE.match(text, at)
     return match.end() if match else at
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number in JSON")

@@ -10,7 +10,7 @@ from typing import Any
 
 from vembed.config.paths import is_hub_dataset
 from vembed.data.columns import Columns, guess_mapping
-from vembed.data.formats.base import FILE_BITS, Block, Format
+from vembed.data.formats.base import FILE_BITS, Format, Row
 from vembed.data.formats.class_folders import class_records
 from vembed.data.formats.copies import (
     CODECS,
@@ -59,6 +59,11 @@ class SeveralFiles(Format):
         """Each file is opened again."""
         return SeveralFiles, (self.name, self.readers)
 
+    @property
+    def stop(self) -> int:
+        """Number behind the last one."""
+        return len(self.readers) << FILE_BITS
+
     def parts(self) -> list[range]:
         """Return the parts of all files."""
         parts = []
@@ -68,28 +73,27 @@ class SeveralFiles(Format):
                 parts.append(range(part.start + shift, part.stop + shift))
         return parts
 
-    def blocks(
-        self, start: int | None = None, stop: int | None = None
-    ) -> Iterator[Block]:
-        """Yield the rows of one file in blocks; without `start` those of all files."""
+    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
+        """Yield the rows of a part of one file; without `start` those of all files."""
         if start is None or stop is None:
-            for number, reader in enumerate(self.readers):
-                for block in reader.blocks():
-                    yield block.moved(number << FILE_BITS)
+            for file, reader in enumerate(self.readers):
+                shift = file << FILE_BITS
+                for number, line, record in reader.rows():
+                    yield number + shift, line + shift, record
             return
         reader, start, shift = self._located(start)
-        for block in reader.blocks(start, stop - shift):
-            yield block.moved(shift)
-
-    def read(self, number: int) -> Any:
-        """Return one record again."""
-        reader, number, _ = self._located(number)
-        return reader.read(number)
+        for number, line, record in reader.rows(start, stop - shift):
+            yield number + shift, line + shift, record
 
     def where(self, line: int) -> str:
         """Return the name of a record for messages."""
         reader, line, _ = self._located(line)
         return reader.where(line)
+
+    def read(self, number: int) -> Any:
+        """Return one record again."""
+        reader, number, _ = self._located(number)
+        return reader.read(number)
 
     def num_lines(self, part: range) -> int:
         """Return the number of lines of a part."""
@@ -130,9 +134,9 @@ def open_reader(path: str, columns: Columns | None, role: Role, cache: Path) -> 
         try:
             columns.check(reader.columns)
         except UserError as error:
-            is_odd = not guess_mapping(reader.columns, ("query", "positive"))
             hint = ""
-            if is_odd and reader.numbers_are_text:
+            guesses = guess_mapping(reader.columns, ("query", "positive"))
+            if reader.numbers_are_text and not guesses:
                 hint = (
                     "; the first line of the file is taken for the names of the columns"
                 )
@@ -158,8 +162,7 @@ def _readers(path: str, role: Role, cache: Path) -> list[Format]:
         ) from None
     except (OSError, ValueError, RuntimeError) as error:
         # A symlink loop, a NUL character, or an unknown home folder.
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"{path} cannot be read: {reason}") from error
+        raise UserError(f"{path} cannot be read: {error}") from error
     if stat.S_ISDIR(status.st_mode):
         return _open_folder(file, role, cache)
     if not stat.S_ISREG(status.st_mode):

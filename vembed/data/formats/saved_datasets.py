@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +16,6 @@ from vembed.data.messages import listed
 from vembed.errors import UserError
 
 log = logging.getLogger("vembed")
-
-CHUNK_BYTES = 8 * 2**20
-CHUNK_ROWS = 1024
-"""Bytes and rows that are read at a time."""
 
 Role = Literal["train", "validation"]
 _SPLITS: dict[Role, tuple[str, ...]] = {
@@ -40,31 +36,20 @@ class SavedDataset(ArrowRows):
         self.columns = tuple(dataset.column_names)
         paths = [Path(entry["filename"]) for entry in dataset.cache_files]
         self._files = {path: path.stat() for path in paths}
-        self._rows = dataset.with_format("arrow")
+        self._table = dataset.with_format("arrow")[:]
 
-    @property
-    def stop(self) -> int:
-        """Number of rows."""
-        return len(self._rows)
+    def table(self) -> pa.Table:
+        """Return the rows, if their files are whole."""
+        refuse_truncated(self._files)
+        return self._table
 
     def select(self, columns: Sequence[str]) -> None:
         """Read only these columns from now on."""
-        self._rows = self._rows.select_columns(list(columns)).with_format("arrow")
+        self._table = self._table.select(columns)
 
     def files(self) -> Sequence[Path]:
         """Return the files that the records come from."""
         return list(self._files)
-
-    def batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """Yield rows. The first ones tell how large the next chunk may be."""
-        num_rows = 32
-        while start < stop:
-            refuse_truncated(self._files)
-            table = self._rows[start : min(start + num_rows, stop)]
-            yield from table.to_batches()
-            start += table.num_rows
-            row_bytes = max(1, table.nbytes // max(1, table.num_rows))
-            num_rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // row_bytes))
 
 
 def is_saved_dataset(path: Path) -> bool:

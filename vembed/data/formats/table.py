@@ -25,13 +25,10 @@ def check_formats(formats: tuple[type[Format], ...]) -> dict[str, type[Format]]:
     by_ending: dict[str, type[Format]] = {}
     for form in formats:
         where = f"format {form.__name__} of {form.__module__}"
-        for declaration in ("endings", "title"):
-            if not getattr(form, declaration):
-                raise TypeError(f"{where} declares no `{declaration}`")
-        if form.rows is Format.rows and form.blocks is Format.blocks:
-            raise TypeError(f"{where} has no method `rows`")
-        if form.stop is Format.stop:
-            raise TypeError(f"{where} has no property `stop`")
+        missing = [name for name in ("endings", "title") if not getattr(form, name)]
+        missing += sorted(form.__abstractmethods__)
+        if missing:
+            raise TypeError(f"{where} declares no `{'`, `'.join(missing)}`")
         for ending in form.endings:
             if not ending.startswith(".") or ending != ending.lower():
                 raise TypeError(f"{where}: write the ending {ending!r} as '.name'")

@@ -84,6 +84,7 @@ _BROKEN = (
     OverflowError,
     MemoryError,
     struct.error,
+    zlib.error,
 )
 # EXIF orientation values.
 _TURNS = {
@@ -152,12 +153,14 @@ def check_image(image: ImageRef) -> None:
     if _is_address(image):
         return
     try:
-        with _named(image), _opened(image) as file:
-            with _parsed(file) as picture:
-                if picture.format == "PNG":
-                    picture.verify()  # by its checksums; after that it can only be opened again
-                    file.seek(0)
-            with _parsed(file) as picture:
+        with _opened(image) as picture:
+            is_png = picture.format == "PNG"
+            if is_png:
+                picture.verify()  # by its checksums; after that it can only be opened again
+            else:
+                picture.load()
+        if is_png:
+            with _opened(image) as picture:
                 picture.load()
     except UserError as error:
         raise BadRecord(str(error)) from error
@@ -168,7 +171,7 @@ def load_image(image: ImageRef) -> Image.Image:
 
     An address is fetched; without `allow_image_urls` no ImageRef holds one.
     """
-    with _named(image), _opened(image) as file, _parsed(file) as picture:
+    with _opened(image) as picture:
         turn = _turn(picture)
         picture.load()
         return _rgb(picture if turn is None else picture.transpose(turn))
@@ -176,7 +179,7 @@ def load_image(image: ImageRef) -> Image.Image:
 
 def image_size(image: ImageRef) -> tuple[int, int]:
     """Return width and height of the image that `load_image` returns, from the file's header only."""
-    with _named(image), _opened(image) as file, _parsed(file) as picture:
+    with _opened(image) as picture:
         width, height = picture.size
         return (height, width) if _turn(picture) in _SIDEWAYS else (width, height)
 
@@ -186,10 +189,41 @@ def _is_in(path: str, folder: str) -> bool:
 
 
 @contextmanager
-def _named(image: ImageRef) -> Iterator[None]:
-    """Convert Pillow's errors on broken files to a UserError with the image's name."""
+def _opened(image: ImageRef) -> Iterator[Image.Image]:
+    """Open an image, if it has a size that is read. Errors, also Pillow's on broken files, become a UserError with the
+    image's name."""
+    file: BinaryIO
     try:
-        yield
+        if image.path is None:
+            file = io.BytesIO(image.data or b"")
+        elif _is_address(image):
+            file = io.BytesIO(_fetch(image.path))
+        else:
+            # Opening a pipe would block forever.
+            if not stat.S_ISREG(Path(image.path).stat().st_mode):
+                raise UserError("is not a regular file")
+            file = Path(image.path).open("rb")  # noqa: SIM115 - closed below
+        with file:
+            size = file.seek(0, io.SEEK_END)
+            file.seek(0)
+            if size == 0:
+                raise UserError("is empty")
+            if size > MAX_BYTES:
+                raise UserError(
+                    f"has {size:,d} bytes, and at most {MAX_BYTES:,d} are read: scale it down"
+                )
+            with Image.open(file, formats=_formats()) as picture:
+                if picture.width * picture.height > MAX_PIXELS:
+                    raise Image.DecompressionBombError
+                is_tiff = picture.mode == "I" and picture.format == "TIFF"
+                if picture.mode == "F" or is_tiff:
+                    kind = (
+                        "floating-point" if picture.mode == "F" else "signed or 32-bit"
+                    )
+                    raise UserError(
+                        f"has {kind} pixels, whose range is unknown: convert it to 8 bits"
+                    )
+                yield picture
     except UserError as error:
         raise UserError(f"{image_name(image)} {error}") from error
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -205,7 +239,7 @@ def _named(image: ImageRef) -> Iterator[None]:
         ) from error
     except FileNotFoundError as error:
         raise UserError(f"{image_name(image)} does not exist") from error
-    except (*_BROKEN, zlib.error) as error:
+    except _BROKEN as error:
         reason = str(error) or type(error).__name__
         if isinstance(error, OSError) and error.strerror:
             reason = error.strerror
@@ -220,44 +254,6 @@ def image_name(image: ImageRef) -> str:
     if image.path is not None:
         name = printable(image.path, 300)
     return f"image {name} ({image.where})" if image.where else f"image {name}"
-
-
-@contextmanager
-def _opened(image: ImageRef) -> Iterator[BinaryIO]:
-    """Open the encoded image, if it has a size that is read."""
-    file: BinaryIO
-    if image.path is None:
-        file = io.BytesIO(image.data or b"")
-    elif _is_address(image):
-        file = io.BytesIO(_fetch(image.path))
-    else:
-        # Opening a pipe would block forever.
-        if not stat.S_ISREG(Path(image.path).stat().st_mode):
-            raise UserError("is not a regular file")
-        file = Path(image.path).open("rb")  # noqa: SIM115 - closed below
-    with file:
-        size = file.seek(0, io.SEEK_END)
-        file.seek(0)
-        if size == 0:
-            raise UserError("is empty")
-        if size > MAX_BYTES:
-            raise UserError(
-                f"has {size:,d} bytes, and at most {MAX_BYTES:,d} are read: scale it down"
-            )
-        yield file
-
-
-@contextmanager
-def _parsed(file: BinaryIO) -> Iterator[Image.Image]:
-    with Image.open(file, formats=_formats()) as picture:
-        if picture.width * picture.height > MAX_PIXELS:
-            raise Image.DecompressionBombError
-        if picture.mode == "F" or (picture.mode == "I" and picture.format == "TIFF"):
-            kind = "floating-point" if picture.mode == "F" else "signed or 32-bit"
-            raise UserError(
-                f"has {kind} pixels, whose range is unknown: convert it to 8 bits"
-            )
-        yield picture
 
 
 @functools.cache
@@ -278,7 +274,7 @@ def _turn(picture: Image.Image) -> Image.Transpose | None:
         return None  # `getexif` would decode the pixels to read metadata after them
     try:
         orientation = picture.getexif().get(ExifTags.Base.Orientation)
-    except (*_BROKEN, zlib.error):  # damaged metadata does not make the image invalid
+    except _BROKEN:  # damaged metadata does not make the image invalid
         return None
     return _TURNS.get(orientation) if isinstance(orientation, int) else None
 

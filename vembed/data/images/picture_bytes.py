@@ -37,24 +37,26 @@ class Resizing:
 
     def __call__(self, picture: Image.Image) -> Arrays:
         """Return the resized and cropped image."""
-        if self.size:
-            picture = resized(picture, *self._height_and_width(picture), self.resample)
-        planes_HCW = np.frombuffer(picture.tobytes("raw", "RGB;L"), np.uint8).reshape(
-            picture.height, 3, picture.width
-        )
-        planes_CHW = planes_HCW.transpose(1, 0, 2)
+        if "shortest_edge" in self.size:
+            short = self.size["shortest_edge"]
+            long = int(short * max(picture.size) / min(picture.size))
+            is_high = picture.width <= picture.height
+            height, width = (long, short) if is_high else (short, long)
+            picture = resized(picture, height, width, self.resample)
+        elif self.size:
+            height = self.size["height"]
+            picture = resized(picture, height, self.size["width"], self.resample)
         if self.crop is not None:
-            planes_CHW = _cropped(planes_CHW, *self.crop)
-        return {
-            PIXELS: np.array(planes_CHW, order="C")[None]
-        }  # `tobytes` gives memory that cannot be written
-
-    def _height_and_width(self, picture: Image.Image) -> tuple[int, int]:
-        if "shortest_edge" not in self.size:
-            return self.size["height"], self.size["width"]
-        short = self.size["shortest_edge"]
-        long = int(short * max(picture.size) / min(picture.size))
-        return (long, short) if picture.width <= picture.height else (short, long)
+            height, width = self.crop
+            top = (picture.height - height) // 2
+            left = (picture.width - width) // 2
+            # What lies outside of a smaller image is black.
+            picture = picture.crop((left, top, left + width, top + height))
+        lines = np.frombuffer(picture.tobytes("raw", "RGB;L"), np.uint8)
+        planes_HCW = lines.reshape(picture.height, 3, picture.width)
+        # A copy: `tobytes` gives memory that cannot be written.
+        planes_CHW = np.array(planes_HCW.transpose(1, 0, 2), order="C")
+        return {PIXELS: planes_CHW[None]}
 
 
 @dataclass(frozen=True)
@@ -130,16 +132,3 @@ def resized(
     if picture.size == (width, height):
         return picture
     return picture.resize((width, height), resample=resample)
-
-
-def _cropped(planes_CHW: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Return the middle; a smaller image gets a black border."""
-    borders = [(0, 0)]
-    for has, wanted in zip(planes_CHW.shape[1:], (height, width), strict=True):
-        missing = max(wanted - has, 0)
-        borders.append((math.ceil(missing / 2), missing // 2))
-    if any(map(any, borders)):
-        planes_CHW = np.pad(planes_CHW, borders)
-    top = (planes_CHW.shape[1] - height) // 2
-    left = (planes_CHW.shape[2] - width) // 2
-    return planes_CHW[:, top : top + height, left : left + width]

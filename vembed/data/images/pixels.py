@@ -1,17 +1,27 @@
-"""Pixels: images processed by the model's own image processor, decoded on demand and cached."""
+"""Pixels: images processed by the model's own image processor, decoded on demand and cached.
+
+A processor is taken apart into two halves: bytes made on the host's cores, and numbers made on the device. The
+processors of Transformers convert every image to float32 on the host, in Python that holds the interpreter's lock for
+most of the time. A recipe does the same with the same result: resizing and cropping leave 8 bits per value, which are
+kept and moved, and scale and mean are applied to whole micro-batches where the model computes. A recipe is used only if
+it reproduces the processor bit by bit on test images.
+"""
 
 from __future__ import annotations
 
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch import Tensor
 
 from vembed.cores import num_cores
 from vembed.data.examples import ImageRef
@@ -21,9 +31,10 @@ from vembed.data.images.picture_bytes import (
     PIXELS,
     Arrays,
     FirstHalf,
+    Patching,
     ProcessorCode,
+    Resizing,
 )
-from vembed.data.images.pixel_recipe import Processed, find_recipe
 from vembed.errors import UserError
 from vembed.models.families.backbones import read_config
 from vembed.models.families.description import ModelDescription
@@ -31,6 +42,10 @@ from vembed.models.processors import load_image_processor
 
 CONVOLUTION_STRIDE = 32
 """Total stride in pixels of a convolutional network whose config has no patch size."""
+_PROBES = ((64, 48), (48, 64), (211, 90))
+"""Width and height of the test images: to be enlarged, to be reduced, and to be cropped."""
+
+Processed = dict[str, Tensor]
 
 
 def blank_image(width: int = 32, height: int = 32) -> ImageRef:
@@ -64,15 +79,12 @@ class Pixels:
         self._patch_size = CONVOLUTION_STRIDE
         if vision.get("patch_size") is not None:
             self._patch_size = int(vision["patch_size"]) * 2**num_halvings
-        self._first: FirstHalf = ProcessorCode(self._processor, {})
-        if self._recipe is not None:
-            self._first = self._recipe.first
         self._kept: OrderedDict[ImageRef, Arrays] = OrderedDict()
         self._cache_bytes = cache_bytes
         self._num_bytes = 0
         """Of all images that are kept."""
         self._num_decoders = decoders or num_cores()
-        self.decoders = Decoders(self._first, self._num_decoders)
+        self.decoders = Decoders(self._recipe.first, self._num_decoders)
         self._decoding: dict[ImageRef, Decoding] = {}
         self._bytes_of_one = 1
         """Of the last image that was made."""
@@ -85,17 +97,39 @@ class Pixels:
 
     def stack(self, images: Sequence[ImageRef]) -> Processed:
         """Return the images' tensors, concatenated along the first dimension. `finished` gives what the model takes."""
-        made = self._all(images)
+        self.decode_ahead(images)
+        with self._lock:
+            entries = [
+                self._kept.get(image) or self._decoding.get(image) for image in images
+            ]
+        made: dict[ImageRef, Arrays] = {}
+        image = None
+        try:
+            for image, entry in zip(images, entries, strict=True):
+                # Not begun where more is being decoded than the cache holds, or where it was pushed out just now.
+                begun = self.decoders.start([image])[0] if entry is None else entry
+                made[image] = begun.wait() if isinstance(begun, Decoding) else begun
+        finally:
+            with self._lock:
+                for done in (*made, image):
+                    self._decoding.pop(done, None)  # type: ignore[arg-type]
+                for done, arrays in made.items():
+                    if done not in self._kept:
+                        self._bytes_of_one = max(_size(arrays), 1)
+                        self._num_bytes += self._bytes_of_one
+                    self._kept[done] = arrays
+                    self._kept.move_to_end(done)
+                while self._num_bytes > self._cache_bytes:
+                    self._num_bytes -= _size(self._kept.popitem(last=False)[1])
+        ordered = [made[image] for image in images]
         # By NumPy, in the calling thread: PyTorch would wake a team of threads beside those that decode.
         return {
-            name: torch.from_numpy(np.concatenate([arrays[name] for arrays in made]))
-            for name in made[0]
+            name: torch.from_numpy(np.concatenate([arrays[name] for arrays in ordered]))
+            for name in ordered[0]
         }
 
     def finished(self, stacked: Processed) -> Processed:
         """Return the stacked tensors as the model takes them: bytes become numbers, on the device where they are."""
-        if self._recipe is None or stacked[PIXELS].dtype != torch.uint8:
-            return stacked
         return self._recipe.finished(stacked)
 
     def decode_ahead(self, images: Sequence[ImageRef]) -> None:
@@ -145,41 +179,139 @@ class Pixels:
 
     def alone(self, image: ImageRef) -> Processed:
         """Return the tensors of one image as the model takes them, decoded in the calling thread."""
-        return self.finished(
-            {
-                name: torch.from_numpy(array)
-                for name, array in self._first(load_image(image)).items()
-            }
-        )
-
-    def _all(self, images: Sequence[ImageRef]) -> list[Arrays]:
-        """Return what was made of each image, and keep it."""
-        self.decode_ahead(images)
-        with self._lock:
-            entries = [
-                self._kept.get(image) or self._decoding.get(image) for image in images
-            ]
-        made: dict[ImageRef, Arrays] = {}
-        image = None
-        try:
-            for image, entry in zip(images, entries, strict=True):
-                # Not begun where more is being decoded than the cache holds, or where it was pushed out just now.
-                begun = self.decoders.start([image])[0] if entry is None else entry
-                made[image] = begun.wait() if isinstance(begun, Decoding) else begun
-        finally:
-            with self._lock:
-                for done in (*made, image):
-                    self._decoding.pop(done, None)  # type: ignore[arg-type]
-                for done, arrays in made.items():
-                    if done not in self._kept:
-                        self._bytes_of_one = max(_size(arrays), 1)
-                        self._num_bytes += self._bytes_of_one
-                    self._kept[done] = arrays
-                    self._kept.move_to_end(done)
-                while self._num_bytes > self._cache_bytes:
-                    self._num_bytes -= _size(self._kept.popitem(last=False)[1])
-        return [made[image] for image in images]
+        return self.finished(self._recipe.halfway(load_image(image)))
 
 
 def _size(arrays: Arrays) -> int:
     return sum(array.nbytes for array in arrays.values())
+
+
+# ---- recipes -------------------------------------------------------------------------------------------------------
+
+
+class Scale:
+    """The elementwise half of a processor: (value / divisor - mean) / deviation, in float32."""
+
+    def __init__(self, divisor: Any, mean: Any, deviation: Any) -> None:
+        """One number or one of each channel. They become tensors: PyTorch multiplies by the inverse of a plain number,
+        which rounds differently."""
+        terms = []
+        for term in (divisor, mean, deviation):
+            values = np.asarray(term, np.float32).reshape(1, -1, 1, 1)
+            terms.append(torch.from_numpy(values))
+        self._on_device = {torch.device("cpu"): terms}
+
+    def apply(self, values: Tensor) -> Tensor:
+        """Return the numbers of uint8 values [n, channels, a, b] as contiguous float32."""
+        device = values.device
+        if device not in self._on_device:
+            # Copied once, since every copy waits for the device.
+            terms = self._on_device[torch.device("cpu")]
+            self._on_device[device] = [term.to(device) for term in terms]
+        divisor, mean, deviation = self._on_device[device]
+        floats = values.to(torch.float32, memory_format=torch.contiguous_format)
+        return floats.div_(divisor).sub_(mean).div_(deviation)
+
+
+@dataclass(frozen=True)
+class PixelRecipe:
+    """Both halves of an image processor. The first makes [1, channels, height, width] of an image, or, of one of any
+    size as Qwen-VL takes it, [patches, channels, n]."""
+
+    first: FirstHalf
+    scale: Scale | None
+    """None: the first half makes numbers, and there is no second one."""
+    frames: int | None = None
+    """Where patches are made: an image is a film of so many equal frames, next to each other in a patch."""
+
+    def halfway(self, picture: Image.Image) -> Processed:
+        """Return the pixels of one RGB image as uint8, and its other tensors."""
+        arrays = self.first(picture)
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+    def finished(self, halfway: Mapping[str, Tensor]) -> Processed:
+        """Return what the processor itself would have returned, on the device of `halfway`, for one or more images."""
+        if self.scale is None:
+            return dict(halfway)
+        pixels = halfway[PIXELS]
+        if self.frames is None:
+            scaled = self.scale.apply(pixels)
+        else:
+            # [patches, channels, n] to [patches, channels * frames * n]
+            scaled = self.scale.apply(pixels[:, :, None, :])
+            scaled = scaled.expand(-1, -1, self.frames, -1).flatten(1)
+        return {**halfway, PIXELS: scaled}
+
+
+def find_recipe(processor: Any) -> PixelRecipe:
+    """Return the recipe that gives what the processor gives: its own code where it cannot be taken apart."""
+    settings = processor.to_dict()
+    pictures = []
+    for width, height in _PROBES:
+        draw = np.random.default_rng(width)
+        values = draw.integers(0, 256, (height, width, 3), np.uint8)
+        # Every value of a byte in every channel.
+        values.reshape(-1, 3)[:256] = np.arange(256, dtype=np.uint8)[:, None]
+        pictures.append(Image.fromarray(values))
+    for first, frames in _first_halves(processor, settings):
+        for scale in _scales(settings):
+            recipe = PixelRecipe(first, scale, frames)
+            if all(_agrees(recipe, processor, picture) for picture in pictures):
+                return recipe
+    return PixelRecipe(ProcessorCode(processor, {}), None)
+
+
+def _first_halves(
+    processor: Any, settings: Mapping[str, Any]
+) -> Iterator[tuple[FirstHalf, int | None]]:
+    """Yield what may be the processor's first half, with the number of frames where it makes patches."""
+    size = dict(settings.get("size") or {})
+    resample = Image.Resampling(
+        int(settings.get("resample") or Image.Resampling.NEAREST)
+    )
+    if "temporal_patch_size" in settings:
+        area = (int(size["shortest_edge"]), int(size["longest_edge"]))
+        patch_size = int(settings["patch_size"])
+        merge_size = int(settings["merge_size"])
+        frames = int(settings["temporal_patch_size"])
+        yield Patching(area, resample, patch_size, merge_size), frames
+        return
+    if not settings.get("do_resize"):
+        size = {}
+    crop = None
+    if settings.get("do_center_crop"):
+        crop_size = dict(settings.get("crop_size") or {})
+        crop = (crop_size["height"], crop_size["width"])
+    if set(size) in (set(), {"shortest_edge"}, {"height", "width"}):
+        yield Resizing(size, resample, crop), None
+    # The processors that resize with torchvision, and those with rules of their own.
+    if "patch_size" not in settings:
+        options = {"do_rescale": False, "do_normalize": False}
+        yield ProcessorCode(processor, options), None
+
+
+def _scales(settings: Mapping[str, Any]) -> Sequence[Scale]:
+    """Return the ways in which processors compute the same formula, with different rounding."""
+    factor = float(settings["rescale_factor"]) if settings.get("do_rescale") else 1.0
+    normalizes = bool(settings.get("do_normalize"))
+    mean = np.asarray(settings["image_mean"] if normalizes else 0.0, np.float64)
+    deviation = np.asarray(settings["image_std"] if normalizes else 1.0, np.float64)
+    # The processors that use torchvision put the factor into mean and deviation, in float32.
+    fused = (
+        np.float32(values) * np.float32(1 / factor) for values in (mean, deviation)
+    )
+    return Scale(1 / factor, mean, deviation), Scale(1.0, *fused)
+
+
+def _agrees(recipe: PixelRecipe, processor: Any, picture: Image.Image) -> bool:
+    """Return whether both give the same bits for a picture."""
+    halfway = recipe.halfway(picture)
+    if halfway[PIXELS].dtype != torch.uint8:
+        return False
+    tensors = recipe.finished(halfway)
+    wanted = dict(processor(images=[picture], return_tensors="pt"))
+    return tensors.keys() == wanted.keys() and all(
+        wanted[name].dtype == tensors[name].dtype
+        and torch.equal(wanted[name], tensors[name])
+        for name in wanted
+    )

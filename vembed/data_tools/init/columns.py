@@ -67,16 +67,14 @@ class ColumnFacts:
     """Share of different values."""
     questions: float
     """Share of values that end with a question mark."""
-    paths: float
-    """Share of values that look like paths of images."""
+    has_paths: bool
+    """More than half of the values look like paths of images."""
     is_text: bool
     """Texts or paths, not numbers, dates or ids."""
 
-    @property
-    def printable(self) -> str:
-        """Return name and an example for a menu."""
-        short = " ".join(self.example.split())
-        return f"{self.name}: {short if len(short) <= 60 else short[:57] + '...'}"
+    def part(self, role: str) -> str:
+        """Return what the column is as the query or the positive. A column of paths holds images."""
+        return f"{role}_image" if self.has_paths else role
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,33 +104,28 @@ def guess(
     unassigned = list(missing)
     # The part with the clearer evidence is chosen first, so that it does not lose its column to the other.
     while unassigned and open_columns:
-        scored = []
-        for index, column in enumerate(open_columns):
-            for role in unassigned:
-                # Of equal scores the earlier column.
-                scored.append((_score(column, role, longest), -index, role))
-        _, index, role = max(scored, key=lambda entry: entry[:2])
-        best = open_columns[-index]
-        mapping[best.name] = f"{role}_image" if best.paths > 0.5 else role
+        pairs = [(column, role) for column in open_columns for role in unassigned]
+        # Of equal scores the earlier column.
+        best, role = max(pairs, key=lambda pair: _score(pair[0], pair[1], longest))
+        mapping[best.name] = best.part(role)
         why = ["the only text column left"] if len(open_columns) == 1 else []
         if _named(best.name, role):
             why.append("its name")
         if role == "query" and best.questions > 0.3:
             why.append(f"{best.questions:.0%} end with a question mark")
-        if best.paths > 0.5:
+        if best.has_paths:
             why.append("paths of images")
         why.append(f"{best.mean_length:,.0f} characters on average")
         reasons[best.name] = ", ".join(why)
         open_columns.remove(best)
         unassigned.remove(role)
-    in_file_order = {}
-    for column in candidates:
-        if column.name in mapping:
-            in_file_order[column.name] = mapping[column.name]
-    roles = ("query", "positive")
-    candidates.sort(
-        key=lambda column: -max(_score(column, role, longest) for role in roles)
-    )
+    names = [column.name for column in candidates if column.name in mapping]
+
+    def best_score(column: ColumnFacts) -> float:
+        return max(_score(column, role, longest) for role in ("query", "positive"))
+
+    candidates.sort(key=best_score, reverse=True)
+    in_file_order = {name: mapping[name] for name in names}
     return Guess(in_file_order, reasons, tuple(candidates))
 
 
@@ -146,9 +139,9 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
         if isinstance(entry, str) and entry.strip():
             texts.append(entry.strip())
     if not texts:
-        return ColumnFacts(name, "", 0.0, 0.0, 0.0, 0.0, is_text=False)
+        return ColumnFacts(name, "", 0.0, 0.0, 0.0, has_paths=False, is_text=False)
     unique = len(set(texts)) / len(texts)
-    paths = mean(IMAGE_PATH.fullmatch(text) is not None for text in texts)
+    has_paths = mean(IMAGE_PATH.fullmatch(text) is not None for text in texts) > 0.5
     questions = mean(text.rstrip(" \"')").endswith(("?", "\uff1f")) for text in texts)
     letters = mean(sum(map(str.isalpha, text)) / len(text) for text in texts)
     spaced = mean(any(map(str.isspace, text)) for text in texts)
@@ -159,8 +152,8 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
     is_code = (
         spaced < 0.1 and unique > 0.9 and letters < 0.8 and not wide and length < 64
     )
-    is_text = paths > 0.5 or (letters > 0.4 and not is_id and not is_code)
-    return ColumnFacts(name, texts[0], length, unique, questions, paths, is_text)
+    is_text = has_paths or (letters > 0.4 and not is_id and not is_code)
+    return ColumnFacts(name, texts[0], length, unique, questions, has_paths, is_text)
 
 
 def _score(column: ColumnFacts, role: str, longest: float) -> float:
@@ -179,21 +172,19 @@ def _score(column: ColumnFacts, role: str, longest: float) -> float:
 def _named(name: str, role: str) -> float:
     """Return 1 if a word of the name is one of the role's, 0.8 if it begins or ends with one (Kundenfrage), else 0."""
     parts = _words(name)
-    if parts & ROLE_WORDS[role]:
+    words = ROLE_WORDS[role]
+    if parts & words:
         return 1.0
-    for word in ROLE_WORDS[role]:
-        for part in parts:
-            if len(word) > 4 and (part.startswith(word) or part.endswith(word)):
-                return 0.8
-    return 0.0
+    ends = tuple(word for word in words if len(word) > 4)
+    is_inside = any(part.startswith(ends) or part.endswith(ends) for part in parts)
+    return 0.8 if is_inside else 0.0
 
 
 def _words(name: str) -> set[str]:
     # customerQuestion -> customer question; accents are taken off, as in the lists of words.
     split = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
     letters = unicodedata.normalize("NFKD", split.casefold())
-    plain = "".join(filter(lambda letter: not unicodedata.combining(letter), letters))
-    return set(re.findall(r"[^\W_]+", plain))
+    return set(re.findall(r"[^\W_]+", re.sub(r"[\u0300-\u036f]", "", letters)))
 
 
 MOST_SHOWN = 12
@@ -215,7 +206,10 @@ def confirm(
         lines = [f"Which column is {what}?"]
         default = ""
         for number, column in enumerate(columns, 1):
-            lines.append(f"  {number}  {column.printable}")
+            short = " ".join(column.example.split())
+            if len(short) > 60:
+                short = f"{short[:57]}..."
+            lines.append(f"  {number}  {column.name}: {short}")
             if not default and guess.mapping.get(column.name, "").startswith(role):
                 default = str(number)
         lines.append(f"Number{f' [{default}]' if default else ''}: ")
@@ -223,8 +217,7 @@ def confirm(
         while not (answer.isdecimal() and 1 <= int(answer) <= len(columns)):
             answer = read(f"A number from 1 to {len(columns)}: ").strip() or default
         chosen = columns[int(answer) - 1]
-        # A column of paths holds images.
-        mapping[chosen.name] = f"{role}_image" if chosen.paths > 0.5 else role
+        mapping[chosen.name] = chosen.part(role)
     return mapping
 
 

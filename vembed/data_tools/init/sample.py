@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def read_sample(path: Path) -> FileSample:
     if not path.exists() and not is_local_pattern:
         return FileSample()
     reader = open_reader(str(path), None, "train", cache_folder())
-    rows = reader.sample(NUM_RECORDS)
+    rows = itertools.islice(reader.rows(), NUM_RECORDS)
     records = []
     for _, line, record in rows:
         if isinstance(record, dict):
@@ -78,8 +79,8 @@ def _num_records(reader: Format) -> tuple[int, bool]:
     if count is not None:
         return count, False
     if reader.stop - reader.start <= COUNTED_BYTES:
-        return sum(len(block.numbers) for block in reader.blocks()), False
-    rows = reader.sample(NUM_RECORDS)
+        return sum(1 for _ in reader.rows()), False
+    rows = list(itertools.islice(reader.rows(), NUM_RECORDS))
     seen_bytes = max(rows[-1][0] - reader.start, 1)
     return round((len(rows) - 1) * (reader.stop - reader.start) / seen_bytes), True
 

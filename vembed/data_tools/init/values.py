@@ -29,7 +29,6 @@ class ModelFacts:
     """Facts from the files of a model, read without its weights."""
 
     max_length: int
-    family: str
     tokens: Callable[[Sequence[str]], list[int]] | None
     """Lengths of texts in tokens, special ones included; None for a model without texts."""
     temperature: float | None
@@ -40,7 +39,6 @@ class ModelFacts:
 class Lengths:
     """Lengths of the texts in tokens."""
 
-    mean: float
     full: int
     """Length that 99 % of the texts do not exceed."""
     longest: int
@@ -84,38 +82,26 @@ def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:
         tokenizer = load_tokenizer(description)
 
         def tokens(texts: Sequence[str]) -> list[int]:
-            return [
-                len(ids)
-                for ids in tokenizer(list(texts), truncation=False, verbose=False)[
-                    "input_ids"
-                ]
-            ]
+            encoded = tokenizer(list(texts), truncation=False, verbose=False)
+            return list(map(len, encoded["input_ids"]))
 
-    return ModelFacts(
-        description.max_length,
-        description.family,
-        tokens,
-        _learned_temperature(Path(description.source)),
-    )
+    temperature = _learned_temperature(Path(description.source))
+    return ModelFacts(description.max_length, tokens, temperature)
 
 
 def measure(texts: Sequence[str], facts: ModelFacts | None) -> Lengths | None:
     """Return the lengths of texts; None without texts."""
     if not texts:
         return None
-    if facts is not None and facts.tokens is not None:
-        lengths = sorted(facts.tokens(texts))
+    tokens = None if facts is None else facts.tokens
+    if tokens is not None:
+        lengths = sorted(tokens(texts))
     else:
-        lengths = sorted(
-            math.ceil(len(text) / CHARACTERS_PER_TOKEN) + 2 for text in texts
-        )  # and two special tokens
-    full = lengths[min(math.ceil(FULL_SHARE * len(lengths)), len(lengths)) - 1]
-    return Lengths(
-        sum(lengths) / len(lengths),
-        full,
-        lengths[-1],
-        facts is not None and facts.tokens is not None,
-    )
+        sizes = sorted(map(len, texts))
+        # And two special tokens.
+        lengths = [math.ceil(size / CHARACTERS_PER_TOKEN) + 2 for size in sizes]
+    full = lengths[math.ceil(FULL_SHARE * len(lengths)) - 1]
+    return Lengths(full, lengths[-1], is_measured=tokens is not None)
 
 
 def fitting_length(lengths: Lengths | None, limit: int | None, usual: int) -> int:
@@ -144,21 +130,7 @@ def held_out_share(num_records: int) -> float | None:
     """Return val_split: a tenth, of large data less; None where there are too few records."""
     if num_records < SMALLEST_SPLIT:
         return None
-    return (
-        0.1
-        if num_records <= 10 * MOST_HELD_OUT
-        else float(f"{MOST_HELD_OUT / num_records:.1g}")
-    )
-
-
-def steps_between(total_steps: int) -> int | None:
-    """Return the steps between evaluations and checkpoints: about ten in a run; None for a short one."""
-    if total_steps < 50:
-        return None
-    step = total_steps / 10
-    # One digit: 73 -> 70.
-    unit: int = 10 ** int(math.log10(step))
-    return max(round(step / unit) * unit, 10)
+    return min(0.1, float(f"{MOST_HELD_OUT / num_records:.1g}"))
 
 
 def _learned_temperature(folder: Path) -> float | None:
@@ -171,9 +143,8 @@ def _learned_temperature(folder: Path) -> float | None:
                 for name in file.keys():  # noqa: SIM118 - no mapping
                     if name.rpartition(".")[2] == "logit_scale":
                         # CLIP stores the log of the scale, which is 1 / temperature.
-                        return float(
-                            f"{math.exp(-float(file.get_tensor(name).reshape(-1)[0])):.3g}"
-                        )
+                        scale = float(file.get_tensor(name).reshape(-1)[0])
+                        return float(f"{math.exp(-scale):.3g}")
         except (OSError, SafetensorError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
     return None

@@ -7,15 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
-from vembed.evaluation.report.plots import RUNS, Curve, Line, runs_svg
+from vembed.evaluation.report.plots import RUNS, Curve, Plot, plot_runs
 from vembed.evaluation.report.query_changes import (
     NO_DIFFERENCE,
-    Changed,
     Comparison,
     Interval,
     compare_results,
@@ -24,7 +21,6 @@ from vembed.evaluation.report.query_changes import (
 )
 from vembed.evaluation.report.record import (
     TABLE,
-    ReportTable,
     RunRecord,
     metric_name,
     read_run,
@@ -61,7 +57,7 @@ class ComparedRun:
         """Finished, or stopped and where."""
         if self.record.summary.finished:
             return "finished"
-        return f"stopped after step {last_step(self.record):,d}"
+        return f"stopped after step {self.record.last_step:,d}"
 
     def interval(self, metric: str) -> Interval | None:
         """Return the difference from the first run in a metric. None: not known."""
@@ -86,21 +82,20 @@ class SeveralRuns:
                 names.append(key)
         return names
 
-    @property
-    def scored(self) -> list[ComparedRun]:
-        """Runs that have the deciding metric on the queries of the first."""
-        return [
-            run
-            for run in self.runs
-            if not run.has_other_data and self.metric in run.record.after
-        ]
+    def comparable(self, key: str) -> dict[str, float]:
+        """Return a metric by run, of those that were evaluated on the queries of the first."""
+        scores = {}
+        for run in self.runs:
+            if key in run.record.after and not run.has_other_data:
+                scores[run.name] = run.record.after[key]
+        return scores
 
     @property
     def best(self) -> ComparedRun | None:
         """The run with the highest deciding metric."""
-        return max(
-            self.scored, key=lambda run: run.record.after[self.metric], default=None
-        )
+        scores = self.comparable(self.metric)
+        ranked = [run for run in self.runs if run.name in scores]
+        return max(ranked, key=lambda run: scores[run.name], default=None)
 
     def differing_settings(self) -> dict[str, list[Any]]:
         """Options that differ, with the value of each run."""
@@ -119,44 +114,27 @@ class SeveralRuns:
                 settings[name] = values
         return settings
 
-    def figures(self) -> list[dict[str, Any]]:
+    def figures(self) -> list[tuple[Curve, Plot, str]]:
         """Return plots of all runs: the deciding metric first, then what was logged by step."""
+        name = metric_name(self.metric)
         evaluated = []
-        lines: dict[str, list[Line]] = {}
-        drawn: dict[str, Curve] = {}
+        logged: dict[str, list[tuple[int, Curve]]] = {}
         for number, run in enumerate(self.runs):
-            steps = []
-            values = []
-            for evaluation in run.record.evaluations:
-                if self.metric in evaluation.scores:
-                    steps.append(evaluation.step)
-                    values.append(evaluation.scores[self.metric])
+            steps, scores = run.record.scores_over_steps(self.metric)
             if steps:
-                evaluated.append(Line(number, steps, values))
+                curve = Curve(
+                    name, "of each evaluation", steps, scores, "{:.3f}".format
+                )
+                evaluated.append((number, curve))
             for curve in curves(run.record):
-                line = Line(number, curve.steps, curve.values)
-                lines.setdefault(curve.title, []).append(line)
-                drawn[curve.title] = curve
+                logged.setdefault(curve.title, []).append((number, curve))
         figures = []
-        if any(len(line.steps) > 1 for line in evaluated):
-            name = metric_name(self.metric)
-            svg = runs_svg(evaluated, name, "{:.3f}".format, has_points=True)
-            figures.append((name, "of each evaluation", svg))
-        for title, curve in drawn.items():
-            svg = runs_svg(lines[title], title, curve.write)
-            figures.append((title, curve.note, svg))
-        return [
-            {"title": title, "note": note, "svg": Markup(svg)}
-            for title, note, svg in figures
-        ]
-
-
-def last_step(record: RunRecord) -> int:
-    """Return the last step that was logged or evaluated."""
-    steps = [0]
-    steps += [int(line["step"]) for line in record.steps[-1:]]
-    steps += [evaluation.step for evaluation in record.evaluations]
-    return max(steps)
+        if any(len(curve.steps) > 1 for _, curve in evaluated):
+            plot = plot_runs(evaluated, has_points=True)
+            figures.append((evaluated[0][1], plot, ""))
+        for of_runs in logged.values():
+            figures.append((of_runs[0][1], plot_runs(of_runs), ""))
+        return figures
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------
@@ -175,15 +153,12 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
             raise UserError(f"{path} was given twice: give each run once")
         resolved.add(path)
     records = [read_run(folder) for folder in folders]
-    metric = next(
-        (record.headline for record in records if record.after and record.headline), ""
-    )
+    metric = next((record.headline for record in records if record.after), "")
     runs: list[ComparedRun] = []
     for name, record in zip(_names(records), records, strict=True):
-        queries = None
+        run = ComparedRun(name, record)
         if record.final is not None:
-            queries = read_queries(path_of(record.folder, record.final.step))
-        run = ComparedRun(name, record, queries)
+            run.queries = read_queries(path_of(record.folder, record.final.step))
         if runs:
             _compare(runs[0], run, metric)
         runs.append(run)
@@ -213,16 +188,15 @@ def _compare(first: ComparedRun, run: ComparedRun, metric: str) -> None:
             f"no results per query were recorded by {' and '.join(lacking)}"
         )
         return
-    has_same_number = len(first.queries["values"]) == len(run.queries["values"])
-    if has_same_number and _texts(first.queries) == _texts(run.queries):
+    contents = []
+    for results in (first.queries, run.queries):
+        texts = [(row["query"], row["relevant"]) for row in results["queries"]]
+        contents.append((len(results["values"]), texts))
+    if contents[0] == contents[1]:
         run.changes = compare_results(first.queries, run.queries, metric)
         return
     run.not_paired = f"{first.name} and {run.name} were evaluated on other queries"
     run.has_other_data = True
-
-
-def _texts(results: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    return [(row["query"], row["relevant"]) for row in results["queries"]]
 
 
 # ---- text and JSON -------------------------------------------------------------------------------------------------
@@ -271,7 +245,7 @@ def run_json(name: str, record: RunRecord) -> dict[str, Any]:
         "name": name,
         "folder": str(record.folder),
         "is_finished": bool(record.summary.finished),
-        "last_step": last_step(record),
+        "last_step": record.last_step,
         "seconds": record.summary.seconds,
         "metric": record.headline or None,
         "scored_step": None if record.final is None else record.final.step,
@@ -289,26 +263,27 @@ def _changes_json(run: ComparedRun) -> dict[str, Any]:
     metrics = {}
     for name, interval in changes.intervals.items():
         metrics[name] = {**asdict(interval), "is_clear": interval.is_clear}
+    queries = []
+    for query in (*changes.better, *changes.worse):
+        before = [item["text"] for item, _ in query.found_before]
+        after = [item["text"] for item, _ in query.found_after]
+        queries.append(
+            {
+                "query": query.query["text"],
+                "relevant": [item["text"] for item in query.relevant],
+                "first": {"score": query.before, "found": before},
+                "this": {"score": query.after, "found": after},
+            }
+        )
+    num_wins = len(changes.better)
     return {
         "run": run.name,
         "num_queries": changes.num_queries,
         "num_better": changes.num_better,
         "num_worse": changes.num_worse,
         "metrics": metrics,
-        "wins": [changed_json(query) for query in changes.better],
-        "losses": [changed_json(query) for query in changes.worse],
-    }
-
-
-def changed_json(query: Changed) -> dict[str, Any]:
-    """Return a query whose score changed as JSON values."""
-    before = [item["text"] for item, _ in query.found_before]
-    after = [item["text"] for item, _ in query.found_after]
-    return {
-        "query": query.query["text"],
-        "relevant": [item["text"] for item in query.relevant],
-        "first": {"score": query.before, "found": before},
-        "this": {"score": query.after, "found": after},
+        "wins": queries[:num_wins],
+        "losses": queries[num_wins:],
     }
 
 
@@ -332,27 +307,19 @@ def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
     for name, values in runs.differing_settings().items():
         texts = [short_paths(format_option(value)) or "-" for value in values]
         settings.append((name, texts))
-    best = None
-    if runs.best is not None:
-        highest = "Highest " if len(runs.scored) > 1 else ""
-        best = {
-            "label": highest + metric_name(runs.metric),
-            "name": runs.best.name,
-            "value": f"{runs.best.record.after[runs.metric]:.3f}",
-        }
     page = render_page(
         "comparison.html.j2",
         title=f"{len(runs.runs)} runs - vembed compare",
         names=[run.name for run in runs.runs],
         num_colours=len(RUNS),
-        best=best,
+        runs=runs,
         sentence=_verdict(runs),
         warnings=warnings,
-        scores=[(metric_name(key), _score_cells(runs, key)) for key in runs.metrics],
         settings=settings,
         figures=runs.figures(),
-        query_changes=_query_values(runs),
         facts=_facts(runs),
+        changed_table=changed_table,
+        metric_name=metric_name,
     )
     replace_text(path, page)
     return path
@@ -389,74 +356,6 @@ def _verdict(runs: SeveralRuns) -> str:
     )
 
 
-def _score_cells(runs: SeveralRuns, key: str) -> list[dict[str, Any]]:
-    """Return one metric of each run, with its difference from the first."""
-    comparable = [
-        run.record.after[key]
-        for run in runs.runs
-        if not run.has_other_data and key in run.record.after
-    ]
-    highest = max(comparable, default=None)
-    first = runs.runs[0].record.after.get(key)
-    cells = []
-    for run in runs.runs:
-        value = run.record.after.get(key)
-        cell = {"score": "", "is_best": False, "difference": "", "colour": ""}
-        cell["interval"] = ""
-        cells.append(cell)
-        if value is None:
-            continue
-        cell["score"] = f"{value:.4f}"
-        if run.has_other_data:
-            continue
-        cell["is_best"] = value == highest
-        if first is None or run is runs.runs[0]:
-            continue
-        interval = run.interval(key)
-        if interval is None:
-            cell["difference"] = f"{value - first:+.4f}"
-            continue
-        cell["difference"] = f"{interval.difference:+.4f}"
-        cell["interval"] = f"{interval.low:+.4f} to {interval.high:+.4f}"
-        if interval.is_clear:
-            cell["colour"] = "up" if interval.low > 0 else "down"
-    return cells
-
-
-def _query_values(runs: SeveralRuns) -> list[dict[str, Any]]:
-    """Return the queries that each run won and lost against the first."""
-    sections = []
-    for run in runs.runs:
-        changes = run.changes
-        if changes is None or not runs.metric:
-            continue
-        num_equal = changes.num_queries - changes.num_better - changes.num_worse
-        groups = []
-        for title, queries in (("Won", changes.better), ("Lost", changes.worse)):
-            table = changed_table(queries)
-            if table is None:
-                continue
-            found_by = (f"found by {runs.runs[0].name}", f"found by {run.name}")
-            header = ("query", "relevant", *found_by, "score")
-            if len(queries) > 1:
-                summary = f"{title}: the {len(queries)} with the largest difference"
-            else:
-                summary = title
-            groups.append((summary, ReportTable(header, table.rows, table.pictures)))
-        sections.append(
-            {
-                "name": run.name,
-                "counts": f"{changes.num_better:,d} won, {changes.num_worse:,d} lost and {num_equal:,d} equal of "
-                f"{changes.num_queries:,d} queries, by {metric_name(runs.metric)}.",
-                "num_won": changes.num_better,
-                "num_equal": num_equal,
-                "num_lost": changes.num_worse,
-                "groups": groups,
-            }
-        )
-    return sections
-
-
 def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
     """Return what is known of each run. What is known of none is left out."""
     rows: dict[str, list[str]] = {}
@@ -464,16 +363,13 @@ def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
         record = run.record
         summary = record.summary
         seconds = summary.seconds
+        step = record.final.step if record.final else None
         run_facts = {
             "Model": record.model_name(),
             "State": run.state,
-            "Scored weights": f"after step {record.final.step:,d}"
-            if record.final
-            else "",
-            "Examples": f"{summary.num_examples:,d}" if summary.num_examples else "",
-            "Trained parameters": f"{summary.num_trainable:,d}"
-            if summary.num_trainable
-            else "",
+            "Scored weights": f"after step {step:,d}" if step else "",
+            "Examples": _count(summary.num_examples),
+            "Trained parameters": _count(summary.num_trainable),
             "Time": "" if seconds is None else duration(seconds),
             "Processes": str(summary.num_processes) if summary.finished else "",
             "Device": summary.device,
@@ -489,3 +385,7 @@ def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
         if len(set(of_runs) - {""}) > 1:
             rows[f"{package} version"] = of_runs
     return [(name, values) for name, values in rows.items() if any(values)]
+
+
+def _count(number: int | None) -> str:
+    return f"{number:,d}" if number else ""

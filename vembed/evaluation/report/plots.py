@@ -1,20 +1,26 @@
-"""Plots of a run as inline SVG. Colours are the page's CSS variables, so that plots follow light and dark mode."""
+"""Plots of runs: SVG for a page, in its CSS variables so that plots follow light and dark mode, or .svg and .png files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
+
+from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 INK = "var(--ink-soft)"
 GRID = "var(--line)"
 ACCENT = "var(--accent)"
 BEFORE = "var(--before)"
+COLOURS = {INK: "#666c75", GRID: "#e4e5e2", ACCENT: "#1f5fbf", BEFORE: "#a3a8ae"}
+"""Colours of the page in daylight, for files."""
+TITLE_COLOUR = "#1b1d20"
 RUNS = tuple(f"var(--run-{number})" for number in range(8))
-"""Colours of runs that are compared. With more runs they are used again, with dashed lines."""
-WIDTH = 317
-HEIGHT = 173
+"""Colours of runs that are compared. With more runs they are used again, paler."""
+WIDTH = 317.0
+HEIGHT = 173.0
 """Size in SVG units. About the width of a phone, so that text keeps its size there."""
 LEFT = 36.0
 TOP = 2.0
@@ -26,6 +32,181 @@ MIN_SMOOTHED_POINTS = 40
 """From here a noisy curve also gets a running mean."""
 MAX_TICKS_X = 6
 MAX_TICKS_Y = 5
+MARGIN = 5.0
+TITLE_HEIGHT = 16.0
+"""Margin of a file, and what its title takes above the plot."""
+OVERSAMPLING = 2
+PIXELS_PER_UNIT = 3 * OVERSAMPLING
+"""A PNG is drawn on a grid that is finer by OVERSAMPLING, which makes its lines smooth."""
+ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
+"""SVG's text-anchor -> Pillow's: left, middle or right, on the baseline."""
+
+Point = tuple[float, float]
+
+
+# ---- marks: each as SVG, and drawn by Pillow -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stroke:
+    """A line through points."""
+
+    points: Sequence[Point]
+    colour: str
+    width: float = 1.8
+    opacity: float = 1.0
+
+    def svg(self) -> str:
+        """Return the SVG element."""
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in self.points)
+        look = f'stroke="{self.colour}" stroke-width="{self.width:g}" stroke-linecap="round"'
+        return f'<path d="M{path}" fill="none" {look} opacity="{self.opacity:g}"/>'
+
+    def draw(self, draw: ImageDraw.ImageDraw) -> None:
+        """Draw it, mixed with the white below it where it is not opaque."""
+        channels = ImageColor.getrgb(COLOURS[self.colour])
+        mixed = [
+            round(255 + (channel - 255) * self.opacity) for channel in channels[:3]
+        ]
+        width = round(self.width * PIXELS_PER_UNIT)
+        pixels = [_pixel(x, y) for x, y in self.points]
+        draw.line(pixels, tuple(mixed), width, joint="curve")
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A filled circle, or a ring."""
+
+    x: float
+    y: float
+    radius: float
+    colour: str
+    is_ring: bool = False
+
+    def svg(self) -> str:
+        """Return the SVG element."""
+        fill = "none" if self.is_ring else self.colour
+        stroke = self.colour if self.is_ring else "none"
+        place = f'cx="{self.x:.1f}" cy="{self.y:.1f}" r="{self.radius:g}"'
+        return f'<circle {place} fill="{fill}" stroke="{stroke}"/>'
+
+    def draw(self, draw: ImageDraw.ImageDraw) -> None:
+        """Draw it."""
+        colour = COLOURS[self.colour]
+        start = _pixel(self.x - self.radius, self.y - self.radius)
+        end = _pixel(self.x + self.radius, self.y + self.radius)
+        fill = None if self.is_ring else colour
+        draw.ellipse((*start, *end), fill, colour, PIXELS_PER_UNIT)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A filled rectangle."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+
+    def svg(self) -> str:
+        """Return the SVG element."""
+        place = f'x="{self.x:.1f}" y="{self.y:.1f}"'
+        size = f'width="{self.width:.1f}" height="{self.height:.1f}"'
+        return f'<rect {place} {size} fill="{ACCENT}"/>'
+
+    def draw(self, draw: ImageDraw.ImageDraw) -> None:
+        """Draw it."""
+        start = _pixel(self.x, self.y)
+        end = _pixel(self.x + self.width, self.y + self.height)
+        draw.rectangle((*start, *end), COLOURS[ACCENT])
+
+
+@dataclass(frozen=True)
+class Text:
+    """A line of text, by its baseline."""
+
+    x: float
+    y: float
+    text: str
+    colour: str = INK
+    anchor: str = "middle"
+    size: int = FONT_SIZE
+
+    def svg(self) -> str:
+        """Return the SVG element."""
+        look = (
+            f'font-size="{self.size}" fill="{self.colour}" text-anchor="{self.anchor}"'
+        )
+        return (
+            f'<text x="{self.x:.1f}" y="{self.y:.1f}" {look}>{escape(self.text)}</text>'
+        )
+
+    def draw(self, draw: ImageDraw.ImageDraw) -> None:
+        """Draw it."""
+        font = ImageFont.load_default(self.size * PIXELS_PER_UNIT)
+        colour = COLOURS.get(self.colour, self.colour)
+        pixel = _pixel(self.x, self.y)
+        draw.text(pixel, self.text, colour, font, ANCHORS[self.anchor])
+
+
+Mark = Stroke | Dot | Bar | Text
+
+
+def _pixel(x: float, y: float) -> Point:
+    """Return the place of a point in the image of a file."""
+    top = TITLE_HEIGHT + MARGIN
+    return (x + MARGIN) * PIXELS_PER_UNIT, (y + top) * PIXELS_PER_UNIT
+
+
+@dataclass(frozen=True)
+class Plot:
+    """Marks on an area of WIDTH x `height`."""
+
+    description: str
+    marks: Sequence[Mark]
+    height: float = HEIGHT
+
+    def __html__(self) -> str:
+        """Return the SVG for a page, whose fonts and width it takes. Templates call this."""
+        start = f'<svg viewBox="0 0 {WIDTH:g} {self.height:g}" role="img" aria-label="{escape(self.description)}">'
+        return "\n".join([start, *(mark.svg() for mark in self.marks), "</svg>"])
+
+    def image(self, title: str = "") -> Image.Image:
+        """Draw the plot below a title."""
+        end = _pixel(WIDTH + MARGIN, self.height + MARGIN)
+        image = Image.new("RGB", (round(end[0]), round(end[1])), "white")
+        draw = ImageDraw.Draw(image)
+        for mark in (*self.marks, _title(title)):
+            mark.draw(draw)
+        return image.reduce(OVERSAMPLING)
+
+    def write(self, path: Path, title: str = "") -> Path:
+        """Write a file of its own, .svg or .png by the path's suffix."""
+        if path.suffix == ".png":
+            self.image(title).save(path)
+            return path
+        width = WIDTH + 2 * MARGIN
+        height = self.height + TITLE_HEIGHT + 2 * MARGIN
+        top = -TITLE_HEIGHT - MARGIN
+        start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-MARGIN:g} {top:g} {width:g} {height:g}"'
+        lines = [
+            f'{start} width="{2 * width:g}" font-family="sans-serif">',
+            f'<rect x="{-MARGIN:g}" y="{top:g}" width="{width:g}" height="{height:g}" fill="#ffffff"/>',
+            *(mark.svg() for mark in (*self.marks, _title(title))),
+            "</svg>\n",
+        ]
+        text = "\n".join(lines)
+        for variable, colour in COLOURS.items():
+            text = text.replace(variable, colour)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+
+def _title(title: str) -> Text:
+    return Text(0.0, -8.0, title, TITLE_COLOUR, "start", FONT_SIZE + 1)
+
+
+# ---- the plots -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -42,196 +223,169 @@ class Curve:
     """True if single values are noisy, so that a running mean is shown."""
 
 
-def curve_svg(curve: Curve) -> str:
+def plot_curve(curve: Curve) -> Plot:
     """Return a line plot over the steps."""
+    values = curve.values
+    lines = []
     if curve.noisy and len(curve.steps) >= MIN_SMOOTHED_POINTS:
-        lines = [
-            _Line(curve.steps, curve.values, ACCENT, width=1.0, opacity=0.3),
-            _Line(curve.steps, _running_mean(curve.values), ACCENT),
-        ]
-    else:
-        lines = [_Line(curve.steps, curve.values, ACCENT)]
+        lines.append(_Line(curve.steps, values, ACCENT, width=1.0, opacity=0.3))
+        values = _running_mean(values)
+    lines.append(_Line(curve.steps, values, ACCENT))
     lines.append(_Line(curve.steps[-1:], curve.values[-1:], ACCENT, dot=2.2))
-    plot = _Plot(
-        lines, "step", curve.write, x_from_zero=True, y_from_zero=curve.from_zero
+    return _plot(
+        f"{curve.title} over the steps",
+        lines,
+        "step",
+        curve.write,
+        is_over_steps=True,
+        y_from_zero=curve.from_zero,
     )
-    return plot.svg(f"{curve.title} over the steps")
 
 
-def dims_svg(
+def plot_runs(curves: Sequence[tuple[int, Curve]], *, has_points: bool = False) -> Plot:
+    """Return a plot of one quantity of several runs, each with its number. `has_points`: mark every value, where they
+    are few; otherwise long curves are drawn as their running mean."""
+    lines = []
+    for run, curve in curves:
+        colour = RUNS[run % len(RUNS)]
+        opacity = 1.0 if run < len(RUNS) else 0.5
+        steps = curve.steps
+        values = curve.values
+        if not has_points and len(values) >= MIN_SMOOTHED_POINTS:
+            lines.append(_Line(steps, values, colour, width=0.8, opacity=0.2))
+            values = _running_mean(values)
+        dot = 2.0 if has_points else 0.0
+        lines.append(_Line(steps, values, colour, opacity=opacity, dot=dot))
+        lines.append(_Line(steps[-1:], values[-1:], colour, dot=2.2))
+    first = curves[0][1]
+    description = f"{first.title} of several runs over the steps"
+    return _plot(description, lines, "step", first.write, is_over_steps=True)
+
+
+def plot_dims(
     dims: Sequence[int],
     before: Sequence[float] | None,
     after: Sequence[float],
     label: str,
-) -> str:
+) -> Plot:
     """Return a plot of a metric by Matryoshka dimension, before and after. Dimensions are evenly spaced: each is
     about half of the next."""
     series = [("after", after, ACCENT)]
     if before is not None:
         series.insert(0, ("before", before, BEFORE))
-    xs = range(len(dims))
-    lines = [_Line(xs, values, colour, dot=2.2) for _, values, colour in series]
-    plot = _Plot(lines, "dimensions kept", "{:.2f}".format, margin_x=0.1, margin_y=0.22)
-    plot.ticks_x = [(float(x), str(dim)) for x, dim in enumerate(dims)]
     highest = max(values[0] for _, values, _ in series)
-    plot.notes = [
-        (0.0, values[0], name, colour, values[0] == highest)
-        for name, values, colour in series
-    ]
-    return plot.svg(f"{label} by number of dimensions")
+    lines = []
+    notes = []
+    for name, values, colour in series:
+        lines.append(_Line(range(len(dims)), values, colour, dot=2.2))
+        notes.append((0.0, values[0], name, colour, values[0] == highest))
+    return _plot(
+        f"{label} by number of dimensions",
+        lines,
+        "dimensions kept",
+        "{:.2f}".format,
+        ticks_x=[(float(x), str(dim)) for x, dim in enumerate(dims)],
+        notes=notes,
+    )
 
 
-def stored_svg(
+def plot_stored(
     points: Mapping[str, Sequence[tuple[int, int, float]]], label: str
-) -> str:
-    """Return a plot of a metric by bytes per document, a line for each stored form of (size, bytes, value). Each tick
-    is twice the one before."""
+) -> Plot:
+    """Return a plot of a metric by bytes per document, a line for each stored form of (size, bytes, value). Ticks are
+    powers of two."""
     colours = {"float32": INK, "int8": BEFORE}
     lines = []
     notes = []
-    sizes: set[int] = set()
+    all_xs: list[float] = []
     for form, rows in points.items():
         colour = colours.get(form, ACCENT)
-        is_dashed = form == "binary"
-        sizes |= {size for _, size, _ in rows}
+        is_plain_binary = form == "binary"
         xs = [math.log2(size) for _, size, _ in rows]
         values = [value for _, _, value in rows]
-        lines.append(_Line(xs, values, colour, is_dashed=is_dashed, dot=2.0))
+        opacity = 0.5 if is_plain_binary else 1.0
+        lines.append(_Line(xs, values, colour, opacity=opacity, dot=2.0))
+        all_xs += xs
         if rows:
             name = form.replace("_", ", ")
-            notes.append((xs[-1], values[-1], name, colour, not is_dashed))
-    plot = _Plot(
+            notes.append((xs[-1], values[-1], name, colour, not is_plain_binary))
+    powers = range(math.ceil(min(all_xs)), math.floor(max(all_xs)) + 1)
+    return _plot(
+        f"{label} by bytes per document",
         lines,
         "bytes per document",
         "{:.2f}".format,
-        margin_x=0.12,
-        margin_y=0.22,
+        ticks_x=[(float(power), f"{2**power:,d}") for power in powers],
         notes=notes,
     )
-    for size in sorted(sizes):
-        x = math.log2(size)
-        if x.is_integer():
-            plot.ticks_x.append((x, f"{size:,d}"))
-    return plot.svg(f"{label} by bytes per document")
 
 
-def evaluations_svg(
+def plot_evaluations(
     steps: Sequence[int], values: Sequence[float], label: str, final_step: int | None
-) -> str:
+) -> Plot:
     """Return a plot of the deciding metric over the evaluations. A ring marks the weights that were kept."""
     lines = [_Line(steps, values, ACCENT, dot=2.0)]
     if final_step is not None and final_step in steps:
         value = values[list(steps).index(final_step)]
         lines.append(_Line([final_step], [value], ACCENT, dot=5.0, is_ring=True))
-    plot = _Plot(lines, "step", "{:.3f}".format, margin_x=0.06, margin_y=0.2)
-    return plot.svg(f"{label} over the steps")
+    description = f"{label} over the steps"
+    write = "{:.3f}".format
+    return _plot(description, lines, "step", write, is_over_steps=True)
 
 
-def sweep_svg(
+def plot_sweep(
     places: Sequence[float], values: Sequence[float], x_label: str, best: int
-) -> str:
+) -> Plot:
     """Return a plot of a score along a line between two models. A ring marks the best point."""
-    ring = _Line([places[best]], [values[best]], ACCENT, dot=5.0, is_ring=True)
-    note = (places[best], values[best], f"{values[best]:.4f}", ACCENT, True)
-    lines = [_Line(places, values, ACCENT, dot=2.0), ring]
-    plot = _Plot(
-        lines,
+    x = places[best]
+    y = values[best]
+    ring = _Line([x], [y], ACCENT, dot=5.0, is_ring=True)
+    return _plot(
+        "score along the line",
+        [_Line(places, values, ACCENT, dot=2.0), ring],
         x_label,
         "{:.3f}".format,
-        margin_x=0.06,
-        margin_y=0.25,
-        write_x="{:g}".format,
-        notes=[note],
+        notes=[(x, y, f"{y:.4f}", ACCENT, True)],
     )
-    return plot.svg("score along the line")
 
 
-def front_svg(
-    points: Sequence[tuple[float, float]],
-    front: Sequence[int],
-    start: tuple[float, float],
-    x_label: str,
-) -> str:
+def plot_front(
+    points: Sequence[Point], front: Sequence[int], start: Point, x_label: str
+) -> Plot:
     """Return a plot of trials with two figures each, and the line through those that no other one beats in both.
     `start`: the model before."""
+    lines = [_Line([x], [y], BEFORE, dot=2.0) for x, y in points]
     ordered = sorted(points[place] for place in front)
-    lines = [
-        *(_Line([x], [y], BEFORE, dot=2.0) for x, y in points),
-        _Line([x for x, _ in ordered], [y for _, y in ordered], ACCENT, dot=2.5),
-        _Line([start[0]], [start[1]], INK, dot=3.0),
-    ]
-    notes = [(*start, "before", INK, True)]
-    plot = _Plot(
+    xs = [x for x, _ in ordered]
+    ys = [y for _, y in ordered]
+    lines.append(_Line(xs, ys, ACCENT, dot=2.5))
+    lines.append(_Line([start[0]], [start[1]], INK, dot=3.0))
+    return _plot(
+        "trials, and those that no other one beats",
         lines,
         x_label,
         "{:.3f}".format,
-        margin_x=0.1,
-        margin_y=0.2,
-        write_x="{:g}".format,
-        notes=notes,
+        notes=[(*start, "before", INK, True)],
     )
-    return plot.svg("trials, and those that no other one beats")
 
 
-def bars_svg(values: Mapping[str, float], x_label: str) -> str:
+def plot_bars(values: Mapping[str, float], x_label: str) -> Plot:
     """Return a horizontal bar for each value, the first one on top."""
     row = 18.0
     largest = max(max(values.values(), default=0.0), 1e-9)
     # A letter is about 0.58 of the font size wide.
     start = 8 + 0.58 * FONT_SIZE * max(map(len, values), default=0)
-    parts = []
+    marks: list[Mark] = []
     for number, (name, value) in enumerate(values.items()):
         top = number * row + 2
         length = value / largest * (0.9 * WIDTH - start)
-        parts.append(
-            f'<rect x="{start:.1f}" y="{top:.1f}" width="{length:.1f}" height="{row - 6:g}" fill="{ACCENT}"/>'
-        )
-        parts.append(_text(start - 5, top + 9, name, INK, "end"))
-        parts.append(_text(start + length + 4, top + 9, f"{value:.0%}", INK, "start"))
+        end = start + length + 4
+        marks.append(Bar(start, top, length, row - 6))
+        marks.append(Text(start - 5, top + 9, name, anchor="end"))
+        marks.append(Text(end, top + 9, f"{value:.0%}", anchor="start"))
     height = row * len(values) + 20
-    parts.append(_text((start + WIDTH) / 2, height - 6, x_label, INK, "middle"))
-    return "\n".join([_beginning(WIDTH, height, x_label), *parts, "</svg>"])
-
-
-@dataclass(frozen=True)
-class Line:
-    """Curve of one of several runs, and the run's number."""
-
-    run: int
-    steps: Sequence[float]
-    values: Sequence[float]
-
-
-def runs_svg(
-    lines: Sequence[Line],
-    label: str,
-    write: Callable[[float], str],
-    *,
-    has_points: bool = False,
-) -> str:
-    """Return a plot of one quantity of several runs. `has_points`: mark every value, where they are few; otherwise long
-    curves are drawn as their running mean."""
-    drawn = []
-    for line in lines:
-        colour = RUNS[line.run % len(RUNS)]
-        is_dashed = line.run >= len(RUNS)
-        values = line.values
-        if not has_points and len(values) >= MIN_SMOOTHED_POINTS:
-            drawn.append(_Line(line.steps, values, colour, width=0.8, opacity=0.2))
-            values = _running_mean(values)
-        drawn.append(
-            _Line(
-                line.steps,
-                values,
-                colour,
-                is_dashed=is_dashed,
-                dot=2.0 if has_points else 0.0,
-            )
-        )
-        drawn.append(_Line(line.steps[-1:], line.values[-1:], colour, dot=2.2))
-    return _Plot(drawn, "step", write, x_from_zero=True).svg(
-        f"{label} of several runs over the steps"
-    )
+    marks.append(Text((start + WIDTH) / 2, height - 6, x_label))
+    return Plot(x_label, marks, height)
 
 
 def _running_mean(values: Sequence[float]) -> list[float]:
@@ -244,6 +398,9 @@ def _running_mean(values: Sequence[float]) -> list[float]:
     return means
 
 
+# ---- axes ----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class _Line:
     """Points joined by a line, or marked by dots of a radius, or both. A value that is not finite leaves a gap."""
@@ -253,130 +410,101 @@ class _Line:
     colour: str
     width: float = 1.8
     opacity: float = 1.0
-    is_dashed: bool = False
     dot: float = 0.0
     is_ring: bool = False
 
-    def points(self) -> Iterator[tuple[float, float]]:
-        """Yield the points that can be drawn."""
-        return (
-            (x, y)
-            for x, y in zip(self.xs, self.ys, strict=True)
-            if math.isfinite(x) and math.isfinite(y)
-        )
-
-
-@dataclass
-class _Plot:
-    """Lines over a grid, with numbers at the axes."""
-
-    lines: Sequence[_Line]
-    x_label: str
-    write: Callable[[float], str]
-    """Format of the numbers at the vertical axis."""
-    x_from_zero: bool = False
-    y_from_zero: bool = False
-    margin_x: float = 0.03
-    margin_y: float = 0.15
-    ticks_x: list[tuple[float, str]] = field(default_factory=list)
-    """Places and their names; without any, round numbers."""
-    write_x: Callable[[float], str] | None = None
-    """Format of the numbers at the horizontal axis; without it, whole numbers."""
-    notes: Sequence[tuple[float, float, str, str, bool]] = ()
-    """Texts beside points: x, y, text, colour, and whether it stands above."""
-
-    def svg(self, description: str) -> str:
-        """Return the plot for inlining, without fonts or size of its own."""
-        points = [point for line in self.lines for point in line.points()]
-        xs = [x for x, _ in points] or [0.0]
-        ys = [y for _, y in points] or [0.0]
-        self.x = _Scale.over(xs, self.margin_x, LEFT, RIGHT, from_zero=self.x_from_zero)
-        self.y = _Scale.over(ys, self.margin_y, BOTTOM, TOP, from_zero=self.y_from_zero)
-        parts = list(self._grid())
-        for line in self.lines:
-            parts += self._drawn(line)
-        for x, y, text, colour, is_above in self.notes:
-            offset = -8.0 if is_above else 8.0 + 0.7 * FONT_SIZE
-            parts.append(
-                _text(self.x.at(x), self.y.at(y) + offset, text, colour, "middle")
-            )
-        return "\n".join([_beginning(WIDTH, HEIGHT, description), *parts, "</svg>"])
-
-    def _grid(self) -> Iterator[str]:
-        for value in self.y.ticks(MAX_TICKS_Y):
-            y = self.y.at(value)
-            yield f'<path d="M{LEFT:g} {y:.1f}H{RIGHT:g}" fill="none" stroke="{GRID}" stroke-width="0.8"/>'
-            yield _text(LEFT - 4, y + 0.35 * FONT_SIZE, self.write(value), INK, "end")
-        yield f'<path d="M{LEFT:g} {BOTTOM:g}H{RIGHT:g}" fill="none" stroke="{GRID}" stroke-width="0.8"/>'
-        write = self.write_x or "{:,.0f}".format
-        smallest = 0.0 if self.write_x else 1.0
-        ticks = self.ticks_x
-        if not ticks:
-            values = self.x.ticks(MAX_TICKS_X, smallest)
-            ticks = [(value, write(value)) for value in values]
-        for value, name in ticks:
-            yield _text(self.x.at(value), BOTTOM + 13, name, INK, "middle")
-        yield _text((LEFT + RIGHT) / 2, BOTTOM + 27, self.x_label, INK, "middle")
-
-    def _drawn(self, line: _Line) -> Iterator[str]:
-        path = ""
-        command = "M"
-        for x, y in zip(line.xs, line.ys, strict=True):
+    def pieces(self) -> list[list[Point]]:
+        """Return the points that can be drawn, in pieces between the gaps."""
+        pieces: list[list[Point]] = [[]]
+        for x, y in zip(self.xs, self.ys, strict=True):
             if math.isfinite(x) and math.isfinite(y):
-                path += f"{command}{self.x.at(x):.1f} {self.y.at(y):.1f}"
-                command = "L"
+                pieces[-1].append((x, y))
             else:
-                # A gap lifts the pen: the next point begins a line.
-                command = "M"
-        look = f'stroke="{line.colour}" stroke-width="{line.width:g}" stroke-linecap="round"'
-        look += f' opacity="{line.opacity:g}"' if line.opacity < 1 else ""
-        look += ' stroke-dasharray="6 3"' if line.is_dashed else ""
-        if "L" in path:
-            yield f'<path d="{path}" fill="none" {look}/>'
-        if not line.dot:
-            return
-        fill = f'fill="{line.colour}"'
-        if line.is_ring:
-            fill = f'fill="none" stroke="{line.colour}"'
-        for x, y in line.points():
-            yield f'<circle cx="{self.x.at(x):.1f}" cy="{self.y.at(y):.1f}" r="{line.dot:g}" {fill}/>'
+                pieces.append([])
+        return pieces
 
 
-@dataclass(frozen=True)
+def _plot(
+    description: str,
+    lines: Sequence[_Line],
+    x_label: str,
+    write: Callable[[float], str],
+    *,
+    is_over_steps: bool = False,
+    y_from_zero: bool = False,
+    ticks_x: Sequence[tuple[float, str]] = (),
+    notes: Sequence[tuple[float, float, str, str, bool]] = (),
+) -> Plot:
+    """Return lines over a grid, with numbers at the axes.
+
+    `write`: format of the numbers at the vertical axis. `is_over_steps`: whole numbers from zero at the horizontal
+    one. `ticks_x`: places there and their names, in place of round numbers. `notes`: x, y, text, colour of texts
+    beside points, and whether they stand above.
+    """
+    points = [point for line in lines for piece in line.pieces() for point in piece]
+    xs = [x for x, _ in points] or [0.0]
+    ys = [y for _, y in points] or [0.0]
+    # Texts beside points need space at the edges.
+    margin_x = 0.03 if is_over_steps else 0.1
+    margin_y = 0.15 if is_over_steps else 0.22
+    scale_x = _Scale(xs, margin_x, LEFT, RIGHT, from_zero=is_over_steps)
+    scale_y = _Scale(ys, margin_y, BOTTOM, TOP, from_zero=y_from_zero)
+    marks: list[Mark] = []
+    for value in scale_y.ticks(MAX_TICKS_Y):
+        y = scale_y.at(value)
+        marks.append(Stroke([(LEFT, y), (RIGHT, y)], GRID, 0.8))
+        marks.append(Text(LEFT - 4, y + 0.35 * FONT_SIZE, write(value), anchor="end"))
+    marks.append(Stroke([(LEFT, BOTTOM), (RIGHT, BOTTOM)], GRID, 0.8))
+    if not ticks_x:
+        values = scale_x.ticks(MAX_TICKS_X, smallest=1.0 if is_over_steps else 0.0)
+        write_x = "{:,.0f}".format if is_over_steps else "{:g}".format
+        ticks_x = [(value, write_x(value)) for value in values]
+    for value, name in ticks_x:
+        marks.append(Text(scale_x.at(value), BOTTOM + 13, name))
+    marks.append(Text((LEFT + RIGHT) / 2, BOTTOM + 27, x_label))
+    for line in lines:
+        for piece in line.pieces():
+            places = [(scale_x.at(x), scale_y.at(y)) for x, y in piece]
+            if len(places) > 1:
+                marks.append(Stroke(places, line.colour, line.width, line.opacity))
+            if line.dot:
+                for x, y in places:
+                    marks.append(Dot(x, y, line.dot, line.colour, line.is_ring))
+    for x, y, text, colour, is_above in notes:
+        offset = -8.0 if is_above else 8.0 + 0.7 * FONT_SIZE
+        marks.append(Text(scale_x.at(x), scale_y.at(y) + offset, text, colour))
+    return Plot(description, marks)
+
+
 class _Scale:
-    """Linear map from values to the places between two edges."""
+    """Linear map from values to the places between two edges, with a margin in parts of the values' range."""
 
-    low: float
-    high: float
-    start: float
-    stop: float
-
-    @classmethod
-    def over(
-        cls,
+    def __init__(
+        self,
         values: Sequence[float],
         margin: float,
         start: float,
         stop: float,
         *,
-        from_zero: bool = False,
-    ) -> _Scale:
-        """Return the scale that shows all values, with a margin in parts of their range."""
+        from_zero: bool,
+    ) -> None:
         low = min(values)
         high = max(values)
         # A single value stands in the middle of a range of its own size.
         rest = margin * (high - low) if high > low else 0.05 * abs(high) or 0.05
-        top = high + rest
-        return cls(0.0 if from_zero and top > 0 else low - rest, top, start, stop)
+        self._high = high + rest
+        self._low = 0.0 if from_zero and self._high > 0 else low - rest
+        self._start = start
+        self._stop = stop
 
     def at(self, value: float) -> float:
         """Return the place of a value."""
-        fraction = (value - self.low) / (self.high - self.low)
-        return self.start + fraction * (self.stop - self.start)
+        fraction = (value - self._low) / (self._high - self._low)
+        return self._start + fraction * (self._stop - self._start)
 
     def ticks(self, at_most: int, smallest: float = 0.0) -> list[float]:
         """Return round values of the range: multiples of 1, 2, 2.5 or 5 times a power of ten, `smallest` or more."""
-        least = max((self.high - self.low) / at_most, smallest)
+        least = max((self._high - self._low) / at_most, smallest)
         power = 10.0 ** math.floor(math.log10(least))
         # The tolerance keeps a step that is the wanted one but for rounding.
         for factor in (1, 2, 2.5, 5, 10):
@@ -385,15 +513,6 @@ class _Scale:
             is_allowed = not smallest or step % smallest == 0
             if is_allowed and step >= least * (1 - 1e-9):
                 break
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
+        first = math.ceil(self._low / step - 1e-9)
+        last = math.floor(self._high / step + 1e-9)
         return [number * step for number in range(first, last + 1)]
-
-
-def _beginning(width: float, height: float, description: str) -> str:
-    return f'<svg viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(description)}">'
-
-
-def _text(x: float, y: float, text: str, colour: str, anchor: str) -> str:
-    look = f'font-size="{FONT_SIZE}" fill="{colour}" text-anchor="{anchor}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {look}>{escape(text)}</text>'

@@ -1,19 +1,37 @@
-"""RunRecord: a run as read from its folder (config.yaml, metrics.jsonl, run.json), without any presentation."""
+"""RunRecord: a run as read from its folder (config.yaml, metrics.jsonl, run.json), without any presentation. RunSummary:
+facts about a finished run that its other files lack."""
 
 from __future__ import annotations
 
 import json
+import platform
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.evaluation.report.summary import RunSummary, read_summary
-from vembed.files import read_state_text, read_yaml
+from vembed.files import read_json_object, read_state_text, read_yaml
 from vembed.names import short_name
+from vembed.saving.durability import replace_text
+
+SUMMARY_FILE = "run.json"
+REPORTED_PACKAGES = (
+    "vembed",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "flash-attn",
+    "datasets",
+    "numpy",
+)
 
 NAMES = {
     "ndcg": "nDCG",
@@ -45,8 +63,49 @@ class RecordedEvaluation:
     """One evaluation of the run."""
 
     step: int
-    epoch: float
     scores: dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Summary of a run. Every field has a "not known" value, so that an interrupted run still gets a report."""
+
+    model: str = ""
+    """The model and the reasons for its settings, as logged (`ModelDescription.summary()`)."""
+    properties: list[str] = field(default_factory=list)
+    """The model's name and what its users need to know of it, one line each."""
+    data: list[str] = field(default_factory=list)
+    """The training data, one line per source, with counts and skipped records."""
+    language: str | None = None
+    """Of the training texts. Empty: unclear and not English."""
+    evaluation: str = ""
+    """The evaluation data (`EvalData.summary()`)."""
+    metric: str = ""
+    """The deciding metric, e.g. ndcg@10. Empty: derived from the measured ones."""
+    final_step: int | None = None
+    """The step whose weights are in `final/`. None: the last one."""
+    num_steps: int | None = None
+    """Optimizer steps of the run."""
+    num_examples: int | None = None
+    num_parameters: int | None = None
+    num_trainable: int | None = None
+    num_processes: int = 1
+    strategy: str = ""
+    device: str = ""
+    precision: str = ""
+    decisions: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Decisions of the run by name, each with its value, reason and source."""
+    seconds: float | None = None
+    """Wall-clock time of the run, over all resumed parts."""
+    finished: str = ""
+    """Date and time of the end, ISO 8601."""
+    versions: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def save(self, output_dir: str | Path) -> None:
+        """Write run.json. Only the main process calls it."""
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
+        replace_text(Path(output_dir, SUMMARY_FILE), text + "\n")
 
 
 @dataclass(frozen=True)
@@ -62,20 +121,19 @@ class RunRecord:
     @property
     def before(self) -> dict[str, float]:
         """Scores before the first step; empty if not measured."""
-        first = self.evaluations[0] if self.evaluations else None
-        return first.scores if first is not None and first.step == 0 else {}
+        for evaluation in self.evaluations[:1]:
+            if evaluation.step == 0:
+                return evaluation.scores
+        return {}
 
     @property
     def final(self) -> RecordedEvaluation | None:
         """Evaluation of the weights in `final/`."""
-        last = None
-        for evaluation in reversed(self.evaluations):
-            if evaluation.step == 0:
-                continue
+        trained = [evaluation for evaluation in self.evaluations if evaluation.step]
+        for evaluation in reversed(trained):
             if evaluation.step == self.summary.final_step:
                 return evaluation
-            last = last or evaluation
-        return last
+        return trained[-1] if trained else None
 
     @property
     def after(self) -> dict[str, float]:
@@ -98,6 +156,20 @@ class RunRecord:
             if match:
                 dims.add(int(match[1]))
         return sorted(dims, reverse=True)
+
+    def scores_over_steps(self, key: str) -> tuple[list[int], list[float]]:
+        """Return the steps at which a metric was measured, and its scores."""
+        scored = [entry for entry in self.evaluations if key in entry.scores]
+        steps = [entry.step for entry in scored]
+        return steps, [entry.scores[key] for entry in scored]
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was logged or evaluated."""
+        steps = [0]
+        steps += [int(line["step"]) for line in self.steps[-1:]]
+        steps += [evaluation.step for evaluation in self.evaluations]
+        return max(steps)
 
     def changed_settings(self) -> dict[str, Any]:
         """Settings that differ from their defaults."""
@@ -140,14 +212,34 @@ def read_run(output_dir: str | Path) -> RunRecord:
                 for key, value in values["eval"].items()
                 if value is not None
             }
-            evaluations.append(
-                RecordedEvaluation(
-                    int(values["step"]), float(values.get("epoch") or 0.0), scores
-                )
-            )
+            evaluations.append(RecordedEvaluation(int(values["step"]), scores))
         else:
             steps.append(values)
     return RunRecord(folder, config, steps, evaluations, read_summary(folder))
+
+
+def read_summary(output_dir: str | Path) -> RunSummary:
+    """Read the summary; return an empty one if there is none."""
+    path = Path(output_dir, SUMMARY_FILE)
+    if not path.exists():
+        return RunSummary()
+    values = read_json_object(path)
+    # A later version of vembed may have written more.
+    known = {field.name for field in fields(RunSummary)}
+    return RunSummary(**{key: value for key, value in values.items() if key in known})
+
+
+def collect_versions() -> dict[str, str]:
+    """Return versions of Python, the system and packages that can affect a result. Packages not installed are left
+    out."""
+    versions = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    for package in REPORTED_PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
 
 
 def metric_name(key: str) -> str:

@@ -8,22 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from markupsafe import Markup
 
-from vembed.evaluation.report.page import render_page
+from vembed.evaluation.report.page import render_page, thumbnail
 from vembed.evaluation.report.plots import (
     Curve,
-    curve_svg,
-    dims_svg,
-    evaluations_svg,
-    stored_svg,
+    Plot,
+    plot_curve,
+    plot_dims,
+    plot_evaluations,
+    plot_stored,
 )
 from vembed.evaluation.report.query_changes import (
     NO_DIFFERENCE,
     Changed,
     Comparison,
     Interval,
-    compare_queries,
+    compare_results,
+    path_of,
+    read_queries,
 )
 from vembed.evaluation.report.record import (
     FIRST_STAGE,
@@ -33,8 +35,6 @@ from vembed.evaluation.report.record import (
     metric_name,
     read_run,
 )
-from vembed.evaluation.report.stored_forms import points, rows_of
-from vembed.evaluation.report.thumbnails import thumbnail
 from vembed.names import short_name
 from vembed.progress import duration
 from vembed.saving.card import calls_of
@@ -51,8 +51,15 @@ MEANINGS = {
 }
 """One sentence for each metric."""
 HOW_TO_EVALUATE = "set val_split: 0.1, or give val_data_path"
-STEP_COLUMNS = ("step", "loss", "learning_rate", "grad_norm")
-"""Columns of the steps since the last logged line."""
+STEP_COLUMNS = ("loss", "learning_rate", "grad_norm")
+"""Columns, behind the step, of the steps since the last logged line."""
+FORMS = {
+    "float32": "float32",
+    "int8": "int8",
+    "binary": "binary",
+    "binary_rescored": "binary, rescored",
+}
+"""Stored forms of documents, and their names on pages."""
 MAX_CURVE_POINTS = 600
 """More make the page larger without being visible."""
 
@@ -118,9 +125,13 @@ def dims_table(record: RunRecord) -> ReportTable | None:
     )
 
 
-def changed_table(queries: Sequence[Changed]) -> ReportTable | None:
-    """Return a table of queries with what should be found and what was found first, before and after, with thumbnails
-    of images; None without queries."""
+def changed_table(
+    queries: Sequence[Changed],
+    before: str = "found before",
+    after: str = "found after",
+) -> ReportTable | None:
+    """Return a table of queries with what should be found and what was found first, `before` and `after`, with
+    thumbnails of images; None without queries."""
     rows = []
     pictures = {}
     for row, query in enumerate(queries):
@@ -138,7 +149,7 @@ def changed_table(queries: Sequence[Changed]) -> ReportTable | None:
                 for path in item["images"]:
                     addresses.append(query.pictures.get(path) or thumbnail(path))
             pictures[row, column] = tuple(filter(None, addresses))
-    header = ("query", "relevant", "found before", "found after", "score")
+    header = ("query", "relevant", before, after, "score")
     return ReportTable(header, tuple(rows), pictures) if rows else None
 
 
@@ -214,7 +225,7 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
     )
     last_loss = record.steps[-1].get("loss") if record.steps else None
     loss = ""
-    if _is_number(last_loss):
+    if isinstance(last_loss, float):
         loss = f"{config.get('loss', '')}, last value {last_loss:.4f}"
     kept = f"those after step {record.final.step:,d}" if record.final else ""
     named = {
@@ -260,115 +271,111 @@ def _file_names(value: Any) -> str:
     return "\n".join(names)
 
 
-# ---- curves --------------------------------------------------------------------------------------------------------
+# ---- plots ---------------------------------------------------------------------------------------------------------
 
 
 def curves(record: RunRecord) -> list[Curve]:
-    """Return the recorded curves for the report."""
-    quantities: list[tuple[str, str, str, Callable[[float], str]]] = [
-        ("loss", "Loss", "of the global batch", "{:.3g}".format),
-        ("learning_rate", "Learning rate", "", _power),
-        ("grad_norm", "Gradient norm", "global, before clipping", "{:.3g}".format),
-        ("samples_per_second", "Throughput", "examples per second", _rate),
-        ("padding_fraction", "Padding", "share of tokens", "{:.0%}".format),
-        ("memory", "Memory", "peak of the fullest process, GiB", "{:.3g}".format),
-    ]
-    drawn = []
+    """Return the recorded curves for the report: of each step where it was recorded, else of each logged line."""
+    points: dict[str, list[tuple[float, float]]] = {key: [] for key in QUANTITIES}
+
+    def add(step: Any, key: str, value: Any) -> None:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            points.setdefault(key, []).append((float(step), float(value)))
+
     has_steps = all(line.get("steps") for line in record.steps)
-    for key, title, note, write in quantities:
-        # Of each step where it was recorded, else of each logged line.
-        recorded: list[tuple[Any, Any]] = []
-        for line in record.steps:
-            if key in STEP_COLUMNS and has_steps:
-                column = STEP_COLUMNS.index(key)
-                recorded += [(row[0], row[column]) for row in line["steps"]]
-            elif key == "memory":
-                peaks = [entry.get("peak_gb") for entry in line.get("memory") or []]
-                peak = max(filter(_is_number, peaks), default=None)
-                recorded.append((line["step"], peak))
-            else:
-                recorded.append((line["step"], line.get(key)))
-        points = [
-            (float(step), float(value)) for step, value in recorded if _is_number(value)
-        ]
-        # A curve of zeros (no padding, no memory on a CPU) says nothing.
-        if len(points) < 2 or not any(value for _, value in points):
-            continue
-        steps, values = _thinned(points)
-        from_zero = key not in ("loss", "grad_norm")
-        noisy = key not in ("learning_rate", "memory")
-        drawn.append(Curve(title, note, steps, values, write, from_zero, noisy))
-    return drawn + _task_curves(record)
-
-
-def _task_curves(record: RunRecord) -> list[Curve]:
-    """Return the loss of each task and term, and the scores of each task and guard, where there are several points."""
-    points: dict[str, list[tuple[float, float]]] = {}
     for line in record.steps:
-        for key, value in line.items():
-            if key.startswith("loss/") and _is_number(value):
-                points.setdefault(key, []).append((float(line["step"]), float(value)))
+        peaks = [process.get("peak_gb") or 0.0 for process in line.get("memory") or []]
+        logged = {**line, "memory": max(peaks, default=None)}
+        for key, value in logged.items():
+            is_of_steps = has_steps and key in STEP_COLUMNS
+            if key.startswith("loss/") or (key in QUANTITIES and not is_of_steps):
+                add(line["step"], key, value)
+        for step, *values in line["steps"] if has_steps else ():
+            for key, value in zip(STEP_COLUMNS, values, strict=True):
+                add(step, key, value)
     for evaluation in record.evaluations:
         for key, score in evaluation.scores.items():
             if key.startswith(("task/", "guard/")):
-                points.setdefault(key, []).append((float(evaluation.step), score))
+                add(evaluation.step, key, score)
     drawn = []
     for key, key_points in points.items():
-        if len(key_points) < 2:
+        # A curve of zeros (no padding, no memory on a CPU) says nothing.
+        if len(key_points) < 2 or not any(value for _, value in key_points):
             continue
         steps, values = _thinned(key_points)
-        if key.startswith("loss/"):
+        if key in QUANTITIES:
+            title, note, write = QUANTITIES[key]
+            from_zero = key not in ("loss", "grad_norm")
+            noisy = key not in ("learning_rate", "memory")
+            curve = Curve(title, note, steps, values, write, from_zero, noisy)
+        elif key.startswith("loss/"):
             title = f"Loss, {key.removeprefix('loss/')}"
             note = "mean between two log lines"
-            drawn.append(Curve(title, note, steps, values, "{:.3g}".format, noisy=True))
+            curve = Curve(title, note, steps, values, "{:.3g}".format, noisy=True)
         else:
-            drawn.append(Curve(metric_name(key), "", steps, values, "{:.4f}".format))
+            curve = Curve(metric_name(key), "", steps, values, "{:.4f}".format)
+        drawn.append(curve)
     return drawn
 
 
 def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Average neighbouring points to fit the screen's width. The last point is kept as it is."""
     size = -(-len(points) // MAX_CURVE_POINTS)
-    steps = []
-    values = []
-    for start in range(0, len(points) - 1, size):
-        group = points[start : start + size]
-        steps.append(sum(step for step, _ in group) / len(group))
-        values.append(sum(value for _, value in group) / len(group))
-    steps.append(points[-1][0])
-    values.append(points[-1][1])
+    groups = [points[i : i + size] for i in range(0, len(points) - 1, size)]
+    groups.append(points[-1:])
+    steps = [sum(step for step, _ in group) / len(group) for group in groups]
+    values = [sum(value for _, value in group) / len(group) for group in groups]
     return steps, values
 
 
-def _dims_svg(record: RunRecord) -> str:
+def _dims_plot(record: RunRecord) -> Plot | None:
     """Return the plot of the deciding metric by size, where there are two sizes."""
     keys = {dim: f"dim{dim}/{record.headline}" for dim in record.dims}
     dims = [dim for dim, key in keys.items() if key in record.after]
     if len(dims) < 2:
-        return ""
+        return None
     after = [record.after[keys[dim]] for dim in dims]
     before = None
     if all(keys[dim] in record.before for dim in dims):
         before = [record.before[keys[dim]] for dim in dims]
-    return dims_svg(dims, before, after, metric_name(record.headline))
+    return plot_dims(dims, before, after, metric_name(record.headline))
 
 
-def _evaluations_svg(record: RunRecord) -> str:
+def _evaluations_plot(record: RunRecord) -> Plot | None:
     """Return the plot, or nothing if only a before and an after were measured."""
-    key = record.headline
-    scored = [
-        evaluation for evaluation in record.evaluations if key in evaluation.scores
-    ]
-    if len(scored) < 3:
-        return ""
-    steps = [evaluation.step for evaluation in scored]
-    values = [evaluation.scores[key] for evaluation in scored]
+    steps, values = record.scores_over_steps(record.headline)
+    if len(steps) < 3:
+        return None
     kept = record.final.step if record.final else None
-    return evaluations_svg(steps, values, metric_name(key), kept)
+    return plot_evaluations(steps, values, metric_name(record.headline), kept)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def stored_points(
+    scores: Mapping[str, float],
+) -> dict[str, list[tuple[int, int, float]]]:
+    """Return (size, bytes per document, nDCG@10) of each form of stored documents, smallest size first."""
+    points: dict[str, list[tuple[int, int, float]]] = {form: [] for form in FORMS}
+    for key, value in scores.items():
+        if key.startswith("compressed/"):
+            _, form, name, _ = key.split("/")
+            dim = int(name)
+            sizes = {"float32": 4 * dim, "int8": dim}
+            points[form].append((dim, sizes.get(form, -(-dim // 8)), value))
+    return {form: sorted(rows) for form, rows in points.items()}
+
+
+def stored_table(scores: Mapping[str, float]) -> ReportTable | None:
+    """Return a table of the stored forms, with the share of the float score at full size; None without scores."""
+    points = stored_points(scores)
+    full_score = points["float32"][-1][2] if points["float32"] else 0.0
+    rows = []
+    for form, of_form in points.items():
+        for dim, num_bytes, value in reversed(of_form):
+            share = f"{value / full_score:.3f}" if full_score else "-"
+            row = (FORMS[form], str(dim), f"{num_bytes:,d}", f"{value:.4f}", share)
+            rows.append(row)
+    header = ("vectors", "size", "bytes", "nDCG@10", "of float32")
+    return ReportTable(header, tuple(rows)) if rows else None
 
 
 def _power(value: float) -> str:
@@ -383,6 +390,17 @@ def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+QUANTITIES: dict[str, tuple[str, str, Callable[[float], str]]] = {
+    "loss": ("Loss", "of the global batch", "{:.3g}".format),
+    "learning_rate": ("Learning rate", "", _power),
+    "grad_norm": ("Gradient norm", "global, before clipping", "{:.3g}".format),
+    "samples_per_second": ("Throughput", "examples per second", _rate),
+    "padding_fraction": ("Padding", "share of tokens", "{:.0%}".format),
+    "memory": ("Memory", "peak of the fullest process, GiB", "{:.3g}".format),
+}
+"""Logged quantities with title, note and number format of their curves."""
+
+
 # ---- the two reports -----------------------------------------------------------------------------------------------
 
 
@@ -391,16 +409,15 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     changes = None
     if record.before and record.final is not None:
         # The queries before training against those with the weights kept, where both were recorded.
-        changes = compare_queries(record.folder, 0, record.final.step, record.headline)
+        first = read_queries(path_of(record.folder, 0))
+        last = read_queries(path_of(record.folder, record.final.step))
+        changes = compare_results(first, last, record.headline)
     intervals = changes.intervals if changes else None
     key = record.headline
-    before = record.before.get(key)
-    after = record.after.get(key)
-    difference = None if before is None or after is None else after - before
-    stored = None
-    if rows := rows_of(record.after):
-        header = ("vectors", "size", "bytes", "nDCG@10", "of float32")
-        stored = ReportTable(header, tuple(rows))
+    stored = stored_table(record.after)
+    stored_plot = None
+    if stored:
+        stored_plot = plot_stored(stored_points(record.after), "nDCG@10")
     measured = record.after or record.before
     explanations = []
     for metric in TABLE:
@@ -423,22 +440,14 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     changed_yaml = yaml.safe_dump(changed, sort_keys=False, allow_unicode=True)
     figures = []
     for curve in curves(record):
-        figures.append(
-            {
-                "title": curve.title,
-                "note": curve.note,
-                "last": curve.write(curve.values[-1]),
-                "svg": Markup(curve_svg(curve)),
-            }
-        )
+        last_value = curve.write(curve.values[-1])
+        figures.append((curve, plot_curve(curve), last_value))
     return {
         "title": f"{record.model_name()} - vembed report",
         "name": str(record.config.get("run_name") or record.folder.resolve().name),
         "label": metric_name(key),
-        "before": "" if before is None else f"{before:.3f}",
-        "after": "" if after is None else f"{after:.3f}",
-        "change": "" if difference is None else f"{difference:+.3f}",
-        "is_better": difference is None or difference >= 0,
+        "before": record.before.get(key),
+        "after": record.after.get(key),
         # Two losses of different batches are no result.
         "fallback": "Not evaluated" if record.steps else "No step was logged",
         "sentence": sentence(record),
@@ -447,13 +456,11 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "explanations": explanations,
         "scores": score_table(record, TABLE, intervals),
         "all_scores": score_table(record, intervals=intervals),
-        "scores_svg": Markup(_evaluations_svg(record)),
+        "scores_plot": _evaluations_plot(record),
         "dims": dims_table(record),
-        "dims_svg": Markup(_dims_svg(record)),
+        "dims_plot": _dims_plot(record),
         "stored": stored,
-        "stored_svg": Markup(
-            stored_svg(points(record.after), "nDCG@10") if stored else ""
-        ),
+        "stored_plot": stored_plot,
         "better": changed_table(changes.better) if changes else None,
         "worse": changed_table(changes.worse) if changes else None,
         "figures": figures,
@@ -461,5 +468,5 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "calls": calls,
         "changed_settings": short_paths(changed_yaml),
         "settings": settings,
-        "versions": list(record.summary.versions.items()),
+        "versions": record.summary.versions,
     }

@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -82,22 +82,22 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client, not a fault o
         self.headers = headers
 
 
+@dataclass
 class Service:
     """The routes, and what they share: one model, its limits and its metrics."""
 
-    def __init__(
-        self, batcher: Batcher, name: str, limits: RequestLimits, api_key: str | None
-    ) -> None:
-        self.batcher = batcher
-        self.name = name
-        self.limits = limits
-        self.api_key = api_key
-        self.held_bytes = 0
-        self.num_requests: Counter[tuple[str, int]] = Counter()
-        """Answered requests by route and status."""
-        self.num_within: Counter[float] = Counter()
-        """Answered requests that took at most each of SECONDS_BUCKETS."""
-        self.total_seconds = 0.0
+    batcher: Batcher
+    name: str
+    limits: RequestLimits
+    api_key: str | None
+    held_bytes: int = 0
+    num_requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Answered requests by route and status."""
+    num_within: Counter[float] = field(default_factory=Counter)
+    """Answered requests that took at most each of SECONDS_BUCKETS."""
+    total_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
         self.answers = {
             "/v1/embeddings": self.openai_embeddings,
             "/embeddings": self.openai_embeddings,
@@ -203,7 +203,9 @@ class Service:
 
     async def get(self, request: Request) -> Response:
         """Return the metrics, or the served model as OpenAI and TEI list their own."""
-        if (refusal := self._key_refusal(request)) is not None:
+        try:
+            self._check_headers(request)
+        except Refusal as refusal:
             return refusal_response(refusal)
         if request.url.path == "/metrics":
             return Response(self.metrics(), media_type="text/plain; version=0.0.4")
@@ -227,9 +229,7 @@ class Service:
         path = request.url.path
         start = time.monotonic()
         try:
-            refusal = self._key_refusal(request) or self._length_refusal(request)
-            if refusal is not None:
-                raise refusal
+            self._check_headers(request)
             async with self._body(request) as body:
                 values = await asyncio.to_thread(parse_object, body)
                 if path.endswith(SCORE_ROUTES) != self.batcher.encoder.gives_scores:
@@ -282,33 +282,22 @@ class Service:
             return f"{self.name} is a reranker: POST to /rerank or /score"
         return f"{self.name} is an embedding model: POST to /v1/embeddings or /embed"
 
-    def _key_refusal(self, request: Request) -> Refusal | None:
-        if self.api_key is None:
-            return None
-        sent = request.headers.get("authorization", "").encode("latin-1")
-        if hmac.compare_digest(sent, f"Bearer {self.api_key}".encode()):
-            return None
-        return Refusal(
-            401,
-            "this server needs its key: send the header Authorization: Bearer KEY",
-            {"WWW-Authenticate": "Bearer", **CLOSE},
-        )
-
-    def _length_refusal(self, request: Request) -> Refusal | None:
-        length = request.headers.get("content-length")
-        if length is not None and "transfer-encoding" in request.headers:
+    def _check_headers(self, request: Request) -> None:
+        """Raise Refusal without the server's key, or with two lengths of a body."""
+        headers = request.headers
+        sent = headers.get("authorization", "").encode("latin-1")
+        key = f"Bearer {self.api_key}".encode()
+        if self.api_key is not None and not hmac.compare_digest(sent, key):
+            raise Refusal(
+                401,
+                "this server needs its key: send the header Authorization: Bearer KEY",
+                {"WWW-Authenticate": "Bearer", **CLOSE},
+            )
+        if "content-length" in headers and "transfer-encoding" in headers:
             # Another server before this one may take the other header: then the two see different requests.
-            return Refusal(
+            raise Refusal(
                 400, "send Content-Length or Transfer-Encoding, not both", CLOSE
             )
-        if length is not None and int(length) > self.limits.body_bytes:
-            return self._too_large()
-        return None
-
-    def _too_large(self) -> Refusal:
-        return Refusal(
-            413, f"send a body of at most {self.limits.body_bytes:,d} bytes", CLOSE
-        )
 
     @asynccontextmanager
     async def _body(self, request: Request) -> AsyncIterator[bytearray]:
@@ -322,7 +311,11 @@ class Service:
                         body += chunk
                         self.held_bytes += len(chunk)
                         if len(body) > self.limits.body_bytes:
-                            raise self._too_large()
+                            raise Refusal(
+                                413,
+                                f"send a body of at most {self.limits.body_bytes:,d} bytes",
+                                CLOSE,
+                            )
                         if self.held_bytes > self.limits.held_bytes:
                             raise Refusal(
                                 429,
@@ -382,7 +375,8 @@ async def discard_body(request: Request) -> None:
     nothing."""
     if "expect" in request.headers:
         return
-    with suppress(TimeoutError, ClientDisconnect):
+    # RuntimeError: the body has been read to its end.
+    with suppress(TimeoutError, ClientDisconnect, RuntimeError):
         async with asyncio.timeout(DISCARD_SECONDS):
             async for _ in request.stream():
                 pass

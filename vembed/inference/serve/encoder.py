@@ -84,9 +84,10 @@ class ModelEncoder:
             "document": description.document_prompt,
         }
         # The ids of a conversation would have to bring its template along.
-        self.vocab_size = (
-            None if description.traits.reads_chats else embedder.featuriser.vocab_size
-        )
+        texts = embedder.featuriser.texts
+        self.vocab_size: int | None = None
+        if texts is not None and not description.traits.reads_chats:
+            self.vocab_size = texts.vocab_size
 
     def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
         """See TextEncoder."""

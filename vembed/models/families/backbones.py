@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,22 +25,20 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
 from vembed.errors import UserError
-from vembed.models.custom.classes import trusted_class
 from vembed.models.custom.modeling import OwnConfig
+from vembed.models.custom.own_code import trusted_class
 from vembed.models.families.family import Family
 from vembed.models.families.model_files import (
     LIBRARY_ERRORS,
-    check_attention,
     check_config,
-    check_fit,
     first_sentence,
     read_object,
+    read_tensors,
 )
 
 ENCODER_ONLY = {
@@ -80,7 +77,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
         raise UserError(
             f"{folder} has no config.json; give the folder of a Transformers model"
         )
-    check_attention(folder, trust_remote_code=trust_remote_code)
+    check_config(folder, trust_remote_code=trust_remote_code)
     if (read_object(path) or {}).get("model_type") == OwnConfig.model_type:
         custom: OwnConfig = OwnConfig.from_pretrained(folder)
         custom.name_or_path = str(folder)
@@ -90,7 +87,6 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
                 "trust_remote_code: true if you trust this code, or give model_class your own copy of it"
             )
         return custom
-    check_config(folder)
     try:
         return cast(
             PretrainedConfig,
@@ -110,19 +106,17 @@ def model_class(
 ) -> type[PreTrainedModel]:
     """Return the model class without a task head."""
     kind = str(config.model_type)
+    chosen: Any = None
     if isinstance(config, OwnConfig):
-        trusted = trusted_class(str(config.name_or_path))
-        if trusted is not None:
-            return trusted
-    if kind in ENCODER_ONLY:
-        return cast(type[PreTrainedModel], getattr(transformers, ENCODER_ONLY[kind]))
+        chosen = trusted_class(str(config.name_or_path))
+    elif kind in ENCODER_ONLY:
+        chosen = getattr(transformers, ENCODER_ONLY[kind])
     values = config.to_dict()
     own_code = values.get("auto_map", {}).get("AutoModel")
-    if own_code is not None and trust_remote_code:
-        return cast(
-            type[PreTrainedModel],
-            get_class_from_dynamic_module(own_code, config.name_or_path),
-        )
+    if chosen is None and own_code is not None and trust_remote_code:
+        chosen = get_class_from_dynamic_module(own_code, config.name_or_path)
+    if chosen is not None:
+        return cast(type[PreTrainedModel], chosen)
     # The private mapping, since AutoModel.from_config would build the model to tell its class.
     if type(config) not in AutoModel._model_mapping:
         raise UserError(
@@ -132,34 +126,21 @@ def model_class(
         raise UserError(
             f"model_type {kind!r} is an encoder-decoder, which vembed does not support"
         )
-    classes = AutoModel._model_mapping[type(config)]
+    chosen = AutoModel._model_mapping[type(config)]
     # Several classes for one config: the first is the plain model.
-    return cast(
-        type[PreTrainedModel], classes[0] if isinstance(classes, tuple) else classes
-    )
+    chosen = chosen[0] if isinstance(chosen, tuple) else chosen
+    return cast(type[PreTrainedModel], chosen)
 
 
 def language_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
     """Return the model class with the language-model head: causal for decoders and vision-language models, masked for
     encoders. None if Transformers has none."""
+    known: Mapping[Any, type[PreTrainedModel]] = MODEL_FOR_MASKED_LM_MAPPING
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return _class_of(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, config)
-    if is_decoder_only(config):
-        return _class_of(MODEL_FOR_CAUSAL_LM_MAPPING, config)
-    return _class_of(MODEL_FOR_MASKED_LM_MAPPING, config)
-
-
-def score_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """Return the model class that classifies texts. None if Transformers has none."""
-    return _class_of(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, config)
-
-
-def _class_of(
-    known: Mapping[Any, Any], config: PretrainedConfig
-) -> type[PreTrainedModel] | None:
-    if type(config) not in known:
-        return None
-    return cast(type[PreTrainedModel], known[type(config)])
+        known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    elif is_decoder_only(config):
+        known = MODEL_FOR_CAUSAL_LM_MAPPING
+    return known.get(type(config), None)
 
 
 def is_decoder_only(config: PretrainedConfig) -> bool:
@@ -192,7 +173,7 @@ class Shape:
 
 
 _shapes: dict[tuple[object, ...], Shape] = {}
-"""Shapes by model class, family and files: a run asks several times, and a large model takes seconds."""
+"""Shapes by folder, family and config: a run asks several times, and a large model takes seconds."""
 
 
 def shape_of(
@@ -201,17 +182,13 @@ def shape_of(
     chosen: type[PreTrainedModel],
     family: Family,
 ) -> Shape:
-    """Return sizes and layer classes, read from a model on the meta device. Raise UserError unless the headers of the
-    folder's weights fit it. `chosen`: the model's class."""
-    files = []
-    for entry in os.scandir(folder):
-        status = entry.stat()
-        files.append((entry.path, status.st_size, status.st_mtime_ns))
-    key = (chosen, family.name, *sorted(files))
+    """Return sizes and layer classes, read from a model on the meta device. Raise UserError if the headers of the
+    folder's weights have other sizes. `chosen`: the model's class."""
+    values = config.to_dict()
+    key = (folder, chosen, family.name, config.to_json_string())
     if key in _shapes:
         return _shapes[key]
     is_own = isinstance(config, OwnConfig)
-    values = config.to_dict()
     try:
         # The constructor of an own model may compute with its buffers.
         with init_empty_weights() if is_own else torch.device("meta"):
@@ -227,15 +204,24 @@ def shape_of(
         raise UserError(
             f"{folder / 'config.json'} makes no {chosen.__name__}: {first_sentence(error)}; copy the model again"
         ) from error
-    if not is_own:  # which has no prefix, and checks its weights when it loads them
-        check_fit(folder, model, str(model.base_model_prefix))
-    parameters = {name.rsplit(".", 1)[-1] for name, _ in model.named_parameters()}
+    # Packed weights have shapes of their own.
+    stored = {} if values.get("quantization_config") else read_tensors(folder)
+    leaves = set()
+    for name, parameter in model.named_parameters():
+        leaves.add(name.rsplit(".", 1)[-1])
+        # A model with a head for another task saves its weights under a prefix.
+        tensor = stored.get(name) or stored.get(f"{model.base_model_prefix}.{name}")
+        # Where the number of elements agrees, Transformers may turn the tensor while it is read.
+        if tensor is not None and tensor.size != parameter.numel():
+            raise UserError(
+                f"{folder / 'config.json'} does not fit the weights: {name} has the shape {list(tensor.shape)} in "
+                f"{tensor.path.name}, and config.json makes it {list(parameter.shape)}"
+            )
+    layer_classes = {type(layer).__name__ for layer in layers_of(model)}
     _shapes[key] = Shape(
         hidden_dim=int(hidden_dim),
-        layer_classes=tuple(
-            sorted({type(layer).__name__ for layer in layers_of(model)})
-        ),
-        has_class_token=not parameters.isdisjoint(_CLASS_TOKENS),
+        layer_classes=tuple(sorted(layer_classes)),
+        has_class_token=not leaves.isdisjoint(_CLASS_TOKENS),
     )
     return _shapes[key]
 
@@ -272,32 +258,29 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def file_dtype(config: PretrainedConfig) -> torch.dtype:
     """Return the dtype that config.json states for the weights."""
-    dtype = config.dtype
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
-    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+    name = str(config.dtype or "float32").removeprefix("torch.")
+    return cast(torch.dtype, getattr(torch, name))
 
 
 def linear_names(backbone: nn.Module) -> list[str]:
     """Return the names of all linear layers, except those in nn.MultiheadAttention, which bypasses their forward."""
     names = []
-    bypassed: tuple[str, ...] = ()
+    bypassed = set[nn.Module]()
     for name, module in backbone.named_modules():
         if isinstance(module, nn.MultiheadAttention):
-            bypassed += (f"{name}.",)
-        elif isinstance(module, nn.Linear | Conv1D) and not name.startswith(bypassed):
+            bypassed.update(module.modules())
+        elif isinstance(module, nn.Linear | Conv1D) and module not in bypassed:
             names.append(name)
     return names
 
 
 def linear_names_inside_layers(backbone: nn.Module) -> list[str]:
     """Return the names of the linear layers inside the transformer layers (attention and feed-forward)."""
-    inner = {id(module) for layer in layers_of(backbone) for module in layer.modules()}
-    return [
-        name
-        for name in linear_names(backbone)
-        if id(backbone.get_submodule(name)) in inner
-    ]
+    inner = set[nn.Module]()
+    for layer in layers_of(backbone):
+        inner.update(layer.modules())
+    linear = linear_names(backbone)
+    return [name for name in linear if backbone.get_submodule(name) in inner]
 
 
 # ---- names of parameters ---------------------------------------------------------------
@@ -311,20 +294,13 @@ WRAPPERS = frozenset(
 
 def plain_name(name: str) -> str:
     """Return the name of a parameter or module without the components that wrappers add."""
-    return ".".join(
-        part
-        for part in name.removeprefix("module.").split(".")
-        if part and part not in WRAPPERS
-    )
+    parts = name.removeprefix("module.").split(".")
+    return ".".join(part for part in parts if part and part not in WRAPPERS)
 
 
 def is_never_used(name: str) -> bool:
     """Return True for parameters that no embedding depends on: poolers over the first token, mask tokens."""
-    return (
-        name.startswith("pooler.")
-        or ".pooler." in name
-        or name.rsplit(".", 1)[-1] == "mask_token"
-    )
+    return ".pooler." in f".{name}" or f".{name}".endswith(".mask_token")
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from vembed.config.schema import MatryoshkaSection, ModelSection
 from vembed.errors import UserError
-from vembed.models.custom.folder import own_folder
 from vembed.models.custom.modeling import OwnConfig
+from vembed.models.custom.own_code import own_folder
 from vembed.models.families.backbones import (
     POSITIONS_AFTER_PADDING,
     Shape,
@@ -27,10 +27,9 @@ from vembed.models.families.backbones import (
     read_config,
     shape_of,
 )
-from vembed.models.families.family import Evidence, Family, Modality
+from vembed.models.families.family import Family, Modality
 from vembed.models.families.model_files import (
     ModelFiles,
-    SentenceTransformersFiles,
     TokenizerSettings,
     check_inside,
     first_problem,
@@ -128,10 +127,11 @@ class ModelDescription:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the saved description, without reasons and with paths relative to its folder."""
+        values = asdict(self)
         # The saved folder is self-contained: paths of this machine mean nothing elsewhere, and are not published.
-        image_source = None if self.image_source is None else IMAGE_TOWER_FOLDER
-        saved = replace(self, source=".", adapter=None, image_source=image_source)
-        values = asdict(saved)
+        values |= {"source": ".", "adapter": None}
+        if self.image_source is not None:
+            values["image_source"] = IMAGE_TOWER_FOLDER
         for name in NOT_SAVED:
             del values[name]
         return values
@@ -150,11 +150,13 @@ class ModelDescription:
             raise UserError(
                 f"{path}: family {saved.family!r} is none of {', '.join(FAMILIES)}"
             )
-        check_inside(path, "source", saved.source)
-        check_inside(path, "image_source", saved.image_source or "")
-        if saved.image_source is not None:
-            saved = replace(saved, image_source=str(Path(folder, saved.image_source)))
-        return replace(saved, source=str(Path(folder, saved.source)))
+        folders: dict[str, Any] = {}
+        for name in ("source", "image_source"):
+            inner = values.get(name)
+            if inner is not None:
+                check_inside(path, name, inner)
+                folders[name] = str(Path(folder, inner))
+        return replace(saved, **folders)
 
     @property
     def output(self) -> str:
@@ -239,7 +241,7 @@ class _Reading:
     """What the user and the files say about one model, and the reasons for what was decided so far."""
 
     options: ModelSection
-    files: SentenceTransformersFiles
+    files: ModelFiles
     saved: dict[str, Any]
     """Fields of the description that vembed saved with the model. Empty without one."""
     config: PretrainedConfig
@@ -277,29 +279,28 @@ def describe(
     `similarity`: that of the loss. `use_qlora`: the weights are held in 4 bits.
     `for_inference`: of a finished model that is used, not trained: its files say the similarity and the maximum length.
     """
-    located = files_of(model)
-    if located.adapter is not None and use_qlora:
+    files = files_of(model)
+    if files.adapter is not None and use_qlora:
         raise UserError(
             f"use_qlora: {model.model_name} is an adapter without the weights below it; "
             "merge it first with `vembed export --merge`, and train the result"
         )
-    saved_values = read_object(located.folder / DESCRIPTION_FILE)
+    saved_values = read_object(files.folder / DESCRIPTION_FILE)
     saved: dict[str, Any] = {}
     if saved_values is not None:
-        saved = vars(ModelDescription.from_dict(saved_values, located.folder))
+        saved = vars(ModelDescription.from_dict(saved_values, files.folder))
     trust = model.trust_remote_code
-    config = read_config(located.backbone, trust_remote_code=trust)
+    config = read_config(files.backbone, trust_remote_code=trust)
     chosen = model_class(config, trust_remote_code=trust)
-    files = located.sentence_transformers
     reading = _Reading(model, files, saved, config, chosen)
     reasons = reading.reasons
     family = _family(reading)
-    shape = shape_of(located.backbone, config, chosen, family)
+    shape = shape_of(files.backbone, config, chosen, family)
 
     # ---- attention and pooling
-    is_decoder = (
-        is_decoder_only(config) if family.is_causal is None else family.is_causal
-    )
+    is_decoder = family.is_causal
+    if is_decoder is None:
+        is_decoder = is_decoder_only(config)
     values = config.to_dict()
     # EmbeddingGemma's config says the first, other decoders the second.
     sees_all = is_decoder and (
@@ -320,14 +321,8 @@ def describe(
             "the model's own files" if sees_all else "a causal decoder"
         )
     pooling = _pooling(reading, family, shape, is_causal=is_decoder and not sees_all)
-    stored_pooling = files.pooling
-    pooling_folder = None
-    if (
-        stored_pooling is not None
-        and stored_pooling.name == pooling
-        and stored_pooling.is_trained
-    ):
-        pooling_folder = files.pooling_folder
+    # Another pooling, which the user has chosen, does not have these weights.
+    pooling_folder = files.pooling_folder if (pooling,) == files.pooling_modes else None
 
     # ---- sizes: pooled vectors -> Dense modules of the model -> MRL projection of this run
     hidden_dim = shape.hidden_dim
@@ -336,10 +331,8 @@ def describe(
     image: dict[str, Any] = {"hidden_dim": hidden_dim}
     layer_classes = shape.layer_classes
     if family.has_two_models:
-        sizes = matryoshka.mrl_dims if matryoshka is not None else None
-        shared_dim = max(sizes) if isinstance(sizes, list) else None
-        image, image_shape = _image_tower(reading, hidden_dim, shared_dim)
-        layer_classes += image_shape.layer_classes
+        image, image_classes = _image_tower(reading, hidden_dim, matryoshka)
+        layer_classes += image_classes
         hidden_dim = image["hidden_dim"]
     size = hidden_dim
     for folder in files.dense:
@@ -356,18 +349,17 @@ def describe(
     if matryoshka is not None and matryoshka.mrl_dims is not None:
         mrl_dims = _matryoshka_sizes(reading, matryoshka, size)
         mrl_projection = matryoshka.mrl_projection
-        adds_projection = (
-            max(mrl_dims) < size if mrl_projection == "auto" else bool(mrl_projection)
-        )
+        adds_projection = bool(mrl_projection)
+        if mrl_projection == "auto":
+            adds_projection = max(mrl_dims) < size
         if adds_projection:
             reasons["embedding_dim"] = (
                 f"an MRL projection from {size} to max(mrl_dims), by mrl_projection: {mrl_projection}"
             )
             size = max(mrl_dims)
-    truncate_dim = files.settings.truncate_dim
-    if truncate_dim is not None and truncate_dim >= size:
-        truncate_dim = None  # it cuts nothing
-    if truncate_dim is not None:
+    truncate_dim = None
+    if (files.settings.truncate_dim or size) < size:
+        truncate_dim = files.settings.truncate_dim
         reasons["truncate_dim"] = "from config_sentence_transformers.json"
 
     # ---- similarity
@@ -395,10 +387,10 @@ def describe(
         )
 
     # ---- texts
-    tokenizer_path = (
-        tokenizer_folder(located.backbone, located.adapter) / "tokenizer_config.json"
+    tokenizer_path = tokenizer_folder(files.backbone, files.adapter)
+    tokenizer: TokenizerSettings = read_settings(
+        tokenizer_path / "tokenizer_config.json", TokenizerSettings, is_optional=True
     )
-    tokenizer = read_settings(tokenizer_path, TokenizerSettings) or TokenizerSettings()
     padding_side: Literal["left", "right"] = "right"
     if tokenizer.padding_side == "left":
         # Absolute positions count from the first token, so left padding would shift them.
@@ -411,13 +403,12 @@ def describe(
     default_prompt_name = files.settings.default_prompt_name
     if default_prompt_name in PROMPT_NAMES["document"]:
         default_prompt_name = "document"  # other names for it are not saved
-    named = (*PROMPT_NAMES["query"], *PROMPT_NAMES["document"])
-    other_prompts = {
-        name: text for name, text in files.prompts.items() if name not in named
-    }
+    other_prompts = dict(files.prompts)
+    for name in (*PROMPT_NAMES["query"], *PROMPT_NAMES["document"]):
+        other_prompts.pop(name, None)
     description = ModelDescription(
         family=family.name,
-        source=str(located.backbone),
+        source=str(files.backbone),
         embedding_dim=size,
         pooling=pooling,
         modalities=family.modalities,
@@ -439,9 +430,9 @@ def describe(
         bidirectional_attention=sees_all,
         min_pixels=model.min_pixels or saved.get("min_pixels"),
         max_pixels=model.max_pixels or saved.get("max_pixels"),
-        adapter=None if located.adapter is None else str(located.adapter),
+        adapter=None if files.adapter is None else str(files.adapter),
         quantized=use_qlora
-        or (located.adapter is not None and saved.get("quantized", False)),
+        or (files.adapter is not None and saved.get("quantized", False)),
         name=model.model_name,
         revision=model.model_revision,
         trust_remote_code=trust,
@@ -485,18 +476,15 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
             f"reranker_head: label is for text models, and {description.name} is a vision-language model: leave it out"
         )
     pooling = "last" if is_decoder else config.to_dict().get("classifier_pooling")
-    query_prompt = options.query_prompt
-    if query_prompt is None:
-        query_prompt = reading.saved.get("query_prompt")
-    if query_prompt is None:
-        query_prompt = ""
-        if scores == "answer":
-            query_prompt = (
-                IMAGE_INSTRUCTION if family.reads_chats else RERANK_INSTRUCTION
-            )
-    document_prompt = options.document_prompt
-    if document_prompt is None:
-        document_prompt = reading.saved.get("document_prompt", "")
+    prompts = {"query_prompt": "", "document_prompt": ""}
+    if scores == "answer":
+        prompts["query_prompt"] = (
+            IMAGE_INSTRUCTION if family.reads_chats else RERANK_INSTRUCTION
+        )
+    for source in (reading.saved, vars(options)):
+        for key in prompts:
+            if source.get(key) is not None:
+                prompts[key] = source[key]
     return description.with_(
         scores=scores,
         embedding_dim=1,
@@ -504,11 +492,10 @@ def _as_reranker(description: ModelDescription, reading: _Reading) -> ModelDescr
         similarity="dot",
         normalize=False,
         padding_side="left" if scores == "answer" else description.padding_side,
-        query_prompt=query_prompt,
-        document_prompt=document_prompt,
         other_prompts={},
         default_prompt_name=None,
         reasons={"scores": reason},
+        **prompts,
     )
 
 
@@ -531,16 +518,6 @@ def without_effect(
     ]
 
 
-def _recognised(evidence: Evidence, model_type: str = "") -> Family | None:
-    """Return the family that is recognised by this evidence; None: no family has this `model_type`."""
-    for family in FAMILIES.values():
-        if family.evidence == evidence and (
-            evidence != "model_type" or model_type in family.model_types
-        ):
-            return family
-    return None
-
-
 def _family(reading: _Reading) -> Family:
     """Return the model's family: what its files say, and the option model_family where it fits."""
     options = reading.options
@@ -548,35 +525,31 @@ def _family(reading: _Reading) -> Family:
     reason = f"model_type {kind} in config.json"
     if options.model_class is not None:
         reason = f"the forward of {options.model_class}"
-    detected = _recognised("model_type", kind)
+    by_model_type: dict[str, Family] = {}
+    for record in FAMILIES.values():
+        by_model_type |= dict.fromkeys(record.model_types, record)
+    inputs = reading.config.inputs if isinstance(reading.config, OwnConfig) else ()
     if reading.saved:
         detected = FAMILIES[reading.saved["family"]]
         reason = _FROM_SAVED
-    elif detected is not None:
-        pass
+    elif kind in by_model_type:
+        detected = by_model_type[kind]
     elif reading.model_class.main_input_name == "pixel_values":
-        detected = _recognised("pixel_input")
+        detected = FAMILIES["image_encoder"]
         reason += ": its input is pixels"
-    elif (
-        isinstance(reading.config, OwnConfig)
-        and "pixel_values" in reading.config.inputs
-    ):
-        detected = _recognised("both_inputs")
+    elif "pixel_values" in inputs:
+        detected = FAMILIES["own_text_image"]
         reason += ": its forward takes input_ids and pixel_values"
     elif "vision_config" in reading.config.to_dict():
-        known = sorted(
-            kind for record in FAMILIES.values() for kind in record.model_types
-        )
         raise UserError(
             f"{options.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
-            f"supported: {', '.join(known)}"
+            f"supported: {', '.join(sorted(by_model_type))}"
         )
     elif is_decoder_only(reading.config):
-        detected = _recognised("decoder_only")
+        detected = FAMILIES["text_decoder"]
         reason += ": a decoder-only language model"
     else:
-        detected = _recognised("text_input")
-    assert detected is not None
+        detected = FAMILIES["text_encoder"]
     family = FAMILIES.get(options.model_family, detected)
     is_in_config = options.model_family != "auto"
     if options.image_model_name is not None:
@@ -587,7 +560,7 @@ def _family(reading: _Reading) -> Family:
                 f"{family.name}; leave image_model_name out"
             )
         reason = f"image_model_name: {options.image_model_name} is its second tower"
-        family = _recognised("image_model_name") or family
+        family = FAMILIES["composed"]
     elif family.has_two_models and not detected.has_two_models:
         raise UserError(
             f"model_family: {family.name} needs image_model_name, the tower for images"
@@ -621,7 +594,7 @@ def _pooling(
         "has_class_token": shape.has_class_token,
     }
     path = "1_Pooling/config.json"
-    pooling: str | None = family.pooling
+    pooling = family.pooling
     reason = family.pooling_reason
     problem = None
     if family.pools_itself:
@@ -635,18 +608,18 @@ def _pooling(
         reason = "the module gives one vector for each input"
     elif files.pooling_modes:
         stored = files.pooling
-        pooling = None if stored is None else stored.name
         reason = f"from {path}"
-        if not files.include_prompt:
-            problem = "leaves the prompt out of the pooling, which is not supported"
-        elif stored is None:
+        if stored is None:
             problem = (
                 f"pools by {' and '.join(files.pooling_modes)}, which vembed cannot"
             )
         else:
+            pooling = stored.name
             refusal = stored.refusal(**facts)
             if refusal is not None:
-                problem = f"pools by {stored.name}: {refusal}"
+                problem = f"pools by {pooling}: {refusal}"
+        if not files.include_prompt:
+            problem = "leaves the prompt out of the pooling, which is not supported"
     elif not family.reads_text:
         pooling, reason = _image_pooling(reading.config, shape)
     elif is_causal and family.pooling != "last":
@@ -656,7 +629,7 @@ def _pooling(
         )
     option = reading.options.pooling
     if option == "auto":
-        if problem is not None or pooling is None:
+        if problem is not None:
             raise UserError(
                 f"{path} of {name} {problem}; set pooling to {' or '.join(POOLINGS)}"
             )
@@ -694,12 +667,12 @@ def _image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
 
 
 def _image_tower(
-    reading: _Reading, text_dim: int, shared_dim: int | None
-) -> tuple[dict[str, Any], Shape]:
-    """Return the description's fields for the image tower of a composed model, and the tower's shape.
+    reading: _Reading, text_dim: int, matryoshka: MatryoshkaSection | None
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the description's fields for the image tower of a composed model, and its layer classes.
 
-    `text_dim`: size of the text tower's output. Both towers are projected into one space, of size `hidden_dim`, which
-    `shared_dim` gives for a new model.
+    `text_dim`: size of the text tower's output. Both towers are projected into one space, of size `hidden_dim`, for a
+    new model that of the largest of mrl_dims.
     """
     options = reading.options
     saved = reading.saved
@@ -710,23 +683,22 @@ def _image_tower(
     trust = options.trust_remote_code
     config = read_config(folder, trust_remote_code=trust)
     chosen = model_class(config, trust_remote_code=trust)
-    family = _recognised("pixel_input")
-    if chosen.main_input_name != "pixel_values" or family is None:
+    if chosen.main_input_name != "pixel_values":
         raise UserError(
             f"image_model_name: {folder} is of the type {config.model_type}, which is not an image encoder; "
             "give one such as a ViT, DINOv2 or ConvNeXt"
         )
-    shape = shape_of(folder, config, chosen, family)
+    shape = shape_of(folder, config, chosen, FAMILIES["image_encoder"])
     pooling, reading.reasons["image_pooling"] = _image_pooling(config, shape)
+    shared_dim = min(text_dim, shape.hidden_dim)
+    reason = f"the smaller of the towers' sizes, {text_dim} for text and {shape.hidden_dim} for images"
     if saved and FAMILIES[saved["family"]].has_two_models:
         shared_dim = saved["hidden_dim"]
-    elif shared_dim is not None:
-        reading.reasons["hidden_dim"] = "max(mrl_dims) in the config"
-    else:
-        shared_dim = min(text_dim, shape.hidden_dim)
-        reading.reasons["hidden_dim"] = (
-            f"the smaller of the towers' sizes, {text_dim} for text and {shape.hidden_dim} for images"
-        )
+        reason = _FROM_SAVED
+    elif matryoshka is not None and isinstance(matryoshka.mrl_dims, list):
+        shared_dim = max(matryoshka.mrl_dims)
+        reason = "max(mrl_dims) in the config"
+    reading.reasons["hidden_dim"] = reason
     fields = {
         "hidden_dim": shared_dim,
         "text_hidden_dim": text_dim,
@@ -734,14 +706,14 @@ def _image_tower(
         "image_hidden_dim": shape.hidden_dim,
         "image_pooling": pooling,
     }
-    return fields, shape
+    return fields, shape.layer_classes
 
 
 def _matryoshka_sizes(
     reading: _Reading, matryoshka: MatryoshkaSection, size: int
 ) -> tuple[int, ...]:
     """Return the Matryoshka sizes of an embedding of `size` dimensions."""
-    if matryoshka.mrl_dims is not None and matryoshka.mrl_dims != "auto":
+    if isinstance(matryoshka.mrl_dims, list):
         dims = tuple(matryoshka.mrl_dims)
         reading.reasons["mrl_dims"] = "mrl_dims in the config"
     else:
@@ -787,19 +759,19 @@ def _prompt(
     # A model whose files name any prompts is taken at its word; the table is for those published without.
     if files.prompts or published is None:
         return ""
-    query_prompt, document_prompt, reading.reasons[key] = published
-    return query_prompt if kind == "query" else document_prompt
+    reading.reasons[key] = published["reason"]
+    return published[kind]
 
 
-def published_prompts(name: str) -> tuple[str, str, str] | None:
-    """Return query prompt, document prompt and reason for a model known by name; otherwise None."""
+def published_prompts(name: str) -> dict[str, str] | None:
+    """Return the prompts `query` and `document`, and the `reason`, for a model known by name; otherwise None."""
     last = name.rstrip("/").rsplit("/", 1)[-1].lower()
     for pattern, query, document, series in PUBLISHED:
         if re.fullmatch(pattern, last):
             reason = (
                 f"{series} models were trained with it; recognised by the name {last}"
             )
-            return query, document, reason
+            return {"query": query, "document": document, "reason": reason}
     return None
 
 
@@ -839,22 +811,21 @@ def _max_length(
             )
         reading.reasons["max_length"] = "max_length in the config"
         return option
-    limits = {"positions in config.json": positions}
     of_files = reading.files.max_length
+    limits = {"positions in config.json": positions}
     if reading.saved:
         limits = {_FROM_SAVED: reading.saved["max_length"]}
-    elif of_files is None or not for_inference:
-        limits[f"default limit of {longest}; set max_length to change it"] = longest
-    if not reading.saved and of_files is not None:
+    elif of_files is not None:
         limits["sentence_bert_config.json"] = of_files
-    elif not reading.saved:
+    else:
         limits["model_max_length in tokenizer_config.json"] = tokenizer.model_max_length
+    if not reading.saved and not (for_inference and of_files):
+        limits[f"default limit of {longest}; set max_length to change it"] = longest
     # The smallest limit holds, and its reason is logged. Tokenizers without a limit say 1e30.
-    known = {
-        why: int(limit)
-        for why, limit in limits.items()
-        if limit is not None and limit > 0
-    }
+    known = {}
+    for why, limit in limits.items():
+        if limit is not None and limit > 0:
+            known[why] = int(limit)
     reason = min(known, key=lambda why: known[why])
     reading.reasons["max_length"] = reason
     return known[reason]

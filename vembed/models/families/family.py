@@ -15,15 +15,6 @@ Tower = Literal["text", "vision"]
 Forward = Literal["text", "image", "chat", "pooled_towers"]
 """Forward pass of one modality: token vectors of texts, of an image or of a conversation, to be pooled; or the pooled
 output of a tower."""
-Evidence = Literal[
-    "model_type",
-    "pixel_input",
-    "decoder_only",
-    "text_input",
-    "image_model_name",
-    "both_inputs",
-]
-"""Predicate that recognises a family."""
 
 TEXT_LENGTH = 512
 CHAT_LENGTH = 8192
@@ -55,9 +46,8 @@ class Family:
     """Traits of one model family."""
 
     name: str
-    evidence: Evidence
     model_types: frozenset[str] = frozenset()
-    """Values of `model_type` in config.json, for a family that is recognised by them."""
+    """Values of `model_type` in config.json that belong to the family. Other models are recognised by their inputs."""
 
     # ---- forward pass -------------------------------------------------------------------------------------------
     forwards: Mapping[Modality, Forward]

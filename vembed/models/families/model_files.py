@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -30,9 +31,6 @@ from vembed.errors import UserError
 from vembed.models.poolings.base import Pooling
 from vembed.models.poolings.table import MODE_FLAGS, POOLINGS
 from vembed.names import is_hub_model, similar_path
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # ---- JSON and safetensors headers ------------------------------------------------------------------------------
 
@@ -223,30 +221,9 @@ LIBRARY_ERRORS = (
     StrictDataclassError,
 )
 """Exceptions that Transformers raises for settings that make no sense; which one depends on the model class."""
-MOST_LAYERS = 2_000
-"""Limit for a config without weights beside it."""
-MOST_LABELS = 1_000_000
-MOST_BUILT = 2**27
-"""Elements that a model may have beyond twice those of its weights: parts that the file leaves out, such as poolers."""
-LAYER_COUNTS = (
-    "num_hidden_layers",
-    "num_layers",
-    "n_layer",
-    "n_layers",
-    "encoder_layers",
-    "decoder_layers",
-    "num_decoder_layers",
-    "depth",
-    "depths",
-    "num_hidden_groups",
-    "inner_group_num",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-)
-"""Names of settings that say how often something is built: numbers, or lists of them."""
-PACKED = frozenset({"U8", "I8", "I32", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F4"})
-"""Types of quantised weights."""
+_FOREIGN_KERNEL = re.compile(r'_?attn_implementation": (\{[^}]*|"[^"]*)/[^"]*')
+_MANY_LAYERS = re.compile(r'layers?": \d{5,}')
+"""In config.json: an attention kernel of a repository, and more layers than any model has."""
 
 Positive = Annotated[int, Field(ge=1, le=2**31)]
 
@@ -282,14 +259,14 @@ class PoolingSettings(Settings):
 
 
 class DenseSettings(Settings):
-    """The config.json of a Dense module."""
+    """The config.json of a Dense module. vembed has none with a residual or on single tokens."""
 
     in_features: Positive
     out_features: Positive
     bias: bool = True
     activation_function: str | None = None
-    use_residual: bool = False
-    module_input_name: str = "sentence_embedding"
+    use_residual: Literal[False] = False
+    module_input_name: Literal["sentence_embedding"] = "sentence_embedding"
 
 
 class ModelSettings(Settings):
@@ -306,9 +283,6 @@ class TextSettings(Settings):
     """sentence_bert_config.json."""
 
     max_seq_length: Positive | None = None
-    do_lower_case: bool | None = None
-    modality_config: dict[str, Any] = {}
-    processing_kwargs: dict[str, Any] | None = None
 
 
 class TokenizerSettings(Settings):
@@ -325,18 +299,18 @@ class AdapterSettings(Settings):
     revision: str | None = None
 
 
-MODULES = TypeAdapter(Annotated[list[ModuleSettings], Field(min_length=1)])
-Kind = TypeVar("Kind")
+Modules = Annotated[list[ModuleSettings], Field(min_length=1)]
 
 
-def read_settings(path: Path, kind: type[Kind] | TypeAdapter[Kind]) -> Kind | None:
-    """Read a JSON file by its schema; None if it does not exist."""
+def read_settings(path: Path, kind: Any, *, is_optional: bool = False) -> Any:
+    """Return the contents of a JSON file by their schema `kind`. `is_optional`: a missing file has the defaults."""
     values = read_json(path)
-    if values is None:
-        return None
-    schema = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
+    if values is None and not is_optional:
+        raise UserError(
+            f"{path.parent} has no {path.name}, although the model's files name that folder"
+        )
     try:
-        return schema.validate_python(values)
+        return TypeAdapter(kind).validate_python({} if values is None else values)
     except ValidationError as error:
         raise UserError(f"{path}: {first_problem(error)}") from error
 
@@ -350,22 +324,12 @@ def check_inside(path: Path, key: str, name: str) -> None:
 
 def read_dense(folder: Path) -> DenseSettings:
     """Read the settings of a Dense module, and compare them with the header of its weights."""
-    settings = read_settings(folder / "config.json", DenseSettings)
-    if settings is None:
-        raise UserError(
-            f"{folder} has no config.json, although modules.json names it as a Dense module"
-        )
-    if settings.use_residual or settings.module_input_name != "sentence_embedding":
-        raise UserError(
-            f"{folder}: vembed does not support Dense modules with a residual or on single tokens"
-        )
-    if not (folder / "model.safetensors").is_file():
-        raise UserError(
-            f"{folder} has no model.safetensors; vembed reads no pickled weights"
-        )
-    wanted = {"linear.weight": (settings.out_features, settings.in_features)}
+    settings: DenseSettings = read_settings(folder / "config.json", DenseSettings)
+    wanted: dict[str, tuple[int, ...]] = {
+        "linear.weight": (settings.out_features, settings.in_features)
+    }
     if settings.bias:
-        wanted["linear.bias"] = (settings.out_features,)  # type: ignore[assignment]
+        wanted["linear.bias"] = (settings.out_features,)
     tensors, _ = read_header(folder / "model.safetensors")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if shapes != wanted:
@@ -376,79 +340,20 @@ def read_dense(folder: Path) -> DenseSettings:
     return settings
 
 
-def check_config(folder: Path) -> None:
-    """Raise UserError if a config.json has more layers than the weights beside it can have.
-
-    Done before Transformers sees it: a config with a million layers would be built layer by layer.
-    """
+def check_config(folder: Path, *, trust_remote_code: bool) -> None:
+    """Raise UserError for a config.json that Transformers must not see: it would fetch and run an attention kernel of a
+    repository, and build a million layers one by one."""
     path = folder / "config.json"
-    # A layer has a tensor of its own, but for layers that share theirs (ALBERT): hence 128 at the least.
-    num_tensors = len(read_tensors(folder))
-    most = max(num_tensors, 128) if num_tensors else MOST_LAYERS
-    limits = dict.fromkeys(LAYER_COUNTS, most) | {"num_labels": MOST_LABELS}
-    for settings in parts_of_config(path):
-        for name, limit in limits.items():
-            value = settings.get(name)
-            numbers = value if isinstance(value, list) else [value]
-            total = sum(number for number in numbers if isinstance(number, int))
-            if total > limit:
-                raise UserError(
-                    f"{path}: {name} is {total:,d}, more than the weights beside it can have (at most {limit:,d})"
-                )
-
-
-def parts_of_config(path: Path) -> list[dict[str, Any]]:
-    """Return the settings of a config.json, and those of each part that has settings of its own."""
-    values = read_object(path) or {}
-    return [values, *(part for part in values.values() if isinstance(part, dict))]
-
-
-def check_attention(folder: Path, *, trust_remote_code: bool) -> None:
-    """Raise UserError if a config.json names an attention kernel of a repository, whose code Transformers would fetch
-    and run."""
-    path = folder / "config.json"
-    for settings in parts_of_config(path):
-        for key in ("attn_implementation", "_attn_implementation"):
-            value = settings.get(key)
-            for name in value.values() if isinstance(value, dict) else [value]:
-                if isinstance(name, str) and "/" in name and not trust_remote_code:
-                    raise UserError(
-                        f"{path}: {key} {name} is code of a repository, and trust_remote_code is false; remove it, or set "
-                        "trust_remote_code: true if you trust this code"
-                    )
-
-
-def check_fit(folder: Path, model: nn.Module, prefix: str) -> None:
-    """Raise UserError if the weights in a folder are not those of `model`, which its config.json describes.
-
-    `model` is on the meta device, and only headers are read. `prefix`: under which a model with a head for another
-    task saves its weights.
-    """
-    path = folder / "config.json"
-    tensors = read_tensors(folder)
-    is_packed = any(tensor.dtype in PACKED for tensor in tensors.values())
-    if (read_object(path) or {}).get("quantization_config") is not None:
-        if tensors and not is_packed:
-            raise UserError(
-                f"{path} has a quantization_config, and the weights beside it are not quantised: remove it"
-            )
-        return
-    num_built = 0
-    for name, parameter in model.named_parameters():
-        num_built += parameter.numel()
-        for key in (name, f"{prefix}.{name}", f"model.{name}"):
-            stored = tensors.get(key)
-            # Where the number of elements agrees, Transformers may turn the tensor while it is read.
-            if stored is not None and stored.size != parameter.numel():
-                raise UserError(
-                    f"{path} does not fit the weights: {name} has the shape {list(stored.shape)} in {stored.path.name}, "
-                    f"and config.json makes it {list(parameter.shape)}"
-                )
-    num_stored = sum(tensor.size for tensor in tensors.values())
-    if tensors and num_built > 2 * num_stored + MOST_BUILT:
+    text = json.dumps(read_object(path))
+    kernel = _FOREIGN_KERNEL.search(text)
+    if kernel is not None and not trust_remote_code:
         raise UserError(
-            f"{path} does not fit the weights: it makes a model of {num_built:,d} values, and they are {num_stored:,d}"
+            f'{path}: "{kernel[0]}" is code of a repository, and trust_remote_code is false; remove it, or set '
+            "trust_remote_code: true if you trust this code"
         )
+    layers = _MANY_LAYERS.search(text)
+    if layers is not None:
+        raise UserError(f'{path}: "{layers[0]} is more than any model has')
 
 
 def first_problem(error: ValidationError) -> str:
@@ -481,14 +386,7 @@ CHECKPOINT_STATE = "state.json"
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 _NOT_WANTED = ["onnx/*", "openvino/*", "consolidated*", "original/*", "*.onnx*"]
 _TOKENIZER_SETTINGS = "tokenizer_config.json"
-_VOCABULARIES = (
-    "tokenizer.json",
-    "vocab.txt",
-    "vocab.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-)
+_VOCABULARIES = frozenset({"tokenizer.json", "vocab.txt", "vocab.json"})
 _VOCABULARY_SUFFIXES = frozenset({".model", ".spm", ".tiktoken", ".vocab"})
 _WITHOUT_VOCABULARY = frozenset(
     {"ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer"}
@@ -563,13 +461,9 @@ def _inside_a_run(path: Path, option: str) -> Path:
     if not (path / RUN_CONFIG).is_file():
         return path
     if not (path / "final").is_dir():
-        steps = [folder.name.partition("-")[2] for folder in path.glob("checkpoint-*")]
-        newest = max((int(step) for step in steps if step.isdecimal()), default=None)
-        way_out = "resume it"
-        if newest is not None:
-            way_out += f"; `vembed export {path}/checkpoint-{newest} FOLDER` makes a model of its newest checkpoint"
         raise UserError(
-            f"{option}: {path} is a run that has not finished, so it has no final/: {way_out}"
+            f"{option}: {path} is a run that has not finished, so it has no final/: resume it, or make a model of a "
+            f"checkpoint with `vembed export {path}/checkpoint-STEP FOLDER`"
         )
     return path / "final"
 
@@ -582,11 +476,16 @@ def whole_model_folder(name: str, *, option: str) -> Path:
 
 
 @dataclass(frozen=True)
-class SentenceTransformersFiles:
-    """Settings from a folder saved by Sentence Transformers. The defaults are those of a folder without them."""
+class ModelFiles:
+    """Folders that a model is read from, and the settings that Sentence Transformers has saved there. The defaults are
+    those of a folder without them."""
 
+    folder: Path
+    """Folder that the user named."""
     backbone: Path
     """Folder of weights, config and tokenizer."""
+    adapter: Path | None = None
+    """Folder of an adapter for the backbone's weights."""
     pooling_modes: tuple[str, ...] = ()
     """Modes of its Pooling module; several if their results are concatenated."""
     pooling_folder: Path | None = None
@@ -627,12 +526,10 @@ _KINDS: dict[str, ModelKind] = {
 def _stated_class(folder: Path) -> str | None:
     """Return the class of Sentence Transformers that a folder's files state; None: they state none."""
     path = folder / "config_sentence_transformers.json"
-    settings = read_settings(path, ModelSettings) or ModelSettings()
-    stated = settings.model_type
+    stated: str | None = read_settings(path, ModelSettings, is_optional=True).model_type
+    config = read_object(folder / "config.json") or {}
     # CrossEncoder writes its settings into config.json, up to version 5 nothing else.
-    if stated is None and "sentence_transformers" in (
-        read_object(folder / "config.json") or {}
-    ):
+    if stated is None and "sentence_transformers" in config:
         return "CrossEncoder"
     if stated is not None and stated not in _KINDS:
         raise UserError(
@@ -660,48 +557,41 @@ def is_reranker(name: str) -> bool:
     return kind_of(model_folder(name)) in ("reranker", "yes_no")
 
 
-def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None:
-    """Read the Sentence Transformers files of a folder; None if it has none."""
+def read_sentence_transformers(folder: Path) -> ModelFiles:
+    """Read the Sentence Transformers files of a folder, if it has any."""
     path = folder / "modules.json"
-    modules = read_settings(path, MODULES)
-    if modules is None:
-        return None
+    if not path.is_file():
+        return ModelFiles(folder, folder)
+    first, *others = read_settings(path, Modules)
+    for module in (first, *others):
+        check_inside(path, "path", module.path)
+    unsupported = None
     modes: tuple[str, ...] = ()
+    inner = folder / first.path
+    has_config = (inner / "config.json").is_file()
+    first_kind = _kind_of_module(first)
+    if first_kind == STATIC:
+        if not has_config:
+            raise UserError(
+                f"{inner} is a table of token vectors without a config.json: vembed reads those that it has written "
+                "(`vembed export --format static`), and Sentence Transformers reads this one"
+            )
+        modes = ("mean",)
+    elif first_kind not in ("Transformer", "CLIPModel", "TwoTowers"):
+        # Vision-language models had custom code before Sentence Transformers had chat templates (GME). vembed's
+        # template is equivalent.
+        values = read_object(inner / "config.json") or {}
+        if first_kind is not None or "vision_config" not in values:
+            unsupported = first.type
     pooling_folder = None
     include_prompt = True
     normalize = False
     dense: list[Path] = []
-    backbone = folder
-    for position, module in enumerate(modules):
-        check_inside(path, "path", module.path)
-        inner = folder / module.path
-        # Code in the folder may have any name, and stands for none of these modules.
-        is_known = module.type.startswith(("sentence_transformers.", "vembed."))
-        kind = module.type.rsplit(".", 1)[-1] if is_known else "code of its own"
-        if position == 0 and kind == STATIC:
-            if not (inner / "config.json").is_file():
-                raise UserError(
-                    f"{inner} is a table of token vectors without a config.json: vembed reads those that it has written "
-                    "(`vembed export --format static`), and Sentence Transformers reads this one"
-                )
-            backbone = inner
-            modes = ("mean",)
-        elif position == 0 and (
-            kind in ("Transformer", "CLIPModel", "TwoTowers")
-            # Vision-language models had custom code before Sentence Transformers had chat templates (GME). vembed's
-            # template is equivalent.
-            or (
-                not is_known
-                and "vision_config" in (read_object(inner / "config.json") or {})
-            )
-        ):
-            backbone = inner if (inner / "config.json").is_file() else folder
-        elif module.type.rsplit(".", 1)[-1] == "Pooling":
-            settings = read_settings(inner / "config.json", PoolingSettings)
-            if settings is None:
-                raise UserError(
-                    f"{inner} has no config.json, although modules.json names it as a Pooling module"
-                )
+    for module in others:
+        inner_folder = folder / module.path
+        kind = _kind_of_module(module)
+        if module.type.endswith(".Pooling"):
+            settings = read_settings(inner_folder / "config.json", PoolingSettings)
             modes = settings.modes()
             include_prompt = settings.include_prompt
         elif module.type.startswith(POOLING_MODULE):
@@ -710,32 +600,35 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
                 raise UserError(
                     f"{path}: this version has no pooling {modes[0]}; it has {', '.join(POOLINGS)}"
                 )
-            pooling_folder = inner
-        elif (
-            kind == "Dense" and not normalize
-        ):  # in another order it would be another model
-            dense.append(inner)
+            pooling_folder = inner_folder
+        # In another order it would be another model.
+        elif kind == "Dense" and not normalize:
+            dense.append(inner_folder)
         elif kind == "Normalize":
             normalize = True
         elif kind != "Dropout":
-            raise UserError(
-                f"{path}: unsupported module type {module.type} in this place (supported: Transformer, CLIPModel or "
-                "StaticEmbedding, then Pooling, Dense and Normalize, in this order)"
-            )
+            unsupported = unsupported or module.type
+    if unsupported is not None:
+        raise UserError(
+            f"{path}: unsupported module type {unsupported} in this place (supported: Transformer, CLIPModel or "
+            "StaticEmbedding, then Pooling, Dense and Normalize, in this order)"
+        )
+    backbone = inner if has_config else folder
     path = folder / "config_sentence_transformers.json"
-    values = read_settings(path, ModelSettings) or ModelSettings()
-    prompts = {
-        name: text for name, text in (values.prompts or {}).items() if text is not None
-    }
-    if values.default_prompt_name not in prompts:
-        values.default_prompt_name = None
+    of_model: ModelSettings = read_settings(path, ModelSettings, is_optional=True)
+    prompts = {}
+    for name, text in (of_model.prompts or {}).items():
+        if text is not None:
+            prompts[name] = text
+    if of_model.default_prompt_name not in prompts:
+        of_model.default_prompt_name = None
     max_length = None
     # Older versions of Sentence Transformers named the file after other models.
     for settings_path in sorted(backbone.glob("sentence_*_config.json")):
-        text_settings = read_settings(settings_path, TextSettings)
-        if text_settings is not None and max_length is None:
-            max_length = text_settings.max_seq_length
-    return SentenceTransformersFiles(
+        of_text = read_settings(settings_path, TextSettings)
+        max_length = max_length or of_text.max_seq_length
+    return ModelFiles(
+        folder=folder,
         backbone=backbone,
         pooling_modes=modes,
         pooling_folder=pooling_folder,
@@ -743,22 +636,16 @@ def read_sentence_transformers(folder: Path) -> SentenceTransformersFiles | None
         dense=tuple(dense),
         normalize=normalize,
         max_length=max_length,
-        settings=values,
+        settings=of_model,
         prompts=prompts,
     )
 
 
-@dataclass(frozen=True)
-class ModelFiles:
-    """Folders that a model is read from."""
-
-    folder: Path
-    """Folder that the user named."""
-    backbone: Path
-    """Folder of weights, config and tokenizer."""
-    adapter: Path | None
-    """Folder of an adapter for the backbone's weights; None without one."""
-    sentence_transformers: SentenceTransformersFiles
+def _kind_of_module(module: ModuleSettings) -> str | None:
+    """Return the name of a module's class; None for code in the folder, which may have any name."""
+    if not module.type.startswith(("sentence_transformers.", "vembed.")):
+        return None
+    return module.type.rsplit(".", 1)[-1]
 
 
 def read_model(
@@ -772,8 +659,7 @@ def read_model(
     stated = _stated_class(folder)
     kind = "embedder" if stated is None else _KINDS[stated]
     if is_reranker and kind in ("embedder", "reranker"):
-        check_weight_files(folder)
-        return ModelFiles(folder, folder, None, SentenceTransformersFiles(folder))
+        return ModelFiles(folder, folder)
     if is_reranker:
         raise UserError(f"{folder} holds a {kind}: give a reranker or an encoder")
     if kind != "embedder":
@@ -782,14 +668,11 @@ def read_model(
             "model (a reranker can be a teacher or a judge)"
         )
     files = read_sentence_transformers(folder)
-    backbone = folder if files is None else files.backbone
+    backbone = files.backbone
     check_weight_files(backbone)
     if not _is_adapter(backbone):
-        return ModelFiles(
-            folder, backbone, None, files or SentenceTransformersFiles(backbone)
-        )
+        return files
     settings = read_settings(backbone / ADAPTER_CONFIG, AdapterSettings)
-    assert settings is not None
     below = model_folder(settings.base_model_name_or_path, settings.revision)
     # Before the base is read: an adapter that names itself would be followed without end. Below, the base's backbone
     # may be in a subfolder.
@@ -798,9 +681,8 @@ def read_model(
         raise UserError(
             f"{folder} is an adapter on top of another adapter, {below}; merge that one first"
         )
-    return ModelFiles(
-        folder, base.backbone, backbone, files or base.sentence_transformers
-    )
+    described = base if files.normalize is None else files
+    return replace(described, folder=folder, backbone=base.backbone, adapter=backbone)
 
 
 def _is_adapter(folder: Path) -> bool:
@@ -837,8 +719,4 @@ def tokenizer_folder(backbone: Path, adapter: Path | None) -> Path:
     Sentence Transformers read it."""
     if adapter is None or not (adapter / _TOKENIZER_SETTINGS).is_file():
         return backbone
-    return (
-        adapter
-        if any((adapter / name).is_file() for name in _VOCABULARIES)
-        else backbone
-    )
+    return adapter if has_tokenizer_files(adapter) else backbone

@@ -12,7 +12,6 @@ from vembed.models.families.family import CHAT_LENGTH, Family, Starter
 _RECORDS = (
     Family(
         name="text_encoder",
-        evidence="text_input",
         forwards={"text": "text"},
         towers={"text": ""},
         starter=Starter(
@@ -30,7 +29,6 @@ _RECORDS = (
     ),
     Family(
         name="text_decoder",
-        evidence="decoder_only",
         forwards={"text": "text"},
         towers={"text": ""},
         pooling_reason="a decoder with bidirectional attention (the model defines no pooling)",
@@ -49,7 +47,6 @@ _RECORDS = (
     ),
     Family(
         name="clip",
-        evidence="model_type",
         model_types=frozenset({"clip", "metaclip_2"}),
         forwards={"text": "pooled_towers", "image": "pooled_towers"},
         towers={"text": "text_model.", "vision": "vision_model."},
@@ -73,7 +70,6 @@ _RECORDS = (
     ),
     Family(
         name="siglip",
-        evidence="model_type",
         model_types=frozenset({"siglip", "siglip2"}),
         forwards={"text": "pooled_towers", "image": "pooled_towers"},
         towers={"text": "text_model.", "vision": "vision_model."},
@@ -93,7 +89,6 @@ _RECORDS = (
     ),
     Family(
         name="image_encoder",
-        evidence="pixel_input",
         forwards={"image": "image"},
         towers={"vision": ""},
         starter=Starter(
@@ -105,7 +100,6 @@ _RECORDS = (
     ),
     Family(
         name="vision_language",
-        evidence="model_type",
         model_types=frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"}),
         forwards={"text": "text", "multimodal": "chat"},
         towers={"text": "language_model.", "vision": "visual."},
@@ -123,7 +117,6 @@ _RECORDS = (
     ),
     Family(
         name="composed",
-        evidence="image_model_name",
         forwards={"text": "text", "image": "image"},
         towers={"text": "text_model.", "vision": "vision_model."},
         projections={"text": "text_projection", "image": "visual_projection"},
@@ -140,7 +133,6 @@ _RECORDS = (
     ),
     Family(
         name="own_text_image",
-        evidence="both_inputs",
         forwards={"text": "text", "image": "image"},
         towers={"text": "", "vision": ""},
         is_causal=None,
@@ -163,11 +155,6 @@ def check_families(records: tuple[Family, ...]) -> dict[str, Family]:
         where = f"model family {family.name}"
         if family.name in families or family.name == "auto":
             raise TypeError(f"{where} has a name that is taken")
-        if bool(family.model_types) != (family.evidence == "model_type"):
-            raise TypeError(
-                f"{where} has evidence={family.evidence!r} and the model_types "
-                f"{sorted(family.model_types)}: evidence='model_type' needs them"
-            )
         for model_type in family.model_types:
             other = family_of_type.setdefault(model_type, family.name)
             if other != family.name:

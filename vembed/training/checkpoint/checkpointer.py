@@ -4,8 +4,7 @@ A checkpoint is a folder `checkpoint-<step>`:
 
     manifest.json            every file with size and SHA-256, and a checksum of the list itself
     state.json               step, counters, best score, settings, versions
-    index.json               the file of each piece of each tensor
-    rank<r>-<n>.safetensors  trained weights, loss parameters and optimizer state, in pieces
+    shard-<r>-*.safetensors  trained weights, loss parameters and optimizer state, in pieces
 
 It is written as `checkpoint-<step>.partial`, flushed to disk, and renamed after every rank has written. A run that is
 killed leaves a complete checkpoint or none. Any number of ranks and any strategy can read it. Nothing is pickled, so a
@@ -31,12 +30,11 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from vembed.config.schema import ModelSection, RunSection
 from vembed.errors import RunError, UserError
-from vembed.evaluation.report.summary import SUMMARY_FILE
+from vembed.evaluation.report.record import SUMMARY_FILE
 from vembed.files import read_json_object
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
@@ -60,14 +58,13 @@ from vembed.training.checkpoint.resume import (
     candidates,
     compare_resume,
     finished_run,
-    refuse,
+    refusal,
     refuse_own_model,
     trim_metrics,
 )
 from vembed.training.checkpoint.tensors import (
-    CheckpointReader,
+    CheckpointPlanner,
     CheckpointWriter,
-    optimizer_kind,
     quieten_torch,
     restore,
     tensors_of,
@@ -117,8 +114,6 @@ class Checkpointer:
         """Step of an asynchronous save, and its result."""
         self._saved_step = -1
         self._damaged: set[Path] = set()
-        self._elsewhere: dict[int, Path] = {}
-        """Checkpoints in the folder of the run that was resumed, by step, which `final/` may get."""
         quieten_torch()
 
     def __enter__(self) -> Self:
@@ -133,7 +128,7 @@ class Checkpointer:
         except (RunError, RuntimeError) as problem:
             if error is None:
                 raise
-            log.error("%s", problem)
+            log.error(str(problem))
 
     # ---- before training -----------------------------------------------------
 
@@ -158,7 +153,7 @@ class Checkpointer:
                 chosen = path
                 break
             damaged[path] = problems
-            log.warning("skipped %s: %s", path, "; ".join(problems))
+            log.warning(f"skipped {path}: {'; '.join(problems)}")
         self._damaged = set(damaged)
         resume = self.run.resume
         if chosen is None and damaged and resume != "auto":
@@ -178,7 +173,7 @@ class Checkpointer:
             return None
         point = ResumePoint(chosen, read_state(chosen))
         self._saved_step = point.step
-        log.info("resuming from %s (step %d)", chosen, point.step)
+        log.info(f"resuming from {chosen} (step {point.step})")
         return point
 
     def check(
@@ -196,23 +191,23 @@ class Checkpointer:
         self.identity = dict(identity)
         if point is None:
             return
-        differences = self._differences(point)
-        forbidden = [str(entry) for entry in differences if not entry.is_allowed]
-        if forbidden and self.run.resume == "force":
-            log.warning(
-                "resume: force: going on although the settings differ: %s",
-                "; ".join(forbidden),
-            )
-        else:
-            refuse(differences, str(point.path))
+        forbidden = []
         changed = []
-        for entry in differences:
-            # What is auto now is decided again, later.
+        for entry in self._differences(point):
             is_named = entry.name not in ("resume", "output_dir")
-            if entry.is_allowed and is_named and entry.now != "auto":
+            if not entry.is_allowed:
+                forbidden.append(entry)
+            elif is_named and entry.now != "auto":  # that is decided again, later
                 changed.append(str(entry))
+        if forbidden and self.run.resume != "force":
+            raise refusal(forbidden, str(point.path))
+        if forbidden:
+            listed = "; ".join(map(str, forbidden))
+            log.warning(
+                f"resume: force: going on although the settings differ: {listed}"
+            )
         if changed:
-            log.info("settings changed since the checkpoint: %s", "; ".join(changed))
+            log.info(f"settings changed since the checkpoint: {'; '.join(changed)}")
 
     def require_steps_left(self, point: ResumePoint | None, total_steps: int) -> None:
         """Raise NothingLeft if output_dir holds a finished run to which no step would be added. Collective.
@@ -253,7 +248,7 @@ class Checkpointer:
             if path.is_dir():
                 shutil.rmtree(path)
                 log.info(
-                    "removed %s (incomplete, left by an earlier process)", path.name
+                    f"removed {path.name} (incomplete, left by an earlier process)"
                 )
         checkpoints = list_checkpoints(self.output)
         if self.run.overwrite and point is None:
@@ -262,9 +257,7 @@ class Checkpointer:
                 folders.remove(path)
             if checkpoints or finished_run(self.output) is not None:
                 log.info(
-                    "overwrite: the earlier run in %s is replaced (%d checkpoints removed)",
-                    self.output,
-                    len(checkpoints),
+                    f"overwrite: the earlier run in {self.output} is replaced ({len(checkpoints)} checkpoints removed)"
                 )
             # Without summary and report the folder no longer counts as finished.
             for name in (SUMMARY_FILE, "report.html", "report.md"):
@@ -282,19 +275,16 @@ class Checkpointer:
                 renamed = path.with_name(path.name + ending)
                 shutil.rmtree(renamed, ignore_errors=True)
                 path.rename(renamed)
-                log.info("renamed %s to %s", path, renamed.name)
+                log.info(f"renamed {path} to {renamed.name}")
         if point is None:
             trim_metrics(self.output, -1)
         else:
             loop = point.state["loop"]
-            is_same_folder = point.path.resolve().parent == self.output.resolve()
-            metrics = loop["hooks"].get("metrics", {}) if is_same_folder else {}
-            trim_metrics(
-                self.output,
-                loop["step"],
-                is_scored=loop["scored_step"] == loop["step"],
-                num_bytes=metrics.get("bytes", 0),
-            )
+            steps = {loop["step"], *(loop[key] for key in NO_CHECKPOINT)} - {None}
+            for step in steps if self._may_go_back else ():
+                self._take_over(step, point)
+            is_scored = loop["scored_step"] == loop["step"]
+            trim_metrics(self.output, loop["step"], is_scored=is_scored)
         collectives.barrier()
 
     def load(
@@ -325,7 +315,15 @@ class Checkpointer:
             no_scores: dict[str, Any] = {"before": {}, "scores": {}, "held_scores": {}}
             state |= {**no_scores, "scored_step": None}
         if self._may_go_back:
-            state |= self._look_for_earlier(point, state)
+            missing = []
+            for key in NO_CHECKPOINT:
+                step = state[key]
+                if step is not None and self._source_of(step, point) is None:
+                    missing.append(key)
+            for key in collectives.broadcast_object(missing):
+                name = checkpoint_name(state[key])
+                log.warning(f"{name} is not there any more: final/ gets a later one")
+                state |= NO_CHECKPOINT[key]
         return state
 
     def load_weights(
@@ -343,7 +341,7 @@ class Checkpointer:
         problems = self.verify(directory)
         if problems:
             log.warning(
-                "cannot load the weights of %s: %s", directory, "; ".join(problems)
+                f"cannot load the weights of {directory}: {'; '.join(problems)}"
             )
             return False
         point = ResumePoint(directory, read_state(directory))
@@ -357,7 +355,7 @@ class Checkpointer:
         )
         # All ranks must agree whether it is damaged, and each has seen other files.
         unique: dict[str, None] = {}
-        for of_rank in collectives.gather_objects_as_json(problems):
+        for of_rank in collectives.gather_objects(problems):
             unique |= dict.fromkeys(of_rank)
         return list(unique)
 
@@ -405,7 +403,6 @@ class Checkpointer:
                 "loop": dict(state),
                 "config": dict(self.settings),
                 "identity": self.identity,
-                "optimizer": optimizer_kind(optimizer),
                 "strategy": self.session.strategy,
                 "precision": self.session.mixed_precision,
                 "world_size": self.session.world_size,
@@ -414,12 +411,11 @@ class Checkpointer:
                     "python": platform.python_version(),
                 },
             },
-            rank=self.session.rank,
             on_commit=partial(self._on_commit, final, kept_steps, start),
         )
         arguments: dict[str, Any] = {
             "storage_writer": writer,
-            "planner": DefaultSavePlanner(flatten_state_dict=False),
+            "planner": CheckpointPlanner(flatten_state_dict=False),
             "no_dist": self._is_alone,
         }
         weights = tensors_of(model, loss, optimizer, tensors)
@@ -442,11 +438,6 @@ class Checkpointer:
         """Return the folder of a step's checkpoint of this run, whether or not it exists."""
         return self.output / checkpoint_name(step)
 
-    def find_path(self, step: int) -> Path:
-        """Return the folder of a step's checkpoint: of this run, or of the one that was resumed."""
-        path = self.path_of(step)
-        return path if path.is_dir() else self._elsewhere.get(step, path)
-
     # ---- parts ---------------------------------------------------------------
 
     @property
@@ -463,7 +454,7 @@ class Checkpointer:
                 answer = {"value": action()}
             except UserError as error:
                 answer = {"error": str(error)}
-        answer = collectives.broadcast_json(answer)
+        answer = collectives.broadcast_object(answer)
         if "error" in answer:
             raise UserError(answer["error"])
         return answer["value"]
@@ -478,10 +469,10 @@ class Checkpointer:
             write_durably(probe, b"vembed writes here\n")
         except OSError as error:
             problem = error.strerror or str(error)
-        problems = collectives.gather_objects_as_json(problem)
+        problems = collectives.gather_objects(problem)
         # Skipped where writing failed already: even a lookup may be forbidden there.
         sees_main = problem is not None or (self.output / ".probe-0").exists()
-        is_shared = collectives.gather_objects_as_json(sees_main)
+        is_shared = collectives.gather_objects(sees_main)
         if problem is None:
             probe.unlink()
         failed = []
@@ -500,35 +491,25 @@ class Checkpointer:
                 "all machines share"
             )
 
-    def _look_for_earlier(
-        self, point: ResumePoint, state: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Find the checkpoints that the state of the resumed run names, and return what changes where they are gone.
+    def _source_of(self, step: int, point: ResumePoint) -> Path | None:
+        """Return the checkpoint of a step that `final/` may get: of this folder, or beside the one that is resumed."""
+        beside = point.path.parent / checkpoint_name(step)
+        for path in (self.path_of(step), beside):
+            if (path / MANIFEST).is_file():
+                return path
+        return point.path if step == point.step else None
 
-        They are of this folder, or beside the one that is resumed from, in the folder of its run. Collective.
-        """
-        # The one that is resumed from too: its own scores may be the best.
-        steps = {state["step"], *(state[key] for key in NO_CHECKPOINT)} - {None}
-        missing = []
-        for step in sorted(steps):
-            places = [self.path_of(step), point.path.parent / checkpoint_name(step)]
-            if step == state["step"]:
-                places.insert(1, point.path)
-            existing = [path for path in places if (path / MANIFEST).is_file()]
-            if existing:
-                self._elsewhere[step] = existing[0]
-            else:
-                missing.append(step)
-        missing = collectives.broadcast_json(missing)
-        changes: dict[str, Any] = {}
-        for key, without in NO_CHECKPOINT.items():
-            if state[key] in missing:
-                log.warning(
-                    "%s is not there any more: final/ gets a later one",
-                    checkpoint_name(state[key]),
-                )
-                changes |= without
-        return changes
+    def _take_over(self, step: int, point: ResumePoint) -> None:
+        """Copy a checkpoint that `final/` may get from the folder of the resumed run, which may be removed before this
+        run ends."""
+        source = self._source_of(step, point)
+        target = self.path_of(step)
+        if source is not None and source != target:
+            # Files of a checkpoint are never changed, so that both folders may share them.
+            unfinished = target.with_name(target.name + PARTIAL)
+            shutil.copytree(source, unfinished, copy_function=_link_or_copy)
+            unfinished.rename(target)
+            log.info(f"copied {source} (final/ may get it)")
 
     def _read(
         self,
@@ -542,11 +523,10 @@ class Checkpointer:
             model,
             loss,
             optimizer,
-            CheckpointReader(point.path),
+            point.path,
             no_dist=self._is_alone,
             # Another strategy may hold the same weights in another type.
             checks_dtypes=point.state["strategy"] == self.session.strategy,
-            saved_optimizer=point.state["optimizer"],
             extra=tensors,
         )
 
@@ -567,7 +547,7 @@ class Checkpointer:
         problem = None
         if error is not None:
             problem = f"rank {self.session.rank}: {_reason(error)}"
-        for reason in collectives.gather_objects_as_json(problem):
+        for reason in collectives.gather_objects(problem):
             if reason is not None:
                 self._fail(step, str(reason))
 
@@ -589,11 +569,10 @@ class Checkpointer:
         name = checkpoint_name(step)
         if self.session.is_main:
             shutil.rmtree(self.output / (name + PARTIAL), ignore_errors=True)
-        checkpoints = list_checkpoints(self.output)
-        newest = checkpoints[-1][1].name if checkpoints else "none"
+        newest = folders.newest_checkpoint(self.output)
         advice = way_out(problem, self.output)
         raise RunError(
-            f"{name} could not be written ({problem}); the newest checkpoint is {newest}. "
+            f"{name} could not be written ({problem}); the newest checkpoint is {newest or 'none'}. "
             f"{advice[0].upper()}{advice[1:]} and resume"
         )
 
@@ -601,25 +580,13 @@ class Checkpointer:
         """Log the finished checkpoint and prune the oldest ones. Runs on rank 0."""
         size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
         seconds = time.monotonic() - start
-        log.info("saved %s (%.2f GB, %.1f s)", final.name, size / 1e9, seconds)
+        log.info(f"saved {final.name} ({size / 1e9:.2f} GB, {seconds:.1f} s)")
         limit = self.run.save_total_limit
         try:
-            # The folder of the resumed run may be removed before this run ends. Only now: no checkpoint that is older
-            # may be the newest here.
-            for step in kept_steps if self._may_go_back else ():
-                target = self.path_of(step)
-                source = self.find_path(step)
-                if source != target and source.is_dir():
-                    unfinished = target.with_name(target.name + PARTIAL)
-                    shutil.rmtree(unfinished, ignore_errors=True)
-                    # Files of a checkpoint are never changed, so that both folders may share them.
-                    shutil.copytree(source, unfinished, copy_function=_link_or_copy)
-                    unfinished.rename(target)
-                    log.info("copied %s (final/ may get it)", source)
             for path in folders.prune(self.output, limit, kept_steps):
-                log.info("removed %s (save_total_limit: %d)", path.name, limit)
+                log.info(f"removed {path.name} (save_total_limit: {limit})")
         except OSError as error:
-            log.warning("an old checkpoint could not be removed: %s", _reason(error))
+            log.warning(f"an old checkpoint could not be removed: {_reason(error)}")
 
 
 def read_state(directory: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoint folders on disk: names, manifest with checksums, the schema of state and index, verification, removal.
+"""Checkpoint folders on disk: names, manifest with checksums, verification, removal.
 
 Does not import torch, and reads no weights.
 """
@@ -7,33 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import shutil
-import stat
-from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-
-from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.files import read_json_object, read_state_bytes
-from vembed.models.families.model_files import (
-    CODES,
-    WEIGHTS,
-    Stored,
-    first_problem,
-    read_header,
-)
+from vembed.files import read_json_object
 from vembed.saving.checksums import checksums_of, damage_of
 from vembed.saving.durability import sync, write_durably
-from vembed.training.state import Count, LoopState
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-INDEX = "index.json"
 PARTIAL = ".partial"
 """Suffix of a folder that is being written or removed. It never counts; the next start removes it."""
 DAMAGED = ".damaged"
@@ -41,7 +27,7 @@ DAMAGED = ".damaged"
 ABANDONED = ".abandoned"
 """Suffix of a checkpoint later than the one resumed from. It is kept until the user removes it."""
 _NAME = re.compile(r"checkpoint-(\d+)")
-_FORMAT = 1
+_FORMAT = 2
 
 
 def checkpoint_name(step: int) -> str:
@@ -65,26 +51,10 @@ def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
     return sorted((step, path) for step, path in named if step is not None)
 
 
-def irregular(directory: Path, name: str) -> str | None:
-    """Return why a file of a checkpoint must not be opened; None for a regular file inside the folder.
-
-    A pipe would be waited for, and a link or `..` could lead to any file of the machine.
-    """
-    place = PurePosixPath(name)
-    path = directory
-    if place.is_absolute() or ".." in place.parts or not place.parts or "\0" in name:
-        return f"{name} leads out of the folder"
-    try:
-        for piece in place.parts:
-            path = path / piece
-            if path.is_symlink():
-                return f"{name} is a link, and only files of the folder itself are read"
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror or error})"
-    return None if stat.S_ISREG(mode) else f"{name} is not a regular file"
+def newest_checkpoint(output_dir: Path) -> str:
+    """Return the name of the newest checkpoint; empty if there is none."""
+    checkpoints = list_checkpoints(output_dir)
+    return checkpoints[-1][1].name if checkpoints else ""
 
 
 def write_manifest(directory: Path, checksums: Mapping[str, str]) -> None:
@@ -121,32 +91,26 @@ def commit(partial: Path, final: Path, checksums: Mapping[str, str]) -> None:
     sync(final.parent)
 
 
-def verify_files(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
+def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
     """Return the problems of a checkpoint as messages; empty if it is intact. With `num_parts`, check one part of
     the files."""
-    problem = irregular(directory, MANIFEST)
-    if problem is not None:
-        return [problem]
+    if not (directory / MANIFEST).is_file():
+        return [f"{MANIFEST} is missing"]
     try:
         content = read_json_object(directory / MANIFEST)
         seal = content.pop("sha256")
-        if content["format"] > _FORMAT:
-            return [
-                f"{MANIFEST} has format {content['format']}, newer than this vembed reads ({_FORMAT})"
-            ]
-        if seal != _seal(content):
-            return [f"{MANIFEST} does not match its own checksum"]
-        files: dict[str, Any] = content["files"]
-        # Of each file the size and the checksum, both of which must be there.
-        expected = {
-            name: {"bytes": int(files[name]["bytes"]), "sha256": files[name]["sha256"]}
-            for name in sorted(files)[part::num_parts]
-        }
-    except (UserError, ValueError, KeyError, TypeError, AttributeError):
+        checkpoint_format = content["format"]
+    except (UserError, KeyError):
         return [f"{MANIFEST} is damaged"]
+    if checkpoint_format != _FORMAT:
+        return [
+            f"{MANIFEST} has format {checkpoint_format}, and this vembed reads {_FORMAT}"
+        ]
+    if seal != _seal(content):
+        return [f"{MANIFEST} does not match its own checksum"]
     problems = []
-    for name, checksum in expected.items():
-        problem = irregular(directory, name) or damage_of(directory, name, checksum)
+    for name in sorted(content["files"])[part::num_parts]:
+        problem = damage_of(directory, name, content["files"][name])
         if problem is not None:
             problems.append(problem)
     return problems
@@ -176,141 +140,3 @@ def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
     for path in removed:
         remove(path)
     return removed
-
-
-# ---- contents ----------------------------------------------------------------
-
-
-class _Schema(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class IdentitySchema(BaseModel):
-    """Facts that must match besides options; further keys are allowed."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    global_batch_size: Annotated[int, Field(ge=1)] | None = None
-
-
-class StateSchema(BaseModel):
-    """The file state.json. More may be in it."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    loop: LoopState
-    config: dict[str, Any]
-    identity: IdentitySchema
-    optimizer: str
-    strategy: str
-    precision: str | None = None
-    world_size: Annotated[int, Field(ge=1)]
-
-
-class ChunkSchema(_Schema):
-    """One piece of a tensor: where it begins in the tensor, its size, and where it is stored."""
-
-    offsets: list[Count]
-    sizes: list[Count]
-    file: str
-    key: str
-
-
-class EntrySchema(_Schema):
-    """One tensor of index.json."""
-
-    dtype: str
-    shape: list[Count]
-    chunks: Annotated[list[ChunkSchema], Field(min_length=1)]
-
-
-_INDEX = TypeAdapter(dict[str, EntrySchema])
-
-
-def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
-    """Return the problems of a checkpoint as messages; empty if it is whole and its contents make sense.
-
-    With `num_parts`, each part compares some of the files with their checksums; the first looks at the contents too.
-    """
-    problems = verify_files(directory, part=part, num_parts=num_parts)
-    if problems or part > 0:
-        return problems
-    for name in (STATE, INDEX):
-        problem = irregular(directory, name)
-        if problem is not None:
-            return [problem]
-    try:
-        return [*_state_problems(directory), *_index_problems(directory)][:3]
-    except (ValueError, UserError) as error:
-        return [str(error)]
-
-
-def _state_problems(directory: Path) -> Iterator[str]:
-    try:
-        state = StateSchema.model_validate_json(read_state_bytes(directory / STATE))
-        TrainConfig(**state.config)
-    except ValidationError as error:
-        yield f"{STATE}: {first_problem(error)}"
-        return
-    except (ValueError, UserError) as error:
-        yield f"{STATE}: {error}"
-        return
-    loop = state.loop
-    named = step_of(directory.name)
-    if named is not None and loop.step != named:
-        yield f"{STATE}: loop.step is {loop.step}, and the folder is that of step {named}"
-    for name, value in (("best_step", loop.best_step), ("held_step", loop.held_step)):
-        if value is not None and value > loop.step:
-            yield f"{STATE}: loop.{name} is {value}, later than its step {loop.step}"
-
-
-def _index_problems(directory: Path) -> Iterator[str]:
-    try:
-        index = _INDEX.validate_json(read_state_bytes(directory / INDEX))
-    except ValidationError as error:
-        yield f"{INDEX}: {first_problem(error)}"
-        return
-    unnamed: dict[tuple[str, str], Stored] = {}
-    for path in sorted(directory.glob("rank*" + WEIGHTS)):
-        for key, stored in read_header(path)[0].items():
-            unnamed[path.name, key] = stored
-    pieces = dict(unnamed)
-    for name, entry in index.items():
-        problem = _tensor_problem(entry, pieces)
-        if problem is not None:
-            yield f"{INDEX}: {name}: {problem}"
-        for chunk in entry.chunks:
-            unnamed.pop((chunk.file, chunk.key), None)
-    if unnamed:
-        file, key = min(unnamed)
-        yield f"{INDEX} names none of {len(unnamed):,d} tensors in the files ({key} in {file})"
-
-
-def _tensor_problem(
-    entry: EntrySchema, pieces: Mapping[tuple[str, str], Stored]
-) -> str | None:
-    """Return why the chunks are not the tensor cut into pieces, each element once, in these files; None if they are."""
-    if entry.dtype not in CODES:
-        return f"{entry.dtype} is not the name of a type"
-    shape = entry.shape
-    chunks = [chunk for chunk in entry.chunks if math.prod(chunk.sizes)]
-    chunks.sort(key=lambda chunk: chunk.offsets)
-    # Tensors are cut along their first dimension: each piece begins in the row where the one before it ends.
-    num_rows = 0
-    for chunk in chunks:
-        begin = [num_rows, *(0 for _ in shape[1:])] if shape else []
-        if chunk.offsets != begin or chunk.sizes[1:] != shape[1:]:
-            return f"its chunk of {chunk.sizes} at {chunk.offsets} does not continue those before it"
-        num_rows += chunk.sizes[0] if shape else 0
-    if math.prod(shape) and num_rows != sum(shape[:1]):
-        return f"its chunks hold {num_rows:,d} of {shape[0]:,d} rows"
-    for chunk in entry.chunks:
-        stored = pieces.get((chunk.file, chunk.key))
-        if stored is None:
-            return f"{chunk.file!r} is no file of this folder that holds {chunk.key!r}"
-        if stored.dtype != CODES[entry.dtype] or list(stored.shape) != chunk.sizes:
-            return (
-                f"{chunk.key} is {stored.dtype} of the shape {list(stored.shape)} in {chunk.file}, and "
-                f"{CODES[entry.dtype]} of {chunk.sizes} in the index"
-            )
-    return None

@@ -17,8 +17,7 @@ from vembed.config.resolved import PRECISIONS, Precision
 from vembed.config.schema import ModelSection, RunSection, TrainConfig, option_fields
 from vembed.config.terms import leaves_temperature
 from vembed.errors import UserError
-from vembed.evaluation.report.record import read_run
-from vembed.evaluation.report.summary import SUMMARY_FILE, read_summary
+from vembed.evaluation.report.record import SUMMARY_FILE, read_run, read_summary
 from vembed.files import read_json_object, read_state_bytes
 from vembed.saving.durability import replaced_file, write_durably
 from vembed.training.checkpoint.folder import MANIFEST, STATE, list_checkpoints, step_of
@@ -297,21 +296,18 @@ def compare_resume(
     return differences
 
 
-def refuse(differences: list[Difference], checkpoint: str) -> None:
-    """Raise UserError that lists the forbidden differences, if any."""
-    forbidden = [entry for entry in differences if not entry.is_allowed]
-    if not forbidden:
-        return
+def refusal(forbidden: list[Difference], checkpoint: str) -> UserError:
+    """Return the error of a run whose settings differ from the checkpoint's."""
     # A changed global batch alone has a way out of its own.
     if len(forbidden) == 1 and forbidden[0].name == "global_batch_size":
         size = forbidden[0].saved
-        raise UserError(
+        return UserError(
             f"{checkpoint} was trained with {size} examples per step, and this run asks for {forbidden[0].now}: give "
             f"global_batch_size={size} (over all processes), start anew in another output_dir, or set "
             "resume: force"
         )
     listed = "; ".join(map(str, forbidden))
-    raise UserError(
+    return UserError(
         f"{checkpoint} was trained with other settings: {listed}; put them back, start anew in another output_dir, or "
         "set resume: force"
     )
@@ -352,11 +348,8 @@ def kept_decisions(
         if size != now:
             kept["global_batch_size"] = size
             log.info(
-                "global batch: %s examples, as in the checkpoint (batch_size: %d x %d process(es) would be %s)",
-                f"{size:,d}",
-                options["batch_size"],
-                world_size,
-                f"{now:,d}",
+                f"global batch: {size:,d} examples, as in the checkpoint (batch_size: {options['batch_size']} x "
+                f"{world_size} process(es) would be {now:,d})"
             )
     return kept
 
@@ -364,25 +357,15 @@ def kept_decisions(
 # ---- metrics.jsonl -----------------------------------------------------------
 
 
-def trim_metrics(
-    output_dir: Path, step: int, *, is_scored: bool = True, num_bytes: int = 0
-) -> int:
+def trim_metrics(output_dir: Path, step: int, *, is_scored: bool = True) -> None:
     """Drop lines of metrics.jsonl after `step`, and an incomplete last line, so that no step appears twice.
 
-    Return how many. `is_scored`: false drops the evaluation of `step` too, which the run will make again.
-    `num_bytes`: the length that the file had when the checkpoint was written; a shorter one is reported.
+    `is_scored`: false drops the evaluation of `step` too, which the run will make again.
     """
     path = output_dir / METRICS
-    content = read_state_bytes(path) if path.exists() else b""
-    if len(content) < num_bytes:
-        log.warning(
-            "%s is damaged: it has %s bytes, and had %s when the checkpoint was written; the report will lack the "
-            "missing lines",
-            path,
-            f"{len(content):,d}",
-            f"{num_bytes:,d}",
-        )
-    lines = content.splitlines(keepends=True)
+    if not path.exists():
+        return
+    lines = read_state_bytes(path).splitlines(keepends=True)
     kept = []
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
@@ -394,4 +377,3 @@ def trim_metrics(
     if len(kept) != len(lines):
         with replaced_file(path) as partial:
             write_durably(partial, b"".join(kept))
-    return len(lines) - len(kept)

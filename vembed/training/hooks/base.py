@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from vembed.data.batching.rank_batch import RankBatch
-from vembed.errors import UserError
 from vembed.evaluation.query_results import QueryResults
 from vembed.training.optimizer import Outcome
 from vembed.training.step import BatchResult
@@ -192,15 +191,8 @@ class Hooks(list[Hook]):
     def load_states(self, states: Mapping[str, dict[str, Any]]) -> None:
         """Give each hook the state that a checkpoint holds for it."""
         for hook in self:
-            if hook.name not in states:
-                continue
-            try:
+            if hook.name in states:
                 hook.load_state(states[hook.name])
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise UserError(
-                    f"the checkpoint's state of the hook {hook.name} cannot be used ({type(error).__name__}: "
-                    f"{error}); resume from an earlier checkpoint, or start anew in another output_dir"
-                ) from error
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of all hooks for a checkpoint."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from vembed.errors import UserError
 from vembed.training.hooks.base import Evaluation, Hook, StepReport
@@ -23,21 +23,8 @@ class StepInfo:
     grad_norm: float
 
 
-@dataclass(frozen=True)
-class EvaluationInfo:
-    """Scores of one evaluation, as callbacks see them. The same on every rank."""
-
-    step: int
-    """0: before training."""
-    epoch: float
-    scores: dict[str, float] = field(default_factory=dict)
-    metric: str = ""
-    """Key of the score that decides which checkpoint is best."""
-    is_best: bool = False
-
-
 OnStep = Callable[[StepInfo], str | None]
-OnEvaluation = Callable[[EvaluationInfo], str | None]
+OnEvaluation = Callable[[Evaluation], str | None]
 
 
 class Callbacks(Hook):
@@ -67,14 +54,7 @@ class Callbacks(Hook):
         """Call the function for evaluations."""
         if self._on_evaluation is None:
             return None
-        info = EvaluationInfo(
-            evaluation.step,
-            evaluation.epoch,
-            dict(evaluation.scores),
-            evaluation.metric,
-            evaluation.is_best,
-        )
-        return _reason("on_evaluation", self._on_evaluation(info))
+        return _reason("on_evaluation", self._on_evaluation(evaluation))
 
 
 def _reason(name: str, answer: str | None) -> str | None:

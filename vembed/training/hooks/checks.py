@@ -14,7 +14,7 @@ from vembed.config.auto import has_initial_weights
 from vembed.config.terms import loss_terms
 from vembed.errors import RunError
 from vembed.parallel import collectives
-from vembed.training.checkpoint.folder import list_checkpoints
+from vembed.training.checkpoint.folder import newest_checkpoint
 from vembed.training.hooks.base import Hook, StepReport
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Watch(Hook):
             if not bool(result.is_finite):
                 examples += rank_batch.where
         ranks = []
-        named = collectives.gather_objects_as_json(examples[:MAX_NAMED_EXAMPLES])
+        named = collectives.gather_objects(examples[:MAX_NAMED_EXAMPLES])
         for rank, places in enumerate(named):
             if places:
                 ranks.append(f"rank {rank}: {', '.join(places)}")
@@ -191,10 +191,10 @@ class Watch(Hook):
         return {"mean_cosine": cosine}
 
     def _checkpoint_note(self) -> str:
-        checkpoints = list_checkpoints(self._run.output)
-        if not checkpoints:
+        newest = newest_checkpoint(self._run.output)
+        if not newest:
             return "no checkpoint was saved before (save_steps keeps some)"
-        return f"{checkpoints[-1][1].name} is untouched"
+        return f"{newest} is untouched"
 
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned:
@@ -229,7 +229,7 @@ class DataWatch(Hook):
             file = change.partition(" has ")[0]
             if file not in self._reported:
                 self._reported.add(file)
-                log.warning("%s", change)
+                log.warning(change)
 
     @override
     def on_finish(self, run: Trainer) -> None:

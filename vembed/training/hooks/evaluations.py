@@ -12,6 +12,7 @@ from vembed.config.entries import Guard
 from vembed.errors import RunError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.query_results import EMBEDDED, named, write_content
+from vembed.evaluation.report.page import thumbnail_of
 from vembed.evaluation.report.query_changes import (
     FOLDER,
     compare_results,
@@ -19,7 +20,6 @@ from vembed.evaluation.report.query_changes import (
     read_queries,
 )
 from vembed.evaluation.report.record import TABLE
-from vembed.evaluation.report.thumbnails import thumbnail_of
 from vembed.evaluation.scores import evaluate_model
 from vembed.training.hooks.base import Evaluation, Hook
 
@@ -118,7 +118,7 @@ class TaskScores(Hook):
             change = ""
             if evaluation.step and key in self._before:
                 change = f" ({score - self._before[key]:+.4f})"
-            log.info("task %s: %.4f%s", key.replace("/", ": "), score, change)
+            log.info(f"task {key.replace('/', ': ')}: {score:.4f}{change}")
             # The same dictionary goes to metrics.jsonl, the report and the model card.
             evaluation.scores[TASK_PREFIX + key] = score
 
@@ -256,8 +256,8 @@ class QueryRecord(Hook):
         The report is written from the run's folder, where only images with paths can be read again.
         """
         before = read_queries(path_of(self._output, 0))
-        changes = before and compare_results(before, content, metric)
-        if not changes:
+        changes = compare_results(before, content, metric)
+        if changes is None:
             return {}
         names = []
         for change in (*changes.better, *changes.worse):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -15,31 +14,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from torch import Tensor
 from typing_extensions import override
 
 from vembed.config.terms import task_names
 from vembed.errors import UserError
-from vembed.evaluation.report.pictures import picture_image, picture_svg
-from vembed.evaluation.report.plots import Curve, curve_svg, evaluations_svg
+from vembed.evaluation.report.plots import Curve, plot_curve, plot_evaluations
 from vembed.evaluation.report.record import metric_name, read_run
-from vembed.files import require_regular
 from vembed.parallel import collectives
 from vembed.parallel.memory import memory_snapshot
 from vembed.parallel.parameters import num_parameters
-from vembed.progress import duration
+from vembed.progress import ProgressReport, duration
 from vembed.training.checkpoint.resume import METRICS
 from vembed.training.hooks.base import Evaluation, Hook, StepReport
 from vembed.training.run_log import END_OF_SETUP, HEADLINE, LineFile
-from vembed.training.trackers.declaration import TrackedReport, TrackedRun, Tracker
-from vembed.training.trackers.table import TRACKERS
+from vembed.training.trackers import TRACKERS, TrackedReport, TrackedRun, Tracker
 
 if TYPE_CHECKING:
     from vembed.training.trainer import Trainer
@@ -76,7 +65,7 @@ class Diagnostics(Hook):
     def on_step(self, report: StepReport) -> None:
         for rank_batch, result in report.batches:
             self._counts.update(
-                examples=rank_batch.num_examples,
+                examples=len(rank_batch.where),
                 inputs=rank_batch.num_inputs,
                 distinct=len(rank_batch.features),
                 useful=rank_batch.useful_tokens,
@@ -95,7 +84,7 @@ class Diagnostics(Hook):
             "seconds": {name: round(value, 6) for name, value in phases.items()},
             "memory": memory_snapshot(self._device),
         }
-        ranks = collectives.gather_objects_as_json(of_rank)
+        ranks = collectives.gather_objects(of_rank)
         total: Counter[str] = Counter()
         work = []
         padding = []
@@ -235,8 +224,6 @@ class StepCurves(Hook):
 class MetricsLog(Hook):
     """metrics.jsonl and the trackers. On ranks other than 0 every call is a no-op."""
 
-    name = "metrics"
-
     def __init__(self) -> None:
         self.trackers: list[Tracker] = []
         self.file: LineFile | None = None
@@ -263,11 +250,12 @@ class MetricsLog(Hook):
             try:
                 tracker.start(tracked)
             except ImportError as error:
-                raise tracker.not_installed(f" ({error})") from error
+                raise UserError(
+                    f"report_to: {name} is not installed ({error}): install it (pip install {tracker.package}), or leave "
+                    "it out"
+                ) from error
             self.trackers.append(tracker)
-        path = run.output / METRICS
-        require_regular(path, "output_dir")
-        self.file = LineFile(path)
+        self.file = LineFile(run.output / METRICS)
 
     @override
     def on_log(self, values: Mapping[str, Any]) -> None:
@@ -290,11 +278,10 @@ class MetricsLog(Hook):
 
     @override
     def state(self) -> dict[str, Any]:
-        """Flush the file to the disk: a checkpoint must not be newer than its lines. Return the file's length."""
-        if self.file is None:
-            return {}
-        self.file.sync()
-        return {"bytes": self.file.num_bytes}
+        """Flush the file to the disk: a checkpoint must not be newer than its lines."""
+        if self.file is not None:
+            self.file.sync()
+        return {}
 
     @override
     def on_finish(self, run: Trainer) -> None:
@@ -329,8 +316,10 @@ class MetricsLog(Hook):
         if self.file is None:
             return
         # A line without a newline was cut by a crash; resuming drops it.
-        text = json.dumps(_without_nan({**line, "time": round(time.time(), 3)}))
-        self.file.write(text)
+        text = json.dumps({**line, "time": round(time.time(), 3)})
+        # JSON has no NaN and no infinity: they become null.
+        values = json.loads(text, parse_constant=lambda _: None)
+        self.file.write(json.dumps(values))
         for tracker in list(self.trackers):
             try:
                 tracker.log(numbers, step)
@@ -342,60 +331,35 @@ class MetricsLog(Hook):
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in nested values, with one name each."""
+    """Return the numbers in values, with one name each. A list of mappings has one entry per rank."""
     numbers: dict[str, float] = {}
     for key, value in values.items():
-        if isinstance(value, bool) or key == "step":
-            continue
-        nested: dict[str, Any] = {}
-        if isinstance(value, int | float):
+        if isinstance(value, int | float) and key != "step":
             numbers[key] = float(value)
-        elif isinstance(value, Mapping):
-            nested = {key: value}
-        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
-            nested = {f"{key}/rank{rank}": entry for rank, entry in enumerate(value)}
-        for prefix, entry in nested.items():
-            for name, number in _numbers(entry).items():
-                numbers[f"{prefix}/{name}"] = number
+        elif isinstance(value, list):
+            for rank, entry in enumerate(value):
+                if isinstance(entry, Mapping):
+                    for name, number in _numbers(entry).items():
+                        numbers[f"{key}/rank{rank}/{name}"] = number
     return numbers
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace non-finite values by null, since JSON has no NaN."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _without_nan(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(entry) for entry in value]
-    return value
 
 
 def _tracked_report(output: Path) -> TrackedReport:
     """Return the report of a finished run. Its picture: the deciding score over the evaluations, and the loss."""
     record = read_run(output)
-    key = record.headline
-    pictures = []
-    scored = [entry for entry in record.evaluations if key in entry.scores]
-    if scored:
-        name = metric_name(key)
-        steps = [entry.step for entry in scored]
-        scores = [entry.scores[key] for entry in scored]
-        svg = evaluations_svg(steps, scores, name, None)
-        pictures.append(picture_svg(svg, name))
+    name = metric_name(record.headline)
+    steps, scores = record.scores_over_steps(record.headline)
+    plots = []
+    if steps:
+        plots.append((name, plot_evaluations(steps, scores, name, None)))
     lines = [line for line in record.steps if isinstance(line.get("loss"), float)]
     steps = [line["step"] for line in lines]
     losses = [line["loss"] for line in lines]
     curve = Curve("loss", "", steps, losses, "{:.3g}".format)
-    pictures.append(picture_svg(curve_svg(curve), "loss"))
-    images = [np.asarray(picture_image(picture)) for picture in pictures]
-    last_steps = [entry.step for entry in record.evaluations]
-    last_steps += [int(line["step"]) for line in record.steps[-1:]]
-    return TrackedReport(
-        output / "report.html",
-        np.concatenate(images, axis=1),
-        max(last_steps, default=0),
-    )
+    plots.append(("loss", plot_curve(curve)))
+    images = [np.asarray(plot.image(title)) for title, plot in plots]
+    picture = np.concatenate(images, axis=1)
+    return TrackedReport(output / "report.html", picture, record.last_step)
 
 
 # ---- what a terminal shows ----------------------------------------------------
@@ -434,7 +398,7 @@ def log_setup(run: Trainer) -> None:
         f"{session.mixed_precision}",
     ]
     for line in lines:
-        log.info("%s", line, extra=HEADLINE)
+        log.info(line, extra=HEADLINE)
     path = run.output / config.logging.log_file
     log.info(f"log: {path}", extra=END_OF_SETUP)
 
@@ -443,27 +407,17 @@ class ProgressBar(Hook):
     """Progress bar with rate and remaining time on a terminal. Files and pipes get log lines only."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.bar: Progress | None = None
+        is_shown = console.is_terminal and not console.quiet
+        self.progress = ProgressReport("training", active=is_shown, console=console)
 
     @override
     def on_start(self, run: Trainer) -> None:
-        if self.console.is_terminal and not self.console.quiet:
-            self.bar = Progress(
-                TextColumn("training"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeRemainingColumn(),
-                console=self.console,
-                transient=True,
-            )
-            self.bar.start()
-            self.task = self.bar.add_task("training", total=run.data.total_steps)
+        self.total_steps = run.data.total_steps
+        self.progress.start()
 
     @override
     def on_step(self, report: StepReport) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, completed=report.step)
+        self.progress(report.step, self.total_steps)
 
     @override
     def on_finish(self, run: Trainer) -> None:
@@ -471,9 +425,7 @@ class ProgressBar(Hook):
 
     @override
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
+        self.progress.stop()
 
 
 class Profile(Hook):

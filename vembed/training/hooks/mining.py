@@ -91,10 +91,10 @@ class EpochMiner(Hook):
         began = time.monotonic()
         result = self._miner.mine(self._encode, self._run.output / FOLDER, epoch)
         mined = torch.from_numpy(result.documents)
-        there = mined >= 0
+        is_mined = mined >= 0
         is_known = (mined[:, :, None] == self._numbers[:, None, :]).any(dim=2)
-        num_mined = int(there.sum())
-        share_new = int((there & ~is_known).sum()) / max(num_mined, 1)
+        num_mined = int(is_mined.sum())
+        share_new = int((is_mined & ~is_known).sum()) / max(num_mined, 1)
         # In place: the stream and the checkpoints hold this tensor.
         self._numbers.copy_(mined)
         self._epoch = epoch
@@ -106,18 +106,11 @@ class EpochMiner(Hook):
             "mine/new": share_new,
             "mine/seconds": seconds,
         }
+        note = f"; {result.note}" if result.note else ""
         log.info(
-            "mine: before epoch %d, %s negatives for %s examples (mean score %.4f, %.1f%% new, %s examples got fewer "
-            "than %d); took %s%s",
-            epoch + 1,
-            f"{num_mined:,d}",
-            f"{len(mined):,d}",
-            result.mean_score,
-            100 * share_new,
-            f"{result.num_short:,d}",
-            self._options.num_negatives,
-            duration(seconds),
-            f"; {result.note}" if result.note else "",
+            f"mine: before epoch {epoch + 1}, {num_mined:,d} negatives for {len(mined):,d} examples (mean score "
+            f"{result.mean_score:.4f}, {share_new:.1%} new, {result.num_short:,d} examples got fewer than "
+            f"{self._options.num_negatives}); took {duration(seconds)}{note}"
         )
 
     @override
@@ -137,7 +130,9 @@ class EpochMiner(Hook):
     @override
     def load_state(self, state: dict[str, Any]) -> None:
         if state["documents"] != self._miner.fingerprint:
-            raise ValueError("the documents that are mined have changed")
+            raise UserError(
+                "mine: the documents that are mined have changed: restore them, or start anew in another output_dir"
+            )
         self._epoch = state["epoch"]
 
     @override

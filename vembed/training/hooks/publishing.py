@@ -31,7 +31,7 @@ def hub_of(options: LoggingSection) -> Hub | None:
     """Return the repository of `push_to_hub`, if there is one."""
     if options.push_to_hub is None:
         return None
-    return Hub(options.push_to_hub, log=log.debug)
+    return Hub(options.push_to_hub)
 
 
 def push_final(hub: Hub, output: Path) -> None:
@@ -40,15 +40,13 @@ def push_final(hub: Hub, output: Path) -> None:
     Raise RunError if that fails: the model is complete on disk, and `vembed push` goes on.
     """
     try:
-        num_sent = hub.push(publication(str(output)), "Trained by vembed")
+        hub.push(publication(str(output)), "Trained by vembed")
     except (RunError, UserError) as error:
         command = f"vembed push {output} {hub.repository}"
         raise RunError(
             f"{error}; the model is in {output}/final: `{command}`"
         ) from error
-    log.info(
-        f"push_to_hub: {hub.repository} has the model of final/ ({num_sent} files sent)"
-    )
+    log.info(f"push_to_hub: {hub.repository} has the model of final/")
 
 
 class PushBest(Hook):

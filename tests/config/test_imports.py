@@ -1,0 +1,12 @@
+"""Every module of the package can be imported."""
+
+import importlib
+import pkgutil
+
+import vembed
+
+
+def test_every_module_can_be_imported() -> None:
+    for module in pkgutil.walk_packages(vembed.__path__, "vembed."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)

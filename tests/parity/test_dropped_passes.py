@@ -1,0 +1,113 @@
+"""Measured and failed passes leave nothing behind in a sharded model: the gradients after them are the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from tests.harness import run_ranks
+from tests.parity.engine import (
+    Case,
+    build,
+    examples,
+    full_gradients,
+    step_of,
+    worst_error,
+)
+from vembed.parallel.parameters import discard_passes
+from vembed.parallel.session import start_session
+from vembed.parallel.step_memory import Demand, PeakMeter, measure_demand
+
+CASES = ("no measurement", "measurement", "forward fails", "backward fails")
+
+
+class Failing:
+    """A hook of a layer that fails in a forward or a backward pass."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def __call__(self, module: nn.Module, given: Any, output: Any) -> None:
+        """Fail here, or later in the backward pass."""
+        if self.where == "forward fails":
+            raise ZeroDivisionError
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(self.backward)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """Fail."""
+        raise ZeroDivisionError
+
+
+class Straight(PeakMeter):
+    """A stand-in: 1,000 bytes, and 7 for each token."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def reset(self) -> None:
+        """Begin."""
+        self.tokens = 0
+
+    def peak(self) -> int:
+        """Return the bytes."""
+        return 1000 + 7 * self.tokens
+
+
+def steps_after(
+    folder: Path,
+) -> list[tuple[Demand | None, dict[str, Tensor], dict[str, Tensor]]]:
+    """On every rank, for each case: the demand, and the gradients of two steps after it."""
+    case = Case("budget", num_examples=6)
+    config = case.config(folder, strategy="fsdp", gradient_checkpointing=False)
+    found = []
+    with start_session(config) as session:
+        for name in CASES:
+            embedder, loss, featuriser = build(config)
+            model = session.prepare(embedder, embedder.description.layer_classes)
+            step, rank_batch = step_of(
+                model, loss, featuriser, session, examples(case), case.budget()
+            )
+            demand = None
+            if name == "measurement":
+                meter = Straight()
+                count = embedder.register_forward_pre_hook(
+                    lambda _, given, meter=meter: setattr(
+                        meter, "tokens", given[0][0][1]["input_ids"].numel()
+                    )
+                )
+                demand = measure_demand(
+                    model, featuriser, session, rank_batch.features, meter
+                )
+                count.remove()
+            elif "fails" in name:
+                layer = embedder.backbone.encoder.layer[1]
+                hook = layer.register_forward_hook(Failing(name))
+                with pytest.raises(ZeroDivisionError):
+                    step.accumulate(rank_batch, 0, weight=1.0, last=True)
+                discard_passes(model)
+                hook.remove()
+            gradients = []
+            for number in range(2):
+                step.accumulate(rank_batch, number, weight=1.0, last=True)
+                gradients.append(full_gradients(model))
+                model.zero_grad(set_to_none=True)
+            found.append((demand, *gradients))
+    return found
+
+
+@pytest.mark.promise("E01")
+def test_passes_whose_gradients_are_dropped_leave_nothing_behind() -> None:
+    for rank in run_ranks(steps_after, 2, Case("budget").folder(), process_group=False):
+        by_case = dict(zip(CASES, rank, strict=True))
+        _, *wanted = by_case["no measurement"]
+        # The line through two sizes.
+        assert by_case["measurement"][0] == Demand(1000.0, 7.0)
+        for name, (_, *gradients) in by_case.items():
+            for ours, theirs in zip(gradients, wanted, strict=True):
+                parameter, error = worst_error(ours, theirs)
+                assert ours and error <= 1e-9, (name, parameter)

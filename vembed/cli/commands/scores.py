@@ -1,0 +1,319 @@
+"""`vembed eval`, `score` and `rerank`: scores of a model on evaluation data, of pairs, and of lists of documents."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+
+from vembed.cli.support import (
+    AnyModel,
+    BatchTokens,
+    ColumnMapping,
+    ImageRoot,
+    Nproc,
+    OnBadRecord,
+    OutputFile,
+    PositiveNumber,
+    Strategy,
+    TrustRemoteCode,
+    WeightsDtype,
+    number_table,
+    numbers,
+    open_model,
+    option,
+    share,
+)
+from vembed.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from vembed.parallel.session import Session
+
+SCORE_CHUNK = 16_384
+"""Records that are read, scored and written together; memory does not grow with the file."""
+RERANK_CHUNK = 256
+"""Lists that are read, scored and written together."""
+
+
+def eval(
+    model: AnyModel,
+    data: str,
+    dims: str = "",
+    ks: str = "1,5,10,100",
+    task: Literal["auto", "retrieval", "similarity"] = "auto",
+    split: str | None = None,
+    compressed: str | None = None,
+    column_mapping: ColumnMapping = "",
+    on_bad_record: OnBadRecord = "stop",
+    batch_tokens: BatchTokens = None,
+    torch_dtype: WeightsDtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    strategy: Strategy = "ddp",
+    nproc: Nproc = 1,
+) -> dict[str, float]:
+    """Score a model: nDCG, MRR, Recall and MAP over the whole corpus, or correlations for scored pairs.
+
+    Args:
+        data: A BEIR-style folder, or a file of pairs or scored pairs.
+        dims: Also score at these sizes, as 256,128. Default: the model's own.
+        ks: Cut-offs of the metrics.
+        task: auto, retrieval or similarity.
+        split: Split of the qrels of a BEIR-style folder. Default: test.
+        compressed: Also score int8 and binary documents, and draw quality against bytes (.png, .svg).
+        on_bad_record: stop or skip.
+    """
+    sizes = numbers("--dims", dims) or None
+    cuts = numbers("--ks", ks)
+    mapping = option("column_mapping", column_mapping)
+    dtype = option("torch_dtype", torch_dtype)
+    if compressed is not None and Path(compressed).suffix not in (".png", ".svg"):
+        raise UserError(
+            f"--compressed {compressed}: the picture is written as .png or .svg"
+        )
+    share(nproc)
+    from rich.console import Console
+
+    from vembed.evaluation.report.plots import plot_stored
+    from vembed.evaluation.report.report import stored_points, stored_table
+    from vembed.evaluation.scores import evaluate
+
+    with open_model(model, strategy, trust_remote_code=trust_remote_code) as (
+        model_path,
+        session,
+    ):
+        scores = evaluate(
+            model_path,
+            data,
+            dims=sizes,
+            ks=cuts,
+            task=task,
+            split=split,
+            batch_tokens=batch_tokens,
+            column_mapping=mapping,
+            on_bad_record=on_bad_record,
+            torch_dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            session=session,
+            compressed=compressed is not None,
+            show_progress=True,
+        )
+        if session.is_main:
+            console = Console()
+            for table in score_tables(scores):
+                console.print(table)
+            stored = stored_table(scores)
+            if compressed is not None and stored is not None:
+                console.print(" ", number_table(stored.header, stored.rows), sep="\n")
+                plot = plot_stored(stored_points(scores), "nDCG@10")
+                plot.write(Path(compressed), "nDCG@10")
+    return scores
+
+
+def score_tables(scores: dict[str, float]) -> list[Table]:
+    """The main metrics by size of the embedding, and for retrieval all metrics by cut-off."""
+    from vembed.evaluation.report.record import metric_name
+    from vembed.evaluation.scores import REPORTED_K
+
+    whole = [key for key in scores if "/" not in key]
+    columns = [key for key in whole if "@" not in key or key.endswith(f"@{REPORTED_K}")]
+    names = [metric_name(key) for key in columns]
+    sizes = [match[0] for key in scores if (match := re.match(r"dim\d+/", key))]
+    rows = []
+    for prefix in ("", *dict.fromkeys(sizes)):
+        size = prefix.removeprefix("dim").removesuffix("/") or "whole"
+        rows.append([size, *(f"{scores[prefix + key]:.4f}" for key in columns)])
+    tables = [number_table(("size", *names), rows)]
+    cuts = sorted({int(key.split("@")[1]) for key in whole if "@" in key})
+    if len(cuts) > 1:
+        rows = []
+        for cut in cuts:
+            keys = [f"{key.split('@')[0]}@{cut}" for key in columns]
+            rows.append([str(cut), *(f"{scores[key]:.4f}" for key in keys)])
+        header = ["cut-off", *(name.split("@")[0] for name in names)]
+        tables.append(number_table(header, rows, title=" "))
+    return tables
+
+
+def score(
+    model: AnyModel,
+    pairs: str,
+    output: OutputFile = "-",
+    column_mapping: ColumnMapping = "",
+    image_root: ImageRoot = None,
+    torch_dtype: WeightsDtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    strategy: Strategy = "ddp",
+    nproc: Nproc = 1,
+) -> None:
+    """Score given pairs: each query with its positives, then its negatives.
+
+    An embedding model gives similarities, a reranker its own scores. The scores are in the order of the file.
+
+    Args:
+        pairs: A file of pairs, as training reads it.
+        output: NAME.npy or NAME.jsonl. - is standard output.
+    """
+    dtype = option("torch_dtype", torch_dtype)
+    mapping = option("column_mapping", column_mapping)
+    target = Path(output)
+    if output != "-" and target.suffix not in (".npy", ".jsonl"):
+        raise UserError(
+            f"{output}: vembed score writes .npy, .jsonl, or to standard output (-)"
+        )
+    if output != "-" and not target.absolute().parent.is_dir():
+        raise UserError(
+            f"{target.absolute().parent} is not a folder, so {target.name} cannot be written"
+        )
+    share(nproc)
+    import numpy as np
+
+    from vembed.config.schema import DataSection
+    from vembed.data.example_store import open_examples
+    from vembed.inference.embedder import Embedder
+    from vembed.inference.reranker import Reranker
+    from vembed.models.families.model_files import is_reranker
+
+    options = DataSection(
+        data_path=pairs, column_mapping=mapping, image_root=image_root
+    )
+    # As validation data: no loss is asked whether it could learn from the pairs.
+    store = open_examples(options, pairs, role="validation")
+    with ExitStack() as stack:
+        model_path, session = stack.enter_context(
+            open_model(model, strategy, trust_remote_code=trust_remote_code)
+        )
+        file = _opened(stack, output, session)
+        options_of_use: dict[str, Any] = {
+            "torch_dtype": dtype,
+            "trust_remote_code": trust_remote_code,
+            "session": session,
+        }
+        if is_reranker(model_path):
+            score_pairs = Reranker(model_path, **options_of_use).predict
+        else:
+            score_pairs = Embedder(model_path, **options_of_use).score
+        all_scores = [np.empty(0, np.float32)]
+        for start in range(0, len(store), SCORE_CHUNK):
+            query_items = []
+            roles = []
+            for number in range(start, min(start + SCORE_CHUNK, len(store))):
+                example = store[number]
+                for role in ("positive", "negative"):
+                    for item in getattr(example, f"{role}s"):
+                        query_items.append((example.query, item))
+                        roles.append((number, role))
+            scores = score_pairs(query_items)
+            if not session.is_main:
+                continue
+            if target.suffix == ".npy":
+                all_scores.append(scores)
+                continue
+            for (number, role), value in zip(roles, scores.tolist(), strict=True):
+                if output == "-":
+                    file.write(f"{value:.6f}\n".encode())
+                    continue
+                line = {"record": number, "role": role, "similarity": value}
+                file.write(json.dumps(line).encode() + b"\n")
+        if session.is_main and target.suffix == ".npy":
+            np.save(file, np.concatenate(all_scores))
+        file.flush()
+
+
+def rerank(
+    model: AnyModel,
+    lists: str,
+    output: OutputFile = "-",
+    top_k: PositiveNumber = None,
+    torch_dtype: WeightsDtype = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+    strategy: Strategy = "ddp",
+    nproc: Nproc = 1,
+) -> None:
+    """Sort the documents of each query by a reranker, the best first, with their scores.
+
+    Args:
+        lists: JSON Lines: {"query": "...", "documents": ["...", "..."]}. - is standard input.
+        output: NAME.jsonl. - is standard output.
+        top_k: Documents to write for each query.
+    """
+    if output != "-" and Path(output).suffix != ".jsonl":
+        raise UserError(
+            f"{output}: vembed rerank writes .jsonl, or to standard output (-)"
+        )
+    if lists != "-" and not Path(lists).is_file():
+        raise UserError(f"{lists} is no file: give JSON Lines of queries and documents")
+    if lists == "-" and nproc > 1:
+        raise UserError(
+            "--nproc: several processes cannot share standard input; give a file"
+        )
+    dtype = option("torch_dtype", torch_dtype)
+    share(nproc)
+    from vembed.inference.reranker import Reranker, sorted_documents
+
+    with ExitStack() as stack:
+        source: Any = sys.stdin
+        if lists != "-":
+            source = stack.enter_context(Path(lists).open(encoding="utf-8"))
+        model_path, session = stack.enter_context(
+            open_model(model, strategy, trust_remote_code=trust_remote_code)
+        )
+        reranker = Reranker(
+            model_path,
+            torch_dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            session=session,
+        )
+        file = _opened(stack, output, session)
+        lines = enumerate(source, start=1)
+        while chunk := list(islice(lines, RERANK_CHUNK)):
+            read = [
+                read_list(line, f"{lists}, line {number}") for number, line in chunk
+            ]
+            pairs = []
+            for query, documents in read:
+                pairs += [(query, document) for document in documents]
+            scores = reranker.predict(pairs)
+            if not session.is_main:
+                continue
+            start = 0
+            for query, documents in read:
+                stop = start + len(documents)
+                ranking = sorted_documents(documents, scores[start:stop], top_k)
+                row = {"query": query, "results": ranking}
+                file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+                start = stop
+        file.flush()
+
+
+def _opened(stack: ExitStack, output: str, session: Session) -> BinaryIO:
+    """Return the file of the results: standard output, or a new one that gets its name at the end."""
+    from vembed.saving.durability import replaced_file
+
+    if output == "-" or not session.is_main:
+        return sys.stdout.buffer
+    partial = stack.enter_context(replaced_file(Path(output)))
+    return stack.enter_context(partial.open("wb"))
+
+
+def read_list(line: str, where: str) -> tuple[str, list[str]]:
+    """Return the query and the documents of a line."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {error}") from error
+    query = record.get("query") if isinstance(record, dict) else None
+    documents = record.get("documents") if isinstance(record, dict) else None
+    are_texts = isinstance(documents, list) and all(
+        isinstance(document, str) for document in documents
+    )
+    if not isinstance(query, str) or not are_texts or not documents:
+        raise UserError(
+            f'{where} is no list to rerank: write {{"query": "...", "documents": ["...", "..."]}}'
+        )
+    return query, documents

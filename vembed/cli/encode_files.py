@@ -1,0 +1,407 @@
+"""What `vembed encode` reads, lines of a file, records of any source or images of a folder, and what it writes, files of
+vectors that grow chunk by chunk and have their name only when they are whole: .npy and Parquet."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from vembed.data.documents import (
+    ID_FIELDS,
+    IMAGE_FIELDS,
+    TEXT_FIELDS,
+    document_id,
+    document_item,
+)
+from vembed.data.examples import BadRecord, Item
+from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
+from vembed.data.formats.copies import CODECS, unpacked_copy
+from vembed.data.formats.opening import WAYS_OUT, open_reader, unknown_ending
+from vembed.data.formats.saved_datasets import is_saved_dataset
+from vembed.data.formats.table import ENDINGS, ending_of
+from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
+from vembed.data.messages import listed
+from vembed.errors import UserError
+from vembed.files import cache_folder
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
+from vembed.saving.durability import replaced_file
+
+FIRST_ROWS = 256
+"""Rows that are read and checked before the model is loaded."""
+TEXT_COLUMNS = ("text", "query", *TEXT_FIELDS[1:])
+"""Fields that are taken for the text of a record when nobody names one; the first that is there. A title goes before
+`text`, as in evaluation."""
+BOM = b"\xef\xbb\xbf"
+LineFormat = Literal["auto", "jsonl", "text"]
+RawRow = tuple[int, Any, str | None]
+"""Number of the line, the record and, where it cannot be read, the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One input, with what is written beside its vector."""
+
+    number: int
+    """Of the line or row, from 1."""
+    item: Item
+    identity: str | None
+    fields: dict[str, Any]
+    """All fields of the record."""
+
+
+@dataclass
+class EncodeInput:
+    """Inputs in chunks of rows, which every process reads. Iterating is collective.
+
+    Inputs that cannot be encoded are refused together with the others of their chunk, or left out.
+    """
+
+    source: str
+    session: Session
+    column: str | None
+    keep: Sequence[str]
+    line_format: LineFormat
+    image_root: str | None
+    skips: bool
+    chunk_rows: int
+    left_out: list[tuple[int, str]] = field(default_factory=list)
+    """Number of the row, and the reason, of each input that is left out."""
+    total: int | None = None
+    """Number of rows, where it is known."""
+
+    def __post_init__(self) -> None:
+        self.is_stdin = self.source == "-"
+        self.name = "standard input" if self.is_stdin else self.source
+        self.path = Path(self.source)
+        self.has_images = self.path.is_dir() and not is_saved_dataset(self.path)
+        folder = self.path.absolute()
+        if not folder.is_dir():
+            folder = folder.parent
+        self.images = ImageRoot(self.image_root or str(folder), allow_urls=False)
+        try:
+            self.rows = self._open()
+        except OSError as error:
+            raise UserError(
+                f"{self.source} cannot be read: {error.strerror}"
+            ) from error
+
+    def _open(self) -> Iterator[RawRow]:
+        """Return the rows of the source."""
+        if self.has_images:
+            return self._image_rows()
+        ending = ending_of(self.path)
+        is_table = self.path.is_dir() or ending in ENDINGS
+        if not self.is_stdin and self.line_format == "auto":
+            if is_table:
+                return self._reader_rows()
+            if ending in {*WAYS_OUT} - {".txt", ".text"}:
+                raise unknown_ending(self.path)
+            self.line_format = "text"
+        if self.column is not None and self.line_format == "text":
+            raise UserError(
+                f"{self.name} is read as plain text, which has no column {self.column}: leave out --column, or give "
+                "--input-format jsonl"
+            )
+        if self.is_stdin:
+            return self._line_rows(sys.stdin.buffer)
+        if self.path.suffix.lower() in CODECS:
+            self.path = unpacked_copy(self.path, cache_folder())
+        with self.path.open("rb") as file:
+            self.total = sum(1 for _ in file)
+        return self._line_rows(self.path.open("rb"))
+
+    def _image_rows(self) -> Iterator[RawRow]:
+        """Return the images of a folder and its subfolders, in the order of their paths."""
+        images = sorted(
+            str(path.relative_to(self.path))
+            for path in self.path.rglob("*")
+            if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
+        )
+        if not images:
+            endings = ", ".join(sorted(IMAGE_SUFFIXES))
+            raise UserError(
+                f"{self.path} is a folder without images ({endings}); for texts give a file"
+            )
+        self.total = len(images)
+        records = [{"id": name, "image": name} for name in images]
+        return ((number, record, None) for number, record in enumerate(records, 1))
+
+    def _reader_rows(self) -> Iterator[RawRow]:
+        """Return the records of a source of data."""
+        if self.path.is_dir():
+            saved = sorted(filter(is_saved_dataset, self.path.iterdir()))
+            if len(saved) > 1:
+                raise UserError(
+                    f"{self.path} holds several data sets: give one of them, as {saved[0]}"
+                )
+        reader = open_reader(str(self.path), None, "train", cache_folder())
+        texts = [self.column] if self.column else [*TEXT_COLUMNS, *IMAGE_FIELDS]
+        needed = {*ID_FIELDS, *self.keep, *texts, "title"}
+        columns = [name for name in reader.columns or () if name in needed]
+        if columns:
+            reader.select(columns)
+        self.total = reader.num_records()
+        return (_raw_row(line, record) for _, line, record in reader.rows())
+
+    def _line_rows(self, file: BinaryIO) -> Iterator[RawRow]:
+        with file:
+            for number, line in enumerate(file, 1):
+                try:
+                    yield number, self._line(line), None
+                except BadRecord as error:
+                    yield number, None, str(error)
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        first = 1
+        while True:
+            count = min(FIRST_ROWS, self.chunk_rows) if first == 1 else self.chunk_rows
+            chunk = list(itertools.islice(self.rows, count))
+            if not chunk:
+                return
+            yield self._checked(chunk, first)
+            first += len(chunk)
+
+    def _line(self, data: bytes) -> Any:
+        """Return the text or the JSON value on a line."""
+        try:
+            # A byte order mark may stand at the beginning of any line where files were joined.
+            line = data.removeprefix(BOM).decode().rstrip("\r\n")
+        except UnicodeDecodeError:
+            raise BadRecord("not UTF-8 text; save the file as UTF-8") from None
+        if not line.strip():
+            raise BadRecord(
+                "empty, and every line has to give one embedding; remove it"
+            )
+        if self.line_format == "auto":  # standard input: the first line tells
+            self.line_format = "jsonl" if line.lstrip()[0] in '{"' else "text"
+        if self.line_format == "text":
+            return line
+        try:
+            return json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise BadRecord(
+                f"not JSON ({error}); for plain text use --input-format text"
+            ) from error
+
+    def _checked(self, chunk: Sequence[RawRow], first: int) -> list[Row]:
+        """Return the inputs of a chunk, of which the first row has this number. Collective."""
+        rows: list[Row] = []
+        problems: list[tuple[int, str]] = []
+        for number, (line, record, problem) in enumerate(chunk, first):
+            where = f"{self.name}:{line}"
+            value = record
+            try:
+                if problem is not None:
+                    raise BadRecord(problem)
+                if self.column is not None and isinstance(record, dict):
+                    value = record.get(self.column)
+                    if self.column not in record:
+                        raise BadRecord(
+                            f"no field {self.column} (it has {listed(record)})"
+                        )
+                    if value is None:
+                        raise BadRecord(f"{self.column} is empty")
+                item = document_item(value, self.images, TEXT_COLUMNS)
+                item = item.read_from("" if self.has_images else where)
+            except BadRecord as error:
+                problems.append((number, f"{where}: {error}"))
+                continue
+            fields = record if isinstance(record, dict) else {}
+            rows.append(Row(number, item, document_id(record), fields))
+        # With the first rows wrong folders are found before the model is loaded.
+        if (first == 1 or self.skips) and any(row.item.images for row in rows):
+            part = rows[self.session.rank :: self.session.world_size]
+            by_rank = collectives.gather_objects(broken_images(part))
+            for rank_problems in by_rank:
+                problems += [(number, reason) for number, reason in rank_problems]
+        self.leave_out(sorted(problems))
+        bad = {number for number, _ in problems}
+        return [row for row in rows if row.number not in bad]
+
+    def leave_out(self, problems: Sequence[tuple[int, str]]) -> None:
+        """Leave inputs out, or raise UserError with the first of them."""
+        if problems and not self.skips:
+            reasons = [reason for _, reason in problems[:NUM_NAMED]]
+            if len(problems) > NUM_NAMED:
+                reasons.append(f"and {len(problems) - NUM_NAMED:,d} more")
+            raise UserError(
+                f"{len(problems):,d} input(s) cannot be encoded, fix them, or leave them out by --on-bad-record skip:\n  "
+                + "\n  ".join(reasons)
+            )
+        self.left_out += problems
+
+    def check_kept(self, rows: Sequence[Row]) -> None:
+        """Raise UserError if a column to be kept is in none of the first records."""
+        names = {name: None for row in rows for name in row.fields}
+        for name in self.keep:
+            if rows and name not in names:
+                has = f"it has {listed(names)}" if names else "text has no columns"
+                raise UserError(
+                    f"--keep {name}: {self.name} has no such column ({has})"
+                )
+
+    def save_left_out(self, path: Path) -> Path | None:
+        """Write what was left out beside the vectors, one object per line. Return the file; None for nothing."""
+        if not self.left_out:
+            path.unlink(missing_ok=True)  # of an earlier run
+            return None
+        lines = ""
+        for number, reason in self.left_out:
+            lines += json.dumps({"row": number, "reason": reason}) + "\n"
+        path.write_text(lines, encoding="utf-8")
+        return path
+
+
+def _raw_row(line: int, record: Any) -> RawRow:
+    if isinstance(record, BadRecord):
+        return line, None, str(record)
+    # Dates of tables become text.
+    return line, json.loads(json.dumps(record, default=str)), None
+
+
+def broken_images(rows: Sequence[Row]) -> list[tuple[int, str]]:
+    """Return the rows whose images cannot be read, with the reason. The images are decoded."""
+    images = [(row.number, image) for row in rows for image in row.item.images]
+    problems = []
+    with ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="vembed-check") as pool:
+        reasons = pool.map(image_problem, [image for _, image in images])
+        for (number, _), reason in zip(images, reasons, strict=True):
+            if reason:
+                problems.append((number, reason))
+    return problems
+
+
+# ---- files of vectors ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class NpyWriter:
+    """A .npy file that grows. Kept columns go to a file of their own."""
+
+    file: BinaryIO
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    kept_file: BinaryIO | None
+    num_rows: int = 0
+
+    def __post_init__(self) -> None:
+        self._write_header()
+
+    def write(self, vectors: np.ndarray, columns: Mapping[str, list[Any]]) -> None:
+        """Append rows."""
+        self.num_rows += len(vectors)
+        self.file.write(np.ascontiguousarray(vectors, self.dtype).tobytes())
+        if self.kept_file is not None:
+            for values in zip(*columns.values(), strict=True):
+                row = dict(zip(columns, values, strict=True))
+                line = json.dumps(row, ensure_ascii=False) + "\n"
+                self.kept_file.write(line.encode())
+
+    def close(self) -> None:
+        """Write the header again, with the number of rows."""
+        self.file.seek(0)
+        self._write_header()
+
+    def _write_header(self) -> None:
+        # NumPy pads it for any number of rows, so that it keeps its size.
+        header = {
+            "descr": self.dtype.str,
+            "fortran_order": False,
+            "shape": (self.num_rows, *self.shape),
+        }
+        np.lib.format.write_array_header_1_0(self.file, header)
+
+
+@dataclass
+class ParquetWriter:
+    """A row group per chunk: the kept columns, and the embedding."""
+
+    file: BinaryIO
+    num_dims: int
+    dtype: np.dtype[Any]
+    writer: pq.ParquetWriter | None = None
+
+    def write(self, vectors: np.ndarray, columns: Mapping[str, list[Any]]) -> None:
+        """Append rows. The first ones decide on the schema, which is written before the first row group."""
+        arrays = {}
+        for name, values in columns.items():
+            kind = None if self.writer is None else self.writer.schema.field(name).type
+            arrays[name] = _column(name, values, kind)
+        flat = pa.array(np.ascontiguousarray(vectors, self.dtype).reshape(-1))
+        arrays["embedding"] = pa.FixedSizeListArray.from_arrays(flat, self.num_dims)
+        table = pa.table(arrays)
+        if self.writer is None:
+            self.writer = pq.ParquetWriter(
+                self.file,
+                table.schema,
+                compression="zstd",
+                use_dictionary=list(columns),
+            )
+        self.writer.write_table(table)
+
+    def close(self) -> None:
+        """Write the footer."""
+        if self.writer is None:
+            self.write(np.empty((0, self.num_dims)), {})
+        assert self.writer is not None
+        self.writer.close()
+
+
+def _column(name: str, values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
+    """Return a kept column: numbers and booleans as they are, all else as text. `kind`: that of the first values."""
+    if kind is None:
+        try:
+            kind = pa.infer_type(values)
+        except pa.ArrowException:
+            kind = pa.string()
+        if not (pa.types.is_primitive(kind) and not pa.types.is_temporal(kind)):
+            kind = pa.string()
+    if pa.types.is_string(kind):
+        texts = []
+        for value in values:
+            if value is not None and not isinstance(value, str):
+                value = json.dumps(value, ensure_ascii=False)  # noqa: PLW2901
+            texts.append(value)
+        values = texts
+    try:
+        return pa.array(values, kind)
+    except pa.ArrowException as error:
+        raise UserError(
+            f"--keep {name}: a later value is no {kind} as the first ones are: {error}"
+        ) from error
+
+
+@contextmanager
+def vector_writer(
+    target: Path, shape: tuple[int, ...], dtype: str, *, keeps_columns: bool
+) -> Iterator[NpyWriter | ParquetWriter]:
+    """Write beside the target and move it there at the end. `shape`: of what stands for one input, more than one
+    dimension in .npy alone."""
+    is_array = target.suffix == ".npy"
+    targets = [target]
+    if is_array and keeps_columns:
+        targets.append(target.with_suffix(".kept.jsonl"))
+    with ExitStack() as stack:
+        partials = [stack.enter_context(replaced_file(path)) for path in targets]
+        # Closed before they are renamed.
+        files = [stack.enter_context(partial.open("wb")) for partial in partials]
+        writer: NpyWriter | ParquetWriter
+        if is_array:
+            kept_file = files[1] if keeps_columns else None
+            writer = NpyWriter(files[0], shape, np.dtype(dtype), kept_file)
+        else:
+            writer = ParquetWriter(files[0], shape[0], np.dtype(dtype))
+        yield writer
+        writer.close()

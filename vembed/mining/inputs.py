@@ -1,0 +1,564 @@
+"""What is mined: the rows of the data, the documents that are searched, and the known positives of each query."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vembed.config.entries import DataSource
+from vembed.data.columns import Columns
+from vembed.data.distinct import KeyIndex
+from vembed.data.documents import (
+    document_id,
+    document_item,
+    document_text,
+    open_document_reader,
+)
+from vembed.data.example_store import Records, open_records, refuse_bad_records
+from vembed.data.examples import BadRecord, Example, ImageRef, Item
+from vembed.data.formats.base import Format
+from vembed.data.images.files import ImageRoot
+from vembed.data.near_duplicates import casefolded
+from vembed.data.records import RecordFormat
+from vembed.errors import UserError
+from vembed.evaluation.beir import (
+    choose_qrels,
+    is_beir_folder,
+    open_texts,
+    qrels_files,
+    read_judgements,
+    texts_path,
+)
+from vembed.evaluation.top_k import Pairs
+from vembed.files import cache_folder
+from vembed.mining.config import DataOptions, RowOptions, paths_of
+
+SPLITS = ("train", "dev", "validation", "val", "test")
+
+
+class AllColumns(Columns):
+    """Keeps every column of a table, also those that training does not read."""
+
+    def needed(self, columns: Any) -> list[str]:
+        """All columns."""
+        return list(columns)
+
+
+class BeirTable:
+    """A BEIR-style folder as rows: a query with its relevant documents and the ids of all."""
+
+    def __init__(self, folder: Path, split: str | None) -> None:
+        self.name = str(folder)
+        self.image_folder = str(folder)
+        self._queries = open_texts(folder, "queries")
+        self._corpus = open_texts(folder, "corpus")
+        qrels = choose_qrels(folder, [split] if split else SPLITS)
+        relevant = read_qrels(qrels)
+        # Only judged documents are kept in memory, by position; the corpus may be large.
+        judged: set[str] = set()
+        for documents in relevant.values():
+            judged.update(documents)
+        self._documents: dict[str, int] = {}
+        for number, record in _objects(self._corpus):
+            identity = str(document_id(record))
+            if identity in judged:
+                self._documents[identity] = number
+        self._rows: list[tuple[str, int]] = []
+        for number, record in _objects(self._queries):
+            identity = str(document_id(record))
+            if not self._documents.keys().isdisjoint(relevant.get(identity, ())):
+                self._rows.append((identity, number))
+        self._relevant = relevant
+        self._form = RecordFormat(Columns(), ImageRoot(str(folder), allow_urls=False))
+        if not self._rows:
+            raise UserError(
+                f"{folder} has no query with a relevant document in {qrels.name}"
+            )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def record(self, number: int) -> dict[str, Any]:
+        """The query, the texts of its relevant documents, and the ids."""
+        identity, place = self._rows[number]
+        ids = []
+        texts = []
+        for document in self._relevant[identity]:
+            if document in self._documents:
+                ids.append(document)
+                texts.append(
+                    document_text(self._corpus.read(self._documents[document]))
+                )
+        query = document_text(self._queries.read(place))
+        return {
+            "query_id": identity,
+            "query": query,
+            "positive": texts,
+            "positive_ids": ids,
+        }
+
+    def example(self, number: int) -> Example:
+        """Meaning of a row."""
+        record = self.record(number)
+        return self._form.example(
+            {"query": record["query"], "positive": record["positive"]},
+            f"{self.name}, query {record['query_id']}",
+        )
+
+
+Table = Any
+"""Rows by number: whole records with every field (`record`), and examples (`example`). With `name` and `image_folder`."""
+
+
+class Rows:
+    """The rows of all tables, one below the other."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.tables = tuple(tables)
+        self._ends = np.cumsum([len(table) for table in tables])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def locate(self, row: int) -> tuple[Table, int]:
+        """The table of a row, and its number there."""
+        # right: a row at an end belongs to the next table, and empty tables are passed over.
+        source = int(np.searchsorted(self._ends, row, side="right"))
+        return self.tables[source], row - (int(self._ends[source - 1]) if source else 0)
+
+    def record(self, row: int) -> dict[str, Any]:
+        """A row as it stands in its file."""
+        table, number = self.locate(row)
+        record: dict[str, Any] = table.record(number)
+        return record
+
+    def example(self, row: int) -> Example:
+        """Meaning of a row."""
+        table, number = self.locate(row)
+        example: Example = table.example(number)
+        return example
+
+
+def open_rows(options: RowOptions) -> Rows:
+    """Check every record of `data_path`; a `UserError` names the first ten that cannot be used."""
+    entries = (
+        options.data_path
+        if isinstance(options.data_path, list)
+        else [options.data_path]
+    )
+    if not entries:
+        raise UserError(
+            "data_path is an empty list: name at least one file, folder or dataset"
+        )
+    tables: list[Table] = []
+    for entry in entries:
+        source = DataSource(path=entry) if isinstance(entry, str) else entry
+        folder = Path(source.path)
+        if is_beir_folder(folder):
+            tables.append(BeirTable(folder, options.split))
+        else:
+            mapping = source.column_mapping
+            if mapping is None:
+                mapping = options.column_mapping
+            # A mapping for all sources may name columns that one of them lacks. A source's own may not.
+            may_miss = len(entries) > 1 and source.column_mapping is None
+            columns = AllColumns(mapping, may_miss=may_miss)
+            cache = cache_folder()
+            tables.append(open_records(options, source, columns, "train", cache))
+    refuse_bad_records(
+        [table for table in tables if isinstance(table, Records)],
+        on_bad_record=options.on_bad_record,
+        purpose="work",
+    )
+    return Rows(tables)
+
+
+def read_qrels(path: Path) -> dict[str, list[str]]:
+    """Query id -> ids of its relevant documents (grade 1 or more)."""
+    relevant: dict[str, list[str]] = {}
+    for where, judgement in read_judgements(path):
+        if isinstance(judgement, str):
+            raise UserError(f"{where}: {judgement}")
+        query, document, grade = judgement
+        if grade > 0:
+            relevant.setdefault(query, []).append(document)
+    return relevant
+
+
+def _objects(reader: Format) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, line, record in reader.rows():
+        if document_id(record) is None:
+            raise UserError(f"{reader.where(line)}: no record with a field _id")
+        yield number, record
+
+
+NUM_SHOWN = 10
+NUM_COLUMNS = 6
+FILE, START, SLOT, KEY, EXACT, ID = range(NUM_COLUMNS)
+"""Columns of a table of documents, which has a row for each: number of the file, or ROWS; offset of the record in its
+file, or number of the row; place among the positives and negatives of a row; content apart from case and spaces;
+content as it is; key of the id, or 0."""
+ROWS = -1
+"""In place of a file's number: the rows of the training data."""
+
+
+def content_key(item: Item) -> int:
+    """A 63-bit number that is the same for items with the same text apart from case, width and spaces, and the same images."""
+    return item.key(casefolded)
+
+
+def id_key(identity: object) -> int:
+    """A 63-bit number for an id; 7 and "7" are the same id."""
+    digest = hashlib.blake2b(str(identity).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def array_identity(values: np.ndarray) -> list[int]:
+    """Return two numbers that tell an array from others: its length, and a sum that changes where values are changed or
+    exchanged."""
+    # The position goes into the sum: an XOR of the numbers alone would not see two exchanged.
+    mixed = values * 31 + np.arange(len(values))
+    return [len(values), int(np.bitwise_xor.reduce(mixed, initial=0))]
+
+
+class CorpusFile:
+    """One file of documents."""
+
+    def __init__(
+        self, path: str, image_root: str | None, *, allow_image_urls: bool
+    ) -> None:
+        place = Path(path).expanduser()
+        self.reader = open_document_reader(texts_path(place, "corpus") or place)
+        folder = image_root or str(self.reader.folder)
+        self._images = ImageRoot(folder, allow_urls=allow_image_urls)
+
+    def item(self, record: Any) -> Item:
+        """The document that a record means; `BadRecord` says why it means none."""
+        return document_item(record, self._images)
+
+    def read(self, start: int) -> tuple[Any, Item]:
+        """The record at an offset, and the document that it means."""
+        record = self.reader.read(start)
+        try:
+            return record, self.item(record)
+        except BadRecord as error:
+            raise UserError(
+                f"{self.reader.name} has changed since the run began ({error}): start again"
+            ) from error
+
+
+def read_corpus(
+    files: Sequence[CorpusFile], on_bad_record: str
+) -> tuple[np.ndarray, list[str]]:
+    """Return the table of the documents of some files, and lines for the log."""
+    table = array("q")
+    problems: list[str] = []
+    num_bad = 0
+    for number, file in enumerate(files):
+        for start, line, record in file.reader.rows():
+            try:
+                item = file.item(record)
+            except BadRecord as error:
+                num_bad += 1
+                if len(problems) < NUM_SHOWN:
+                    problems.append(f"{file.reader.where(line)}: {error}")
+                continue
+            identity = document_id(record)
+            key = 0 if identity is None else id_key(identity)
+            table.extend((number, start, 0, content_key(item), item.key(), key))
+    if num_bad and (on_bad_record == "stop" or not table):
+        raise UserError(
+            f"{num_bad:,d} documents of corpus_path cannot be used, fix them, or set on_bad_record: skip to leave "
+            "them out:\n  " + "\n  ".join(problems)
+        )
+    if not table:
+        names = ", ".join(file.reader.name for file in files)
+        raise UserError(f"{names} holds no documents")
+    notes = []
+    if num_bad:
+        notes = [f"left out {num_bad:,d} that cannot be used, the first: {problems[0]}"]
+    return _as_table(table), notes
+
+
+def distinct_by(table: np.ndarray, column: int) -> np.ndarray:
+    """The rows of a table with distinct values in a column, where each came first."""
+    # return_index gives the first place of each value; sorted, the documents keep the order of the files.
+    _, first = np.unique(table[:, column], return_index=True)
+    return table[np.sort(first)]
+
+
+class Documents:
+    """Distinct documents by number: first the candidates, then documents of the rows that the corpus does not hold."""
+
+    def __init__(self, options: DataOptions, rows: Rows) -> None:
+        """The documents of `corpus_path`, of the BEIR-style folders in `data_path`, or else of the rows themselves."""
+        paths = paths_of(options.corpus_path)
+        if not paths:
+            paths = [
+                table.name for table in rows.tables if isinstance(table, BeirTable)
+            ]
+        self._rows = rows
+        self._files = []
+        for path in paths:
+            allows = options.allow_image_urls
+            file = CorpusFile(path, options.image_root, allow_image_urls=allows)
+            self._files.append(file)
+        of_rows = array("q")
+        for row in range(len(rows)):
+            for slot, item in enumerate(items_of(rows.example(row))):
+                of_rows.extend((ROWS, row, slot, content_key(item), item.key(), 0))
+        # With a corpus, documents of the rows that it lacks are scored as positives and negatives, and never mined.
+        # Without one the documents of all rows are the candidates.
+        corpus = _as_table(of_rows)
+        extra = corpus[:0]
+        self.notes: list[str] = []
+        if self._files:
+            extra = corpus
+            corpus, self.notes = read_corpus(self._files, options.on_bad_record)
+        candidates = distinct_by(corpus, KEY)
+        num_copies = len(corpus) - len(candidates)
+        if num_copies:
+            self.notes.append(f"joined {num_copies:,d} documents with equal content")
+        self.num_candidates = len(candidates)
+        is_new = KeyIndex(candidates[:, KEY]).find(extra[:, KEY]) < 0
+        self._table = np.concatenate([candidates, distinct_by(extra[is_new], KEY)])
+        self.exact = self._table[:, EXACT].copy()
+        """The content of each document as a number, where case and spaces count."""
+        # An id leads to the document that stands for its content, also where that one came first under another id.
+        with_id = corpus[corpus[:, ID] != 0]
+        self._by_content = KeyIndex(self._table[:, KEY])
+        self._by_id = KeyIndex(with_id[:, ID])
+        self._number_of_id = self.find_contents(with_id[:, KEY])
+        self.has_ids = len(with_id) > 0
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def item(self, number: int) -> Item:
+        """A document as it is encoded."""
+        file, start, slot = map(int, self._table[number, : SLOT + 1])
+        if file == ROWS:
+            return items_of(self._rows.example(start))[slot]
+        return self._files[file].read(start)[1]
+
+    def identity(self, number: int) -> str | None:
+        """A document's id in its file, if it has one."""
+        file, start = map(int, self._table[number, : START + 1])
+        if file == ROWS:
+            return None
+        return document_id(self._files[file].reader.read(start))
+
+    def find_contents(self, keys: Sequence[int] | np.ndarray) -> np.ndarray:
+        """The numbers of documents with these contents, -1 where there is none."""
+        return self._by_content.find(np.asarray(keys, np.int64))
+
+    def find_ids(self, identities: Sequence[str]) -> np.ndarray:
+        """The numbers of documents with these ids, -1 where there is none."""
+        keys = np.array([id_key(identity) for identity in identities], np.int64)
+        places = self._by_id.find(keys)
+        is_known = places >= 0
+        places[is_known] = self._number_of_id[places[is_known]]
+        return places
+
+    def summary(self) -> str:
+        """One line for the log."""
+        extra = len(self) - self.num_candidates
+        text = f"documents: {self.num_candidates:,d} to search"
+        if extra:
+            text += f"; {extra:,d} documents of the rows are not among them, and are no candidates"
+        return text + "".join(f"; {note}" for note in self.notes)
+
+
+def _as_table(values: array[int]) -> np.ndarray:
+    return np.array(values, np.int64).reshape(-1, NUM_COLUMNS)
+
+
+def items_of(example: Example) -> tuple[Item, ...]:
+    """The documents of a row: positives, then negatives."""
+    return example.positives + example.negatives
+
+
+def row_value(item: Item, image_folder: str) -> Any:
+    """An item as a row of training data holds it; paths of images relative to `image_folder` where they are in it."""
+    images = [_image_value(image, image_folder) for image in item.images]
+    if not images:
+        return item.text
+    value: dict[str, Any] = {} if item.text is None else {"text": item.text}
+    return value | {"image": images[0] if len(images) == 1 else images}
+
+
+def _image_value(image: ImageRef, image_folder: str) -> str:
+    if image.path is None:
+        raise UserError(
+            "images that are held inside a Parquet file cannot be written as negatives: save them as files"
+        )
+    path = Path(image.path)
+    if path.is_relative_to(image_folder):
+        return str(path.relative_to(image_folder))
+    return image.path
+
+
+QUERY_ID_FIELDS = ("query_id", "qid", "query-id", "_id")
+POSITIVE_ID_FIELDS = (
+    "positive_id",
+    "positive_ids",
+    "pos_id",
+    "pos_ids",
+    "document_id",
+    "doc_id",
+    "corpus_id",
+    "corpus-id",
+)
+
+
+class KnownPositives:
+    """The distinct queries, which query each row has, and what is known of them."""
+
+    def __init__(self, rows: Rows, documents: Documents, options: DataOptions) -> None:
+        self._rows = rows
+        number_of = dict[int, int]()
+        query_of_row = array("q")
+        first_row = array("q")
+        exact = array("q")
+        # (query, content) after each other.
+        positives = array("q")
+        negatives = array("q")
+        texts = array("q")
+        query_of_id: dict[str, int] = {}
+        by_id: list[tuple[int, str]] = []
+        for row in range(len(rows)):
+            example = rows.example(row)
+            key = content_key(example.query)
+            # Queries are numbered by first occurrence: the same on every rank.
+            query = number_of.setdefault(key, len(number_of))
+            query_of_row.append(query)
+            if query == len(first_row):
+                first_row.append(row)
+                exact.append(example.query.key())
+                texts.extend((query, key))
+            for item in example.positives:
+                positives.extend((query, content_key(item)))
+            for item in example.negatives:
+                negatives.extend((query, content_key(item)))
+            record = rows.record(row)
+            identity = _first_value(record, options.query_id_field, QUERY_ID_FIELDS)
+            if identity is not None:
+                query_of_id[str(identity)] = query
+            ids = _first_value(record, options.positive_id_field, POSITIVE_ID_FIELDS)
+            if ids is not None:
+                for identity in ids if isinstance(ids, list) else [ids]:
+                    by_id.append((query, str(identity)))
+        for option, field, values in (
+            ("query_id_field", options.query_id_field, query_of_id),
+            ("positive_id_field", options.positive_id_field, by_id),
+        ):
+            if field and not values:
+                raise UserError(f"{option}: {field} is a field that no row has")
+        self.query_of_row = np.array(query_of_row, np.int64)
+        self.num_queries = len(first_row)
+        self.exact = np.array(exact, np.int64)
+        """Key of each query as it is encoded: it differs where spaces or case differ."""
+        self._first_row = first_row
+        self.notes: list[str] = []
+        """Lines for the log."""
+        qrels = _qrels(options)
+        if qrels and query_of_id.keys().isdisjoint(qrels):
+            self.notes.append(
+                "qrels: no row has the id of a query in them, so they add no known positive"
+            )
+        for identity, relevant in qrels.items():
+            if identity in query_of_id:
+                query = query_of_id[identity]
+                by_id += [(query, document) for document in relevant]
+        known = [_pairs(positives, documents), self._pairs_by_id(by_id, documents)]
+        self.positives = Pairs.union(known)
+        """Known positives of each query: of all its rows, by content, and by id."""
+        self.negatives = _pairs(negatives, documents)
+        """Negatives that the rows already have."""
+        self._texts = _pairs(texts, documents)
+
+    def item(self, query: int) -> Item:
+        """A query as it is encoded."""
+        return self._rows.example(self._first_row[query]).query
+
+    def excluded(self, *, with_negatives: bool) -> Pairs:
+        """Return contents that are no candidates: known positives, the query's own text, and its negatives."""
+        # Positives of all rows of a query, not of the row alone: a negative of one row would be a positive of another.
+        parts = [self.positives, self._texts]
+        if with_negatives:
+            parts.append(self.negatives)
+        return Pairs.union(parts)
+
+    def _pairs_by_id(self, by_id: list[tuple[int, str]], documents: Documents) -> Pairs:
+        queries = np.array([query for query, _ in by_id], np.int64)
+        identities = [identity for _, identity in by_id]
+        numbers = documents.find_ids(identities)
+        missing = np.flatnonzero(numbers < 0)
+        if documents.has_ids and len(missing):
+            self.notes.append(
+                f"ids: {len(missing):,d} ids of positives are not in the corpus, "
+                f"the first: {identities[missing[0]]}"
+            )
+        return Pairs.of(queries[numbers >= 0], numbers[numbers >= 0])
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs that are read before any model is loaded."""
+
+    rows: Rows
+    documents: Documents
+    known: KnownPositives
+
+    def summary(self) -> list[str]:
+        """Lines for the log."""
+        known = self.known
+        lines = [
+            f"data: {len(self.rows):,d} rows, {known.num_queries:,d} distinct queries, "
+            f"{len(known.positives):,d} known positives, {len(known.negatives):,d} negatives that are there already"
+        ]
+        return [*lines, self.documents.summary(), *known.notes]
+
+
+def read_inputs(config: DataOptions) -> Inputs:
+    """Check and read the data, the corpus and what is known."""
+    rows = open_rows(config)
+    documents = Documents(config, rows)
+    return Inputs(rows, documents, KnownPositives(rows, documents, config))
+
+
+def _pairs(values: array[int], documents: Documents) -> Pairs:
+    """The (query, content) pairs whose content is a document."""
+    table = np.array(values, np.int64).reshape(-1, 2)
+    numbers = documents.find_contents(table[:, 1])
+    return Pairs.of(table[numbers >= 0, 0], numbers[numbers >= 0])
+
+
+def _first_value(
+    record: dict[str, Any], field: str | None, usual: tuple[str, ...]
+) -> Any:
+    for name in (field,) if field else usual:
+        if record.get(name) is not None:
+            return record[name]
+    return None
+
+
+def _qrels(options: DataOptions) -> dict[str, list[str]]:
+    """Return relevant pairs from qrels: the file that is given, or those of the corpus's BEIR-style folders."""
+    if options.qrels_path is not None:
+        return read_qrels(Path(options.qrels_path))
+    relevant: dict[str, list[str]] = {}
+    for path in paths_of(options.corpus_path):
+        folder = Path(path).expanduser()
+        if is_beir_folder(folder) and qrels_files(folder):
+            splits = [options.split] if options.split else SPLITS
+            judged = read_qrels(choose_qrels(folder, splits))
+            for identity, documents in judged.items():
+                relevant.setdefault(identity, []).extend(documents)
+    return relevant

@@ -1,0 +1,424 @@
+"""The user's own code: classes named as `path/to/file.py:Name` or `package.module:Name`, the folder of such a model
+before training (config, code and tokenizer, as a folder of Transformers has them), and Python objects given as options."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ShardingStrategy,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from transformers.dynamic_module_utils import get_relative_imports
+
+from vembed.config.schema import ModelSection
+from vembed.errors import UserError
+from vembed.files import cache_folder, write_json
+from vembed.models.custom import modeling
+from vembed.models.custom.modeling import (
+    WEIGHTS,
+    OwnConfig,
+    OwnModel,
+    accepted_inputs,
+    construct,
+    read_output,
+)
+from vembed.models.families.model_files import is_own
+
+_trusted: dict[str, type[OwnModel]] = {}
+"""Folder -> model class of the user's file that a config of this process names for it. A folder that is not here brings
+its own code, which runs with trust_remote_code alone."""
+CODE = "modeling_vembed_own.py"
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
+"""Files of tokenizers and image processors."""
+IMAGE_PROCESSOR = {
+    "image_processor_type": "ViTImageProcessor",
+    "do_resize": True,
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "resample": 2,
+}
+"""Image processor of a module with `image_size`, unless the user has given one."""
+_OF_THE_PACKAGE = re.compile(r"^\s*from\s+\.\s+import\b", re.MULTILINE)
+
+
+# ---- classes and functions by name -----------------------------------------------------------------------------------
+
+
+def find(named: str, option: str) -> Any:
+    """Return the class or function that `file.py:Name` or `package.module:Name` names. Raise UserError if there is
+    none."""
+    place, _, name = named.rpartition(":")
+    if not place or not name:
+        raise UserError(
+            f"{option}: {named} must be path/to/file.py:Name or package.module:Name"
+        )
+    if place.endswith(".py"):
+        module = _import_file(Path(place).expanduser(), option)
+    else:
+        module = _import_name(place, option)
+    if name not in vars(module):
+        known = []
+        for name_in_module, value in vars(module).items():
+            if inspect.isclass(value) or inspect.isfunction(value):
+                known.append(name_in_module)
+        raise UserError(
+            f"{option}: {place} has no {name}; it has {', '.join(known) or 'no class'}"
+        )
+    return vars(module)[name]
+
+
+def find_class(named: str) -> type[nn.Module]:
+    """Return the backbone class that `model_class` names. Raise UserError if it cannot be one."""
+    return checked_class(find(named, "model_class"), named)
+
+
+def checked_class(value: Any, named: str) -> type[nn.Module]:
+    """Return a class. Raise UserError unless it is a module whose forward takes texts or images."""
+    if not (inspect.isclass(value) and issubclass(value, nn.Module)):
+        raise UserError(f"model_class: {named} is not a class of torch.nn.Module")
+    if not {"input_ids", "pixel_values"}.intersection(accepted_inputs(value)):
+        _, *parameters = inspect.signature(value.forward).parameters
+        raise UserError(
+            f"model_class: the forward of {named} takes {', '.join(parameters) or 'nothing'}, and it must take input_ids "
+            "(with attention_mask), pixel_values, or both"
+        )
+    return value
+
+
+def _name_of(value: type[nn.Module]) -> str:
+    """Return `file.py:Class` of a class. Raise UserError for a class without a file, which no saved model could
+    carry."""
+    file = inspect.getsourcefile(value) if value.__module__ != "builtins" else None
+    if file is None or not Path(file).is_file() or "." in value.__qualname__:
+        raise UserError(
+            f"model_class: {value.__qualname__} is not a class at the top of a Python file, and the saved model must "
+            "carry that file: put it into one"
+        )
+    return f"{Path(file).resolve()}:{value.__qualname__}"
+
+
+def _import_name(name: str, option: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(
+            f"{option}: the module {name} cannot be imported ({error}); install it, or give path/to/file.py:Name"
+        ) from error
+
+
+def _import_file(path: Path, option: str) -> ModuleType:
+    """Import a file once per process: as a module of its package if it has one, otherwise by its name alone."""
+    if not path.is_file():
+        raise UserError(
+            f"{option}: {path} is not a file here; give path/to/file.py:Name"
+        )
+    path = path.resolve()
+    for module in list(sys.modules.values()):
+        file = vars(module).get("__file__")
+        if file and Path(str(file)) == path:
+            return module
+    if (path.parent / "__init__.py").is_file():
+        top = path.parent
+        while (top.parent / "__init__.py").is_file():
+            top = top.parent
+        if str(top.parent) not in sys.path:
+            sys.path.insert(0, str(top.parent))
+        parts = path.relative_to(top.parent).with_suffix("").parts
+        return _import_name(".".join(parts), option)
+    # A package of its own, so that `from .layers import Block` finds the file beside it.
+    digest = hashlib.blake2b(str(path.parent).encode(), digest_size=6)
+    package = f"vembed_own_{digest.hexdigest()}"
+    if package not in sys.modules:
+        parent = ModuleType(package)
+        parent.__path__ = [str(path.parent)]
+        sys.modules[package] = parent
+    spec = importlib.util.spec_from_file_location(f"{package}.{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
+    return module
+
+
+# ---- the folder of a model -------------------------------------------------------------------------------------------
+
+
+def trusted_class(folder: str) -> type[OwnModel] | None:
+    """Return the model class for a folder whose class a config has named; None if none has."""
+    return _trusted.get(folder)
+
+
+def own_class(folder: Path) -> str | None:
+    """Return the name of the class of a folder's own model; None for any other folder."""
+    if not is_own(folder):
+        return None
+    return str(OwnConfig.from_pretrained(folder).class_name)
+
+
+def own_folder(
+    options: ModelSection, source: Path | None, tokenizer: Path | None
+) -> Path:
+    """Return the folder of the model that `model_class` names, and let this process run the class for it.
+
+    `source`: the folder that `model_name` names, if it names one. A folder of an own model is used as it is; otherwise
+    a folder is made in vembed's cache, named by its content. `tokenizer`: the folder of `tokenizer_name`.
+    """
+    assert options.model_class is not None
+    code = find_class(options.model_class)
+    accepted = accepted_inputs(code)
+    arguments = options.model_arguments
+    if source is not None and is_own(source):
+        saved = OwnConfig.from_pretrained(source).model_config
+        if arguments is not None and dict(arguments) != saved:
+            raise UserError(
+                f"model_config: {arguments} is not that of {source} ({saved}); leave it out, or start without that folder"
+            )
+        _trust(source, code)
+        return source
+    files: list[Path] = []
+    texts = tokenizer or source
+    if texts is not None:
+        files = [texts / name for name in TOKENIZER if (texts / name).is_file()]
+    has_tokenizer = any("processor" not in path.name for path in files)
+    if "input_ids" in accepted and not has_tokenizer:
+        raise UserError(
+            f"model_class: {options.model_class} reads texts and needs a tokenizer: give tokenizer_name a folder or a "
+            "Hub name (`vembed init --tokenizer FOLDER --data FILE` trains one on your data)"
+        )
+    if source is not None:
+        files += sorted(source.glob("*.safetensors"))
+    settings = settings_of(code, arguments or {})
+    digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=8)
+    for path in (*files, *_code_files(code)):
+        digest.update(path.name.encode())
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "blake2b").digest())
+    folder = _cache() / f"{code.__name__}-{digest.hexdigest()}"
+    if not folder.is_dir():
+        partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+        partial.mkdir(parents=True, exist_ok=True)
+        for path in files:
+            shutil.copy(path, partial / path.name)
+        _write_code(partial, code)
+        processor = partial / "preprocessor_config.json"
+        if "image_size" in settings and not processor.is_file():
+            side = settings["image_size"]
+            values = {**IMAGE_PROCESSOR, "size": {"height": side, "width": side}}
+            write_json(processor, values)
+        write_json(partial / "config.json", settings)
+        try:
+            partial.rename(folder)
+        except OSError:  # another process was faster, and has written the same
+            shutil.rmtree(partial, ignore_errors=True)
+    folder = folder.resolve()
+    _trust(folder, code)
+    return folder
+
+
+def _trust(folder: Path, code: type[nn.Module]) -> None:
+    """Let this process build the model of a folder with the class that its config names."""
+    known = _trusted.get(str(folder))
+    if known is None or known.backbone_class is not code:
+        _trusted[str(folder)] = OwnModel.of(code)
+
+
+def store_weights(module: nn.Module) -> str:
+    """Write the weights of a module that was given in Python to the cache; return their folder."""
+    shared = modeling.tied_names(module)
+    digest = hashlib.blake2b(digest_size=8)
+    state = {}
+    for name, value in module.state_dict().items():
+        if name not in shared:
+            tensor = value.detach().cpu().contiguous()
+            digest.update(name.encode())
+            digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            state[f"own.{name}"] = tensor
+    folder = _cache() / f"weights-{digest.hexdigest()}"
+    if not (folder / WEIGHTS).is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f".{os.getpid()}"
+        save_file(state, partial, metadata={"format": "pt"})
+        partial.replace(folder / WEIGHTS)
+    return str(folder)
+
+
+def save_code(source: Path, folder: Path) -> None:
+    """Write the code of the own model that was built from `source`: the user's file, or the code that came with it."""
+    trusted = trusted_class(str(source))
+    if trusted is not None and source.parent != _cache().resolve():
+        assert trusted.backbone_class is not None
+        _write_code(folder, trusted.backbone_class)
+        return
+    for path in sorted(source.glob("*.py")):
+        shutil.copy(path, folder / path.name)
+
+
+def _write_code(folder: Path, code: type[nn.Module]) -> None:
+    """Write the wrapper and the user's files to a folder, so that it loads without vembed."""
+    files = _code_files(code)
+    for path in files:
+        shutil.copy(path, folder / path.name)
+    text = Path(str(modeling.__file__)).read_text(encoding="utf-8")
+    text += f"\n\nfrom .{files[0].stem} import {code.__name__}  # noqa: E402\n\nOwnModel = OwnModel.of({code.__name__})\n"
+    (folder / CODE).write_text(text, encoding="utf-8")
+
+
+def _code_files(code: type[nn.Module]) -> list[Path]:
+    """Return the user's file and those beside it that it imports with a dot (`from .layers import Block`)."""
+    files: list[Path] = []
+    waiting = [Path(inspect.getfile(code)).resolve()]
+    for path in waiting:
+        if path in files or not path.is_file():
+            continue
+        files.append(path)
+        if _OF_THE_PACKAGE.search(path.read_text(encoding="utf-8")):
+            raise UserError(
+                f"model_class: {path} imports a file as `from . import name`, which Transformers does not find "
+                "when it loads the saved model: write `from .name import ...`"
+            )
+        for name in get_relative_imports(path):
+            waiting.append(path.parent / f"{name}.py")
+    return files
+
+
+def settings_of(code: type[nn.Module], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json. What the module gives is tried on two short inputs, without weights where that works."""
+    try:
+        with init_empty_weights(include_buffers=True):
+            module = construct(code, arguments)
+        hidden = _output_of(module, torch.device("meta"))
+    except TypeError as error:
+        raise UserError(
+            f"model_config: {dict(arguments)} does not fit {code.__name__}: {error}"
+        ) from error
+    except (RuntimeError, NotImplementedError):  # an operation that needs values
+        with torch.random.fork_rng(devices=[]):
+            module = construct(code, arguments)
+        hidden = _output_of(module, torch.device("cpu"))
+    stem = Path(CODE).stem
+    values: dict[str, Any] = {
+        "model_type": OwnConfig.model_type,
+        "architectures": ["OwnModel"],
+        "auto_map": {
+            "AutoConfig": f"{stem}.OwnConfig",
+            "AutoModel": f"{stem}.OwnModel",
+        },
+        "class_name": code.__name__,
+        "model_config": dict(arguments),
+        # [n, dim], [n, tokens, dim] or, of a convolutional network, [n, channels, height, width].
+        "hidden_size": int(hidden.shape[2 if hidden.ndim == 3 else 1]),
+        "inputs": list(accepted_inputs(code)),
+        "gives_vectors": hidden.ndim == 2,
+        "reads_causally": bool(vars(code).get("is_causal", False)),
+    }
+    keys = {"max_positions": "max_position_embeddings", "image_size": "image_size"}
+    for name, key in keys.items():
+        value = vars(module).get(name, vars(code).get(name, arguments.get(name)))
+        if isinstance(value, int):
+            values[key] = value
+    return values
+
+
+def _output_of(module: nn.Module, device: torch.device) -> Tensor:
+    """Return what a module gives for two texts of three tokens, or two images, on a device."""
+    accepted = accepted_inputs(type(module))
+    inputs: dict[str, Tensor] = {}
+    if "input_ids" in accepted:
+        for name in {"input_ids", "attention_mask"}.intersection(accepted):
+            inputs[name] = torch.ones(2, 3, dtype=torch.int64, device=device)
+    else:
+        size = vars(module).get("image_size")
+        side = size if isinstance(size, int) else 32
+        inputs["pixel_values"] = torch.zeros(2, 3, side, side, device=device)
+    with torch.no_grad():
+        return read_output(module.eval()(**inputs))[0]
+
+
+def _cache() -> Path:
+    return cache_folder() / "own"
+
+
+# ---- Python objects given as options ---------------------------------------------------------------------------------
+
+
+MODEL = ("model_class", "model", "model_name")
+"""Options that a class or a module may be given as."""
+BLOCKS = ("fsdp", "fsdp_config", "distributed")
+
+
+def as_options(
+    config: Mapping[str, Any], model: nn.Module | type[nn.Module] | None = None
+) -> dict[str, Any]:
+    """Return a config of plain values: torch's FSDP objects are the options that they stand for. `model`: a class or a
+    module to train."""
+    values: dict[str, Any] = {}
+    trained = model
+    for key, value in config.items():
+        if key in MODEL and isinstance(value, nn.Module | type):
+            if trained is not None:
+                raise UserError(f"{key}: a second model is given; keep one of them")
+            trained = value
+        elif key in BLOCKS and isinstance(value, Mapping):
+            values[key] = as_options(value)
+        elif isinstance(value, ModuleWrapPolicy):
+            names = sorted(kind.__name__ for kind in value._module_classes)
+            values[key] = "TRANSFORMER_BASED_WRAP"
+            values["fsdp_transformer_layer_cls_to_wrap"] = names
+        elif isinstance(value, CPUOffload):
+            values["fsdp_offload_params"] = bool(value.offload_params)
+        elif isinstance(value, ShardingStrategy | BackwardPrefetch):
+            values[key] = value.name
+        elif isinstance(value, MixedPrecision):
+            for part in ("param", "reduce", "buffer"):
+                dtype = vars(value)[f"{part}_dtype"]
+                if dtype is not None:
+                    name = str(dtype).removeprefix("torch.")
+                    values[f"fsdp_{part}_dtype"] = name
+        elif key != "device_id":  # each process takes the device of its LOCAL_RANK
+            values[key] = value
+    if trained is not None:
+        kind = trained if isinstance(trained, type) else type(trained)
+        values["model_class"] = _name_of(checked_class(kind, kind.__qualname__))
+    if isinstance(trained, nn.Module):
+        values["model_name"] = store_weights(trained)
+    return values

@@ -1,0 +1,528 @@
+"""Heads: what stands behind the hidden states or the pooled vectors of a model.
+
+Dense modules give the embedding, ScoreHead and AnswerHead the score of a reranker, and LanguageHead the language-model
+loss of a published text model. The last three run the head's own code as Transformers has it: it stands in its class,
+in which the base model is replaced by the hidden states of this forward.
+
+A reranker is an embedding model of pairs whose embedding has one dimension, the score. Tower, pooling, adapters,
+sharding and saving are those of embedding models.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+)
+
+from vembed.config.schema import ObjectiveSection
+from vembed.errors import UserError
+from vembed.losses.table import LOSSES
+from vembed.models.families.backbones import (
+    is_decoder_only,
+    language_class,
+    read_config,
+)
+from vembed.models.families.description import ModelDescription
+from vembed.models.families.model_files import is_own, read_dense, read_tensors
+from vembed.models.processors import load_tokenizer
+from vembed.saving.checksums import check_weights
+
+log = logging.getLogger(__name__)
+
+# ---- Dense modules -----------------------------------------------------------------------------------------------
+
+
+IDENTITY = "torch.nn.modules.linear.Identity"
+
+
+class Dense(nn.Module):
+    """A linear layer and an activation, equivalent to the Dense module of Sentence Transformers."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        activation: str = IDENTITY,
+    ) -> None:
+        """`activation`: dotted path of a class in torch.nn, as Sentence Transformers writes it. Raise TypeError for any
+        other, and for a layer with sizes of its own."""
+        super().__init__()
+        self.linear = nn.Linear(in_features, out_features, bias=bias)
+        self.activation_path = activation
+        kind: Any = vars(nn).get(activation.rsplit(".", 1)[-1])
+        if not activation.startswith("torch.nn") or not isinstance(kind, type):
+            raise TypeError("it is not a module of torch.nn")
+        self.activation = kind()
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Map [n, in_features] to [n, out_features], in the dtype of the weights."""
+        # Autocast is off here: without the cast a bfloat16 input would meet float32 weights.
+        linear: Tensor = self.linear(vectors.to(self.linear.weight.dtype))
+        activated: Tensor = self.activation(linear)
+        return activated
+
+    def settings(self) -> dict[str, Any]:
+        """Return the module's config.json in the Sentence Transformers layout."""
+        return {
+            "in_features": self.linear.in_features,
+            "out_features": self.linear.out_features,
+            "bias": self.linear.bias is not None,
+            "activation_function": self.activation_path,
+        }
+
+
+class Head(nn.Sequential):
+    """Dense modules in sequence. They run outside autocast: they are small, and their output is the embedding."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Map [n, hidden_dim] to [n, embedding_dim]."""
+        with torch.autocast(vectors.device.type, enabled=False):
+            for module in self:
+                vectors = module(vectors)
+        return vectors
+
+
+def load_dense(folder: Path) -> Dense:
+    """Load a Dense module saved by Sentence Transformers."""
+    settings = read_dense(folder)
+    try:
+        dense = Dense(
+            settings.in_features,
+            settings.out_features,
+            bias=settings.bias,
+            activation=settings.activation_function or IDENTITY,
+        )
+    except TypeError as error:
+        raise UserError(
+            f"{folder / 'config.json'}: activation_function {settings.activation_function}: {error}"
+        ) from error
+    check_weights(folder)
+    weights = load_file(folder / "model.safetensors")
+    dense.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    return dense
+
+
+def principal_components(sample: Tensor, out_features: int) -> Tensor:
+    """Return [out_features, dim], the principal components of the unit vectors of `sample` [n, dim], strongest first.
+
+    Signs are fixed, so that all machines get the same result. If `sample` has fewer rows than components, the remaining
+    ones are arbitrary orthogonal directions.
+    """
+    # float64: a covariance of float32 rounds away the weak directions.
+    unit = functional.normalize(sample.double(), dim=1)
+    centred = unit - unit.mean(dim=0)
+    covariance = centred.T @ centred
+    # eigh returns ascending eigenvalues with eigenvectors as columns: flip, then transpose to rows.
+    directions: Tensor = (
+        torch.linalg.eigh(covariance).eigenvectors.flip(1).T[:out_features]
+    )
+    largest = directions.gather(1, directions.abs().argmax(dim=1, keepdim=True))
+    return (directions * largest.sign()).to(sample.dtype)
+
+
+# ---- heads that run in their class of Transformers ---------------------------------------------------------------
+
+
+class GivenStates(nn.Module):
+    """Stands in the place of the base model and gives the hidden states that it was handed."""
+
+    states: Tensor | None = None
+
+    def __init__(self, pooler: nn.Module | None) -> None:
+        """`pooler`: the base model's layer over the first token, which only classifiers use."""
+        super().__init__()
+        self.pooler = pooler
+
+    def forward(
+        self, *_: Any, **__: Any
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        """Return them."""
+        pooled = None if self.pooler is None else self.pooler(self.states)
+        return BaseModelOutputWithPoolingAndCrossAttentions(
+            last_hidden_state=self.states, pooler_output=pooled
+        )
+
+
+class WholeHead(nn.Module):
+    """The layers of a whole model of Transformers behind its base model."""
+
+    def __init__(
+        self,
+        whole: PreTrainedModel,
+        description: ModelDescription,
+        pooler: nn.Module | None = None,
+    ) -> None:
+        """`whole`: the model. Its base model is taken out of it."""
+        super().__init__()
+        self.base_name = str(whole.base_model_prefix)
+        setattr(whole, self.base_name, GivenStates(pooler))
+        self.whole = whole
+        stored = read_tensors(Path(description.source))
+        names = [name for name, _ in whole.named_parameters()]
+        self.is_new = any(name not in stored for name in names)
+        """True: its weights are not those of files."""
+
+    def logits(self, states: Tensor, ids: Tensor) -> Tensor:
+        """Return what the head gives for hidden states [n, tokens, dim] and as many tokens."""
+        stand_in: Any = getattr(self.whole, self.base_name)
+        stand_in.states = states
+        try:
+            logits: Tensor = self.whole(input_ids=ids).logits
+        finally:
+            stand_in.states = None
+        return logits
+
+
+def save_with_head(
+    folder: Path,
+    kind: type[PreTrainedModel],
+    config: PretrainedConfig,
+    state: Mapping[str, Tensor],
+    head: Mapping[str, Tensor],
+) -> None:
+    """Write a model with its head as Transformers does. `kind`: the class of both. `state`: the base model's full state
+    dict. `head`: that of the head."""
+    config = deepcopy(config)
+    # Kernels of vembed, which Transformers does not know. The files name no kernel.
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        whole = kind(config)
+    prefix = f"{whole.base_model_prefix}."
+    weights = {f"{prefix}{name}": tensor for name, tensor in state.items()}
+    weights |= {name.removeprefix("whole."): tensor for name, tensor in head.items()}
+    whole.save_pretrained(folder, state_dict=weights)
+
+
+# ---- the score of a reranker -------------------------------------------------------------------------------------
+
+
+def class_with_scores(
+    description: ModelDescription, config: PretrainedConfig
+) -> type[PreTrainedModel]:
+    """Return the class of the model with its head. A model that was no classifier gets one label."""
+    if description.scores == "answer":
+        chosen = language_class(config)
+        needed = "language-model head"
+    else:
+        chosen = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
+        needed = "sequence classifier"
+        if "SequenceClassification" not in str(config.architectures):
+            config.num_labels = 1
+        elif config.num_labels > 2:
+            raise UserError(
+                f"{description.name} has {config.num_labels} outputs, and a reranker has 1 or 2: give another reranker"
+            )
+    if chosen is None:
+        raise UserError(
+            f"Transformers has no {needed} for model_type {config.model_type!r}: use another model as reranker"
+        )
+    return chosen
+
+
+class ScoreHead(WholeHead):
+    """The layers of a sequence classifier behind its base model."""
+
+    def __init__(
+        self, whole: PreTrainedModel, description: ModelDescription, tokenizer: Any
+    ) -> None:
+        """`whole`: the classifier."""
+        base: Any = whole.base_model
+        pooler = getattr(base, "pooler", None)
+        if pooler is not None:
+            base.pooler = None
+        super().__init__(whole, description, pooler)
+        if whole.config.pad_token_id is None:
+            pad_token = tokenizer.pad_token_id or tokenizer.eos_token_id
+            whole.config.pad_token_id = pad_token
+        # Decoders look for the last token that is no padding.
+        self.token = 0 if whole.config.pad_token_id else 1
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Map pooled states [n, width] to scores [n, 1]."""
+        weight = next(self.whole.parameters())
+        ids = torch.full((len(states), 1), self.token, device=states.device)
+        with torch.autocast(states.device.type, enabled=False):
+            logits = self.logits(states.to(weight.dtype)[:, None], ids)
+        # Of two labels the sigmoid of the difference is the second one's probability.
+        if logits.shape[1] == 2:
+            return logits[:, 1:] - logits[:, :1]
+        return logits
+
+
+class AnswerHead(nn.Module):
+    """The logit of `yes` less that of `no`, of a decoder's language-model head.
+
+    Two rows of the head's weight are read, so that logits of the whole vocabulary are never made. They stay as they
+    are: where they are tied to the input embeddings, as in Qwen3-Reranker, those stay too.
+    """
+
+    def __init__(self, whole: Any, no: int, yes: int) -> None:
+        """`no`, `yes`: the tokens of the answers."""
+        super().__init__()
+        rows = whole.get_output_embeddings().weight.detach()
+        difference = rows[yes].float() - rows[no].float()
+        self.difference = nn.Parameter(difference, requires_grad=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Map pooled states [n, width] to scores [n, 1]."""
+        with torch.autocast(states.device.type, enabled=False):
+            wide = states.to(self.difference.dtype)
+            return (wide * self.difference).sum(1, keepdim=True)
+
+
+def build_score_head(
+    description: ModelDescription, whole: PreTrainedModel
+) -> ScoreHead | AnswerHead:
+    """Return the head of a whole model. Its base model, whose states the head takes, is to be taken before."""
+    tokenizer = load_tokenizer(description)
+    if description.scores == "answer":
+        if whole.config.tie_word_embeddings:
+            whole.get_input_embeddings().requires_grad_(False)
+        return AnswerHead(whole, *answer_tokens(tokenizer, description.name))
+    head = ScoreHead(whole, description, tokenizer)
+    log.info(
+        "score: of %s, whose head is %s",
+        type(whole).__name__,
+        "new" if head.is_new else "that of its files",
+    )
+    return head
+
+
+def answer_tokens(tokenizer: Any, name: str) -> tuple[int, int]:
+    """Return the tokens of the answers no and yes."""
+    no = tokenizer.encode("no", add_special_tokens=False)
+    yes = tokenizer.encode("yes", add_special_tokens=False)
+    if len(no) != 1 or len(yes) != 1:
+        raise UserError(
+            f"{name} has no single tokens for yes and no: give a sequence classifier, or its kind"
+        )
+    return no[0], yes[0]
+
+
+def save_reranker(
+    folder: Path,
+    description: ModelDescription,
+    backbone: Any,
+    state: Mapping[str, Tensor],
+    head: Mapping[str, Tensor],
+) -> None:
+    """Write the whole model as Transformers does: base model and head. `state`, `head`: their full state dicts."""
+    config = backbone.config
+    kind = class_with_scores(description, config)
+    if description.scores == "answer":
+        # The language-model head is not trained: that of the files, of which training reads two rows.
+        head = {}
+        name = "lm_head.weight"
+        files = sorted(Path(description.source).glob("*.safetensors"))
+        for path in files if not config.tie_word_embeddings else ():
+            with safe_open(path, framework="pt") as file:
+                if name in set(file.keys()):
+                    head[name] = file.get_tensor(name)
+    save_with_head(folder, kind, config, state, head)
+
+
+# ---- the logits of tokens ----------------------------------------------------------------------------------------
+
+
+NEXT_TOKEN = "next_token"
+MASKED_TOKEN = "masked_token"
+"""Names of the losses: in `auxiliary_losses`, the log and metrics.jsonl."""
+IGNORED_TARGET = -100
+TOKENS_AT_ONCE = 1024
+"""Tokens whose logits are held at once: those of a large vocabulary would take more memory than the model."""
+HIDDEN_SHARE = 0.15
+"""Of an encoder's tokens: the share that is to be predicted."""
+KEPT_SHARE = 0.1
+REPLACED_SHARE = 0.1
+"""Of the tokens to be predicted: the share that stays as it is, and the share that another token replaces."""
+
+
+def has_language_head(
+    objective: ObjectiveSection, description: ModelDescription
+) -> bool:
+    """Return True if the run trains by the language-model head. Raise UserError if it asks for what cannot be."""
+    alone = objective.losses is None and LOSSES[objective.loss].is_of_model
+    is_own_model = is_own(Path(description.source))
+    names = {NEXT_TOKEN, MASKED_TOKEN}.intersection(objective.auxiliary_losses or {})
+    has_weight = bool(names) and not is_own_model
+    if not alone and not has_weight:
+        return False
+    trust = description.trust_remote_code
+    config = read_config(Path(description.source), trust_remote_code=trust)
+    problem = None
+    if description.scores is not None:
+        problem = "is a reranker"
+    elif is_own_model:
+        problem = "is an own model, which returns losses of its own"
+    elif not description.traits.reads_only_text or description.traits.has_two_models:
+        problem = f"is of the family {description.family}, and only text models have a language-model head here"
+    elif description.bidirectional_attention:
+        problem = "has bidirectional_attention: true, so that each token sees the next one, which it would predict"
+    elif not alone and not is_decoder_only(config):
+        problem = "is an encoder, and tokens that are hidden from it would be hidden from the other loss too"
+    elif description.quantized:
+        problem = "has weights in 4 bits (use_qlora)"
+    if problem is None:
+        return True
+    if not has_weight:
+        return False
+    name = names.pop()
+    raise UserError(
+        f"auxiliary_losses: {name} is not possible: {description.name} {problem}; leave it out"
+    )
+
+
+def class_with_head(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """Return the model class with the language-model head. Raise UserError if Transformers has none."""
+    known = language_class(config)
+    if known is None:
+        raise UserError(
+            f"Transformers has no language-model head for model_type {config.model_type!r}, by which loss: none would "
+            "train; give a loss"
+        )
+    return known
+
+
+class LanguageHead(WholeHead):
+    """The layers behind the hidden states that give the logits of tokens."""
+
+    def __init__(
+        self,
+        whole: PreTrainedModel,
+        description: ModelDescription,
+        *,
+        from_scratch: bool,
+    ) -> None:
+        """`whole`: the model with its head, of the class that `language_class` names. `from_scratch`: the weights are
+        new."""
+        # A tied weight is one parameter under two names: it stays where its first name is, and is lent in the forward.
+        tied = dict(whole.all_tied_weights_keys)
+        for target in tied:
+            holder, name = _holder(whole, target)
+            holder._parameters[name] = None
+        super().__init__(whole, description)
+        self.tied = tied
+        self.is_new |= from_scratch
+        self.is_causal = is_decoder_only(whole.config)
+        self.name = NEXT_TOKEN if self.is_causal else MASKED_TOKEN
+        tokenizer = load_tokenizer(description)
+        self.mask_token = tokenizer.mask_token_id
+        self.special_tokens = torch.tensor(tokenizer.all_special_ids)
+        self.vocab_size = len(tokenizer.get_vocab())
+        if not self.is_causal and self.mask_token is None:
+            raise UserError(
+                f"loss: none hides tokens from {description.name}, an encoder, and its tokenizer has no mask token: "
+                "add `mask_token` to it"
+            )
+        log.info(
+            "language model: %s of %s, %s",
+            self.name,
+            type(whole).__name__,
+            "whose head is new" if self.is_new else "with the head of its files",
+        )
+
+    def hide(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+        """Return texts as the model gets them, and [n, tokens] targets: what the hidden state of each place must tell,
+        IGNORED_TARGET where nothing is asked. An encoder's hidden tokens are drawn with torch's default generator."""
+        ids = inputs["input_ids"]
+        mask = inputs.get("attention_mask")
+        is_token = torch.ones_like(ids).bool() if mask is None else mask.bool()
+        if self.is_causal:
+            # The state at place i predicts token i + 1; the last one, and one before padding, predicts nothing.
+            targets = torch.full_like(ids, IGNORED_TARGET)
+            both = is_token[:, 1:] & is_token[:, :-1]
+            targets[:, :-1] = torch.where(both, ids[:, 1:], IGNORED_TARGET)
+            return inputs, targets
+        is_eligible = is_token & ~torch.isin(ids, self.special_tokens.to(ids.device))
+        chosen = is_eligible & (torch.rand(ids.shape, device=ids.device) < HIDDEN_SHARE)
+        # As in BERT: 80% of the chosen tokens become the mask token, 10% another token, 10% stay and are predicted too.
+        draw = torch.rand(ids.shape, device=ids.device)
+        others = torch.randint(self.vocab_size, ids.shape, device=ids.device)
+        masked = torch.full_like(ids, int(self.mask_token or 0))
+        masked = torch.where(draw < KEPT_SHARE + REPLACED_SHARE, others, masked)
+        masked = torch.where(draw < KEPT_SHARE, ids, masked)
+        targets = torch.where(chosen, ids, IGNORED_TARGET)
+        return {**inputs, "input_ids": torch.where(chosen, masked, ids)}, targets
+
+    def forward(self, states: Tensor, targets: Tensor, base: nn.Module) -> Tensor:
+        """Return [2, n]: for each text the sum of the tokens' cross-entropies and their number.
+
+        `states` [n, tokens, dim]: hidden states of the base model `base`.
+        """
+        is_asked_for = targets != IGNORED_TARGET
+        counts = is_asked_for.sum(1)
+        if not bool(is_asked_for.any()):
+            # A dummy: its backward must reach the same parameters as that of the other ranks.
+            is_asked_for = torch.zeros_like(is_asked_for)
+            is_asked_for[:, 0] = True
+        rows = is_asked_for.nonzero()[:, 0]
+        entropies = []
+        for chunk, chunk_targets in zip(
+            torch.split(states[is_asked_for], TOKENS_AT_ONCE),
+            torch.split(targets[is_asked_for], TOKENS_AT_ONCE),
+            strict=True,
+        ):
+            # Recomputed in the backward pass, so that the logits of all tokens are never held at once.
+            entropies.append(
+                checkpoint(
+                    self._entropy, chunk, chunk_targets, base, use_reentrant=False
+                )
+            )
+        of_tokens = torch.cat(entropies)
+        sums = of_tokens.new_zeros(len(states)).index_add(0, rows, of_tokens)
+        return torch.stack([sums, counts.to(sums.dtype)])
+
+    def _entropy(self, states: Tensor, targets: Tensor, base: nn.Module) -> Tensor:
+        """Return the cross-entropy of each of [m, dim] states; 0 where nothing is asked."""
+        lent = []
+        try:
+            # Tied weights are put where the head's code looks for them.
+            for target, source in self.tied.items():
+                origin, origin_name = self._origin(source, base)
+                holder, name = _holder(self.whole, target)
+                holder._parameters[name] = origin._parameters[origin_name]
+                lent.append((holder, name))
+            logits = self.logits(states[None], targets[None].clamp(min=0))[0]
+        finally:
+            for holder, name in lent:
+                holder._parameters[name] = None
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        return functional.cross_entropy(
+            logits, targets, ignore_index=IGNORED_TARGET, reduction="none"
+        )
+
+    def _origin(self, source: str, base: nn.Module) -> tuple[nn.Module, str]:
+        """Return the module that holds a tied weight, and the weight's name there."""
+        prefix = f"{self.base_name}."
+        if source.startswith(prefix):
+            return _holder(base, source.removeprefix(prefix))
+        return _holder(self.whole, source)
+
+    def lends(self, module: nn.Module, base: nn.Module) -> bool:
+        """Return True if a module of the base model holds a weight that the head uses too. Sharded, it must stay
+        gathered while the head runs."""
+        inner = set(map(id, module.modules()))
+        sources = self.tied.values()
+        return any(id(self._origin(source, base)[0]) in inner for source in sources)
+
+
+def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the submodule that holds a parameter, and the parameter's name there."""
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf

@@ -1,0 +1,224 @@
+"""OptimizerKind: what an optimizer is and what others need to know of it, and all of them. Imports no torch.
+
+The accepted values of `optim`, the notes on options without effect, the estimate of memory, the documentation and the
+contract tests follow from the class variables. The config reads these classes, and a dry run imports no torch: import
+it inside methods.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from typing_extensions import override
+
+from vembed.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from vembed.config.schema import OptimizerSection
+
+log = logging.getLogger("vembed")
+
+ADAM_OPTIONS = frozenset({"adam_betas", "adam_epsilon"})
+FUSED_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerInputs:
+    """The weights that an optimizer gets on this rank, and the options of the run."""
+
+    groups: list[dict[str, Any]]
+    """Parameter groups as torch takes them."""
+    learning_rate: float
+    options: OptimizerSection
+    seed: int
+    is_sharded: bool
+    """The weights are DTensors, as FSDP2 leaves them."""
+    is_flat: bool
+    """They are flat pieces of several parameters, as FSDP1 leaves them."""
+    is_half: bool
+    """Some of them are held in 16 bits alone (`torch_dtype: pure_bfloat16`)."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return the weights of all groups."""
+        return [tensor for group in self.groups for tensor in group["params"]]
+
+    def adam_arguments(self) -> tuple[dict[str, Any], str]:
+        """Return the arguments that all kinds of AdamW share, and the betas for the log."""
+        first, second = self.options.adam_betas
+        arguments = {
+            "lr": self.learning_rate,
+            "betas": (first, second),
+            "eps": self.options.adam_epsilon,
+        }
+        return arguments, f"betas ({first:g}, {second:g})"
+
+
+class OptimizerKind(ABC):
+    """Base class of all optimizers."""
+
+    name: ClassVar[str]
+    """Its name: `optim: NAME`."""
+    summary: ClassVar[str]
+    """What it is, in one sentence, for the documentation."""
+    spellings: ClassVar[str] = ""
+    """Other names of it, separated by spaces."""
+    options: ClassVar[frozenset[str]] = frozenset()
+    """Options that it reads, beside those that all optimizers share."""
+    state_bytes: ClassVar[float]
+    """Bytes of state per trained parameter."""
+    trains_half: ClassVar[bool] = False
+    """It trains weights that are held in bfloat16 alone."""
+
+    def refusal(self, inputs: OptimizerInputs) -> str | None:
+        """Return why it cannot train these weights, as a sentence that names the option; or None."""
+        del inputs
+        return None
+
+    @abstractmethod
+    def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
+        """Return the optimizer, and a short description of it for the log."""
+
+
+class AdamW(OptimizerKind):
+    """torch's AdamW, fused where all weights allow it; one with stochastic rounding for weights in bfloat16 alone."""
+
+    name = "adamw"
+    summary = "Adam with decoupled weight decay, the default."
+    spellings = "adamw_torch adamw_torch_fused adamw_hf"
+    options = ADAM_OPTIONS
+    state_bytes = 8.0
+    trains_half = True
+
+    @override
+    def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
+        import torch
+
+        from vembed.training.rounded_adamw import RoundedAdamW
+
+        arguments, betas = inputs.adam_arguments()
+        if inputs.is_half:
+            rounded = RoundedAdamW(inputs.groups, **arguments, seed=inputs.seed)
+            return (
+                rounded,
+                f"AdamW with stochastic rounding (the weights are bfloat16 alone), {betas}",
+            )
+        # On two CPU cores the fused step takes a third of the plain one's time. It supports DTensors.
+        fused = all(
+            tensor.is_floating_point() and tensor.device.type in FUSED_DEVICES
+            for tensor in inputs.tensors()
+        )
+        optimizer = torch.optim.AdamW(inputs.groups, **arguments, fused=fused)
+        return optimizer, f"AdamW{' (fused)' if fused else ''}, {betas}"
+
+
+class AdamW8Bit(OptimizerKind):
+    """AdamW whose moments take a quarter of the memory: of bitsandbytes, and of torchao on shards."""
+
+    name = "adamw_8bit"
+    summary = "AdamW whose state takes a quarter of the memory."
+    spellings = "adamw_bnb_8bit adamw8bit"
+    options = ADAM_OPTIONS
+    state_bytes = 2.1
+    is_paged = False
+
+    @override
+    def refusal(self, inputs: OptimizerInputs) -> str | None:
+        if inputs.is_flat:
+            return (
+                f"optim: {self.name} holds blocks of whole parameters, and fsdp_version: 1 leaves each process a flat "
+                "piece of them: use fsdp_version: 2, or optim: adamw"
+            )
+        return None
+
+    @override
+    def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
+        arguments, betas = inputs.adam_arguments()
+        optimizer: Optimizer
+        if inputs.is_sharded:
+            # bitsandbytes' kernels do not support DTensors.
+            try:
+                from torchao.optim import AdamW8bit as ShardedAdamW8bit
+            except ImportError as error:
+                raise UserError(
+                    f"optim: {self.name} needs torchao on sharded parameters ({error}): pip install 'vembed[fsdp]', or "
+                    "use optim: adamw"
+                ) from error
+            optimizer = ShardedAdamW8bit(inputs.groups, **arguments)
+            return optimizer, f"AdamW8bit of torchao (sharded parameters), {betas}"
+        from vembed.parallel.devices import quieten_bitsandbytes
+
+        quieten_bitsandbytes()
+        try:
+            from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
+        except ImportError as error:
+            raise UserError(
+                f"optim: {self.name} needs bitsandbytes ({error}): pip install 'vembed[gpu]'"
+            ) from error
+        kind = AdamW8bit
+        if self.is_paged and all(tensor.is_cuda for tensor in inputs.tensors()):
+            kind = PagedAdamW8bit
+        elif self.is_paged:
+            log.warning(
+                f"optim: {self.name} needs a GPU to page from; without one it is adamw_8bit"
+            )
+        optimizer = kind(inputs.groups, **arguments)
+        return optimizer, f"{kind.__name__} of bitsandbytes, {betas}"
+
+
+class PagedAdamW8Bit(AdamW8Bit):
+    """The same, with state that moves to host memory where a GPU has no room."""
+
+    name = "paged_adamw_8bit"
+    summary = "The same, with state that moves to host memory where a GPU has no room."
+    spellings = "paged_adamw8bit"
+    is_paged = True
+
+
+class Adafactor(OptimizerKind):
+    """torch's Adafactor: row and column means in place of second moments."""
+
+    name = "adafactor"
+    summary = "Keeps row and column means in place of a second moment of each weight."
+    state_bytes = 0.1
+
+    @override
+    def refusal(self, inputs: OptimizerInputs) -> str | None:
+        if inputs.is_sharded or inputs.is_flat:
+            return (
+                "optim: adafactor takes means over whole rows and columns, and torch's does not run on sharded "
+                "parameters: use optim: adamw_8bit with fsdp_version: 2, or strategy: ddp"
+            )
+        return None
+
+    @override
+    def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
+        import torch
+
+        optimizer = torch.optim.Adafactor(inputs.groups, lr=inputs.learning_rate)
+        return optimizer, "Adafactor"
+
+
+class Sgd(OptimizerKind):
+    """torch's SGD, without momentum."""
+
+    name = "sgd"
+    summary = "Gradient descent without momentum and without state."
+    state_bytes = 0.0
+
+    @override
+    def build(self, inputs: OptimizerInputs) -> tuple[Optimizer, str]:
+        import torch
+
+        # Without momentum torch's coupled weight decay is decoupled: p - lr (g + d p) = (1 - lr d) p - lr g.
+        optimizer = torch.optim.SGD(inputs.groups, lr=inputs.learning_rate)
+        return optimizer, "SGD without momentum"
+
+
+_KINDS = (AdamW(), AdamW8Bit(), PagedAdamW8Bit(), Adafactor(), Sgd())
+OPTIMIZERS: dict[str, OptimizerKind] = {kind.name: kind for kind in _KINDS}

@@ -1,1 +1,0 @@
-"""Optimizers: one class in one file for each, listed in `table.py`."""

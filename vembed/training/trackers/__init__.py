@@ -1,1 +1,0 @@
-"""Trackers: one class in one file for each, listed in `table.py`."""
