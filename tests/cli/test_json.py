@@ -24,10 +24,8 @@ def folder(vembed: Command) -> str:
     ("words", "value"),
     [
         (["run", "--json"], ["run", "--json=-"]),
-        (["--json", "run"], ["--json=-", "run"]),
         (["run", "--json", "--nproc", "2"], ["run", "--json=-", "--nproc", "2"]),
         (["run", "--json", "out.json"], ["run", "--json", "out.json"]),
-        (["run", "--json", "-"], ["run", "--json", "-"]),
         (["run", "--json=out.txt"], ["run", "--json=out.txt"]),
     ],
 )

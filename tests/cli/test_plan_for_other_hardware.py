@@ -61,11 +61,11 @@ def test_memory_alone(vembed: Command, plan: str) -> None:
         "of the 77.6 GB of a process (a GPU of 80 GB): fits" in done.out
         and "processes, shards       4" in done.out
     )
-    assert "hours: not estimated, since --memory names no GPU" in done.out
+    assert "hours: not estimated (--memory names no GPU" in done.out
     assert vembed("plan", plan, "--memory", "0.01").code == 1
     done = vembed("plan", plan, "--gpu", "V100-32GB", "data_path=elsewhere.jsonl")
     assert (
-        "hours: not estimated; for that, data_path must be files of texts that are here"
+        "hours: not estimated (data_path must be files of texts that are here)"
         in done.out
     )
     assert "auto: V100-32GB has no bfloat16" in done.out

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from vembed.config.schema import TrainConfig
 
 WriteConfig = Callable[..., Path]
 NEEDED = "model_name: some/model\ndata_path: train.jsonl\n"
@@ -24,3 +27,9 @@ def write_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteConfig
         return Path(name)
 
     return write
+
+
+def assert_options(config: TrainConfig, **expected: Any) -> None:
+    """Compare some options with what they should be."""
+    options = config.options()
+    assert {name: options[name] for name in expected} == expected

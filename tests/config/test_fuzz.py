@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run, save_config
 from vembed.config.options import all_options
-from vembed.config.schema import TrainConfig, option_fields
+from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 
 NUM_EXAMPLES = int(os.environ.get("VEMBED_FUZZ", "60"))
@@ -79,51 +79,22 @@ VALUES = st.recursive(
 CONFIGS = st.dictionaries(st.one_of(NAMES, WORDS), VALUES, max_size=6)
 YAML_BITS = st.sampled_from(
     [
-        *(
-            "model_name: m\n",
-            "data_path: d\n",
-            "a: &a [*a, *a]\n",
-            "b: !!python/object/apply:os.system [x]\n",
-        ),
-        *(
-            "? [x]\n: y\n",
-            "- ",
-            "{",
-            "}",
-            "[",
-            "]",
-            "&a ",
-            "*a ",
-            "!!int ",
-            "!!binary ",
-            "!x ",
-            "<<: *a\n",
-            "|\n  ",
-        ),
-        *(
-            ">-\n",
-            "%YAML 9.9\n---\n",
-            "fsdp:\n  ",
-            "epochs: ",
-            "training_stages: ",
-            "'",
-            '"',
-            "\\",
-            "\t",
-            "#",
-            ": ",
-        ),
-        *(
-            "\n",
-            "...\n",
-            "\x00",
-            "\ud800",
-            "\x85",
-            "learning_rate: 1e999\n",
-            "batch_size: -9\n",
-            "seed: 0b1\n",
-        ),
-        *("batch_size: " + "9" * 40 + "\n", "mrl_dims: [1, x]\n"),
+        "model_name: m\n",
+        "a: &a [*a, *a]\n",
+        "b: !!python/object/apply:os.system [x]\n",
+        "? [x]\n: y\n",
+        *"-{}[]'\"\\\t#\n\x00\ud800\x85",
+        "&a ",
+        "*a ",
+        "!!binary ",
+        "!x ",
+        "<<: *a\n",
+        "|\n  ",
+        "%YAML 9.9\n---\n",
+        "fsdp:\n  ",
+        "training_stages: ",
+        "learning_rate: 1e999\n",
+        "batch_size: " + "9" * 40 + "\n",
     ]
 )
 
@@ -185,34 +156,6 @@ def test_values(
 
 
 @fuzz
-@given(
-    st.dictionaries(
-        st.sampled_from(sorted(name for name in option_fields() if "fsdp" in name)),
-        SCALARS,
-        max_size=5,
-    )
-)
-def test_accelerate_files(tmp_path: Path, values: dict[str, Any]) -> None:
-    inside = {name: value for name, value in values.items() if name.startswith("fsdp_")}
-    file = tmp_path / "accelerate.yaml"
-    try:
-        file.write_text(
-            json.dumps({"distributed_type": "FSDP", "fsdp_config": inside}),
-            encoding="utf-8",
-        )
-    except ValueError:
-        return
-    outcome(
-        {
-            "model_name": "m",
-            "data_path": "d",
-            "strategy": "fsdp",
-            "accelerate_config": str(file),
-        }
-    )
-
-
-@fuzz
 @example({"FSDP_VERSION": "!0"})
 @given(
     st.dictionaries(
@@ -268,18 +211,14 @@ def test_words_of_the_command_line(words: list[str]) -> None:
     "content",
     [
         b"a: " + b"[" * 200_000,
-        b"a: " + b"{a: " * 50_000,
         b"- " * 100_000,
-        b"? " * 100_000,
-        b"&a " * 100_000,
         b"a: '" + b"x" * 290_000,
         b"".join(b"k%d: 1\n" % number for number in range(20_000)),
         b"\xff\xfe" + "model_name: m".encode("utf-16-le"),
         b'{"a": ' * 30_000,
-        b"[a" * 100_000,
         b"a.b.c.d=1\n" * 20_000,
     ],
-    ids=range(11),
+    ids=range(7),
 )
 def test_large_nonsense_ends_soon(tmp_path: Path, content: bytes) -> None:
     for suffix in ("yaml", "toml", "json"):

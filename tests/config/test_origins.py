@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.config.conftest import NEEDED, WriteConfig
+from tests.config.conftest import NEEDED, WriteConfig, assert_options
 from vembed.config.entries import DataSource
 from vembed.config.loading import load_config, render, resolve_run, save_config
 from vembed.config.resolved import ResolvedRun
@@ -39,13 +39,7 @@ def test_each_value_says_where_it_comes_from(write_config: WriteConfig) -> None:
     assert resolved.origins["epochs"] == "command line"
     assert resolved.origins["learning_rate"] == "default"
     assert set(resolved.origins) == set(option_fields())
-    assert (
-        resolved.config.optimizer.epochs,
-        resolved.config.parallel.fsdp_sharding_strategy,
-    ) == (
-        3.0,
-        "SHARD_GRAD_OP",
-    )
+    assert_options(resolved.config, epochs=3.0, fsdp_sharding_strategy="SHARD_GRAD_OP")
 
 
 def test_the_file_overrides_the_launcher_and_the_command_line_the_file_and_both_are_said(
@@ -55,20 +49,20 @@ def test_the_file_overrides_the_launcher_and_the_command_line_the_file_and_both_
         "fsdp_version: 2\nfsdp_forward_prefetch: true\nmixed_precision: bf16\n"
     )
     resolved = resolve_run(file, env=LAUNCHER)
-    assert resolved.config.parallel.strategy == "fsdp"
-    assert resolved.config.parallel.fsdp_version == 2
-    assert resolved.config.parallel.fsdp_transformer_layer_cls_to_wrap == [
-        "BertLayer",
-        "ViTLayer",
-    ]
     assert (
         "fsdp_version: 2 (cfg.yaml, line 3) overrides fsdp_version: 1 (accelerate launch)"
         in resolved.notes
     )
     # Accelerate exports "false" for what its file does not mention: that is no statement.
-    assert resolved.config.parallel.fsdp_forward_prefetch is True
-    assert resolved.config.parallel.fsdp_min_num_params is None
-    assert resolved.config.model.gradient_checkpointing is None
+    assert_options(
+        resolved.config,
+        strategy="fsdp",
+        fsdp_version=2,
+        fsdp_transformer_layer_cls_to_wrap=["BertLayer", "ViTLayer"],
+        fsdp_forward_prefetch=True,
+        fsdp_min_num_params=None,
+        gradient_checkpointing=None,
+    )
     stronger = resolve_run(file, ["fsdp_version=1"], env=LAUNCHER)
     assert stronger.config.parallel.fsdp_version == 1
     assert (
@@ -84,11 +78,9 @@ def test_one_switch_under_two_names_over_several_sources(
     resolved = resolve_run(
         file, ["fsdp-cpu-offload=true", "max_steps=5", "strategy=ddp"]
     )
-    assert resolved.config.parallel.fsdp_offload_params is True
-    assert (
-        resolved.config.optimizer.max_steps,
-        resolved.config.parallel.strategy,
-    ) == (5, "ddp")
+    assert_options(
+        resolved.config, fsdp_offload_params=True, max_steps=5, strategy="ddp"
+    )
     assert (
         "max_steps: 5 (command line) overrides epochs: 3.0 (cfg.yaml, line 4)"
         in resolved.notes
@@ -301,18 +293,6 @@ def test_use_fsdp_false_rules_sharding_out_only_where_it_is_written(
         again = resolve_run("again.yaml", env={})
         assert again.strategy.value == run.strategy.value
         assert ("temperature" in again.config.given) == ("temperature" in text)
-
-
-def test_recomputation_is_one_switch_with_or_without_fsdp(
-    write_config: WriteConfig,
-) -> None:
-    for text, value in (
-        ("fsdp_activation_checkpointing: true\n", True),
-        ("use_fsdp: true\nfsdp_activation_checkpointing: false\n", False),
-        ("accelerate_config: single_node_fsdp\n", True),
-        ("accelerate_config: single_node_fsdp\ngradient_checkpointing: false\n", False),
-    ):
-        assert resolve_run(write_config(text), env={}).recomputation.value is value
 
 
 WAYS = {

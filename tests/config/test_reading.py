@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.conftest import WriteConfig
+from tests.config.conftest import WriteConfig, assert_options
 from vembed.config.loading import load_config
 from vembed.errors import UserError
 
@@ -283,16 +283,19 @@ def test_overrides_read_values_as_yaml_and_text_as_it_stands(
         "resume=true",
     ]
     config = load_config(write_config(), overrides)
-    assert config.matryoshka.mrl_dims == [512, 256]
-    assert config.model.query_prompt == "query: "
-    assert config.logging.run_name == "2024"
-    assert config.model.document_prompt is None
-    assert config.adapters.freeze == ["vision", "embeddings"]
-    assert config.data.column_mapping == {"question": "query", "a.b": "positive"}
-    assert config.parallel.fsdp_sharding_strategy == "SHARD_GRAD_OP"
-    assert config.logging.profile_steps == [10, 12]
-    assert config.data.data_path == "a=b.jsonl"
-    assert config.run.resume is True
+    assert_options(
+        config,
+        mrl_dims=[512, 256],
+        query_prompt="query: ",
+        run_name="2024",
+        document_prompt=None,
+        freeze=["vision", "embeddings"],
+        column_mapping={"question": "query", "a.b": "positive"},
+        fsdp_sharding_strategy="SHARD_GRAD_OP",
+        profile_steps=[10, 12],
+        data_path="a=b.jsonl",
+        resume=True,
+    )
 
 
 def test_a_mapping_that_needs_no_quotes_in_a_shell(write_config: WriteConfig) -> None:

@@ -60,17 +60,6 @@ def test_long_texts_that_many_rows_have_are_stored_once_and_read(
     assert bool(list((cache_home / "vembed" / "parquet").rglob("*.arrow"))) != is_held
 
 
-def test_long_texts_that_the_first_rows_do_not_tell_of(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet_table, "MAX_HELD_BYTES", 2**16)
-    long = [np.random.default_rng(n).bytes(500).hex() for n in range(20)]
-    answers = ["short"] * 100 + long * 250
-    rows = pa.table(
-        {"query": [f"q {n}" for n in range(len(answers))], "answer": answers}
-    )
-    pq.write_table(rows, tmp_path / "a.parquet")
-    assert open_path(tmp_path / "a.parquet")[5_099].positives[0].text == long[-1]
-
-
 def test_the_limit_per_record_holds_for_parquet(tmp_path):
     draw = np.random.default_rng(0)
     long = draw.integers(97, 123, MAX_RECORD_BYTES + 1, np.uint8).tobytes().decode()
@@ -83,12 +72,7 @@ def test_the_limit_per_record_holds_for_parquet(tmp_path):
         match=r"1 of 3 records .*\n.*a.parquet:2: a record of more than 33,554,432 bytes",
     ):
         open_path(tmp_path / "a.parquet")
-    assert [
-        one.query.text
-        for one in map(
-            open_path(tmp_path / "a.parquet", on_bad_record="skip").__getitem__, (0, 1)
-        )
-    ]
+    assert len(open_path(tmp_path / "a.parquet", on_bad_record="skip")) == 2
 
 
 @pytest.mark.parametrize("make", [tiny.tiny_bert, tiny.tiny_qwen3, tiny.tiny_xlmr])

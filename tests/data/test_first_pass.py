@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.data.files import (
@@ -15,7 +14,6 @@ from tests.data.files import (
     config,
     open_examples,
     open_path,
-    pair,
     refused,
     write_format,
     write_jsonl,
@@ -137,20 +135,6 @@ def test_a_cache_that_cannot_be_written_costs_time_alone(
 def test_small_data_leave_nothing_behind(tmp_path: Path, cache_home: Path) -> None:
     open_path(write_jsonl(tmp_path / "a.jsonl", RECORDS))
     assert not list(cache_home.iterdir())
-
-
-def test_memory_of_an_index(tmp_path: Path) -> None:
-    # 10 million lines must not need to fit in memory: what is kept of a line is its place, not its text.
-    path = write_jsonl(
-        tmp_path / "a.jsonl",
-        [pair(query=f"{i} " + "long " * 100) for i in range(2000)],
-    )
-    store = open_path(path)
-    index = store._sources[0].index
-    assert (
-        sum(array.nbytes for array in (index.numbers, index.lines)) / len(store) <= 16
-    )
-    assert isinstance(index.numbers, np.ndarray)
 
 
 def test_reading_data_needs_no_torch() -> None:

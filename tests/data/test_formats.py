@@ -455,9 +455,7 @@ def dictionaries(table: pa.Table) -> pa.Table:
     return table.set_column(0, "query", column)
 
 
-@pytest.mark.parametrize(
-    "kind", ["plain", "one group", "large strings", "dictionaries"]
-)
+@pytest.mark.parametrize("kind", ["plain", "one group", "dictionaries"])
 @pytest.mark.parametrize("is_held", [True, False])
 def test_copied_rows_are_the_rows(
     kind: str,
@@ -470,10 +468,6 @@ def test_copied_rows_are_the_rows(
         monkeypatch.setattr(parquet, "MAX_HELD_BYTES", 2**20)
     path = tmp_path / "a.parquet"
     table = pa.Table.from_pylist(RECORDS)
-    if kind == "large strings":
-        table = table.cast(
-            pa.schema([(name, pa.large_string()) for name in table.column_names])
-        )
     starts = (0,) if kind == "one group" else (0, 1, 38, 290)
     groups = [
         table.slice(start, stop - start)

@@ -22,18 +22,6 @@ def row_of(result: Result) -> list[int]:
     return [forward, loss, backward, rest, result.kernels_of(), waits]
 
 
-def differences(on_host: Result, on_device: Result) -> tuple[list[str], list[str]]:
-    """Return the relative differences of the losses and of the gradient norms, step by step."""
-    found = []
-    for host, device in (
-        (on_host.losses, on_device.losses),
-        (on_host.norms, on_device.norms),
-    ):
-        pairs = zip(host, device, strict=True)
-        found.append([f"{(there - here) / abs(here):+.1e}" for here, there in pairs])
-    return found[0], found[1]
-
-
 def read() -> dict[str, list[int]]:
     """Return the rows of the table by case."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()

@@ -1,23 +1,16 @@
-"""Trainings on the imitation device: the losses of the CPU, no unexpected wait of the host, no further kernels.
-
-VEMBED_IMITATION=all runs the whole matrix instead of the default cases.
-"""
+"""Trainings on the imitation device: the losses of the CPU, no unexpected wait of the host, no further kernels."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 
 from tests.imitation import table
-from tests.imitation.cases import Case, all_cases, default_cases
+from tests.imitation.cases import CASES, Case
 from tests.imitation.guard import why_not_built
-from tests.imitation.known_waits import read_known, unknown
+from tests.imitation.known_waits import unknown
 from tests.imitation.probes import PROBES
 from tests.imitation.runs import Result, on_cpu, on_imitation
 
-RUNS_ALL = os.environ.get("VEMBED_IMITATION") == "all"
-CASES = all_cases() if RUNS_ALL else default_cases()
 REASON = why_not_built()
 TOLERANCES = {"no": 1e-5, "fp16": 1e-3, "bf16": 2.5e-2}
 """Relative, of losses and gradient norms. CPU and GPU round to 16 bits in different places: autocast of the CPU takes
@@ -66,10 +59,9 @@ def test_the_host_waits_only_where_it_is_known(case: Case, on_device: Results) -
     assert not new_waits, "\n".join(map(str, new_waits))
 
 
-@pytest.mark.skipif(RUNS_ALL, reason="the table holds the default cases")
 @each_case
 def test_kernels_of_a_step_do_not_grow(case: Case, on_device: Results) -> None:
-    """More kernels need a new table (python -m tests.imitation --write) and a reason in the commit."""
+    """More kernels need a new table (python -m tests.imitation) and a reason in the commit."""
     now = table.row_of(on_device[case.name])
     limits = table.read()[case.name]
     assert all(
@@ -81,17 +73,8 @@ def test_kernels_of_a_step_do_not_grow(case: Case, on_device: Results) -> None:
     )
 
 
-def test_the_table_has_the_default_cases() -> None:
-    assert list(table.read()) == [case.name for case in default_cases()]
-
-
-@pytest.mark.skipif(not RUNS_ALL, reason="VEMBED_IMITATION=all runs every case")
-def test_every_known_wait_is_still_there(on_device: Results) -> None:
-    waits = [wait for result in on_device.values() for wait in result.all_waits()]
-    gone = [
-        known for known in read_known() if not any(known.covers(wait) for wait in waits)
-    ]
-    assert not gone
+def test_the_table_has_all_cases() -> None:
+    assert list(table.read()) == [case.name for case in CASES]
 
 
 # ---- the device itself -----------------------------------------------------------------------------------------

@@ -168,19 +168,6 @@ def test_the_documents_of_the_data_are_the_corpus_by_default(tmp_path):
     assert [len(example.negatives) for example in examples] == [2] * 30
 
 
-def test_negatives_that_are_there_stay_or_are_replaced(options, tmp_path):
-    rows = read_lines(Path(options["data_path"]))
-    rows = [{**row, "negatives": ["my own negative text"]} for row in rows]
-    write_lines(tmp_path / "train.jsonl", rows)
-    kept, _ = run(options, scores=True)
-    replaced, _ = run(options, keep_negatives=False)
-    for row, other in zip(kept, replaced, strict=True):
-        assert row["negatives"] == ["my own negative text", *other["negatives"]]
-        num_negatives = len(row["negatives"])
-        assert len(row["negative_scores"]) == num_negatives
-        assert len(row["negative_ids"]) == num_negatives
-
-
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("kind", ["mapped", "conversations"])
 def test_training_reads_all_negatives_that_stay(tmp_path, kind, keep):
@@ -375,7 +362,6 @@ def test_the_threshold_is_calibrated(tmp_path):
 @pytest.mark.parametrize(
     "changes, option",
     [
-        ({"num_negative": 3}, "'num_negative', did you mean 'num_negatives'"),
         ({"sampling": "tops"}, "sampling .* 'tops'; did you mean 'top'"),
         ({"top_k": 3}, "top_k: 3 .*skip_first . num_negatives: 0 . 4"),
         ({"retrievers": ["bm25"]}, "model_name or retrievers"),
@@ -383,7 +369,6 @@ def test_the_threshold_is_calibrated(tmp_path):
         ({"output_path": "no/folder/x.jsonl"}, "no/folder"),
         ({"corpus_path": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"query_id_field": "nope"}, "query_id_field: nope"),
-        ({"relative_margin": 1.5}, "relative_margin .*1.5"),
     ],
 )
 def test_mistakes_name_the_option(options, changes, option):

@@ -145,7 +145,7 @@ def test_packed_attention_is_that_of_the_formula(
 
     monkeypatch.setattr(attention, "kept_ones", drawn)
     monkeypatch.setattr(attention, "scale_of", lambda p: 1 / (1 - p))
-    dropped = attention.dropped_attention(*inputs, pieces, p, size**-0.5)
+    dropped = attention._DroppedAttention.apply(*inputs, pieces, p, size**-0.5)
     plain = attention.sdpa_by_piece(*inputs, pieces, 0.0, size**-0.5)
     weights = torch.randn_like(dropped)
 

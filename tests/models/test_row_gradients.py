@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import vembed
-from tests.training.test_run import metrics, settings
 from vembed.models import precision
 from vembed.models.precision import use_row_gradients
-from vembed.training.optimizer import Update
 
 
 def gradient(table: nn.Embedding, micro_batches: list[Tensor], *, tied: bool) -> Tensor:
@@ -52,33 +49,3 @@ def test_small_and_frozen_tables_stay_as_they_are():
     frozen.requires_grad_(False)
     assert use_row_gradients(nn.Sequential(large, small, frozen)) == 1
     assert [large.sparse, small.sparse, frozen.sparse] == [True, False, False]
-
-
-def test_a_run_is_the_run_without_them(tmp_path, monkeypatch):
-    seen: set[tuple[str, torch.layout]] = set()
-    apply = Update.apply
-
-    def noticed(self, loss_share):
-        seen.update(
-            (name, module.weight.grad.layout)
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.Embedding)
-            and module.sparse
-            and module.weight.grad is not None
-        )
-        return apply(self, loss_share)
-
-    monkeypatch.setattr(Update, "apply", noticed)
-    runs = {}
-    for fewest in (50, 2**40):
-        monkeypatch.setattr(precision, "MIN_TABLE_ROWS", fewest)
-        (tmp_path / str(fewest)).mkdir()
-        runs[fewest] = vembed.train(
-            settings(tmp_path / str(fewest), micro_batch_tokens=120, val_data_path=None)
-        )
-    assert {layout for _, layout in seen} == {torch.strided}
-    by_rows, as_ever = (run.output_dir for run in runs.values())
-    assert metrics(by_rows) == pytest.approx(metrics(as_ever), rel=1e-5)
-    assert metrics(by_rows, "grad_norm") == pytest.approx(
-        metrics(as_ever, "grad_norm"), rel=1e-5
-    )

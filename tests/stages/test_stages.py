@@ -161,7 +161,10 @@ def test_a_mistake_in_the_last_step_ends_the_command_before_the_first_one(
     assert not Path("output").exists()
 
 
-def test_steps_before_any_training_take_the_model_of_the_config(place, capsys):
+def test_steps_before_any_training_take_the_model_of_the_config(
+    place, capsys, monkeypatch
+):
+    """From another folder: their paths are also found beside the config."""
     model = str(shared(tiny_bert_st))
     check = {"data": "val.jsonl", "ks": [10], "require": {"nDCG@10": 0.0}}
     retrieved = {"data_path": "train.jsonl", "retrievers": [model]}
@@ -171,26 +174,15 @@ def test_steps_before_any_training_take_the_model_of_the_config(place, capsys):
         {"name": "both", "mine": retrieved},
     ]
     written(stages)
-    assert train("--dry-run") == 0
-    assert f"would run: vembed eval {model} val.jsonl" in capsys.readouterr().out
-    assert train() == 0
+    (place / "elsewhere").mkdir()
+    monkeypatch.chdir(place / "elsewhere")
+    words = ["../cfg.yaml", "--dry-run"]
+    assert run_process("train", words) == 0
+    assert f"would run: vembed eval {model} ../val.jsonl" in capsys.readouterr().out
+    assert run_process("train", [*words, "model_name=other"]) == 0
+    assert "would run: vembed eval other ../val.jsonl" in capsys.readouterr().out
+    assert run_process("train", words[:1]) == 0
     assert states() == dict.fromkeys(("base", "negatives", "both"), "done")
-    assert train("--dry-run", "model_name=other") == 0
-    assert "would run: vembed eval other val.jsonl" in capsys.readouterr().out
-
-
-def test_paths_of_steps_between_are_also_found_beside_the_config(place, monkeypatch):
-    written(
-        [
-            {"name": "base", "evaluate": {"data": "val.jsonl"}},
-            {"name": "hard", "mine": {"data_path": "train.jsonl"}},
-        ]
-    )
-    elsewhere = place / "elsewhere"
-    elsewhere.mkdir()
-    monkeypatch.chdir(elsewhere)
-    assert run_process("train", ["../cfg.yaml"]) == 0
-    assert states() == {"base": "done", "hard": "done"}
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------

@@ -288,8 +288,7 @@ def run_intervals(
     reasons: dict[str, str] = {}
     steps = size.total_steps
     needs_checkpoints = bool(evaluation.guards) or run.load_best_model_at_end is True
-    validation = (config.data.val_data_path, config.data.val_split)
-    has_validation = validation != (None, None)
+    has_validation = config.data.has_validation
 
     eval_steps = evaluation.eval_steps
     if eval_steps == "auto":

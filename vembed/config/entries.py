@@ -23,7 +23,6 @@ from vembed.config.values import (
 )
 from vembed.losses.table import LOSSES, loss_options, with_constraints
 
-SamplingKind = Literal["proportional", "temperature", "round_robin", "weights"]
 # The numbers of the pattern are 0, 1, .5, 0.5 and 1.0; what it lets through above 1 is refused by value.
 _SAMPLING = re.compile(
     r"(proportional|round_robin|weights)|temperature\(\s*(0|1|0?\.\d+|[01]\.\d*)\s*\)"
@@ -43,7 +42,8 @@ def checked_sampling(text: str) -> str:
 class Sampling:
     """A value of `sampling`."""
 
-    kind: SamplingKind = "proportional"
+    kind: str = "proportional"
+    """proportional, temperature, round_robin or weights."""
     alpha: float = 1.0
     """Power of a source's size."""
 
@@ -74,16 +74,9 @@ def parse_sampling(text: str) -> Sampling:
     alpha = 1.0 if match is None or match[2] is None else float(match[2])
     if match is None or alpha > 1.0:
         raise ValueError(f"must be {SAMPLING_FORMS}")
-    match match[1]:
-        case "round_robin":
-            return Sampling("round_robin")
-        case "weights":
-            # size ** 0: the weights alone.
-            return Sampling("weights", 0.0)
-        case "proportional":
-            return PROPORTIONAL
-        case _:
-            return Sampling("temperature", alpha)
+    kind = match[1] or "temperature"
+    # size ** 0: the weights alone.
+    return Sampling(kind, 0.0 if kind == "weights" else alpha)
 
 
 SamplingName = Annotated[str, AfterValidator(checked_sampling), Form(SAMPLING_FORMS)]

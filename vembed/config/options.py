@@ -97,7 +97,7 @@ class Option:
             near = nearest(key, keys)
             hint = f", did you mean {near!r}?" if near else ""
             return f"{place}: unknown key {key!r}{hint}; an entry may have {', '.join(keys)}"
-        if problem["type"] == "value_error" and isinstance(value, Mapping):
+        if problem["type"] == "value_error" and isinstance(value, Mapping | list):
             return f"{place}: {problem['msg'].removeprefix('Value error, ')}"
         if key:
             message = problem["msg"].replace("Input should be", "must be")

@@ -236,7 +236,7 @@ def _source_rules(config: TrainConfig) -> Iterator[str]:
                 f"data_path: {name} has {wrong_option}: {size:,d}, and the run counts by {run_option}: give the source "
                 f"{run_option} too"
             )
-        if source.val_data_path is not None and not _has_validation(config):
+        if source.val_data_path is not None and not config.data.has_validation:
             yield (
                 f"data_path: {name} has val_data_path, and the run has none: give it val_data_path too, whose score "
                 "chooses the checkpoint"
@@ -296,7 +296,7 @@ def _evaluation_rules(config: TrainConfig) -> Iterator[str]:
         asking = "guards"
     else:
         return
-    missing = [] if _has_validation(config) else ["val_data_path"]
+    missing = [] if config.data.has_validation else ["val_data_path"]
     for name, steps in (("eval_steps", eval_steps), ("save_steps", save_steps)):
         if steps is None:
             missing.append(name)
@@ -351,10 +351,6 @@ def _names_twice(option: str, labels: list[str]) -> Iterator[str]:
             yield f"{option}: {label} is named twice: keep it once, or give each entry a name"
 
 
-def _has_validation(config: TrainConfig) -> bool:
-    return config.data.val_data_path is not None or config.data.val_split is not None
-
-
 # ---- remarks: options without effect, or that are easily misunderstood
 
 
@@ -384,7 +380,7 @@ def remarks(config: TrainConfig) -> list[str]:
         of_trackers -= TRACKERS[name].options
     trackers = ", ".join(config.logging.report_to) or "none"
     unread[f"with report_to: {trackers}"] = of_trackers
-    if not _has_validation(config):
+    if not config.data.has_validation:
         of_evaluation = {"eval_before", "eval_metric"}
         for name in ("eval_steps", "patience"):
             if isinstance(values[name], int):

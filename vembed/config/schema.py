@@ -217,6 +217,11 @@ class DataSection(Section, title="data"):
     num_workers: Literal["auto"] | NonNegativeInt = "auto"
     """Threads that prepare batches ahead of the current step. `auto`: 1 for text, up to 4 with images. 0: none."""
 
+    @property
+    def has_validation(self) -> bool:
+        """True if there are validation data."""
+        return self.val_data_path is not None or self.val_split is not None
+
     def adds_negatives(self) -> bool:
         """Return whether records get further negatives, so that they need none of their own."""
         is_mined = self.mine is not None and self.mine.at_start

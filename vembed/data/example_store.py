@@ -345,19 +345,6 @@ def open_examples(
                 may_miss=may_miss,
             )
         )
-    for source in sources:
-        num_records = source.index.counts["without_negatives"]
-        if num_records and not len(source):
-            needing = [
-                name for name in source.form.losses if LOSSES[name].negatives == "each"
-            ]
-            reason = f"none of its {num_records:,d} records has a negative"
-            if source.form.max_negatives == 0:
-                reason = f"max_negatives: 0 leaves none of its {num_records:,d} records a negative"
-            raise UserError(
-                f"{source.reader.name}: {reason}, which loss: {needing[0]} needs: add negatives, take the source out, "
-                "or use loss: infonce, which takes the others of the batch"
-            )
     terms = run_terms(objective, data, model_name)
     has_negatives = any(source.index.counts["negatives"] for source in sources)
     if (

@@ -155,7 +155,3 @@ class ReadAs:
 
 class BadRecord(UserError):  # noqa: N818 - it names the record, not an error of ours
     """An invalid record, with the reason. The caller that reads the file adds file and line."""
-
-
-class MissingNegative(BadRecord):
-    """A record that lacks only a negative, which the loss needs."""

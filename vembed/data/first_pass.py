@@ -32,7 +32,7 @@ from vembed.cores import num_cores
 from vembed.data.batching.schedule import ContentKeys, label_key
 from vembed.data.cache import short_hash, stamp, written_aside
 from vembed.data.child_process import answers, send, start_child
-from vembed.data.examples import BadRecord, Example, ImageRef, MissingNegative
+from vembed.data.examples import BadRecord, Example, ImageRef
 from vembed.data.formats.base import FILE_BITS, Format
 from vembed.data.images.files import check_image
 from vembed.data.records import RecordFormat
@@ -62,7 +62,7 @@ class Index:
     counts: Counter[str]
     """Statistics of the good records: records, positives, negatives, scored (records with scores), text_queries,
     image_queries, text_documents and image_documents. A query with text and image counts in both. And bad: the bad
-    records, of which without_negatives lack only a negative, which the loss needs."""
+    records."""
     fingerprint: str
     """Hash of the contents of the source's files, independent of their paths."""
     problems: list[str]
@@ -246,8 +246,6 @@ def index_part(
             for number, line, outcome in zip(numbers, lines, outcomes, strict=True):
                 if isinstance(outcome, BadRecord):
                     index.counts["bad"] += 1
-                    is_missing = isinstance(outcome, MissingNegative)
-                    index.counts["without_negatives"] += is_missing
                     if len(index.problems) < NUM_NAMED:
                         index.problems.append((line, str(outcome)))
                     continue

@@ -60,30 +60,24 @@ def normal_text(text: str) -> str:
     word = _ASCII_WORD
     if not text.isascii():
         plain = unicodedata.normalize("NFKC", text)
-        word = _word()
+        word, _ = _word_patterns()
     return " ".join(word.findall(plain.casefold())) or " ".join(plain.split())
 
 
 @functools.cache
-def _word() -> re.Pattern[str]:
-    return re.compile(rf"\w[\w{_word_marks()}]*")
-
-
-@functools.cache
-def _word_marks() -> str:
-    """Return the characters that belong to the letter before them, such as the vowel signs of Hindi and Thai, for a set
-    of characters in a regular expression. `\\w` has none of them.
-
-    Variation selectors, which choose the look of an emoji, are not among them.
-    """
-    marks = [
-        code
-        for code in range(0x300, _LAST_MARK + 1)
-        if unicodedata.category(chr(code)) in ("Mn", "Mc")
-    ]
-    return "".join(
-        re.escape(chr(code)) for code in marks if not 0xFE00 <= code <= 0xFE0F
-    )
+def _word_patterns() -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return the pattern of a word, and of a word or, in scripts without spaces, a letter with its marks."""
+    # The characters that belong to the letter before them, such as the vowel signs of Hindi and Thai: `\w` has none of
+    # them. Variation selectors, which choose the look of an emoji, are not among them.
+    marks = ""
+    for code in range(0x300, _LAST_MARK + 1):
+        is_mark = unicodedata.category(chr(code)) in ("Mn", "Mc")
+        if is_mark and not 0xFE00 <= code <= 0xFE0F:
+            marks += re.escape(chr(code))
+    letter = rf"[^\W{_LETTERS_ALONE}]"
+    several = rf"{letter}+(?:[{marks}]+{letter}*)*"
+    alone = rf"(?=\w)[{_LETTERS_ALONE}][{marks}]*"
+    return re.compile(rf"\w[\w{marks}]*"), re.compile(rf"{several}|{alone}")
 
 
 def casefolded(text: str) -> str:
@@ -95,16 +89,8 @@ def casefolded(text: str) -> str:
 
 def words(text: str) -> list[str]:
     """Return the words of a text. In scripts without spaces each letter is a word, with its marks."""
-    return _word_pattern().findall(casefolded(text))
-
-
-@functools.cache
-def _word_pattern() -> re.Pattern[str]:
-    letter = rf"[^\W{_LETTERS_ALONE}]"
-    marks = _word_marks()
-    return re.compile(
-        rf"{letter}+(?:[{marks}]+{letter}*)*|(?=\w)[{_LETTERS_ALONE}][{marks}]*"
-    )
+    _, pattern = _word_patterns()
+    return pattern.findall(casefolded(text))
 
 
 def ngrams(text: str) -> frozenset[int]:

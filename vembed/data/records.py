@@ -24,7 +24,6 @@ from vembed.data.examples import (
     Example,
     ImageRef,
     Item,
-    MissingNegative,
     has_lone_surrogate,
 )
 from vembed.data.images.files import ImageRoot
@@ -339,8 +338,12 @@ class RecordFormat:
                 and not negatives
                 and not self._gets_negatives
             ):
-                raise MissingNegative(
-                    f"no negative, which loss: {loss} needs in every record"
+                missing = "no negative"
+                if self.max_negatives == 0:
+                    missing = "max_negatives: 0 leaves no negative"
+                raise BadRecord(
+                    f"{missing}, which loss: {loss} needs in every record: add negatives, take the source out, or use "
+                    "loss: infonce, which takes the others of the batch"
                 )
         for score in scores or ():
             if self._bounded_scores and abs(score) > 1:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -44,7 +44,6 @@ from vembed.progress import duration
 from vembed.saving.durability import replace_text
 
 Severity = Literal["error", "warning", "note"]
-SEVERITY_ORDER = ("error", "warning", "note")
 SOURCE_COLUMNS = (
     "source",
     "rows",
@@ -717,7 +716,7 @@ def render(report: dict[str, Any]) -> str:
     """Return the page: first what `vembed data` prints, then the findings."""
     ordered = sorted(
         report["findings"],
-        key=lambda row: (SEVERITY_ORDER.index(row["severity"]), -row["share"]),
+        key=lambda row: (get_args(Severity).index(row["severity"]), -row["share"]),
     )
     findings = []
     for finding in ordered:

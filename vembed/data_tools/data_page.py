@@ -23,6 +23,7 @@ from vembed.data_tools.datasets import open_sets
 from vembed.data_tools.init.values import local_model
 
 if TYPE_CHECKING:
+    from vembed.data.features import Featuriser
     from vembed.data_tools.audit import AuditedRows
 
 MAX_READ = 20_000
@@ -135,7 +136,19 @@ def sections(
             columns.append(_source_column(name, size, group))
         table = list(zip(*columns, strict=True))
         page.append(PageSection("sources side by side", table=table))
-    return [*page, *_inputs(sample, model)]
+    reason = "no model is named"
+    featuriser = None
+    if model is not None:
+        reason = f"{model.model_name} is not on this machine yet"
+        if local_model(model.model_name) is not None:
+            # These import torch, which takes seconds.
+            from vembed.data.features import Featuriser
+            from vembed.models.families.description import describe
+
+            featuriser = Featuriser(describe(model))
+    page.append(_lengths(sample, featuriser, reason))
+    page.append(_samples(sample[:NUM_SAMPLES], featuriser, reason))
+    return page
 
 
 def _repetitions(examples: Sequence[Example], total: int) -> PageSection:
@@ -216,29 +229,25 @@ def _spread(count: int, limit: int) -> range:
     return range(0, count, max(-(-count // limit), 1))
 
 
-def _inputs(
-    examples: Sequence[Example], model: ModelSection | None
-) -> list[PageSection]:
-    """Return lengths and samples as the model's tokenizer makes them, or in words where there is none."""
+def _lengths(
+    examples: Sequence[Example], featuriser: Featuriser | None, reason: str
+) -> PageSection:
+    """Return lengths in tokens, or in words where `reason` says why."""
     inputs: dict[str, list[tuple[Item, Kind]]] = {"queries": [], "documents": []}
     for number in _spread(len(examples), MAX_MEASURED):
         example = examples[number]
         inputs["queries"].append((example.query, "query"))
         for item in (*example.positives, *example.negatives):
             inputs["documents"].append((item, "document"))
-    reader = None
-    reason = "no model is named"
-    if model is not None and local_model(model.model_name) is not None:
-        reader = TokenizedInputs(model)
-    elif model is not None:
-        reason = f"{model.model_name} is not on this machine yet"
+    limit = None if featuriser is None else featuriser.description.max_length
     lines = []
     figures: dict[str, Any] = {}
     for name, pairs in inputs.items():
-        if reader is None:
+        if featuriser is None:
             lengths = [len(item.text.split()) for item, _ in pairs if item.text]
         else:
-            lengths = reader.lengths(pairs)
+            features = featuriser.features(pairs)
+            lengths = [each.length for each in features if each.modality == "text"]
         if not lengths:
             continue
         median, most = np.quantile(lengths, [0.5, 0.99])
@@ -249,75 +258,50 @@ def _inputs(
             "longest": max(lengths),
             "measured": len(lengths),
         }
-        if reader is not None:
-            num_full = reader.num_full(lengths)
+        if featuriser is not None and limit is not None:
+            num_full = 0
+            if not featuriser.description.traits.has_fixed_length:
+                num_full = sum(length >= limit for length in lengths)
             figures[name]["fill_max_length"] = num_full
             line += (
                 f"; {num_full:,d} of {len(lengths):,d} fill max_length, "
                 "and what is longer is cut there"
             )
         lines.append(line)
-    samples = []
-    for example in examples[:NUM_SAMPLES]:
-        samples.append(example.where)
+    figures = {"lengths": figures, "length_unit": "words"}
+    title = f"lengths in words, not in tokens, since {reason}"
+    if limit is not None:
+        figures |= {"length_unit": "tokens", "max_length": limit}
+        title = (
+            f"lengths in tokens, with prompts and special tokens (at most {limit:,d})"
+        )
+    return PageSection(title, lines, figures=figures)
+
+
+def _samples(
+    examples: Sequence[Example], featuriser: Featuriser | None, reason: str
+) -> PageSection:
+    """Return examples as the model reads them, or as they are where `reason` says why."""
+    lines = []
+    for example in examples:
+        lines.append(example.where)
         parts: list[tuple[str, Item, Kind]] = [("query", example.query, "query")]
         parts += [("positive", item, "document") for item in example.positives[:1]]
         parts += [("negative", item, "document") for item in example.negatives[:1]]
         for name, item, kind in parts:
             note = ""
-            if reader is None:
+            if featuriser is None:
                 text = " ".join((item.text or short_item(item)).split())
             else:
-                text, length = reader.text(item, kind)
-                note = f" ({length:,d} tokens)"
+                (feature,) = featuriser.features([(item, kind)])
+                note = f" ({feature.length:,d} tokens)"
+                text = short_item(item)
+                if feature.token_ids is not None and featuriser.texts is not None:
+                    text = featuriser.texts.decoded(feature.token_ids)
             if len(text) > SAMPLE_CHARACTERS:
                 text = text[: SAMPLE_CHARACTERS - 3] + "..."
-            samples.append(f"{name}{note}: {text}")
-    if reader is None:
-        title = f"lengths in words, not in tokens, since {reason}"
-        sample_title = f"samples, without prompts and special tokens, since {reason}"
-        figures = {"lengths": figures, "length_unit": "words"}
-    else:
-        title = f"lengths in tokens, with prompts and special tokens (at most {reader.limit:,d})"
-        sample_title = "samples, as the model reads them"
-        figures = {
-            "lengths": figures,
-            "length_unit": "tokens",
-            "max_length": reader.limit,
-        }
-    return [
-        PageSection(title, lines, figures=figures),
-        PageSection(sample_title, samples),
-    ]
-
-
-class TokenizedInputs:
-    """Inputs as the tokenizer of a model makes them."""
-
-    def __init__(self, model: ModelSection) -> None:
-        # These import torch, which takes seconds.
-        from vembed.data.features import Featuriser
-        from vembed.models.families.description import describe
-
-        self.description = describe(model)
-        self.limit = self.description.max_length
-        self.featuriser = Featuriser(self.description)
-
-    def lengths(self, inputs: Sequence[tuple[Item, Kind]]) -> list[int]:
-        """Return the tokens of each text."""
-        features = self.featuriser.features(inputs)
-        return [each.length for each in features if each.modality == "text"]
-
-    def num_full(self, lengths: Sequence[int]) -> int:
-        """Return how many lengths are those of texts that fill max_length."""
-        if self.description.traits.has_fixed_length:
-            return 0
-        return sum(length >= self.limit for length in lengths)
-
-    def text(self, item: Item, kind: Kind) -> tuple[str, int]:
-        """Return an input as the model reads it, with prompt and special tokens, and its length."""
-        (feature,) = self.featuriser.features([(item, kind)])
-        text = short_item(item)
-        if feature.token_ids is not None and self.featuriser.texts is not None:
-            text = self.featuriser.texts.decoded(feature.token_ids)
-        return text, feature.length
+            lines.append(f"{name}{note}: {text}")
+    title = "samples, as the model reads them"
+    if featuriser is None:
+        title = f"samples, without prompts and special tokens, since {reason}"
+    return PageSection(title, lines)

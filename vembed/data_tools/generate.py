@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
@@ -25,6 +24,7 @@ from vembed.data.documents import document_id, document_text
 from vembed.data.examples import Item
 from vembed.data.near_duplicates import casefolded
 from vembed.data_tools.config import GenerateConfig, Writer
+from vembed.data_tools.functions import documented_functions
 from vembed.errors import UserError
 from vembed.inference.reranker import add_padding_token, read_weights
 from vembed.mining.candidates import open_candidates
@@ -452,26 +452,10 @@ def docstring_function(text: str) -> list[Pair]:
     if "def " not in text:
         return []
     try:
-        tree = ast.parse(text)
+        pairs = documented_functions(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    # As Python counts them: a form feed ends no line.
-    lines = re.split(r"\r\n?|\n", text)
-    pairs: list[Pair] = []
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        docstring = ast.get_docstring(node)
-        if len(node.body) < 2 or not docstring:
-            continue
-        if _is_long(docstring, MIN_QUERY_WORDS):
-            first = node.body[0]
-            # From `def` on, without decorators, to the line before the docstring; then all behind it.
-            head = lines[node.lineno - 1 : first.lineno - 1]
-            body = lines[first.end_lineno or first.lineno : node.end_lineno]
-            summary = " ".join(docstring.partition("\n\n")[0].split())
-            pairs.append((summary, "\n".join(head + body)))
-    return pairs
+    return [pair for pair in pairs if _is_long(pair[0], MIN_QUERY_WORDS)]
 
 
 def caption_image(record: dict[str, Any], item: Item) -> list[Pair]:

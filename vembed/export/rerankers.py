@@ -110,7 +110,7 @@ class OnnxReranker:
             inputs.append({name: padded[name].numpy() for name in self.names})
         logits = np.concatenate(run_batches(self.session, inputs))
         scores = np.empty((len(features), 1), np.float32)
-        # As vembed.models.score_head has it for two labels.
+        # As vembed.models.heads has it for two labels.
         difference = logits[:, 1:] - logits[:, :1]
         scores[np.concatenate(batches)] = difference if logits.shape[1] > 1 else logits
         return scores

@@ -6,6 +6,7 @@ import io
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,7 +69,7 @@ class Embedder:
         keeps the first coordinates of every embedding. `session`: of processes that use this Embedder together; all of
         them make each call, with the same inputs, share the work and get the same result. Where its strategy is fsdp,
         each holds a shard of the model."""
-        self._arguments = {
+        self._arguments: dict[str, Any] = {
             "path_or_name": str(path_or_name),
             "device": None if device is None else str(device),
             "torch_dtype": torch_dtype,
@@ -133,16 +134,13 @@ class Embedder:
             f"{self.truncate_dim or description.embedding_dim} dimensions, {description.max_length:,d} tokens, on {self.device})"
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the arguments: a pickled Embedder loads its model again where it is unpickled."""
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the arguments: the model is loaded again where they are unpickled."""
         if self.session is not None:
             raise UserError(
                 "an Embedder with a session cannot be pickled: each process makes its own"
             )
-        return self._arguments
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        return partial(type(self), **self._arguments), ()
 
     def encode(
         self,

@@ -257,7 +257,7 @@ def _term_start(term: Term, start: StartValues) -> StartValues:
     is_given = term.temperature_source == "given"
     if not term.loss.learns_temperature():
         if term.temperature_source not in ("given", "default"):
-            log.info("%s: %.3g (%s)", label, term.temperature, term.temperature_source)
+            log.info(f"{label}: {term.temperature:.3g} ({term.temperature_source})")
         return start
     value = term.temperature
     reason = "as given" if is_given else "default"
@@ -267,5 +267,5 @@ def _term_start(term: Term, start: StartValues) -> StartValues:
     elif start.scale is not None:
         value = 1 / start.scale
         reason = "with which this model was trained"
-    log.info("%s: learned, starting at %.3g (%s)", label, value, reason)
+    log.info(f"{label}: learned, starting at {value:.3g} ({reason})")
     return replace(start, scale=None) if is_given else start

@@ -1,20 +1,29 @@
 """Candidates of each row: which scores a loss reads.
 
 A loss compares the positive p_i of each row i = (q_i, p_i) with the row's candidates. This module decides which scores
-that takes, from indices and contents alone. `tiles.py` computes them. Three numberings meet here:
+that takes, from indices and contents alone. `tiles.py` computes them. A text has three numbers here:
 
-index        of a vector in the embedding matrix E [U, D]. Equal texts of one rank share a vector.
-occurrence   of a text in the rows of the global batch: the R queries from 0, the R positives from R, the H hard
-             negatives from 2 R.
-entry        of an occurrence in the table of this loss, which has those that are scored:
+index        of its vector in the embeddings E [U, D]. Equal texts of one rank share a vector.
+occurrence   of the text in the global batch of R rows and H hard negatives: the R queries from 0, the R positives from
+             R, the hard negatives from 2 R. Teachers know texts by this number.
+entry        in the table of this loss, which has the occurrences that are scored, in this order:
 
     [ hard negatives | positives | queries | hard negatives of explicit pairs ]
       '------- documents -------'
 
+So the documents, and the queries, are ranges of entries, and a tile of columns is a view of the table.
+
+Example: R = 2 rows, H = 1 hard negative, one process. Row 0 is (a, b) with the hard negative c, row 1 is (d, e):
+
+    text          a   b   c   d   e
+    occurrence    0   2   4   1   3
+    entry         3   1   0   4   2        row 0 has the columns c b e, its own positive b is masked: candidates c, e
+
 A column group says: all rows of this rank, by their query or by their positive, against one range of entries. Exclusion
 masks say which of these scores do not count. A mask is never stored as [rows, columns]. Each row has a few keys, each
 column has a few keys, and a score is left out where a key of the row equals a key of the column. Keys are contents: a
-row has those of its query and of its positives, a column has its own.
+row has those of its query and of its positives, a column has its own. In the example row 0 has the keys a and b, and
+leaves out the column b.
 
 With hard_negatives_scope: own a hard negative is a candidate for the rows of its own example only. Those are few, so
 they are explicit pairs, scored one by one.
@@ -96,7 +105,7 @@ def _any_equal(left_keys: Tensor, right_keys: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ColumnGroup:
-    """Scores of all rows of this rank against a range of table entries.
+    """Scores of all rows of this rank against the columns of a range of entries.
 
     The row's own positive is always left out here. It enters the loss separately.
     """

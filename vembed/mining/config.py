@@ -80,14 +80,14 @@ class Judge(Endpoint):
     @model_validator(mode="after")
     def _check(self) -> Judge:
         if self.unsure[0] > self.unsure[1]:
-            raise ValueError(f"judges: unsure: {self.unsure} must be [low, high]")
+            raise ValueError(f"unsure: {self.unsure} must be [low, high]")
         if (self.kind == "endpoint") and self.base_url is None:
-            raise ValueError(f"judges: {self.model}: kind: endpoint needs base_url")
+            raise ValueError(f"{self.model}: kind: endpoint needs base_url")
         if self.base_url is not None and not self.base_url.startswith(
             ("http://", "https://")
         ):
             raise ValueError(
-                f"judges: base_url: {self.base_url} must begin with http:// or https://"
+                f"base_url: {self.base_url} must begin with http:// or https://"
             )
         return self
 

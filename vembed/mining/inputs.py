@@ -21,7 +21,7 @@ from vembed.data.documents import (
     open_document_reader,
 )
 from vembed.data.example_store import Records, open_records, refuse_bad_records
-from vembed.data.examples import BadRecord, Example, ImageRef, Item
+from vembed.data.examples import BadRecord, Example, Item
 from vembed.data.formats.base import Format
 from vembed.data.images.files import ImageRoot
 from vembed.data.near_duplicates import casefolded
@@ -386,22 +386,19 @@ def items_of(example: Example) -> tuple[Item, ...]:
 
 def row_value(item: Item, image_folder: str) -> Any:
     """An item as a row of training data holds it; paths of images relative to `image_folder` where they are in it."""
-    images = [_image_value(image, image_folder) for image in item.images]
+    images = []
+    for image in item.images:
+        if image.path is None:
+            raise UserError(
+                "images that are held inside a Parquet file cannot be written as negatives: save them as files"
+            )
+        path = Path(image.path)
+        is_inside = path.is_relative_to(image_folder)
+        images.append(str(path.relative_to(image_folder)) if is_inside else image.path)
     if not images:
         return item.text
     value: dict[str, Any] = {} if item.text is None else {"text": item.text}
     return value | {"image": images[0] if len(images) == 1 else images}
-
-
-def _image_value(image: ImageRef, image_folder: str) -> str:
-    if image.path is None:
-        raise UserError(
-            "images that are held inside a Parquet file cannot be written as negatives: save them as files"
-        )
-    path = Path(image.path)
-    if path.is_relative_to(image_folder):
-        return str(path.relative_to(image_folder))
-    return image.path
 
 
 QUERY_ID_FIELDS = ("query_id", "qid", "query-id", "_id")

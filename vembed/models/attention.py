@@ -288,6 +288,7 @@ def attention(
     if narrow is not None:
         query, key, value = (tensor.to(narrow) for tensor in (query, key, value))
     score_bytes = num_heads * query.dtype.itemsize
+    pieces: Sequence[Piece]
     if packed is None:
         # Consecutive rows whose scores [rows, heads, length, length] have at most SCORE_BYTES, at least one row.
         step = max(1, SCORE_BYTES // max(1, score_bytes * length**2))
@@ -299,21 +300,24 @@ def attention(
                 visible = visible[start:stop]
             tokens = slice(start * length, stop * length)
             pieces.append(Piece(tokens, stop - start, length, None, visible))
-        output = dropped_attention(query, key, value, pieces, dropout, scaling)
-        return output.view(num_rows, length, num_heads, -1), None
-    window = sliding_window
-    if window is not None and window >= packed.longest:
-        window = None  # it hides nothing
-    if query.device.type == "cuda" and narrow is not None:
-        output = by_kernel(query, key, value, packed, dropout, scaling, causal, window)
-        return output[None], None
-    # A limit on the scores of all heads together, so that a piece stays in the caches.
-    starts = tuple(packed.starts.tolist())
-    texts = cut(starts, SCORE_BYTES // score_bytes, causal, window)
+    else:
+        window = sliding_window
+        if window is not None and window >= packed.longest:
+            window = None  # it hides nothing
+        if query.device.type == "cuda" and narrow is not None:
+            output = by_kernel(
+                query, key, value, packed, dropout, scaling, causal, window
+            )
+            return output[None], None
+        # A limit on the scores of all heads together, so that a piece stays in the caches.
+        starts = tuple(packed.starts.tolist())
+        pieces = cut(starts, SCORE_BYTES // score_bytes, causal, window)
     # Dropout of grouped queries, where heads of keys are fewer, is left to sdpa.
-    drops_here = dropout > 0.0 and key.shape[1] == num_heads
-    by_piece = dropped_attention if drops_here else sdpa_by_piece
-    return by_piece(query, key, value, texts, dropout, scaling)[None], None
+    if dropout > 0.0 and key.shape[1] == num_heads:
+        output = _DroppedAttention.apply(query, key, value, pieces, dropout, scaling)  # type: ignore[no-untyped-call]
+    else:
+        output = sdpa_by_piece(query, key, value, pieces, dropout, scaling)
+    return output.view(num_rows, length, num_heads, -1), None
 
 
 def half_dtype(*tensors: Tensor) -> torch.dtype | None:
@@ -504,21 +508,11 @@ def sdpa_by_piece(
     return torch.cat(attended)
 
 
-def dropped_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pieces: Sequence[Piece],
-    p: float,
-    scaling: float,
-) -> Tensor:
-    """Return dropout(softmax(q k^T * scaling + mask)) v [tokens, heads, size], computed piece by piece."""
-    attended: Tensor = _DroppedAttention.apply(query, key, value, pieces, p, scaling)  # type: ignore[no-untyped-call]
-    return attended
-
-
 class _DroppedAttention(torch.autograd.Function):
-    """Saves the probabilities with their draws for the backward pass, so nothing is drawn or computed twice."""
+    """dropout(softmax(q k^T * scaling + mask)) v [tokens, heads, size], computed piece by piece.
+
+    Saves the probabilities with their draws for the backward pass, so nothing is drawn or computed twice.
+    """
 
     @staticmethod
     def forward(

@@ -50,10 +50,9 @@ from vembed.models.heads import (
     Head,
     LanguageHead,
     build_score_head,
-    class_with_head,
-    class_with_scores,
     has_language_head,
     load_dense,
+    whole_class_of,
 )
 from vembed.models.poolings.table import POOLINGS
 from vembed.models.precision import (
@@ -110,10 +109,8 @@ def build_model(
         # New weights depend on the seed only, not on earlier draws.
         torch.manual_seed(seed)
         whole_class = None
-        if has_language:
-            whole_class = class_with_head
-        elif description.scores is not None:
-            whole_class = partial(class_with_scores, description)
+        if has_language or description.scores is not None:
+            whole_class = partial(whole_class_of, description)
         whole: Any = build_backbone(
             description,
             options,

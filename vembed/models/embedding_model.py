@@ -458,23 +458,21 @@ def sums_and_counts(auxiliary: Mapping[str, Any], count: int) -> dict[str, Tenso
     pass."""
     losses = {}
     for name, value in auxiliary.items():
-        if isinstance(value, tuple | list) and len(value) == 2:
-            sums = torch.as_tensor(value[0])
-            counts = torch.as_tensor(value[1], device=sums.device)
-        elif isinstance(value, Tensor) and value.ndim == 0:
-            sums = value * count
-            counts = torch.tensor(count, device=value.device)
-        else:
+        pair = value
+        if isinstance(value, Tensor) and value.ndim == 0:
+            pair = (value * count, count)
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(
                 f"the auxiliary loss {name} must be a scalar, or a pair (sums, counts) of numbers or of one number for "
                 f"each input, and is {type(value).__name__}"
             )
+        sums = at_least_float32(torch.as_tensor(pair[0]))
         if sums.ndim > 1 or sums.numel() not in (1, count):
             raise TypeError(
                 f"the auxiliary loss {name} has the shape {list(sums.shape)} for {count} inputs"
             )
-        sums = at_least_float32(sums)
-        counts = counts.detach().to(sums.dtype).expand_as(sums)
+        counts = torch.as_tensor(pair[1], device=sums.device).detach()
+        counts = counts.to(sums.dtype).expand_as(sums)
         # A new tensor: FSDP wants no view as a result.
         losses[name] = torch.stack([sums.reshape(-1), counts.reshape(-1)])
     return losses

@@ -189,37 +189,14 @@ class WholeHead(nn.Module):
         return logits
 
 
-def save_with_head(
-    folder: Path,
-    kind: type[PreTrainedModel],
-    config: PretrainedConfig,
-    state: Mapping[str, Tensor],
-    head: Mapping[str, Tensor],
-) -> None:
-    """Write a model with its head as Transformers does. `kind`: the class of both. `state`: the base model's full state
-    dict. `head`: that of the head."""
-    config = deepcopy(config)
-    # Kernels of vembed, which Transformers does not know. The files name no kernel.
-    config._attn_implementation = "eager"
-    with torch.device("meta"):
-        whole = kind(config)
-    prefix = f"{whole.base_model_prefix}."
-    weights = {f"{prefix}{name}": tensor for name, tensor in state.items()}
-    weights |= {name.removeprefix("whole."): tensor for name, tensor in head.items()}
-    whole.save_pretrained(folder, state_dict=weights)
-
-
-# ---- the score of a reranker -------------------------------------------------------------------------------------
-
-
-def class_with_scores(
+def whole_class_of(
     description: ModelDescription, config: PretrainedConfig
 ) -> type[PreTrainedModel]:
-    """Return the class of the model with its head. A model that was no classifier gets one label."""
-    if description.scores == "answer":
-        chosen = language_class(config)
-        needed = "language-model head"
-    else:
+    """Return the class of the model with its head: a classifier, where one label gives the score of a reranker, otherwise
+    a language model. A model that was no classifier gets one label."""
+    chosen = language_class(config)
+    needed = "language-model head"
+    if description.scores == "label":
         chosen = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(config), None)
         needed = "sequence classifier"
         if "SequenceClassification" not in str(config.architectures):
@@ -230,9 +207,41 @@ def class_with_scores(
             )
     if chosen is None:
         raise UserError(
-            f"Transformers has no {needed} for model_type {config.model_type!r}: use another model as reranker"
+            f"Transformers has no {needed} for model_type {config.model_type!r}: use another model or another loss"
         )
     return chosen
+
+
+def save_with_head(
+    folder: Path,
+    description: ModelDescription,
+    config: PretrainedConfig,
+    state: Mapping[str, Tensor],
+    head: Mapping[str, Tensor],
+) -> None:
+    """Write a model with its head as Transformers does. `state`: the base model's full state dict. `head`: that of the
+    head."""
+    config = deepcopy(config)
+    # Kernels of vembed, which Transformers does not know. The files name no kernel.
+    config._attn_implementation = "eager"
+    if description.scores == "answer":
+        # The language-model head is not trained: that of the files, of which training reads two rows.
+        head = {}
+        name = "lm_head.weight"
+        files = sorted(Path(description.source).glob("*.safetensors"))
+        for path in files if not config.tie_word_embeddings else ():
+            with safe_open(path, framework="pt") as file:
+                if name in set(file.keys()):
+                    head[name] = file.get_tensor(name)
+    with torch.device("meta"):
+        whole = whole_class_of(description, config)(config)
+    prefix = f"{whole.base_model_prefix}."
+    weights = {f"{prefix}{name}": tensor for name, tensor in state.items()}
+    weights |= {name.removeprefix("whole."): tensor for name, tensor in head.items()}
+    whole.save_pretrained(folder, state_dict=weights)
+
+
+# ---- the score of a reranker -------------------------------------------------------------------------------------
 
 
 class ScoreHead(WholeHead):
@@ -315,28 +324,6 @@ def answer_tokens(tokenizer: Any, name: str) -> tuple[int, int]:
     return no[0], yes[0]
 
 
-def save_reranker(
-    folder: Path,
-    description: ModelDescription,
-    backbone: Any,
-    state: Mapping[str, Tensor],
-    head: Mapping[str, Tensor],
-) -> None:
-    """Write the whole model as Transformers does: base model and head. `state`, `head`: their full state dicts."""
-    config = backbone.config
-    kind = class_with_scores(description, config)
-    if description.scores == "answer":
-        # The language-model head is not trained: that of the files, of which training reads two rows.
-        head = {}
-        name = "lm_head.weight"
-        files = sorted(Path(description.source).glob("*.safetensors"))
-        for path in files if not config.tie_word_embeddings else ():
-            with safe_open(path, framework="pt") as file:
-                if name in set(file.keys()):
-                    head[name] = file.get_tensor(name)
-    save_with_head(folder, kind, config, state, head)
-
-
 # ---- the logits of tokens ----------------------------------------------------------------------------------------
 
 
@@ -386,17 +373,6 @@ def has_language_head(
     raise UserError(
         f"auxiliary_losses: {name} is not possible: {description.name} {problem}; leave it out"
     )
-
-
-def class_with_head(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """Return the model class with the language-model head. Raise UserError if Transformers has none."""
-    known = language_class(config)
-    if known is None:
-        raise UserError(
-            f"Transformers has no language-model head for model_type {config.model_type!r}, by which loss: none would "
-            "train; give a loss"
-        )
-    return known
 
 
 class LanguageHead(WholeHead):

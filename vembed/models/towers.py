@@ -189,28 +189,25 @@ class TwoTowers(nn.Module):
     ) -> None:
         """Save the text tower and the projections in `folder`, and the image tower in a subfolder."""
         folder = Path(folder)
-        for tower, name, target in (
-            (self.text_model, "text_model.", folder),
-            (self.vision_model, "vision_model.", folder / IMAGE_TOWER_FOLDER),
-        ):
-            # Each tower's file has the names of the tower itself, so that it loads alone.
-            part = {
-                key.removeprefix(name): value
-                for key, value in state_dict.items()
-                if key.startswith(name)
-            }
-            tower.save_pretrained(target, state_dict=part)
-        projections = {
-            key: value.contiguous()
-            for key, value in state_dict.items()
-            if not key.startswith(("text_model.", "vision_model."))
-        }
+        # Each tower's file has the names of the tower itself, so that it loads alone.
+        text = taken(state_dict, "text_model.")
+        self.text_model.save_pretrained(folder, state_dict=text)
+        vision = taken(state_dict, "vision_model.")
+        target = folder / IMAGE_TOWER_FOLDER
+        self.vision_model.save_pretrained(target, state_dict=vision)
         known = {"text_projection.weight", "visual_projection.weight"}
-        if projections.keys() != known:
+        if state_dict.keys() != known:
             raise RuntimeError(
-                f"two towers are saved with {sorted(known)}, and not with {sorted(projections)}"
+                f"two towers are saved with {sorted(known)}, and not with {sorted(state_dict)}"
             )
+        projections = {key: value.contiguous() for key, value in state_dict.items()}
         save_file(projections, folder / PROJECTIONS_FILE)
+
+
+def taken(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Take what begins with a prefix out of a state dict, and return it under names without the prefix."""
+    names = [name for name in state if name.startswith(prefix)]
+    return {name.removeprefix(prefix): state.pop(name) for name in names}
 
 
 # ---- fingerprint of a modality's towers, for what is kept of frozen ones --------------

@@ -97,7 +97,6 @@ def share_batch_norms(model: nn.Module, device: torch.device, *, shared: bool) -
     else:
         nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     log.info(
-        "sync_batchnorm: %d batch norms share their statistics among processes",
-        len(norms),
+        f"sync_batchnorm: {len(norms)} batch norms share their statistics among processes"
     )
     return len(norms)

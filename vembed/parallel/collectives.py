@@ -51,7 +51,7 @@ def num_calls() -> int:
 def log_from(rank: int, line: str) -> None:
     """Log a line of a rank. Only rank 0 has a log on the console: the others write to standard error."""
     if rank == 0:
-        log.warning("%s", line)
+        log.warning(line)
         return
     with suppress(OSError, AttributeError, ValueError):  # it may be closed
         sys.stderr.write(f"vembed: {line}\n")

@@ -76,7 +76,7 @@ def fsdp_print_memory_usage(prefix: str = "") -> list[str]:
     if collectives.rank() == 0:
         if log.hasHandlers():
             for line in lines:
-                log.info("%s", line)
+                log.info(line)
         else:
             sys.stdout.write("\n".join(lines) + "\n")
     return lines

@@ -40,7 +40,7 @@ def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
                 together[name] = parameter
     if len({parameter.dtype for parameter in floating.values()}) <= 1:
         log.info(
-            "FSDP dtype check: all parameters already in %s", _dtypes(floating.values())
+            f"FSDP dtype check: all parameters already in {_dtypes(floating.values())}"
         )
         return 0
     dtypes = {parameter.dtype for parameter in together.values()}
@@ -70,9 +70,7 @@ def unify_model_dtype_for_fsdp(model: nn.Module, fsdp_version: int = 2) -> int:
         )
     elif fsdp_version != 1 and together and frozen:
         log.info(
-            "FSDP dtype check: trainable parameters in %s, frozen ones in %s",
-            _dtypes(together.values()),
-            _dtypes(frozen),
+            f"FSDP dtype check: trainable parameters in {_dtypes(together.values())}, frozen ones in {_dtypes(frozen)}"
         )
     return sum(len(names) for names in converted.values())
 
@@ -95,7 +93,7 @@ def log_parameter_summary(model: nn.Module) -> None:
     if collectives.world_size() > 1:
         local = sum(local_tensor(parameter).numel() for parameter in model.parameters())
         held = [f"{row[0]:,d}" for row in collectives.all_gather_ints([local])]
-        log.info("  Held by each rank: %s", ", ".join(held))
+        log.info(f"  Held by each rank: {', '.join(held)}")
 
 
 def num_parameters(model: nn.Module, *, trainable_only: bool = False) -> int:

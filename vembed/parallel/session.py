@@ -183,8 +183,8 @@ class Session:
         )
         self.builds_empty = self._one_reads and self.rank > 0
         """True if this process builds the model without weights and receives its shards from rank 0."""
-        log.info("device: %s; mixed precision: %s", self.device, layout.precision)
-        log.info("strategy: %s", layout.strategy)
+        log.info(f"device: {self.device}; mixed precision: {layout.precision}")
+        log.info(f"strategy: {layout.strategy}")
         self.accelerator = _make_accelerator(layout)
 
     def prepare(
@@ -303,7 +303,7 @@ class Session:
         store = PrefixStore(f"vembed-{next(_groups)}", check.connect())
         launch = {"num_machines": num_machines, "WORLD_SIZE": self.ranks.world_size}
         run_id, self.ranks = check.check(store, launch, rank_facts)
-        log.info("run id: %s", run_id)
+        log.info(f"run id: {run_id}")
         ranks = self.ranks
         if ranks.world_size > ranks.local_world_size:
             _choose_interface()  # read by gloo when the group starts
@@ -328,12 +328,8 @@ class Session:
                 f"to the other machines, on each of them, and let them open any port to each other ({problem})."
             ) from error
         log.info(
-            "processes: %d, %d of them on this machine; backend: %s (%s); a collective waits %g minutes at most",
-            ranks.world_size,
-            ranks.local_world_size,
-            backend,
-            "GPUs" if on_gpu else "no GPU",
-            self.timeout_minutes,
+            f"processes: {ranks.world_size}, {ranks.local_world_size} of them on this machine; backend: {backend} "
+            f"({'GPUs' if on_gpu else 'no GPU'}); a collective waits {self.timeout_minutes:g} minutes at most"
         )
         self.heartbeats = Heartbeats(ranks, store)
 
@@ -378,20 +374,20 @@ def start_session(
         for name in sorted(os.environ):
             if name.startswith(_LOGGED_VARIABLES):
                 variables.append(f"{name}={os.environ[name]}")
-        log.debug("rank %d: %s", session.rank, ", ".join(variables))
+        log.debug(f"rank {session.rank}: {', '.join(variables)}")
         session.placement = placement
         session.lay_out(
             placement,
             uses_qlora=config.adapters.use_qlora,
             syncs_batch_norms=config.parallel.sync_batchnorm,
         )
-        log.info("gradient checkpointing: %s", placement.recomputation)
+        log.info(f"gradient checkpointing: {placement.recomputation}")
         could_shard = run.fsdp is None and session.world_size > 1
+        notes = list(placement.notes)
         if placement.fsdp is not None or could_shard:
-            for line in run.fsdp_notes:
-                log.info("%s", line)
-        for line in placement.notes:
-            log.info("%s", line)
+            notes = [*run.fsdp_notes, *notes]
+        for line in notes:
+            log.info(line)
     except BaseException:
         session.close()
         raise
@@ -454,14 +450,13 @@ def _choose_interface() -> None:
         why = f"the default route's, because {address} is loopback on this machine"
     if interface is None:
         log.warning(
-            "network: no interface leads to %s, the address of machine 0: give one that the others reach to "
-            "--main-process-ip (MASTER_ADDR), or the interface to GLOO_SOCKET_IFNAME",
-            address,
+            f"network: no interface leads to {address}, the address of machine 0: give one that the others reach to "
+            "--main-process-ip (MASTER_ADDR), or the interface to GLOO_SOCKET_IFNAME"
         )
         return
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     log.info(
-        "network: interface %s (%s; GLOO_SOCKET_IFNAME names another)", interface, why
+        f"network: interface {interface} ({why}; GLOO_SOCKET_IFNAME names another)"
     )
 
 
@@ -506,8 +501,7 @@ def _make_accelerator(layout: Layout) -> Accelerator:
         )
     elif fsdp.sharding_strategy == "HYBRID_SHARD" and not layout.is_hybrid:
         log.info(
-            "HYBRID_SHARD: with %d machine(s) of %d process(es) it is the same as FULL_SHARD",
-            layout.num_machines,
-            rank_info.local_world_size,
+            f"HYBRID_SHARD: with {layout.num_machines} machine(s) of {rank_info.local_world_size} process(es) it is the "
+            "same as FULL_SHARD"
         )
     return accelerator

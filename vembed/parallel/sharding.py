@@ -161,7 +161,7 @@ def shard(
         described += "; projections and head compute in float32"
     for name, module in model.named_modules():
         if module in units:
-            log.debug("unit: %s (%s)", name, type(module).__name__)
+            log.debug(f"unit: {name} ({type(module).__name__})")
     if not one_reads:
         collectives.broadcast_tensors(model.parameters())
     if fsdp.version == 1:
@@ -178,7 +178,7 @@ def shard(
         wrapped = _shard_by_fsdp2(
             model, accelerator, fsdp, units, wide, one_reads=one_reads
         )
-    log.info("FSDP%d: %s", fsdp.version, described)
+    log.info(f"FSDP{fsdp.version}: {described}")
     return wrapped
 
 
@@ -474,9 +474,8 @@ def choose_units(
         ]
         if len(units) < len(layers):
             log.info(
-                "fsdp_min_num_params: %s layers have less than %s parameters and are no units of their own",
-                f"{len(layers) - len(units):,d}",
-                f"{fsdp.min_layer_params:,d}",
+                f"fsdp_min_num_params: {len(layers) - len(units):,d} layers have less than {fsdp.min_layer_params:,d} "
+                "parameters and are no units of their own"
             )
         inside = {inner for unit in units for inner in unit.modules()}
         for embedding in embedding_units(model):

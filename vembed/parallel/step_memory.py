@@ -410,13 +410,9 @@ def find_budget(
     micro_batch = -lowest[0]
     kept_tokens = -lowest[1]
     log.info(
-        "micro-batches: up to %s padded tokens; graphs: kept for batches of up to %s padded tokens per rank, larger "
-        "ones use Gradient Cache (measured: %.2fGB and %s bytes per token, of %.2fGB)",
-        f"{micro_batch:,d}",
-        f"{kept_tokens:,d}",
-        demand.fixed / GIB,
-        f"{demand.per_token:,.0f}",
-        memory / GIB,
+        f"micro-batches: up to {micro_batch:,d} padded tokens; graphs: kept for batches of up to {kept_tokens:,d} padded "
+        f"tokens per rank, larger ones use Gradient Cache (measured: {demand.fixed / GIB:.2f}GB and "
+        f"{demand.per_token:,.0f} bytes per token, of {memory / GIB:.2f}GB)"
     )
     return Budget(micro_batch, kept_tokens, cache)
 
@@ -599,11 +595,9 @@ class MemoryGuard:
             kept_graph_tokens=budget.kept_graph_tokens // 2,
         )
         log.warning(
-            "out of memory: the step is replayed with micro-batches of %s tokens instead of %s, graphs kept for up to "
-            "%s; the result is the same, apart from fresh dropout draws",
-            f"{half.micro_batch_tokens:,d}",
-            f"{tokens:,d}",
-            f"{half.kept_graph_tokens:,d}",
+            f"out of memory: the step is replayed with micro-batches of {half.micro_batch_tokens:,d} tokens instead of "
+            f"{tokens:,d}, graphs kept for up to {half.kept_graph_tokens:,d}; the result is the same, apart from fresh "
+            "dropout draws"
         )
         return half
 

@@ -121,7 +121,7 @@ def run_tune(
             f"--output {search.folder} is a file; give a folder, a new one or that of an earlier search"
         )
     config = resolve_run(search.config, search.overrides).config
-    if config.data.val_data_path is None and config.data.val_split is None:
+    if not config.data.has_validation:
         raise UserError(
             "vembed tune compares trials on validation data, and the config has none: give val_data_path, or "
             "val_split: 0.1"

@@ -99,10 +99,13 @@ def place_here(run: ResolvedRun, ranks: RankInfo, gpu: Gpu | None = None) -> Pla
     return place(run, ranks, device, available, gpu=gpu, instructions=instructions)
 
 
-def peak_tflops(placement: Placement, gpu: Gpu | None) -> float | None:
+def peak_tflops(placement: Placement, gpu: Gpu | None) -> float:
     """Return the peak of one process: that of a GPU by its data sheet, or that of a matrix product on the device."""
     if gpu is not None:
-        return gpu.tflops(in_half=placement.computes_in_half)
+        peak = gpu.tflops(in_half=placement.computes_in_half)
+        if peak is None:
+            raise UserError("--memory names no GPU; --gpu 2xA100-80GB does")
+        return peak
     device = placement.device
     side = PRODUCT[device.type]
     seconds = _product_seconds(side, DTYPES[placement.precision.value], device)
@@ -129,21 +132,11 @@ def training_time(
     """Return the estimated seconds and a line with what they rest on; without an estimate None, and why."""
     config = placement.run.config
     is_half = placement.computes_in_half
-    peak = peak_tflops(placement, gpu)
-    if peak is None:
-        return (
-            None,
-            "hours: not estimated, since --memory names no GPU; --gpu 2xA100-80GB does",
-        )
     try:
+        peak = peak_tflops(placement, gpu)
         data = data_size(config.model, config.data)
     except UserError as error:
         return None, f"hours: not estimated ({error})"
-    if data is None:
-        return (
-            None,
-            "hours: not estimated; for that, data_path must be files of texts that are here",
-        )
     world = placement.ranks.world_size
     micro_steps = config.batch.gradient_accumulation_steps
     per_step = placement.rows * world * micro_steps
@@ -180,13 +173,11 @@ def training_time(
 def encoding_seconds(prediction: Prediction, data_path: str) -> float | None:
     """Return the estimated seconds in which one process encodes the texts of a file; None where that is not known."""
     placement = replace(prediction.placement, ranks=RankInfo())
-    peak = peak_tflops(placement, prediction.gpu)
     try:
+        peak = peak_tflops(placement, prediction.gpu)
         config = placement.run.config.changed(**{"data_path": data_path})
         data = data_size(config.model, config.data)
     except UserError:
-        return None
-    if data is None or peak is None:
         return None
     operations = _forward_operations(prediction.size, data.length)
     speed = peak * 1e12 * USED_SHARE[placement.computes_in_half]
@@ -220,11 +211,12 @@ def _forward_operations(size: ModelSize, length: float) -> float:
     return 2.0 * inside_layers + 4.0 * size.num_layers * size.hidden * length
 
 
-def data_size(model: ModelSection, data: DataSection) -> DataSize | None:
-    """Return the sizes of the training data; None where it is not here, or is not text alone."""
+def data_size(model: ModelSection, data: DataSection) -> DataSize:
+    """Return the sizes of the training data. Raise UserError where it is not here, or is not text alone."""
+    refusal = UserError("data_path must be files of texts that are here")
     description = describe(model)
     if description.modalities == ("image",):
-        return None
+        raise refusal
     tokenizer: Any = load_tokenizer(description)
     num_examples = 0
     tokens = 0.0
@@ -233,12 +225,12 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize | None:
         mapping = source.column_mapping or data.column_mapping
         sample = read_sample(Path(source.path).expanduser())
         if not sample.records:
-            return None
+            raise refusal
         texts: list[str] = []
         for record in sample.records:
             record_texts = _texts(record, mapping, data.max_negatives)
             if record_texts is None:
-                return None
+                raise refusal
             texts += record_texts
         # The sample stands for the whole file.
         share = sample.num_records / len(sample.records)
@@ -249,7 +241,7 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize | None:
             encoded = tokenizer(texts, truncation=True, max_length=limit)
             tokens += share * sum(map(len, encoded["input_ids"]))
     if not num_texts:
-        return None
+        raise refusal
     return DataSize(num_examples, tokens / num_examples, tokens / num_texts)
 
 

@@ -24,19 +24,14 @@ from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import plain_name, quiet_transformers
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import is_own
-from vembed.models.heads import (
-    Head,
-    class_with_head,
-    save_reranker,
-    save_with_head,
-)
+from vembed.models.heads import Head, save_with_head
 from vembed.models.processors import save_processors
+from vembed.models.towers import taken
 from vembed.saving.card import Card, render_card
 from vembed.saving.checksums import write_weight_checksums
 from vembed.saving.durability import sync, sync_folder
 from vembed.saving.layout import (
     refuse_unclaimed,
-    taken,
     write_layout,
     write_reranker_layout,
 )
@@ -210,11 +205,9 @@ def _write_backbone(
             if name in state and same in state:
                 state[name] = state[same]
     with quiet_transformers():
-        if description.scores is not None:
-            save_reranker(folder, description, backbone, state, head)
-        elif language_head:
-            kind = class_with_head(backbone.config)
-            save_with_head(folder, kind, backbone.config, state, language_head)
+        if description.scores is not None or language_head:
+            config = backbone.config
+            save_with_head(folder, description, config, state, language_head or head)
         else:
             backbone.save_pretrained(folder, state_dict=state)
     # save_pretrained writes the module's dtype to config.json, and loading uses it. Write the widest stored dtype, so

@@ -21,6 +21,7 @@ from vembed.models.processors import (
     load_chat_template,
     load_tokenizer,
 )
+from vembed.models.towers import taken
 
 MODULE = "sentence_transformers.models."
 """Module path that Sentence Transformers 3 to 6 all resolve."""
@@ -140,12 +141,6 @@ def _write_modules(folder: Path, modules: Sequence[tuple[str, str]]) -> None:
     for index, (path, kind) in enumerate(modules):
         entries.append({"idx": index, "name": str(index), "path": path, "type": kind})
     write_json(folder / "modules.json", entries)
-
-
-def taken(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Take what begins with a prefix out of a state dict, and return it under names without the prefix."""
-    names = [name for name in state if name.startswith(prefix)]
-    return {name.removeprefix(prefix): state.pop(name) for name in names}
 
 
 def refuse_unclaimed(owner: str, state: Mapping[str, Tensor]) -> None:

@@ -3,6 +3,7 @@ Hub that they are pushed to. The token comes from the environment or the login a
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ DATA_OPTIONS = (
     "max_length",
 )
 """Options that say how the data were read."""
+_PATH = re.compile(r'"([/~][^"]*)')
+"""In JSON: a text that is an absolute path."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -105,9 +108,8 @@ def data_description(record: RunRecord) -> str:
 def local_folders(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the folders of this machine that a config names, longest first: they are not published."""
     folders = {str(Path.cwd()), str(Path.home())}
-    for text in _texts(config):
-        if text.startswith(("/", "~")):
-            folders.add(str(PurePath(text).parent))
+    for text in _PATH.findall(json.dumps(config, default=str, ensure_ascii=False)):
+        folders.add(str(PurePath(text).parent))
     # Not `/` itself, which is in every path.
     folders.discard("/")
     # Longest first: a folder inside another is replaced as a whole.
@@ -119,17 +121,6 @@ def without(text: str, folders: tuple[str, ...]) -> str:
     for folder in folders:
         text = text.replace(folder + "/", "").replace(folder, ".")
     return text
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _texts(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner)
 
 
 # ---- the Hub -----------------------------------------------------------------

@@ -91,11 +91,8 @@ class CachedTeacher(Generic[Q]):
                 is_complete = len(self.store) >= num_noted
                 if not is_complete:
                     log.warning(
-                        "teacher %s: %s holds %s answers of %s: the others are computed anew",
-                        self.label,
-                        self.store.folder,
-                        f"{len(self.store):,d}",
-                        f"{num_noted:,d}",
+                        f"teacher {self.label}: {self.store.folder} holds {len(self.store):,d} answers of "
+                        f"{num_noted:,d}: the others are computed anew"
                     )
         return bool(collectives.broadcast_object(is_complete))
 
@@ -105,17 +102,10 @@ class CachedTeacher(Generic[Q]):
         """Compute what is missing of these answers. Collective: all ranks pass the same keys and questions."""
         session = self.session
         # Rank 0 decides for all: the files may change while the ranks look at them.
-        mask = torch.zeros(len(keys), dtype=torch.uint8)
-        if session.is_main:
-            mask[self.store.missing(keys)] = 1
-        mask = mask.to(session.device)
-        collectives.broadcast_tensors([mask])
-        missing = mask.nonzero().flatten().tolist()
+        found_missing = self.store.missing(keys) if session.is_main else []
+        missing: list[int] = collectives.broadcast_object(found_missing)
         log.info(
-            "teacher %s: %s of %s answers are missing",
-            self.label,
-            f"{len(missing):,d}",
-            f"{len(keys):,d}",
+            f"teacher {self.label}: {len(missing):,d} of {len(keys):,d} answers are missing"
         )
         began = time.perf_counter()
         with ProgressReport(
@@ -123,23 +113,17 @@ class CachedTeacher(Generic[Q]):
         ) as progress:
             for start in range(0, len(missing), CHUNK * session.world_size):
                 chunk = missing[start : start + CHUNK * session.world_size]
-                by_rank = [
-                    chunk[rank :: session.world_size]
-                    for rank in range(session.world_size)
-                ]
-                share = [questions[number] for number in by_rank[session.rank]]
-                answers = torch.from_numpy(self.model.compute(share))
-                rows = collectives.all_gather_rows(
-                    answers.to(session.device), [len(numbers) for numbers in by_rank]
-                )
+                # Dealt to the ranks in turn.
+                share = chunk[session.rank :: session.world_size]
+                computed = self.model.compute([questions[place] for place in share])
+                answers = torch.from_numpy(computed).to(session.device)
+                rows = collectives.all_gather_dealt(answers, len(chunk)).cpu().numpy()
                 if session.local_rank == 0:
-                    ordered = [keys[number] for share in by_rank for number in share]
-                    self.store.add_rows(ordered, rows.cpu().numpy())
+                    self.store.add_rows([keys[place] for place in chunk], rows)
                 progress(start + len(chunk), len(missing))
         if missing:
-            log.info(
-                "teacher %s: took %s", self.label, duration(time.perf_counter() - began)
-            )
+            seconds = time.perf_counter() - began
+            log.info(f"teacher {self.label}: took {duration(seconds)}")
         # A machine may have a disk of its own, so one process of each machine writes.
         if session.local_rank == 0:
             note = self._note(what)
@@ -270,9 +254,7 @@ class Teachers:
         for name, total in zip(self.by_name, totals, strict=True):
             if total:
                 log.info(
-                    "teacher %s: %s answers were computed during the run",
-                    name,
-                    f"{total:,d}",
+                    f"teacher {name}: {total:,d} answers were computed during the run"
                 )
 
     def _vectors(

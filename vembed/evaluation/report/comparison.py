@@ -221,10 +221,9 @@ def score_lines(runs: SeveralRuns) -> str:
 def as_json(runs: SeveralRuns) -> dict[str, Any]:
     """Return the comparison as JSON values."""
     names = [run.name for run in runs.runs]
-    settings = {
-        option: dict(zip(names, values, strict=True))
-        for option, values in runs.differing_settings().items()
-    }
+    settings = {}
+    for option, values in runs.differing_settings().items():
+        settings[option] = dict(zip(names, values, strict=True))
     return {
         "metric": runs.metric or None,
         "compared_with": names[0],

@@ -141,14 +141,17 @@ def changed_table(
             mark = "[relevant] " if documents and documents[0][1] else ""
             first = [item for item, _ in documents[:1]]
             cells.append((first, mark if documents else "nothing"))
-        texts = [mark + _item_text(items) for items, mark in cells]
-        rows.append((*texts, f"{query.before:.3f} -> {query.after:.3f}"))
-        for column, (items, _) in enumerate(cells):
-            addresses = []
-            for item in items[:1]:
-                for path in item["images"]:
-                    addresses.append(query.pictures.get(path) or thumbnail(path))
+        texts = []
+        for column, (items, mark) in enumerate(cells):
+            parts = []
+            for item in items:
+                names = [short_name(path) for path in item["images"]]
+                parts.append(" ".join(filter(None, [item["text"], *names])))
+            texts.append(mark + "; ".join(parts))
+            paths = items[0]["images"] if items else ()
+            addresses = [query.pictures.get(path) or thumbnail(path) for path in paths]
             pictures[row, column] = tuple(filter(None, addresses))
+        rows.append((*texts, f"{query.before:.3f} -> {query.after:.3f}"))
     header = ("query", "relevant", before, after, "score")
     return ReportTable(header, tuple(rows), pictures) if rows else None
 
@@ -162,15 +165,6 @@ def _before_after(record: RunRecord, key: str) -> tuple[str, str, str]:
         "" if after is None else f"{after:.4f}",
         "" if before is None or after is None else f"{after - before:+.4f}",
     )
-
-
-def _item_text(items: Sequence[Mapping[str, Any]]) -> str:
-    texts = []
-    for item in items:
-        words = [item["text"]] if item["text"] else []
-        words += [short_name(path) for path in item["images"]]
-        texts.append(" ".join(words))
-    return "; ".join(texts)
 
 
 # ---- sentences -----------------------------------------------------------------------------------------------------
