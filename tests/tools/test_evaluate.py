@@ -77,7 +77,7 @@ def test_compressed_documents(pairs, tmp_path, printed):
     scores, text = printed(
         str(shared(tiny_bert_st)), str(pairs), dims="8", compressed=str(picture)
     )
-    assert picture.read_text().startswith("<svg")
+    assert "<svg" in picture.read_text()
     for size, prefix in ((32, ""), (8, "dim8/")):
         assert scores[f"compressed/float32/{size}/ndcg@10"] == pytest.approx(
             scores[f"{prefix}ndcg@10"]

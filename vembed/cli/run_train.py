@@ -13,10 +13,11 @@ from typing import Any
 
 from vembed.config.arguments import TrainArguments
 from vembed.config.loading import render, require_earlier_stage, resolve_run
-from vembed.config.paths import data_paths, missing_data
+from vembed.config.paths import data_paths
 from vembed.config.resolved import ResolvedRun
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
+from vembed.names import exists
 from vembed.parallel.environment import GROUP, RankInfo, read_rank_info
 from vembed.parallel.launch import (
     DEFAULT_PORT,
@@ -99,7 +100,7 @@ def run_train(
         # A mistake in the data is reported after what is known. No data are fetched for a dry run.
         sys.stdout.flush()
         require_output_folder(config.run.output_dir)
-        if not missing_data(config.data):
+        if all(exists(path) for _, path in data_paths(config.data)):
             from vembed.data_tools.data_page import data_facts
 
             sys.stdout.write(f"\n==== data\n{data_facts(config)[0]}")

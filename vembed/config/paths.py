@@ -38,11 +38,6 @@ def data_paths(data: DataSection) -> list[tuple[str, str]]:
     return paths
 
 
-def missing_data(data: DataSection) -> list[tuple[str, str]]:
-    """Return the sources of data that are not on this machine: missing files and names on the Hub."""
-    return [(option, path) for option, path in data_paths(data) if not exists(path)]
-
-
 def missing_path(option: str, path: str) -> str | None:
     """Return a sentence about data that are not here and no name on the Hub, pattern or address; otherwise None."""
     if exists(path) or is_hub_dataset(path) or is_pattern(path) or is_address(path):

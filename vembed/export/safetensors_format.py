@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,18 +52,21 @@ class SafetensorsFormat(ExportFormat):
         return SentenceTransformersReader(folder)
 
 
+def open_in_sentence_transformers(folder: Path) -> Any:
+    """Return a folder as a model of Sentence Transformers."""
+    from sentence_transformers import SentenceTransformer
+
+    with quiet_transformers():
+        return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+
+
 class SentenceTransformersReader:
     """A folder in Sentence Transformers."""
 
     def __init__(self, folder: Path) -> None:
-        from sentence_transformers import SentenceTransformer
-
         self.runtime = f"sentence-transformers {version('sentence-transformers')}"
         self.folder = folder
-        with quiet_transformers():
-            self.model = SentenceTransformer(
-                str(folder), device="cpu", local_files_only=True
-            )
+        self.model = open_in_sentence_transformers(folder)
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:
         """Return the token ids of a text with its prompt."""

@@ -19,12 +19,13 @@ from vembed.config.terms import Term
 from vembed.data.examples import Kind
 from vembed.export.check import encode_all
 from vembed.export.formats import ExportFormat, ExportJob, ExportReader, write_texts
+from vembed.export.safetensors_format import open_in_sentence_transformers
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.losses.batch import EmbeddingLoss, LossBatch, TeacherVectors
 from vembed.losses.build import TermLoss
 from vembed.losses.vectors import Relational
-from vembed.models.families.backbones import StaticConfig, quiet_transformers
+from vembed.models.families.backbones import StaticConfig
 from vembed.models.families.model_files import STATIC
 from vembed.models.processors import load_tokenizer
 from vembed.saving.layout import MODULE
@@ -118,13 +119,8 @@ class StaticReader:
     """A static model in Sentence Transformers."""
 
     def __init__(self, folder: Path) -> None:
-        from sentence_transformers import SentenceTransformer
-
         self.runtime = f"sentence-transformers {version('sentence-transformers')}"
-        with quiet_transformers():
-            self.model = SentenceTransformer(
-                str(folder), device="cpu", local_files_only=True
-            )
+        self.model = open_in_sentence_transformers(folder)
 
     def token_ids(self, text: str, kind: Kind | None) -> list[int]:  # noqa: ARG002 - a student has no prompts
         """Return the token ids of a text."""

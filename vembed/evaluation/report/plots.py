@@ -190,6 +190,7 @@ class Plot:
         top = -TITLE_HEIGHT - MARGIN
         start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-MARGIN:g} {top:g} {width:g} {height:g}"'
         lines = [
+            '<?xml version="1.0" encoding="UTF-8"?>',
             f'{start} width="{2 * width:g}" font-family="sans-serif">',
             f'<rect x="{-MARGIN:g}" y="{top:g}" width="{width:g}" height="{height:g}" fill="#ffffff"/>',
             *(mark.svg() for mark in (*self.marks, _title(title))),

@@ -281,8 +281,10 @@ class Checkpointer:
         else:
             loop = point.state["loop"]
             steps = {loop["step"], *(loop[key] for key in NO_CHECKPOINT)} - {None}
-            for step in steps if self._may_go_back else ():
-                self._take_over(step, point)
+            if self._may_go_back:
+                # The resumed one first: no earlier checkpoint may be the newest here.
+                for step in sorted(steps, reverse=True):
+                    self._take_over(step, point)
             is_scored = loop["scored_step"] == loop["step"]
             trim_metrics(self.output, loop["step"], is_scored=is_scored)
         collectives.barrier()
