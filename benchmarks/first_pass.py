@@ -27,7 +27,6 @@ from vembed.config.schema import TrainConfig
 from vembed.cores import num_cores
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import open_examples
-from vembed.data.first_pass import OBJECTS_BETWEEN_COLLECTIONS
 
 GIB = 2**30
 RECORDS_OF_A_GROUP = 50_000
@@ -223,9 +222,7 @@ def processor_seconds(
         with mock.patch("vembed.data.first_pass.num_cores", return_value=1):
             open_examples(config.data, str(path), cache_dir=cache / str(number))
 
-    gc.set_threshold(
-        OBJECTS_BETWEEN_COLLECTIONS
-    )  # as in the processes of the first pass
+    gc.disable()  # as in the processes of the first pass
     best = [float("inf")] * 3
     for number in range(repeats):
         ways = (

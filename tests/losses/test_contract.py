@@ -5,7 +5,6 @@ The cases follow from the declarations. A new loss is tested here as soon as it 
 
 from __future__ import annotations
 
-import logging
 import pydoc
 from dataclasses import replace
 from pathlib import Path
@@ -192,14 +191,6 @@ def test_temperatures_are_resolved_by_term_and_by_source() -> None:
     assert by_source["cosent"][0] == 0.1 and by_source["infonce"][0] == 0.01
     by_source = temperatures(data=[{**source[0], "temperature": 0.2}])
     assert by_source["cosent"] == by_source["infonce"] == (0.2, "given")
-
-
-def test_each_temperature_of_a_list_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="vembed")
-    losses = [{"loss": "cosent"}, {"loss": "infonce"}, {"loss": "circle"}]
-    build_loss(config_of(losses=losses), start_scale=100.0)
-    assert "temperature of cosent: 0.1" in caplog.text
-    assert "temperature of infonce: 0.01" in caplog.text
 
 
 def test_the_table_of_the_page_is_that_of_the_declarations() -> None:

@@ -108,9 +108,3 @@ def test_tiles_of_any_size_give_the_same(
     # Thousands of tiles of one score tell no more than some hundred.
     num_examples = 7 if tiling == Tiling(1, 1) else 17
     check(make_batch(num_examples, max_positives=2, num_contents=60), config, loss)
-
-
-@pytest.mark.parametrize("loss", ["infonce", "sigmoid"])
-def test_one_row(loss: str) -> None:
-    check(make_batch(1, max_negatives=0), config_of(loss=loss, **EVERYTHING))
-    check(make_batch(1, max_negatives=4, seed=3), config_of(loss=loss, **EVERYTHING))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.losses.batches import assert_close, config_of
-from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
+from vembed.losses.batch import LossBatch, TeacherVectors
 from vembed.losses.build import build_loss
 
 pytest.importorskip("sentence_transformers")
@@ -155,36 +155,6 @@ def test_gist(
         "same_side_negatives": "both" if contrast else "none",
     }
     compare(embeddings, options, {"guide": teacher_vectors(guided)}, theirs, 1.0)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_kl(temperature: float) -> None:
-    """Theirs is multiplied by the student's temperature squared, ours is the divergence itself: use `weight`."""
-    from sentence_transformers.sentence_transformer.losses import DistillKLDivLoss
-    from sentence_transformers.util import pairwise_dot_score
-
-    embeddings = columns(1 + WAYS, 4)
-    scores = torch.randn(
-        N, WAYS, generator=torch.Generator().manual_seed(7), dtype=torch.float64
-    )
-    loss = peer(
-        DistillKLDivLoss,
-        similarity_fct=pairwise_dot_score,
-        student_temperature=temperature,
-        teacher_temperature=0.5,
-        loss_fct=nn.KLDivLoss(reduction="batchmean"),
-        _checked_teacher_scale=True,
-    )
-    theirs = loss.compute_loss_from_embeddings(embeddings, scores)
-    options = {
-        "loss": "kl",
-        "teacher": "scores_of",
-        "similarity": "dot",
-        "temperature": temperature,
-        "teacher_temperature": 0.5,
-    }
-    teachers = {"scores_of": TeacherScores(scores[:, 0], scores[:, 1:].T.flatten())}
-    compare(embeddings, options, teachers, theirs, temperature**2)
 
 
 def test_angle() -> None:

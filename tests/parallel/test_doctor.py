@@ -188,21 +188,6 @@ def test_a_failed_self_test_makes_exit_code_1(
     assert "Self-test: FAIL" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("instructions", "said"),
-    [("AVX512-BF16", r"bf16: yes \(.*AVX512-BF16"), (None, "bf16: emulated, and slow")],
-)
-def test_bf16_of_a_cpu_is_said_as_it_is(
-    instructions: str | None, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine_checks.torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(machine_checks, "bf16_instructions", lambda: instructions)
-    [line] = [
-        one for one in machine_checks.describe_devices() if one.startswith("bf16")
-    ]
-    assert re.match(said, line)
-
-
 def test_a_broken_torch_is_reported_beside_the_versions(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: wrong build')")
     done = subprocess.run(
