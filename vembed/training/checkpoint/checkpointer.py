@@ -286,7 +286,14 @@ class Checkpointer:
                 for step in sorted(steps, reverse=True):
                     self._take_over(step, point)
             is_scored = loop["scored_step"] == loop["step"]
-            trim_metrics(self.output, loop["step"], is_scored=is_scored)
+            is_same_folder = point.path.resolve().parent == self.output.resolve()
+            metrics = loop["hooks"].get("metrics", {}) if is_same_folder else {}
+            trim_metrics(
+                self.output,
+                loop["step"],
+                is_scored=is_scored,
+                num_bytes=metrics.get("bytes", 0),
+            )
         collectives.barrier()
 
     def load(

@@ -357,15 +357,22 @@ def kept_decisions(
 # ---- metrics.jsonl -----------------------------------------------------------
 
 
-def trim_metrics(output_dir: Path, step: int, *, is_scored: bool = True) -> None:
+def trim_metrics(
+    output_dir: Path, step: int, *, is_scored: bool = True, num_bytes: int = 0
+) -> None:
     """Drop lines of metrics.jsonl after `step`, and an incomplete last line, so that no step appears twice.
 
     `is_scored`: false drops the evaluation of `step` too, which the run will make again.
+    `num_bytes`: the length that the file had when the checkpoint was written. A shorter one is reported.
     """
     path = output_dir / METRICS
-    if not path.exists():
-        return
-    lines = read_state_bytes(path).splitlines(keepends=True)
+    content = read_state_bytes(path) if path.exists() else b""
+    if len(content) < num_bytes:
+        log.warning(
+            f"{path} is damaged: it has {len(content):,d} bytes, and had {num_bytes:,d} when the checkpoint was "
+            "written; the report will lack the missing lines"
+        )
+    lines = content.splitlines(keepends=True)
     kept = []
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, RecursionError):

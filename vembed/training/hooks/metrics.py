@@ -21,6 +21,7 @@ from vembed.config.terms import task_names
 from vembed.errors import UserError
 from vembed.evaluation.report.plots import Curve, plot_curve, plot_evaluations
 from vembed.evaluation.report.record import metric_name, read_run
+from vembed.files import require_regular
 from vembed.parallel import collectives
 from vembed.parallel.memory import memory_snapshot
 from vembed.parallel.parameters import num_parameters
@@ -224,6 +225,8 @@ class StepCurves(Hook):
 class MetricsLog(Hook):
     """metrics.jsonl and the trackers. On ranks other than 0 every call is a no-op."""
 
+    name = "metrics"
+
     def __init__(self) -> None:
         self.trackers: list[Tracker] = []
         self.file: LineFile | None = None
@@ -255,7 +258,9 @@ class MetricsLog(Hook):
                     "it out"
                 ) from error
             self.trackers.append(tracker)
-        self.file = LineFile(run.output / METRICS)
+        path = run.output / METRICS
+        require_regular(path, "output_dir")
+        self.file = LineFile(path)
 
     @override
     def on_log(self, values: Mapping[str, Any]) -> None:
@@ -278,10 +283,11 @@ class MetricsLog(Hook):
 
     @override
     def state(self) -> dict[str, Any]:
-        """Flush the file to the disk: a checkpoint must not be newer than its lines."""
-        if self.file is not None:
-            self.file.sync()
-        return {}
+        """Flush the file to the disk: a checkpoint must not be newer than its lines. Return the file's length."""
+        if self.file is None:
+            return {}
+        self.file.sync()
+        return {"bytes": self.file.num_bytes}
 
     @override
     def on_finish(self, run: Trainer) -> None:
