@@ -297,7 +297,8 @@ class BatchSection(Section, title="batch"):
     result."""
     use_gradient_cache: Literal["auto"] | bool = "auto"
     """Gradient Cache: run every micro-batch twice instead of keeping its autograd graph, so that the memory of one
-    micro-batch is enough. `auto`: only if the graphs of the batch do not fit in memory. The gradient is the same."""
+    micro-batch is enough. `auto`: only for micro-batches whose graphs do not fit in memory. The gradient is the
+    same."""
     cache_frozen_features: bool = False
     """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once, over
     all epochs and runs. Needs a tower without trained parameters (`freeze`)."""
