@@ -15,7 +15,7 @@ from torch import Tensor
 from vembed.config.schema import TrainConfig, option_fields
 from vembed.data.example_store import ExampleStore
 from vembed.data.language import MAX_TEXTS, is_english, language_of
-from vembed.errors import RunError, UserError
+from vembed.errors import RunError
 from vembed.evaluation.report.record import RunSummary, collect_versions
 from vembed.evaluation.report.report import write_report
 from vembed.inference.encoding import encode_features
@@ -103,16 +103,6 @@ class ModelWriter:
             num_steps=state.step,
             versions=collect_versions(),
         )
-
-
-def require_free_folder(output: Path) -> None:
-    """Raise UserError if a file is in the way of final/: before the first step, not after the last."""
-    for name in ("final", ".final.new", ".final.old"):
-        path = output / name
-        if path.exists() and not path.is_dir():
-            raise UserError(
-                f"output_dir: {path} is a file, and the model is written to a folder of that name: remove it"
-            )
 
 
 def save_final(

@@ -65,7 +65,7 @@ class LogFile(logging.FileHandler):
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raise UserError if it cannot be written to."""
-        require_regular(path, "log_file")  # opening a pipe would wait for its reader
+        require_regular(path, "log_file")  # opening a pipe waits for a reader
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             super().__init__(path, encoding="utf-8", errors="backslashreplace")
@@ -105,7 +105,7 @@ class LineFile:
         num_waiting = len(self.waiting)
         self.waiting.append(line.encode() + b"\n")
         data = b"".join(self.waiting)
-        size = self.num_bytes
+        size = os.fstat(self._file.fileno()).st_size
         try:
             written = 0
             while written < len(data):
@@ -121,11 +121,6 @@ class LineFile:
         if num_waiting:
             log.info(f"{self.path}: {num_waiting + 1} lines that waited are written")
         self.waiting = []
-
-    @property
-    def num_bytes(self) -> int:
-        """Length of the file."""
-        return os.fstat(self._file.fileno()).st_size
 
     def sync(self) -> None:
         """Flush what is written to the disk."""

@@ -37,7 +37,7 @@ from vembed.parallel.step_memory import MemoryGuard, OutOfMemory, find_budget
 from vembed.progress import duration
 from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint
 from vembed.training.checkpoint.resume import kept_decisions
-from vembed.training.final import ModelWriter, require_free_folder, save_final
+from vembed.training.final import ModelWriter, save_final
 from vembed.training.frozen import log_feature_use
 from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
 from vembed.training.hooks.metrics import log_line, log_setup
@@ -143,7 +143,6 @@ class Trainer:
         # The checkpoint. `find` also refuses a folder that is not writable or holds another run.
         point = checkpointer.find(config.model)
         self.resume_point = point
-        require_free_folder(self.output)
         is_length_given = config.optimizer.gives_length()
         if point is not None:
             # Decisions of the run that is resumed stay.

@@ -286,13 +286,12 @@ class Checkpointer:
                 for step in sorted(steps, reverse=True):
                     self._take_over(step, point)
             is_scored = loop["scored_step"] == loop["step"]
-            is_same_folder = point.path.resolve().parent == self.output.resolve()
-            metrics = loop["hooks"].get("metrics", {}) if is_same_folder else {}
+            metrics = {}
+            if point.path.resolve().parent == self.output.resolve():
+                metrics = loop["hooks"].get("metrics", {})
+            num_bytes = metrics.get("bytes", 0)
             trim_metrics(
-                self.output,
-                loop["step"],
-                is_scored=is_scored,
-                num_bytes=metrics.get("bytes", 0),
+                self.output, loop["step"], is_scored=is_scored, num_bytes=num_bytes
             )
         collectives.barrier()
 

@@ -21,7 +21,6 @@ from vembed.config.terms import task_names
 from vembed.errors import UserError
 from vembed.evaluation.report.plots import Curve, plot_curve, plot_evaluations
 from vembed.evaluation.report.record import metric_name, read_run
-from vembed.files import require_regular
 from vembed.parallel import collectives
 from vembed.parallel.memory import memory_snapshot
 from vembed.parallel.parameters import num_parameters
@@ -258,9 +257,7 @@ class MetricsLog(Hook):
                     "it out"
                 ) from error
             self.trackers.append(tracker)
-        path = run.output / METRICS
-        require_regular(path, "output_dir")
-        self.file = LineFile(path)
+        self.file = LineFile(run.output / METRICS)
 
     @override
     def on_log(self, values: Mapping[str, Any]) -> None:
@@ -287,7 +284,7 @@ class MetricsLog(Hook):
         if self.file is None:
             return {}
         self.file.sync()
-        return {"bytes": self.file.num_bytes}
+        return {"bytes": self.file.path.stat().st_size}
 
     @override
     def on_finish(self, run: Trainer) -> None:
