@@ -156,12 +156,24 @@ def _stops_while_it_scores():
     ) as session:
         queries, documents, data = random_case(num_queries=1)  # none for rank 1
         retrieval_metrics(
-            queries, documents, data, [10], [4], session=session, between=between
+            queries,
+            documents,
+            data,
+            [10],
+            [4],
+            session=session,
+            check_interrupt=between,
         )
         whole, micro_batches[0], at = micro_batches[0], 0, 3
         with pytest.raises(Stop):
             retrieval_metrics(
-                queries, documents, data, [10], [4], session=session, between=between
+                queries,
+                documents,
+                data,
+                [10],
+                [4],
+                session=session,
+                check_interrupt=between,
             )
         session.barrier()
         return whole

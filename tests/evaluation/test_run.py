@@ -289,7 +289,7 @@ def test_an_evaluation_can_be_ended_while_it_scores(tmp_path):
             config.evaluation,
             None,
             dims=[8],
-            between=between,
+            check_interrupt=between,
         )
     assert micro_batches == [
         *range(1, len(forwards) + 1),

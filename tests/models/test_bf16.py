@@ -312,7 +312,7 @@ def test_auto_takes_bf16_where_it_pays(
         assert placed().precision.reason == (
             "auto: float32, since bfloat16 does not pay for a hidden size of 32, below 256"
         )
-    monkeypatch.setattr(placement, "BF16_HIDDEN", 32)
+    monkeypatch.setattr(placement, "MIN_BF16_HIDDEN_DIM", 32)
     found = placed()
     assert found.precision.value == value
     assert found.precision.reason.startswith(reason)

@@ -25,7 +25,7 @@ from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import GPUS
-from vembed.parallel.placement import COMPILED_RATE, Placement, place
+from vembed.parallel.placement import OPERATIONS_PER_SECOND, Placement, place
 from vembed.parallel.session import start_session
 from vembed.training import compiled
 
@@ -113,7 +113,7 @@ def on_gpu(**options: Any) -> Placement:
     ],
 )
 def test_long_runs_on_gpus_are_compiled(options, minutes, is_on, reason):
-    placement = on_gpu(**options).for_work(minutes * 60 * COMPILED_RATE)
+    placement = on_gpu(**options).for_work(minutes * 60 * OPERATIONS_PER_SECOND)
     assert (placement.compilation.value, placement.compilation.reason) == (
         is_on,
         reason,

@@ -18,7 +18,12 @@ from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.models import attention
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.vision import LONGEST, POSITIONS, VISION, token_positions
+from vembed.models.vision import (
+    LONGEST_IMAGE,
+    POSITIONS,
+    VISION_PREFIX,
+    token_positions,
+)
 
 SIZES = ((64, 64), (96, 64), (64, 128), (160, 64))
 MAKES = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_5_vl, tiny.tiny_qwen2_vl]
@@ -48,7 +53,7 @@ def published(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: one
         for name, one in batch.items()
-        if name != POSITIONS and not name.startswith(VISION)
+        if name != POSITIONS and not name.startswith(VISION_PREFIX)
     }
 
 
@@ -124,7 +129,7 @@ def test_each_image_was_waited_for_in_every_layer(
     monkeypatch,
 ):
     model, batch = made(tiny.tiny_qwen3_vl)
-    assert batch[LONGEST].shape[0] == max(
+    assert batch[LONGEST_IMAGE].shape[0] == max(
         (height // 16) * (width // 16) for width, height in SIZES
     )
 

@@ -127,7 +127,7 @@ def test_padding_on_either_side_and_none(side):
                     "text",
                     {
                         **inputs,
-                        attention.TOKENS: attention.real_tokens(
+                        attention.TOKEN_INDEX: attention.real_tokens(
                             inputs["attention_mask"]
                         ),
                     },

@@ -160,7 +160,7 @@ def test_units_by_size_are_no_bare_linear_layers_and_return_no_views() -> None:
 
 
 def reduction(folder: str, limit: float) -> bool:
-    placement.WHOLE_SHARE = limit
+    placement.UNSHARDED_SHARE = limit
     config = config_of(folder, strategy="fsdp")
     with session.start_session(config) as one:
         model, _ = build(config, dtype=torch.float32, meta=one.builds_empty)

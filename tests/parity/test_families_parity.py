@@ -162,7 +162,7 @@ def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
             embedder, loss, featuriser = build(config)
             frozen, image_bytes = (
                 embedder.frozen_modalities(),
-                embedder.bytes_of_frozen_images(),
+                embedder.frozen_image_token_bytes(),
             )
             modalities, classes = (
                 embedder.description.modalities,
@@ -198,7 +198,7 @@ def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
                             "loss": result.loss_share,
                         },
                         "units": (units, num_layers),
-                        "kept": result.kept_graphs,
+                        "kept": result.num_kept_graphs,
                         "calls": result.num_forwards,
                     }
                 )

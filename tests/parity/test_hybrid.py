@@ -33,7 +33,7 @@ class Counting:
 def step_between_machines() -> tuple[list[dict[str, Any]], int]:
     """On every rank, of two machines with two each: a step without and one with Gradient Cache; sums between them."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    placement.WHOLE_SHARE = (
+    placement.UNSHARDED_SHARE = (
         1e-9  # so that gradients are reduced after every micro-batch
     )
     counting = Counting()

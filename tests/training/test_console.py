@@ -97,5 +97,5 @@ def test_step_lines_fit_and_time_left_follows_the_recent_rate(
     clock.start_loop(0)
     for step in range(1, 21):
         now += 100 if step <= 10 else 1  # slow at first
-        left = clock.left(step, 120)
+        left = clock.seconds_left(step, 120)
     assert left == pytest.approx(100)

@@ -82,7 +82,7 @@ def test_what_the_image_tower_gave_can_take_the_place_of_pixels(
 ):
     model = built(make, freeze=["vision"]).train()
     (part,) = [part for part in parts_for(model.description) if part[0] == "multimodal"]
-    per_token = model.bytes_of_frozen_images()
+    per_token = model.frozen_image_token_bytes()
     (features,) = model([part], images_only=True)
     assert not features.requires_grad
     assert features.shape[0] * features.shape[2] * 4 == per_token
@@ -91,8 +91,8 @@ def test_what_the_image_tower_gave_can_take_the_place_of_pixels(
     } | {"image_features": features}
     (through,), (direct,) = model([("multimodal", given)]), model([part])
     assert torch.equal(through, direct) and through.requires_grad
-    assert built(make).bytes_of_frozen_images() is None
-    assert built(make, freeze=["text"]).bytes_of_frozen_images() is None
+    assert built(make).frozen_image_token_bytes() is None
+    assert built(make, freeze=["text"]).frozen_image_token_bytes() is None
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_a_resumed_run_keeps_the_precision_that_auto_chose(
     )
     with monkeypatch.context() as patched:  # a CPU with instructions for bfloat16
         patched.setattr(session, "bf16_instructions", lambda: "amx_bf16")
-        patched.setattr(placement, "BF16_HIDDEN", 1)
+        patched.setattr(placement, "MIN_BF16_HIDDEN_DIM", 1)
         vembed.train(options)
     state = json.loads((tmp_path / "run" / "checkpoint-1" / "state.json").read_text())
     assert state["precision"] == "bf16" and state["config"]["mixed_precision"] == "auto"

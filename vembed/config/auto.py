@@ -22,43 +22,52 @@ from vembed.models.families.table import FamilyName
 
 What = Literal["weights", "adapters", "head"]
 
-WIDTH = 384
+MEASURED_WIDTH = 384
 """Hidden size of all-MiniLM-L6-v2, on which the rates were measured."""
-TUNED = 8e-5
-"""Peak for all weights of an embedding model of this width; in inverse proportion to the width in wider ones."""
-RAW = 1.2e-4
-"""The same for a language model that is no embedding model yet: it has further to go."""
-ADAPTERS = 15.0
-"""Ratio of the peak of adapters with alpha 32 to that of the weights that they change; in models narrower than those
-below, to the geometric mean of that and of the peak at their widths."""
-ALPHA = 32
-SHORT = 48
-SHORTEST = 16
-"""Steps of a run below which adapters get a higher rate still, by the root of the ratio, and the end of that: B begins
-at zero, so a short run ends before A and B have grown together."""
-HEAD = 1e-3
-"""Peak for a linear layer on frozen features, and for new projections."""
-SCRATCH = 5e-4
-"""Peak for initial weights of 512 dimensions: less by the root of the width, and more in proportion where it is
-smaller, up to MOST_SCRATCH."""
-MOST_SCRATCH = 2e-3
-SCRATCH_OF_ORDER = 0.25
-"""Factor for losses that rank pairs."""
-TWO_TOWERS = 1e-5
+EMBEDDING_MODEL_RATE = 8e-5
+"""Peak for all weights of an embedding model of this width. In wider models it falls in inverse proportion to the width."""
+LANGUAGE_MODEL_RATE = 1.2e-4
+"""The same for a language model that was not trained as an embedding model yet: it has further to go."""
+MIN_RATE = 5e-6
+MAX_RATE = 1e-4
+"""Limits of the peak for pretrained weights, in models at least as wide as MEASURED_WIDTH."""
+NARROW_POWER = 3
+"""In narrower models the peak rises by this power of MEASURED_WIDTH / width."""
+MAX_NARROW_SHARE = 0.75
+"""Largest peak for pretrained weights of a narrower model, as a share of the peak for initial weights."""
+LONG_RUN_STEPS = 100
+MAX_LONG_RUN_STEPS = 400
+"""In runs of more than LONG_RUN_STEPS steps the peak for all weights of a text model falls by the fourth root of
+LONG_RUN_STEPS / steps. It stays at 0.71 times the peak from MAX_LONG_RUN_STEPS on."""
+
+TWO_TOWER_RATE = 1e-5
 """Peak for CLIP and SigLIP: their towers were trained on batches of tens of thousands of pairs."""
-WIDTH_OF_TOWERS = 512
-"""Hidden size of the text tower of CLIP ViT-B, for which TWO_TOWERS is."""
-LONG = 100
-LONGEST = 400
-"""Steps of a run above which the peak for all weights of models of texts falls, by the fourth root of the ratio, and
-the end of that, at 0.71 times it."""
-LOWEST = 5e-6
-HIGHEST = 1e-4
-"""Limits of the peak for weights that are trained further, in models at least as wide as these."""
-NARROW = 3
-"""Power of the width by which the peak rises in models narrower than those."""
-MOST_NARROW = 0.75
-"""Largest peak of narrower weights that are trained further, as a part of that of initial weights."""
+TWO_TOWER_WIDTH = 512
+"""Hidden size of the text tower of CLIP ViT-B, for which TWO_TOWER_RATE was measured."""
+
+ADAPTER_RATIO = 15.0
+"""Peak for adapters with alpha 32 over the peak for the weights that they change. In models narrower than MEASURED_WIDTH
+over the geometric mean of that peak and of the one without the rise for narrow models."""
+ADAPTER_ALPHA = 32
+MIN_ALPHA_FACTOR = 0.1
+MAX_ALPHA_FACTOR = 10.0
+"""Limits of the factor by which another alpha changes the peak for adapters."""
+SHORT_RUN_OF_ADAPTERS = 48
+MIN_RUN_OF_ADAPTERS = 16
+"""In runs of fewer than SHORT_RUN_OF_ADAPTERS steps the peak for adapters rises by the root of SHORT_RUN_OF_ADAPTERS /
+steps, at most to that of MIN_RUN_OF_ADAPTERS steps. B begins at zero, so a short run ends before A and B have grown
+together."""
+
+HEAD_RATE = 1e-3
+"""Peak for a linear layer on frozen features, and for new projections."""
+
+INITIAL_WIDTH = 512
+INITIAL_RATE = 5e-4
+"""Peak for initial weights of INITIAL_WIDTH dimensions. In wider models it falls by the root of the width. In narrower
+ones it rises in proportion, up to MAX_INITIAL_RATE."""
+MAX_INITIAL_RATE = 2e-3
+PAIR_RANKING_FACTOR = 0.25
+"""Factor of the peak for initial weights with losses that rank pairs."""
 
 EPOCHS_PER_ROOT = 200.0
 """n examples are seen 200 / sqrt(n) times: 6 times for 300, 4 times for 3,000, once for 30,000."""
@@ -98,7 +107,7 @@ class Trained:
     """True if the weights are initial ones, from which nothing was trained yet."""
     has_scale: bool = False
     """True if the weights contain the scale of the loss that they were trained with, as those of CLIP and SigLIP do."""
-    total_steps: int = SHORT
+    total_steps: int = SHORT_RUN_OF_ADAPTERS
     """Steps of the run."""
 
 
@@ -109,65 +118,74 @@ def peak_rate(
     width = trained.width
     steps = trained.total_steps
     if trained.what == "head":
-        return Decision(HEAD, "only layers behind the pooling are trained")
-    # Of initial weights: less by the root of the width, and more in proportion where it is small.
-    growth = 512 / width if width < 512 else math.sqrt(512 / width)
-    initial = min(SCRATCH * growth, MOST_SCRATCH)
+        return Decision(HEAD_RATE, "only layers behind the pooling are trained")
+    ratio = INITIAL_WIDTH / width
+    growth = ratio if ratio > 1 else math.sqrt(ratio)
+    initial = min(INITIAL_RATE * growth, MAX_INITIAL_RATE)
     if trained.is_new and trained.what == "weights":
         reason = f"from scratch: initial weights of {width:,d} dimensions"
         if objective.losses is None and LOSSES[objective.loss].ranks_pairs:
-            initial *= SCRATCH_OF_ORDER
+            initial *= PAIR_RANKING_FACTOR
             reason += f", loss: {objective.loss}"
         return Decision(_two_digits(initial), reason)
 
-    # Of trained weights, as if the model were as wide as those on which the rates were measured.
+    # The peak for all pretrained weights, first without the rise for narrow models.
     kind = trained.family.replace("_", " ")
-    base = TUNED if trained.is_tuned else RAW
-    usual_width = WIDTH
     if trained.has_scale:
-        base = TWO_TOWERS
-        usual_width = WIDTH_OF_TOWERS
-        wide = TWO_TOWERS
+        measured_width = TWO_TOWER_WIDTH
+        base = TWO_TOWER_RATE
+        usual = base
         reason = f"a {kind} model"
     else:
-        wide = min(max(base * WIDTH / width, LOWEST), HIGHEST)
+        measured_width = MEASURED_WIDTH
+        base = LANGUAGE_MODEL_RATE
         tuned = "no embedding model yet"
         if trained.is_tuned:
+            base = EMBEDDING_MODEL_RATE
             tuned = "an embedding model already"
+        usual = max(base * measured_width / width, MIN_RATE)
+        usual = min(usual, MAX_RATE)
         reason = f"a {kind} of {width:,d} dimensions, {tuned}"
-    # Narrower models take more, by a power of the width, and less than initial weights.
-    whole = wide
-    if width < usual_width:
-        narrow = base * (usual_width / width) ** NARROW
-        whole = max(wide, min(narrow, MOST_NARROW * initial))
-    if whole > wide:
-        reason += f", {whole / wide:.2g} times that of wider ones"
+    # Narrow models take more, but less than initial weights would.
+    all_weights = usual
+    if width < measured_width:
+        risen = base * (measured_width / width) ** NARROW_POWER
+        risen = min(risen, MAX_NARROW_SHARE * initial)
+        all_weights = max(usual, risen)
+    is_risen = all_weights > usual
+    if is_risen:
+        reason += f", {all_weights / usual:.2g} times that of wider ones"
 
     if trained.what == "weights":
-        rate = whole
-        if steps > LONG and whole == wide and not trained.has_scale:
+        rate = all_weights
+        if steps > LONG_RUN_STEPS and not is_risen and not trained.has_scale:
             reason += f", {steps:,d} steps"
-            rate = max(whole * (LONG / min(steps, LONGEST)) ** 0.25, LOWEST)
+            shortening = LONG_RUN_STEPS / min(steps, MAX_LONG_RUN_STEPS)
+            rate = max(all_weights * shortening**0.25, MIN_RATE)
         return Decision(_two_digits(rate), f"all weights: {reason}")
-    # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out;
-    # with rslora it is alpha / sqrt(r), and the root of the rank is left.
+
+    # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out.
+    # With rslora the factor is alpha / sqrt(r), and the root of the rank is left.
     strength = float(adapters.lora_alpha)
     details = ""
     if adapters.lora_variant == "rslora":
         strength *= math.sqrt(adapters.lora_r)
         details = ", rslora"
-    if steps < SHORT:
+    alpha_factor = max(ADAPTER_ALPHA / strength, MIN_ALPHA_FACTOR)
+    alpha_factor = min(alpha_factor, MAX_ALPHA_FACTOR)
+    rate = math.sqrt(usual * all_weights) * ADAPTER_RATIO * alpha_factor
+    if steps < SHORT_RUN_OF_ADAPTERS:
         details += f", only {steps:,d} steps"
-    rate = math.sqrt(wide * whole) * ADAPTERS * min(max(ALPHA / strength, 0.1), 10.0)
-    rate *= math.sqrt(SHORT / min(max(steps, SHORTEST), SHORT))
+        rate *= math.sqrt(SHORT_RUN_OF_ADAPTERS / max(steps, MIN_RUN_OF_ADAPTERS))
     return Decision(
         _two_digits(rate),
-        f"LoRA of rank {adapters.lora_r}, alpha {adapters.lora_alpha}{details}: {rate / whole:.3g} times "
-        f"the rate of all weights, which is {_two_digits(whole):g} ({reason})",
+        f"LoRA of rank {adapters.lora_r}, alpha {adapters.lora_alpha}{details}: {rate / all_weights:.3g} times "
+        f"the rate of all weights, which is {_two_digits(all_weights):g} ({reason})",
     )
 
 
 def _two_digits(value: float) -> float:
+    """Round to two significant digits, as the log shows the rate."""
     return float(f"{value:.2g}")
 
 

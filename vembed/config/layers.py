@@ -27,18 +27,19 @@ REPLACES = {
     "global_batch_size": "batch_size",
     "max_steps": "epochs",
 }
-"""Option -> the option that it replaces, which says the same in another unit. A source that gives one of the two overrides
-both of a weaker source."""
+"""Option -> the option that it replaces, which sets the same in another unit. A source that sets one of the two overrides
+either of them in a weaker source."""
 
 
 class Level(IntEnum):
     """Order of the sources, weakest first: a stronger one overrides a weaker one."""
 
     PRESET = 0
-    """`configs/accelerate_fsdp.yaml`, where nobody has named a file."""
+    """`configs/accelerate_fsdp.yaml`, if no Accelerate file is named."""
     FILE = 1
     """The Accelerate file or preset that the config or the command line names."""
     LAUNCHER = 2
+    """What `accelerate launch` has set in the environment."""
     CONFIG = 3
     """The training config. A stage's block is part of it."""
     COMMAND_LINE = 4
@@ -56,7 +57,7 @@ class OptionValue:
     """`cfg.yaml, line 7`."""
     level: Level = Level.CONFIG
     is_weak: bool = False
-    """True: it counts only where its source says nothing else, as `bf16: false` beside `fp16: true`."""
+    """True: another value of the option in the same source wins. `bf16: false` is weak beside `fp16: true`."""
     written: str = ""
     """Value as written, in YAML, where an alias has translated it."""
 
@@ -69,13 +70,13 @@ class OptionValue:
         return f"{self.key}: {self.written or yaml_word(self.value)} ({self.place})"
 
     def contradicts(self, other: OptionValue) -> bool:
-        """Return whether two values of one source cannot both be meant."""
+        """Return whether two values of an option in one source contradict each other."""
         if self.option == "report_to" and (self.is_weak or other.is_weak):
             return ("wandb" in self.value) != ("wandb" in other.value)
-        # Weak values too: `use_fsdp: false` does not lose silently to `strategy: fsdp`.
-        for pair in (["ddp", "fsdp"], ["FULL_SHARD", "SHARD_GRAD_OP"]):
-            if sorted([str(self.value), str(other.value)]) == pair:
-                return True
+        # These contradict each other even if one is weak: `use_fsdp: false` must not lose silently to `strategy: fsdp`.
+        both = {str(self.value), str(other.value)}
+        if both in ({"ddp", "fsdp"}, {"FULL_SHARD", "SHARD_GRAD_OP"}):
+            return True
         is_weak = self.is_weak or other.is_weak
         return self.value != other.value and not is_weak
 
@@ -89,18 +90,22 @@ class Layer:
     values: dict[str, OptionValue] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     refused: set[str] = field(default_factory=set)
-    """Options with an invalid value."""
+    """Options with an invalid value. They are not reported as missing, too."""
     translated: list[str] = field(default_factory=list)
+    """Log lines for aliases: the key as written, and the option that it stands for."""
 
     def value(self, option: str, default: Any = None) -> Any:
-        """Return the value of an option, or what stands for a missing one."""
-        given_value = self.values.get(option)
-        return default if given_value is None else given_value.value
+        """Return the value of an option, or the default if this source does not set it."""
+        option_value = self.values.get(option)
+        return default if option_value is None else option_value.value
 
     def take_all(
         self, keys: Mapping[str, Node], prefix: str = "", block: str | None = None
     ) -> Layer:
-        """Enter the keys of a file; return the layer."""
+        """Add the keys of a file with their values. Return the layer.
+
+        `prefix`, `block`: those of the block that contains the keys, see `take`.
+        """
         for key, node in keys.items():
             place = f"{self.name}, line {node.line}" if node.line else self.name
             self.take(key.split("."), node, place, block=block, prefix=prefix)
@@ -115,13 +120,16 @@ class Layer:
         block: str | None = None,
         prefix: str = "",
     ) -> None:
-        """Enter one key: a block key by key, or an option under any of its names.
+        """Add one key of the source: an option under its name or an alias, or a block of them, key by key.
 
-        A string as value comes from the command line.
+        `path`: the key, split at its dots. `value`: a node of a file, or a string of the command line. `place`: file and
+        line, for messages. `block`: name of the block that contains the key, which has aliases of its own. `prefix`: the
+        keys of the enclosing blocks as written, for messages.
         """
         key, *inner = path
         name = key.strip().replace("-", "_")
         written = prefix + key
+        # A block: its keys one by one.
         if name in BLOCKS:
             if inner:
                 self.take(inner, value, place, block=name, prefix=f"{written}.")
@@ -129,6 +137,8 @@ class Layer:
             if isinstance(value, Node) and isinstance(value.value, dict):
                 self.take_all(value.value, f"{written}.", name)
                 return
+        # What the key stands for: None (unknown), an option's name, a NoEffect, or a function from the value to several
+        # (option, value) pairs.
         target = target_of(key, block)
         option = None if callable(target) else all_options().get(str(target))
         if isinstance(value, Node):
@@ -137,7 +147,7 @@ class Layer:
             plain = option.parse(value)
         else:
             plain = parse_value(value)
-        word = yaml_word(plain)
+        word = yaml_word(plain)  # the value as messages show it
         if target is None or (inner and target != "column_mapping"):
             if name not in FORMER_DEFAULTS or plain != FORMER_DEFAULTS[name]:
                 self._refuse_key(name, block, place)
@@ -167,20 +177,20 @@ class Layer:
                 )
                 return
             results = []
-            for name, setting in settings:
-                final = self.enter(name, setting, written, place, word)
-                results.append(f"{name}: {yaml_word(final)}")
+            for target_name, setting in settings:
+                final = self.enter(target_name, setting, written, place, word)
+                results.append(f"{target_name}: {yaml_word(final)}")
             result = ", ".join(results) or "nothing to change"
             self.translated.append(f"{written}: {word} -> {result} ({place})")
 
     def enter(
         self, option: str, value: Any, key: str, place: str, written: str = ""
     ) -> Any:
-        """Enter an option under its own name; return its canonical value, None for an invalid one.
+        """Add an option under its own name. Return its canonical value, or None after recording a problem.
 
         `key`, `written`: key and value as written.
         """
-        name = str(option)
+        name = str(option)  # a WeakDefault is a str
         try:
             final = canonical(name, value)
         except ValueError as error:
@@ -201,6 +211,7 @@ class Layer:
         return final
 
     def _refuse_key(self, name: str, block: str | None, place: str) -> None:
+        """Record the problem of an unknown key, with the reason or the nearest name."""
         for names, reason in REFUSED.items():
             if name in names.split():
                 self.problems.append(f"{place}: {name!r} is not used here: {reason}")

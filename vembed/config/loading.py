@@ -22,7 +22,6 @@ from vembed.config.accelerate_file import (
 )
 from vembed.config.entries import DataSource
 from vembed.config.layers import (
-    COMMAND_LINE,
     REPLACES,
     Layer,
     Level,
@@ -50,8 +49,8 @@ PATH_OPTIONS = (
     *CODE_OPTIONS,
 )
 OUTPUT_DIR_FIELDS = ("model", "data", "seed", "time")
-"""What a template of output_dir may contain, in braces."""
-_FIELD = re.compile(r"\{([^{}]*)\}")
+"""Placeholders that a template of output_dir may contain, in braces."""
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 Source = str | Path | Mapping[str, Any] | TrainConfig
 
@@ -86,15 +85,14 @@ def resolve_run(
     config_file = Path(source) if isinstance(source, str | Path) else None
     notes: list[str] = []
     command_line, chosen_stage = command_line_layer(overrides)
-    configs, presets = source_layers(source, stage or chosen_stage)
+    configs, presets = source_layers(source, stage or chosen_stage, command_line)
     for layer in configs:
         # Before the layers are merged, since the Accelerate file is read for that.
         resolve_paths(layer.values, ("accelerate_config",), config_file, notes)
     if presets:
         configs += _user_preset([*configs, command_line], presets, config_file)
 
-    # Where nobody names a file, FSDP starts from the default preset, unless `accelerate
-    # launch` has brought FSDP options.
+    # The base of the FSDP options: the launcher's, those of a named file for FSDP, or the default preset.
     launcher, launcher_notes = launcher_layer(env)
     naming = _naming_layer([*configs, command_line])
     file = None
@@ -112,6 +110,7 @@ def resolve_run(
         files.insert(0, file_layer(preset, Level.PRESET))
         base = preset.source
     notes += launcher_notes
+    # More than one config layer: the last one is a stage's block.
     if naming is command_line and len(configs) > 1:
         _override_stage(files[-1], configs, notes)
 
@@ -134,19 +133,19 @@ def resolve_run(
     if problems:
         raise UserError("\nalso: ".join(problems))
 
-    # Nobody has named the default preset. `decide` uses it only where FSDP is on.
-    named = {}
+    # The config has what the user has set. The default preset is not part of it: `decide` uses it only if FSDP is on.
+    options = {}
+    places = {}
+    origins = dict.fromkeys(all_options(), DEFAULT)
     for name, value in values.items():
         if value.level > Level.PRESET:
-            named[name] = value
-    config = TrainConfig(**{name: value.value for name, value in named.items()})
-    places = {name: value.place for name, value in named.items()}
+            options[name] = value.value
+            places[name] = value.place
+            origins[name] = value.source
+    config = TrainConfig(**options)
     problems = rules.violations(config, places)
     if problems:
         raise UserError("\nalso: ".join(problems))
-    origins = dict.fromkeys(all_options(), DEFAULT)
-    for name, value in named.items():
-        origins[name] = value.source
     return decide(
         config,
         values,
@@ -160,7 +159,7 @@ def resolve_run(
 
 
 def _naming_layer(layers: Sequence[Layer]) -> Layer | None:
-    """Return the layer that names the Accelerate file: the last that has the option."""
+    """Return the strongest layer that sets `accelerate_config`. None if there is none, or if it sets null."""
     for layer in reversed(layers):
         if "accelerate_config" in layer.values:
             value = layer.values["accelerate_config"].value
@@ -194,9 +193,10 @@ def _user_preset(
 
 
 def _override_stage(file: Layer, configs: Sequence[Layer], notes: list[str]) -> None:
-    """Remove from the config what both the stage's block and the file give.
+    """Remove options from the config layers that both the stage's block and the file set.
 
-    The command line names the file for this launch. The block is for any launch.
+    Otherwise the config would override the file. But the file was named on the command line, for this launch, and the
+    block holds for any launch. `configs`: the last layer is the stage's block.
     """
     in_block = {REPLACES.get(name, name) for name in configs[-1].values}
     for name, value in file.values.items():
@@ -211,12 +211,15 @@ def _override_stage(file: Layer, configs: Sequence[Layer], notes: list[str]) -> 
 
 
 def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, OptionValue]:
-    """Merge the layers, from the weakest to the strongest. Each value that is overridden gets a note."""
+    """Merge the layers, from the weakest to the strongest. A note tells of each value that is overridden.
+
+    A new value takes the place of the option itself, and of the option of the same meaning (REPLACES).
+    """
     merged: dict[str, OptionValue] = {}
     for layer in layers:
         for new in layer.values.values():
             old = merged.get(new.option)
-            # `auto` leaves an option to what the file or the launcher says.
+            # `auto` in the config keeps the value of the Accelerate file or of the launcher.
             if old is not None and new.value == "auto" and old.level < Level.CONFIG:
                 continue
             meaning = REPLACES.get(new.option, new.option)
@@ -226,11 +229,14 @@ def _merge(layers: Sequence[Layer], notes: list[str]) -> dict[str, OptionValue]:
                 old = merged[name]
                 is_other = name != new.option
                 is_auto = "auto" in (new.value, old.value)
+                # Both may stay: `auto` sets nothing, and one source may set both, which the rules check.
                 if is_other and (name in layer.values or is_auto):
                     continue
-                is_seen = old.level > Level.PRESET
-                is_stronger = is_other or old.level != new.level
-                if is_seen and is_stronger and old.value != new.value:
+                # No note about the default preset, which the user has not named, nor about a stage's block that
+                # overrides the rest of its own config.
+                is_from_user = old.level > Level.PRESET
+                is_other_source = is_other or old.level != new.level
+                if is_from_user and is_other_source and old.value != new.value:
                     notes.append(f"{new} overrides {old}")
                 del merged[name]
             merged[new.option] = new
@@ -244,43 +250,32 @@ def _resolve_values(
     notes: list[str],
     problems: list[str],
 ) -> None:
-    """Replace values that depend on other options or on files by those that they stand for."""
-    # Elsewhere an effective batch counts the accumulated batches. Here it is one of them.
+    """Resolve values that depend on other options or on files: batch size, paths, output_dir."""
+    # In other trainers an effective batch includes all accumulated batches. Here global_batch_size is one of them.
     batch = values.get("global_batch_size")
-    parts = values.get("gradient_accumulation_steps")
+    steps = values.get("gradient_accumulation_steps")
     is_effective = batch is not None and batch.key.endswith("effective_batch_size")
-    if batch is not None and parts is not None and is_effective:
-        if batch.value % parts.value:
+    if batch is not None and steps is not None and is_effective:
+        if batch.value % steps.value:
             problems.append(
                 f"{batch.place}: {batch.key}: {batch.value} must be a multiple of "
-                f"gradient_accumulation_steps: {parts.value} ({parts.place})"
+                f"gradient_accumulation_steps: {steps.value} ({steps.place})"
             )
         else:
             place = (
-                f"{batch.place}, {batch.value} over {parts.value} accumulated batches"
+                f"{batch.place}, {batch.value} over {steps.value} accumulated batches"
             )
-            size = batch.value // parts.value
+            size = batch.value // steps.value
             values["global_batch_size"] = replace(batch, value=size, place=place)
 
     model = values.get("model_name")
     folder = values.get("output_dir")
-    is_moved = folder is not None and folder.place == COMMAND_LINE
-    if (
-        model is not None
-        and RESULT_OF in model.place
-        and folder is not None
-        and is_moved
-    ):
-        notes.append(
-            f"output_dir: {folder.value} ({COMMAND_LINE}) is this stage's folder alone: it "
-            f"starts from {model.value} ({model.place}); model_name=FOLDER/final starts from "
-            "another run of that stage"
-        )
     resolve_paths(values, PATH_OPTIONS, file, notes)
-    # After its path is resolved: without weights, the class is the model's name too.
+    # After the path of the class is resolved. Without a model_name the class starts from new weights, and names the model.
     model_class = values.get("model_class")
     if model_class is not None and model_class.value and model is None:
         values["model_name"] = replace(model_class, option="model_name")
+    # Last: its name may contain the model and the data.
     if folder is not None:
         plain = {name: value.value for name, value in values.items()}
         try:
@@ -299,15 +294,16 @@ def resolve_paths(
     file: Path | None,
     notes: list[str],
 ) -> None:
-    """Resolve relative paths in the current directory, else in the config file's folder."""
+    """Resolve relative paths: those that are not in the current directory, but in the config file's folder."""
     if file is None:
         return
 
     def find(name: str, path: str) -> str:
+        """Return the path that one name stands for. It may also be a Hub name or an address, which stays."""
         beside = file.parent / path
         try:
-            is_clear = Path(path).is_absolute() or Path(path).exists()
-            if is_clear or not beside.exists():
+            stays = Path(path).is_absolute() or Path(path).exists()
+            if stays or not beside.exists():
                 return path
         except (OSError, ValueError):
             return path  # not a valid file name: the reader of the data reports it
@@ -318,9 +314,12 @@ def resolve_paths(
         return str(beside)
 
     def find_all(name: str, value: Any) -> Any:
+        """Return the value of an option with all paths in it resolved: a list, an entry of data_path or one path."""
         if name in CODE_OPTIONS:
             path, _, attribute = str(value).rpartition(":")
-            return f"{find(name, path)}:{attribute}" if path.endswith(".py") else value
+            if not path.endswith(".py"):  # package.module:Class
+                return value
+            return f"{find(name, path)}:{attribute}"
         if isinstance(value, list):
             return [find_all(name, entry) for entry in value]
         if isinstance(value, DataSource):
@@ -347,7 +346,7 @@ def expand_output_dir(
     `values`: the options by name. Raise ValueError for a bad template.
     """
     # Not str.format: other braces, format specs and attributes in a folder's name stay as they are.
-    names = _FIELD.findall(template)
+    names = _PLACEHOLDER.findall(template)
     if not names:
         return template
     unknown = [name for name in names if name not in OUTPUT_DIR_FIELDS]
@@ -374,9 +373,10 @@ def expand_output_dir(
 
             seconds = float(psutil.Process(os.getppid()).create_time())
         start = datetime.fromtimestamp(seconds).strftime("%Y%m%d-%H%M%S")
-    data = values.get("data_path")
-    first = data[0] if isinstance(data, list) and data else data
-    path = first.path if isinstance(first, DataSource) else str(first)
+    source = values.get("data_path")
+    if isinstance(source, list) and source:
+        source = source[0]
+    path = source.path if isinstance(source, DataSource) else str(source)
 
     def folder_name(name: str) -> str:
         return re.sub(r"[^\w.-]+", "-", short_name(name)).strip("-.") or "run"
@@ -387,7 +387,7 @@ def expand_output_dir(
         "seed": str(values.get("seed", 42)),
         "time": start,
     }
-    return _FIELD.sub(lambda match: known[match[1]], template)
+    return _PLACEHOLDER.sub(lambda match: known[match[1]], template)
 
 
 def require_earlier_stage(resolved: ResolvedRun) -> None:
@@ -414,11 +414,11 @@ def render(
     `only_given`: without the options that have their default.
     """
     values = config.to_dict()
-    # Of two options for one thing, only the one that counts.
+    # Of two options with the same meaning, only the one that has an effect.
     for name, replaced in REPLACES.items():
         if values[name] is not None:
             del values[replaced]
-    if "temperature" not in config.given:
+    if "temperature" not in config.explicit_options:
         # A learned temperature starts from the model's own, unless this option is given.
         del values["temperature"]
     lines: list[str] = []

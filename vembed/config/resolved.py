@@ -20,8 +20,8 @@ Precision = Literal["no", "bf16", "fp16"]
 AskedPrecision = Literal["auto", "no", "bf16", "fp16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 DEFAULT = "default"
-BY_HAND = (Level.CONFIG, Level.COMMAND_LINE)
-"""Sources in which a person gives single options."""
+USER_LEVELS = (Level.CONFIG, Level.COMMAND_LINE)
+"""Sources in which the user sets options one by one. Presets, files and launchers bring whole groups of options."""
 TIMEOUT_VARIABLE = "NCCL_TIMEOUT"
 """Seconds that a collective may take; read by older versions of torch, and here where the config gives no limit."""
 DEFAULT_MIN_NUM_PARAMS = 1_000_000
@@ -30,7 +30,7 @@ FSDP_OPTIONS = tuple(name for name in option_fields() if name.startswith("fsdp_"
 
 @dataclass(frozen=True, slots=True)
 class Decision(Generic[T]):
-    """One answer to one question."""
+    """A decision of a run: the value, and why it was chosen."""
 
     value: T
     reason: str
@@ -45,9 +45,8 @@ class Decision(Generic[T]):
     @property
     def text(self) -> str:
         """The value as a config file would have it."""
-        return (
-            str(self.value).lower() if isinstance(self.value, bool) else str(self.value)
-        )
+        text = str(self.value)
+        return text.lower() if isinstance(self.value, bool) else text
 
     def __str__(self) -> str:
         return f"{self.text} ({self.reason})"
@@ -85,14 +84,14 @@ class FsdpConfig:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRun:
-    """A config and what follows from it. `train`, `--dry-run`, `plan`, `doctor` and the log read it, and decide nothing
-    that stands here a second time."""
+    """A config and the decisions that follow from it. `train`, `--dry-run`, `plan`, `doctor` and the log read them here, and
+    decide none of them again."""
 
     config: TrainConfig
     origins: Mapping[str, str]
     """Option -> the source of its value."""
     translated: tuple[str, ...]
-    """Options given under another name, and their name here."""
+    """Log lines for options that were given under an alias: the alias, and vembed's own name and value."""
     notes: tuple[str, ...]
     """Lines for the log: values that lost against a stronger source, and options without effect."""
     strategy: Decision[AskedStrategy]
@@ -115,7 +114,7 @@ class ResolvedRun:
     """The Accelerate file that the config or the command line names."""
 
     def left_to_gpus(self) -> list[str]:
-        """Return what is decided by the GPU where the run is on one, as lines for a dry run."""
+        """Return lines for a dry run on the decisions that a run on a GPU makes later."""
         lines = []
         recomputes = self.recomputation.source == DEFAULT and self.recomputation.value
         if recomputes and self.config.batch.use_gradient_cache is not False:
@@ -148,6 +147,7 @@ def decide(
     """
     parallel = config.parallel
     sharding = values.get("fsdp_sharding_strategy")
+    # ---- strategy
     strategy: Decision[AskedStrategy]
     if parallel.strategy == "auto":
         reason = "decided by the size of the model: ddp where it fits, fsdp where it does not"
@@ -155,7 +155,8 @@ def decide(
     else:
         asked = values["strategy"]
         is_sharded = parallel.strategy == "fsdp"
-        # Refused beside a file without FSDP, unless a stronger source than the file asks for it.
+        # Contradiction: the Accelerate file is for another strategy. No contradiction if a stronger source than the one
+        # that names the file asks for FSDP: it overrides the file.
         if (
             is_sharded
             and file is not None
@@ -177,6 +178,7 @@ def decide(
             reason = f"asked for, with the options of {base}"
             strategy = Decision("fsdp", reason, asked.source)
 
+    # ---- FSDP
     fsdp_values = {}
     fsdp_given = []
     for name in FSDP_OPTIONS:
@@ -184,12 +186,12 @@ def decide(
         if value is None or value.value is None:
             continue
         fsdp_values[name] = value.value
-        if value.level in BY_HAND:
+        if value.level in USER_LEVELS:
             fsdp_given.append(str(value))
     fsdp = None
     fsdp_notes: list[str] = []
     lines = list(notes)
-    # Also for `auto`: the placement may choose FSDP, and needs its settings then.
+    # For `auto` too: the placement may choose FSDP later, and then needs the settings.
     if strategy.value in ("auto", "fsdp"):
         fsdp, fsdp_notes = resolve_fsdp(fsdp_values, base)
     elif parallel.strategy == "fsdp":
@@ -201,19 +203,21 @@ def decide(
         for text in fsdp_given:
             lines.append(f"{text} has no effect with strategy: {strategy.value}")
 
-    recomputes = strategy.value == "fsdp"
-    word = "with" if recomputes else "without"
-    recomputation = Decision(recomputes, f"default {word} FSDP")
+    # ---- gradient checkpointing and precision
+    recomputation = Decision(False, "default without FSDP")
     if config.model.gradient_checkpointing is not None:
         recomputes = config.model.gradient_checkpointing
         recomputation = _asked("gradient_checkpointing", recomputes, values)
+    elif strategy.value == "fsdp":
+        recomputation = Decision(True, "default with FSDP")
     precision = _asked("mixed_precision", config.model.mixed_precision, values)
-    reason = f"mixed_precision: {precision.value}"
+    precision_reason = f"mixed_precision: {precision.value}"
     if precision.value == "auto":
-        reason = "auto"
+        precision_reason = "auto"
     elif precision.reason != "mixed_precision":
-        reason += f", set by {precision.reason}"
+        precision_reason += f", set by {precision.reason}"
 
+    # ---- timeout
     minutes = parallel.dist_timeout_minutes
     timeout = _asked("dist_timeout_minutes", minutes, values)
     limit = env.get(TIMEOUT_VARIABLE)
@@ -221,13 +225,13 @@ def decide(
         try:
             seconds = float(limit)
         except ValueError:
-            seconds = 0.0
+            seconds = 0.0  # refused below
         if not 0 < seconds < math.inf:
             raise UserError(
                 f"{TIMEOUT_VARIABLE}={limit} must be a number of seconds above 0; or use "
                 "dist_timeout_minutes"
             )
-        # The config is more specific than the environment, also with the default's value.
+        # An option overrides the environment variable, even if it has the default value.
         stated_timeout = values.get("dist_timeout_minutes")
         if stated_timeout is None:
             reason_of_timeout = f"{TIMEOUT_VARIABLE}={limit}"
@@ -245,7 +249,7 @@ def decide(
         fsdp_notes=tuple(fsdp_notes),
         fsdp_given=tuple(fsdp_given),
         recomputation=recomputation,
-        precision=replace(precision, reason=reason),
+        precision=replace(precision, reason=precision_reason),
         processes=_asked("num_processes", parallel.num_processes, values),
         machines=_asked("num_machines", parallel.num_machines, values),
         timeout_minutes=timeout,
@@ -261,6 +265,7 @@ def resolve_fsdp(
 
     `values`: the fsdp_* options that any source gives, the preset included. `source`: what they start from.
     """
+    # Keyword arguments of FsdpConfig: the options without their prefix, except for those that are renamed below.
     settings: dict[str, Any] = {"source": source}
     for name, value in values.items():
         settings[name.removeprefix("fsdp_")] = value
@@ -270,18 +275,18 @@ def resolve_fsdp(
     settings["offload"] = settings.pop("offload_params", False)
     notes = []
     settings["wrap_policy"] = policy
-    if ":" in policy:
+    if ":" in policy:  # file.py:function of the user's
         settings["wrap_function"] = policy
         settings["wrap_policy"] = "NO_WRAP"
     if classes:
-        settings["layer_classes"] = tuple(
-            [classes] if isinstance(classes, str) else classes
-        )
+        names = [classes] if isinstance(classes, str) else classes
+        settings["layer_classes"] = tuple(names)
         if policy != "TRANSFORMER_BASED_WRAP":
             notes.append(
                 f"fsdp_transformer_layer_cls_to_wrap: {classes} has no effect with fsdp_auto_wrap_policy: {policy}"
             )
-    # One option with two meanings: SIZE_BASED_WRAP cannot do without a size; layers are all units unless one is given.
+    # fsdp_min_num_params has two meanings. With SIZE_BASED_WRAP it is the size of a unit, which needs a default. With
+    # TRANSFORMER_BASED_WRAP every layer is a unit, unless a size is given.
     if size:
         settings["min_num_params"] = size
         settings["min_layer_params"] = size
@@ -306,9 +311,10 @@ def resolve_fsdp(
 
 
 def _asked(name: str, value: T, values: Mapping[str, OptionValue]) -> Decision[T]:
-    """Return an option as it is. The reason is its name, or the file or launcher that gives it."""
+    """Return the decision for an option that is taken as given. The reason is its name, or the file or launcher that sets
+    it."""
     asked = values.get(name)
     if asked is None:
         return Decision(value, DEFAULT)
-    reason = name if asked.level in BY_HAND else asked.place
+    reason = name if asked.level in USER_LEVELS else asked.place
     return Decision(value, reason, asked.source)

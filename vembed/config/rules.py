@@ -105,7 +105,7 @@ def _model_rules(config: TrainConfig) -> Iterator[str]:
     model = config.model
     batch = config.batch
     # Given, with whatever value: whoever writes both believes that both count.
-    if batch.global_batch_size is not None and "batch_size" in config.given:
+    if batch.global_batch_size is not None and "batch_size" in config.explicit_options:
         yield (
             f"batch_size: {batch.batch_size:,d} (per process) and global_batch_size: {batch.global_batch_size:,d} (over "
             "all processes) are two ways to say one thing: keep one of them"

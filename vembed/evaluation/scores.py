@@ -37,7 +37,7 @@ from vembed.evaluation.retrieval import (
 )
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import (
-    Between,
+    InterruptCheck,
     default_budget,
     encode_chunks,
     encode_items,
@@ -139,20 +139,19 @@ def evaluate_model(
     compressed: bool = False,
     show_progress: bool = False,
     log: Callable[[str], object] | None = None,
-    between: Between | None = None,
-    kept: FrozenTowers | None = None,
-    queries: QueryResults | None = None,
+    check_interrupt: InterruptCheck | None = None,
+    frozen_towers: FrozenTowers | None = None,
+    query_results: QueryResults | None = None,
 ) -> dict[str, float]:
     """Score a model in memory, sharded or not. Collective: every rank calls it and gets the same scores.
 
-    `log` gets occasional lines in a long evaluation, instead of the bar of `show_progress`. `between` is called after
-    each micro-batch and each score tile on all ranks, and may raise to end it. `kept`: cached features of frozen
-    towers. `ks`: other cut-offs than those of `evaluation`. `queries` gets the results of each query of retrieval data.
+    `log` gets occasional lines in a long evaluation, instead of the bar of `show_progress`. `check_interrupt` is called after
+    each micro-batch and each score tile on all ranks, and may raise to end it. `frozen_towers`: cached features of frozen
+    towers. `ks`: other cut-offs than those of `evaluation`. `query_results` gets those of each query of retrieval data.
     `compressed`: also score int8 and binary documents.
     """
-    is_shown = (show_progress or log is not None) and (
-        session is None or session.is_main
-    )
+    is_main = session is None or session.is_main
+    is_shown = is_main and (show_progress or log is not None)
     cutoffs = sorted({*(ks or evaluation.cutoffs()), REPORTED_K})
     if isinstance(featuriser, PairFeaturiser):
         return evaluate_reranker(
@@ -164,8 +163,8 @@ def evaluate_model(
             ks=cutoffs,
             active=is_shown,
             log=log,
-            between=between,
-            queries=queries,
+            check_interrupt=check_interrupt,
+            query_results=query_results,
         )
     description = featuriser.description
     device = session.device if session else next(model.parameters()).device
@@ -182,8 +181,8 @@ def evaluate_model(
     options: dict[str, Any] = {
         "budget_tokens": micro_batch_tokens,
         "session": session,
-        "between": between,
-        "kept": kept,
+        "check_interrupt": check_interrupt,
+        "frozen_towers": frozen_towers,
     }
     if micro_batch_tokens == "auto":
         options["budget_tokens"] = default_budget(device)
@@ -222,12 +221,13 @@ def evaluate_model(
         sizes,
         normalize=normalize,
         session=session,
-        between=between,
+        check_interrupt=check_interrupt,
     )
-    if compressed:  # its ranges and levels are of all documents
+    if compressed:
+        # The ranges of int8 are those of all documents, so all embeddings are held at once.
         documents = encode(data.documents, "document")
         search.add(documents, np.arange(len(documents)))
-        return search.scores(queries) | compressed_scores(
+        return search.scores(query_results) | compressed_scores(
             embeddings_of_queries, documents, data, sizes, normalize=normalize
         )
 
@@ -247,7 +247,7 @@ def evaluate_model(
             progress=progress,
             **options,
         )
-    return search.scores(queries)
+    return search.scores(query_results)
 
 
 def similarity_metrics(
@@ -296,7 +296,9 @@ def check_metric(
         names = metric_names(evaluation.cutoffs())
         if description.scores is not None:
             names += [FIRST_STAGE + name for name in names]
-    names += [f"dim{dim}/{name}" for dim in sizes for name in names]
+    whole_names = list(names)
+    for dim in sizes:
+        names += [f"dim{dim}/{name}" for name in whole_names]
     if quantize_embeddings is not None and isinstance(data, RetrievalData):
         for form in COMPRESSED_FORMS:
             names += [compressed_name(form, dim) for dim in sorted({full, *sizes})]

@@ -263,7 +263,7 @@ class Embedder:
             normalize=False,
         )
         if not items:
-            return states.none()
+            return states.empty()
         return flat.reshape(len(items), len(states.layers), states.width)
 
     def finish(

@@ -42,8 +42,8 @@ CPU_ATTENTION = "vembed_cpu"
 """Name of `attention` for padded inputs on CPUs."""
 IMAGE_ATTENTION = "vembed_packed_flash_images"
 """Name of `attention` for image towers. With "flash" in it, they hand over cumulative lengths."""
-TOKENS = "token_index"
-"""Input key: positions of real tokens in the flattened input_ids, computed on the host to avoid a GPU sync."""
+TOKEN_INDEX = "token_index"
+"""Input key: [real tokens], their positions in the flattened input_ids. Computed on the host to avoid a GPU sync."""
 MODEL_TYPES = (
     "bert",
     "distilbert",
@@ -71,7 +71,7 @@ def attention_kernel(
 ) -> tuple[str | None, str]:
     """Return the attention implementation to load and the reason; None: the model's default.
 
-    `asked`: the option attn_implementation. `half`: attention runs in 16 bits.
+    `option`: attn_implementation. `half`: attention runs in 16 bits.
     """
     has_sdpa = bool(backbone._supports_sdpa)
     has_flash = bool(backbone._supports_flash_attn)
@@ -216,7 +216,7 @@ def packs(backbone: Any) -> bool:
 
 
 def real_tokens(mask: Tensor) -> Tensor:
-    """Return the positions of real tokens in a flattened micro-batch."""
+    """Return the positions [real tokens] of the ones of a mask [n, tokens], counted in the flattened mask."""
     return mask.flatten().nonzero().squeeze(1)
 
 

@@ -1,5 +1,5 @@
-"""Building a model: the backbone of the described files (config, dtype, attention, weights), adapters, pooling, head,
-and what of it is trained."""
+"""Building a model: backbone (config, dtype, attention, weights), adapters, pooling and head, and which of its parameters
+are trained."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ from vembed.models.heads import (
     Head,
     LanguageHead,
     build_score_head,
+    choose_class_with_head,
     has_language_head,
     load_dense,
-    whole_class_of,
 )
 from vembed.models.poolings.table import POOLINGS
 from vembed.models.precision import (
@@ -72,8 +72,8 @@ from vembed.saving.checksums import check_weights
 
 log = logging.getLogger(__name__)
 
-WholeClass = Callable[[PretrainedConfig], type[PreTrainedModel]]
-"""The class of a model with its head, by the model's config."""
+ClassWithHead = Callable[[PretrainedConfig], type[PreTrainedModel]]
+"""Maps a config to the Transformers class of backbone and head, such as BertForMaskedLM."""
 
 
 def build_model(
@@ -97,8 +97,11 @@ def build_model(
 
     `computes_on`: the device that the model will be moved to, if not `device`. `compute_dtype`: dtype of the
     arithmetic. `recompute`: recompute activations in the backward pass (gradient checkpointing). `compiles`: compile
-    the layers; None: only if the config asks for it. `meta`: leave backbone parameters empty, for a process that
-    receives its weights from another rank. `for_inference`: it is not trained, and needs no float32 master weights.
+    the layers; None: only if the config asks for it. `meta`: leave backbone parameters empty (meta device), for a process
+    that receives its weights from another rank. `for_inference`: it is not trained, and needs no float32 master weights.
+
+    The order matters: adapters wrap the loaded layers, freezing looks at all parameters, checkpointing and the compiler
+    wrap what is left.
     """
     device = torch.device(device)
     computes_on = computes_on or device
@@ -108,10 +111,10 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         # New weights depend on the seed only, not on earlier draws.
         torch.manual_seed(seed)
-        whole_class = None
+        class_with_head = None
         if has_language or description.scores is not None:
-            whole_class = partial(whole_class_of, description)
-        whole: Any = build_backbone(
+            class_with_head = partial(choose_class_with_head, description)
+        model_with_head: Any = build_backbone(
             description,
             options,
             adapters,
@@ -119,17 +122,19 @@ def build_model(
             # Quantisation to 4 bits needs the values, so its layers cannot be built empty.
             meta=meta and not adapters.use_qlora,
             compute_dtype=compute_dtype,
-            whole_class=whole_class,
+            class_with_head=class_with_head,
             keeps_masters=keeps_masters,
         )
-        backbone: nn.Module = whole if whole_class is None else whole.base_model
+        backbone: nn.Module = model_with_head
+        if class_with_head is not None:
+            backbone = model_with_head.base_model
         score_head = None
         if description.scores is not None:
-            score_head = build_score_head(description, whole)
+            score_head = build_score_head(description, model_with_head)
         language_head = None
         if has_language:
             language_head = LanguageHead(
-                whole, description, from_scratch=options.from_scratch
+                model_with_head, description, from_scratch=options.from_scratch
             )
         if adapters.use_lora:
             add_adapters(backbone, description.traits, adapters, options)
@@ -137,30 +142,34 @@ def build_model(
         if adapters.quantize_weights == "int8":
             round_weights(backbone)
         pooling = None
-        declared = POOLINGS.get(description.pooling)
-        if declared is not None and declared.is_trained:
-            pooling = declared.build(description.token_dim)
+        # None for the model's own pooling.
+        pooling_kind = POOLINGS.get(description.pooling)
+        if pooling_kind is not None and pooling_kind.is_trained:
+            pooling = pooling_kind.build(description.token_dim)
             folder = description.pooling_folder
             if folder is not None:
                 check_weights(folder)
                 pooling.load_state_dict(load_file(folder / "model.safetensors"))
         # The model's own Dense modules, then this run's MRL projection.
-        modules = [load_dense(folder) for folder in description.dense]
+        dense_modules = [load_dense(folder) for folder in description.dense]
         if description.adds_projection:
             size = description.hidden_dim
-            if modules:
-                size = modules[-1].linear.out_features
+            if dense_modules:
+                size = dense_modules[-1].linear.out_features
             projection = Dense(size, description.embedding_dim)
-            # The first rows of the identity: plain truncation.
+            # The first rows of the identity, [embedding_dim, size]: at the start it only truncates.
             nn.init.eye_(projection.linear.weight)
-            modules.append(projection)
+            dense_modules.append(projection)
     if language_head is not None and adapters.use_lora and not language_head.is_new:
-        # As all weights but the adapters.
+        # Like all pretrained weights of a LoRA run.
         language_head.requires_grad_(False)
+    head: nn.Module | None = score_head
+    if score_head is None and dense_modules:
+        head = Head(*dense_modules)
     model = EmbeddingModel(
         description,
         backbone,
-        score_head or (Head(*modules) if modules else None),
+        head,
         pooling=pooling,
         scale_and_bias=scale_and_bias(description),
         language_head=language_head,
@@ -169,29 +178,32 @@ def build_model(
         backbone, description.traits, description.image_pooling or description.pooling
     )
     if not adapters.use_lora:
-        # Adapters keep out of frozen parts, and freeze all others themselves.
+        # With LoRA `add_adapters` has done this: no adapter in a frozen part, and all weights but the adapters frozen.
         for name in names_frozen_by(backbone, description.traits, adapters.freeze):
             backbone.get_parameter(name).requires_grad = False
         cast_frozen_towers(description, options, adapters.freeze, backbone)
     if keeps_masters:
-        # Also frozen ones, whose file may hold 16 bits.
+        # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.head_names`).
         for head_module in model.heads():
             head_module.float()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
             f"freeze: {adapters.freeze} leaves nothing of {options.model_name} to train; freeze less of it"
         )
-    # After the weights are in place: only the class of dropout modules changes. Attention is chosen at loading.
-    for module in backbone.modules() if computes_on.type == "cpu" else ():
-        if type(module) is nn.Dropout and module.p > 0.0:
-            module.__class__ = attention.CpuDropout
+    if computes_on.type == "cpu":
+        # In place: names, weights and wrappers of the modules stay, only the class changes.
+        for module in backbone.modules():
+            if type(module) is nn.Dropout and module.p > 0.0:
+                module.__class__ = attention.CpuDropout
     # Checkpointing first, so that the compiler sees the checkpointed layers.
     layers = layers_of(backbone)
     if recompute:
         precision.enable_checkpointing(layers)
-    wants_compiled = options.torch_compile is True if compiles is None else compiles
-    # The compiler gives up on a checkpointed layer that calls attention as it is, which packed texts do.
-    if wants_compiled and not (recompute and model.packs_texts()):
+    if compiles is None:
+        compiles = options.torch_compile is True
+    # Packed texts call attention outside of the compiled graph (torch.compiler.disable). The compiler gives up on a
+    # checkpointed layer with such a call.
+    if compiles and not (recompute and model.packs_texts()):
         attention.register(attention.PACKED_ATTENTION, compiled_layers=True)
         precision.compile_layers(layers)
     return model if meta else model.to(device)
@@ -206,7 +218,8 @@ def load_embedder(
     torch_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     trust_remote_code: bool = False,
 ) -> EmbeddingModel:
-    """A saved model, ready for use: in evaluation mode, nothing trainable, by default in the dtype of its file.
+    """Load a saved model for inference: in evaluation mode, without gradients, by default in the dtype of its file.
+
     `computes_on` and `meta`: as in `build_model`, for a model that will be sharded."""
     options = ModelSection(
         model_name=str(directory),
@@ -232,12 +245,12 @@ def build_backbone(
     *,
     meta: bool,
     compute_dtype: torch.dtype = torch.float32,
-    whole_class: WholeClass | None = None,
+    class_with_head: ClassWithHead | None = None,
     keeps_masters: bool = True,
 ) -> nn.Module:
     """Return the backbone with its weights. `meta`: empty parameters. `device`, `compute_dtype`: where and in which
-    dtype it will compute. `whole_class`: class of the model with a head, whose base model is the backbone.
-    `keeps_masters`: trained weights are float32, whatever `torch_dtype` says."""
+    dtype it will compute. `class_with_head`: class of the model with a head, whose base model is the backbone.
+    `keeps_masters`: trained weights are float32 (master weights), whatever `torch_dtype` says."""
     load = partial(
         _load,
         description,
@@ -249,27 +262,31 @@ def build_backbone(
         keeps_masters=keeps_masters,
     )
     folder = Path(description.source)
-    whole: nn.Module = load(folder, whole_class=whole_class)
-    text: Any = whole if whole_class is None else whole.base_model
+    model_with_head: nn.Module = load(folder, class_with_head=class_with_head)
+    text: Any = model_with_head
+    if class_with_head is not None:
+        text = model_with_head.base_model
     if description.adapter is not None and not meta:
         if description.quantized:
-            # The adapter has learnt over the rounded weights, and makes up for their errors.
+            # The adapter was trained on top of 4-bit weights and corrects their rounding errors. So the weights are
+            # rounded before it is merged.
             with torch.no_grad():
                 for name in linear_names_inside_layers(text):
                     weight: Any = text.get_submodule(name).weight
                     weight.copy_(rounded_to_four_bits(weight))
         merge_saved_adapter(text, Path(description.adapter))
     if not description.traits.has_two_models:
-        return whole
+        return model_with_head
     assert description.image_source is not None
-    towers = TwoTowers(text, load(Path(description.image_source)), description)
+    image_tower = load(Path(description.image_source))
+    towers = TwoTowers(text, image_tower, description)
     if (folder / DESCRIPTION_FILE).is_file():
         towers.load_projections(folder)
     return towers
 
 
 def empty_backbone(description: ModelDescription) -> nn.Module:
-    """Return the backbone without values, adapters or 4-bit layers: class and settings, for writing files."""
+    """Return the backbone on the meta device, without adapters or 4-bit layers. Saving uses its class and its config."""
     options = ModelSection(model_name=description.name)
     cpu = torch.device("cpu")
     return build_backbone(description, options, AdapterSection(), cpu, meta=True)
@@ -285,9 +302,12 @@ def _load(
     compute_dtype: torch.dtype,
     meta: bool,
     keeps_masters: bool,
-    whole_class: WholeClass | None = None,
+    class_with_head: ClassWithHead | None = None,
 ) -> PreTrainedModel:
-    """Return the model of one folder: its dtype, its attention, then its weights."""
+    """Return the Transformers model of one folder.
+
+    Dtype first, then attention, which depends on it, then the weights, which are loaded with both. Log the choices.
+    """
     trust = description.trust_remote_code
     config = read_config(folder, trust_remote_code=trust)
     if config.model_type == "vit_mae":
@@ -304,54 +324,62 @@ def _load(
     reads_text = base_class.main_input_name != "pixel_values"
     is_own = isinstance(config, OwnConfig)
     # Trained weights are float32 masters. With adapters the backbone is frozen: no optimizer step needs masters of it.
+    # None: the dtype of the files.
     dtype: torch.dtype | None = torch.float32
     if adapters.use_lora or not keeps_masters:
         dtype = precision.DTYPES.get(options.torch_dtype)
-    # Attention in 16 bits: by autocast or FSDP's policy, or for weights of such a dtype.
-    computed = {compute_dtype, dtype or file_dtype(config)}
-    half = not computed.isdisjoint({torch.bfloat16, torch.float16})
+    # Attention computes in 16 bits if autocast or FSDP's policy says so (compute_dtype), or the weights are in 16 bits.
+    weight_dtype = dtype or file_dtype(config)
+    half_dtypes = {torch.bfloat16, torch.float16}
+    half = compute_dtype in half_dtypes or weight_dtype in half_dtypes
 
     # ---- attention
     implementation = options.attn_implementation
     kernel, reason = attention.attention_kernel(
         implementation, base_class, device, half=half
     )
-    padded = attention.why_padded(options, config, device, half=half)
-    own_kernel = "the model's own"
-    notes = [f"attention: {kernel or own_kernel} ({reason})"]
+    # None: texts are packed.
+    why_padded = attention.why_padded(options, config, device, half=half)
+    kernel_name = kernel or "the model's own"
+    notes = [f"attention: {kernel_name} ({reason})"]
     if reads_text:
-        if padded is not None and options.padding_free is True:
+        if why_padded is not None and options.padding_free is True:
             raise UserError(
-                f"padding_free: true is not possible: {padded}; leave it out, and texts are padded"
+                f"padding_free: true is not possible: {why_padded}; leave it out, and texts are padded"
             )
-        texts = "without padding" if padded is None else f"padded ({padded})"
+        texts = "without padding"
+        if why_padded is not None:
+            texts = f"padded ({why_padded})"
         notes.append(f"texts: {texts}")
     if half and device.type == "cuda" and implementation in ("auto", "sdpa"):
         problem = attention.use_flash3(config.to_dict(), device)
         used = "used" if problem is None else f"not used ({problem})"
         notes.append(f"FlashAttention 3: {used}")
-    if padded is None:
+    # The attention of vembed takes the kernel's place, and calls it or its own (vembed.models.attention).
+    if why_padded is None:
         kernel = attention.register(attention.PACKED_ATTENTION)
     elif kernel == "sdpa" and implementation == "auto" and device.type == "cpu":
         kernel = attention.register(attention.CPU_ATTENTION)
 
     # ---- weights
-    built_class = base_class if whole_class is None else whole_class(config)
+    built_class = base_class if class_with_head is None else class_with_head(config)
     has_weights = any(folder.glob("*.safetensors"))
     kernel_of_class = None if is_own else kernel
     if meta or options.from_scratch or (is_own and not has_weights):
-        stored = dtype or (file_dtype(config) if meta else torch.float32)
-        empty: Any = nullcontext()
+        # Random weights start in float32. Empty ones get the dtype of the files, which rank 0 reads.
+        empty_dtype = weight_dtype
+        device_context: Any = nullcontext()
         if meta:
-            empty = init_empty_weights(include_buffers=False)
+            device_context = init_empty_weights(include_buffers=False)
         else:
+            empty_dtype = dtype or torch.float32
             log.info(
                 "weights: random, drawn by the constructor of %s under the run's seed",
                 built_class.__name__,
             )
-        with empty:
+        with device_context:
             backbone = built_class._from_config(
-                config, dtype=stored, attn_implementation=kernel_of_class
+                config, dtype=empty_dtype, attn_implementation=kernel_of_class
             )
     else:
         quantization = None
@@ -367,8 +395,9 @@ def _load(
             # Weights are quantised on the device where they will be used, while they are read.
             device_map=None if quantization is None else {"": device},
         )
-    if is_own and reads_text and padded is None:
-        backbone.config._attn_implementation = kernel  # by which `packs` knows it
+    if is_own and reads_text and why_padded is None:
+        # `packs` reads it. The class of the user's own takes no attn_implementation.
+        backbone.config._attn_implementation = kernel
     if description.bidirectional_attention:
         # Also for kernels that apply causal attention without an explicit mask.
         for module in backbone.modules():
@@ -376,17 +405,19 @@ def _load(
                 vars(module)["is_causal"] = False
     reads_chats = description.traits.reads_chats
     if reads_chats and implementation == "auto" and kernel != "flash_attention_2":
+        # flash_attention_2 takes the images of a batch at once without this.
         tower = tower_module(backbone.base_model, description.traits, "vision")
-        by_image = vision.pack_images(tower, device, half=half)
+        why_one_by_one = vision.pack_images(tower, device, half=half)
         images = "attention over all at once"
-        if by_image is not None:
-            images = f"one by one ({by_image})"
+        if why_one_by_one is not None:
+            images = f"one by one ({why_one_by_one})"
         notes.append(f"images: {images}")
     if config.model_type in ENCODER_ONLY:
         # T5's embedding matrix is registered in two modules, which FSDP would shard as two parameters.
         backbone.set_input_embeddings(backbone.get_input_embeddings())
-    for note in notes if not meta else ():
-        log.info("%s", note)
+    if not meta:
+        for note in notes:
+            log.info("%s", note)
     return backbone
 
 
@@ -409,18 +440,17 @@ def _load_weights(
                 **options,
             )
     except torch.OutOfMemoryError:
-        raise
+        raise  # a RuntimeError too, but no fault of the files
     except (*LIBRARY_ERRORS, SafetensorError) as error:
         raise UserError(
             f"the weights of {folder} cannot be loaded: {first_sentence(error)}"
         ) from error
     # A base model's folder may lack a language-model head, which is then new.
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    missing = [
-        name
-        for name in sorted(info["missing_keys"])
-        if name.startswith(prefix) and not is_never_used(name)
-    ]
+    missing = []
+    for name in sorted(info["missing_keys"]):
+        if name.startswith(prefix) and not is_never_used(name):
+            missing.append(name)
     if missing:
         raise UserError(
             f"{folder} lacks {len(missing):,d} of the weights of {built_class.__name__}, {missing[0]} among them; "
@@ -437,9 +467,10 @@ def _four_bit(
     config: PretrainedConfig,
     compute_dtype: torch.dtype,
 ) -> BitsAndBytesConfig:
-    """Return the 4-bit config for the linear layers inside the transformer layers; all others keep their dtype.
+    """Return the 4-bit config for the linear layers inside the transformer layers. All other layers keep their dtype.
 
-    FSDP gathers parameters in the compute dtype. Packed weights stored in another one would be converted and corrupted.
+    The 4-bit values are packed into a tensor of the compute dtype. FSDP gathers parameters in the compute dtype, and would
+    convert, and so corrupt, a packed tensor of another one.
     """
     with torch.device("meta"):
         empty: nn.Module = base_class(config)
@@ -461,7 +492,10 @@ def cast_frozen_towers(
     freeze: Sequence[str],
     backbone: nn.Module,
 ) -> None:
-    """Towers of which nothing is trained need no float32 masters. A tower that is trained in part keeps one dtype."""
+    """Cast frozen towers to the dtype of the option or of their files: they need no float32 master weights.
+
+    A tower that is partly trained stays in float32 as a whole.
+    """
     for tower in frozen_towers(backbone, description.traits):
         dtype = precision.DTYPES.get(options.torch_dtype)
         if dtype is None:
@@ -474,12 +508,13 @@ def cast_frozen_towers(
         tower_module(backbone, description.traits, tower).to(dtype)
     if not freeze or options.torch_dtype not in ("bfloat16", "float16"):
         return
-    frozen = [value for value in backbone.parameters() if not value.requires_grad]
-    if any(parameter.dtype == torch.float32 for parameter in frozen):
-        log.info(
-            "torch_dtype: %s is for whole frozen towers: frozen tensors of partly trained towers stay float32",
-            options.torch_dtype,
-        )
+    for parameter in backbone.parameters():
+        if not parameter.requires_grad and parameter.dtype == torch.float32:
+            log.info(
+                "torch_dtype: %s is for whole frozen towers: frozen tensors of partly trained towers stay float32",
+                options.torch_dtype,
+            )
+            break
 
 
 def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
@@ -492,8 +527,11 @@ def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:
     values = {"logit_bias": 0.0}
     for path in sorted(Path(description.source).glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in {"logit_scale", "logit_bias"} & set(file.keys()):
-                values[name] = float(file.get_tensor(name))
+            stored = set(file.keys())
+            for name in ("logit_scale", "logit_bias"):
+                if name in stored:
+                    values[name] = float(file.get_tensor(name))
     if "logit_scale" not in values:
         return None
+    # The files hold the logarithm of the scale.
     return math.exp(values["logit_scale"]), values["logit_bias"]

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from vembed.errors import UserError
 from vembed.models import precision
-from vembed.models.attention import TOKENS, Packed, packs, real_tokens
+from vembed.models.attention import TOKEN_INDEX, Packed, packs, real_tokens
 from vembed.models.custom.modeling import OwnConfig, OwnModel
 from vembed.models.families.backbones import (
     POSITIONS_AFTER_PADDING,
@@ -32,7 +32,12 @@ from vembed.models.families.family import Modality
 from vembed.models.heads import Dense, Head, LanguageHead
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 from vembed.models.towers import TOWERS_OF_MODALITY, frozen_towers, tower_module
-from vembed.models.vision import LONGEST, VISION, image_tower_output, tower_output
+from vembed.models.vision import (
+    LONGEST_IMAGE,
+    VISION_PREFIX,
+    image_tower_output,
+    tower_output,
+)
 
 Inputs = dict[str, Tensor]
 ModalitySlice = tuple[Modality, Inputs]
@@ -60,7 +65,7 @@ class TowerOutput:
 
 
 class EmbeddingModel(nn.Module):
-    """A backbone, its pooling and a head. The forward takes parts, so that one call can run several towers.
+    """A backbone, its pooling and a head. One forward takes inputs of several modalities, so it can run several towers.
 
     Shapes on the way, for n inputs of one modality:
 
@@ -91,6 +96,7 @@ class EmbeddingModel(nn.Module):
         self.language_head = language_head
         self.initial_scale_and_bias = scale_and_bias
         self._autocasts = False
+        """True if the forward runs under bfloat16 autocast. See `compute_in_bf16`."""
 
     def compute_in_bf16(self) -> None:
         """Let the backbone compute in bfloat16. Its weights stay float32."""
@@ -99,18 +105,19 @@ class EmbeddingModel(nn.Module):
 
     def forward(
         self,
-        parts: list[ModalitySlice],
+        slices: list[ModalitySlice],
         *,
         features_only: bool = False,
         images_only: bool = False,
         with_auxiliary: bool = False,
     ) -> list[Tensor] | tuple[list[Tensor], list[dict[str, Tensor]]]:
-        """Return for each (modality, inputs) the [n, embedding_dim] embeddings, not normalised, in at least float32.
+        """Return for each slice (modality, inputs) the [n, embedding_dim] embeddings, not normalised, in at least
+        float32.
 
-        `features_only`: stop at the features. Given back as {"features": ...} they stand for the inputs of a modality
-        whose tower is left out. `images_only`, for the modality multimodal: what the image tower gives, which can take
-        the place of the pixels. `with_auxiliary`: return also, for each part, the model's own losses by name, each
-        [2, n] or [2, 1]: sums and counts.
+        `features_only`: return the features [n, width] of the tower. Passed as the inputs {"features": ...} of a later
+        call, they replace the inputs of the tower, which does not run again. `images_only`, for the modality
+        multimodal: return the output of the image tower, which can replace the pixels. `with_auxiliary`: return also,
+        for each slice, the model's own losses by name, each [2, n] or [2, 1]: sums and counts.
         """
         device_type = next(self.parameters()).device.type
         # Inside the forward, so that the step, the evaluation and the use all get it.
@@ -120,26 +127,26 @@ class EmbeddingModel(nn.Module):
         outputs: list[Tensor] = []
         losses: list[dict[str, Tensor]] = []
         with autocast:
-            for modality, inputs in parts:
-                of_part: dict[str, Tensor] = {}
+            for modality, inputs in slices:
+                slice_losses: dict[str, Tensor] = {}
                 if images_only:
                     vectors = image_features(self.backbone, inputs)
                 elif FEATURES in inputs:
                     vectors = inputs[FEATURES]
                 else:
-                    seen = inputs
+                    visible_inputs = inputs
                     language_head = self.language_head
                     if not with_auxiliary or modality != "text":
                         language_head = None
                     if language_head is not None:
-                        # Before the tower runs: an encoder must not see the tokens that it has to tell.
-                        seen, targets = language_head.hide(inputs)
-                    output = self.tower_output(modality, seen)
+                        # Before the tower runs: an encoder must not see the tokens that it has to predict.
+                        visible_inputs, targets = language_head.hide(inputs)
+                    output = self.tower_output(modality, visible_inputs)
                     vectors = output.features
                     if with_auxiliary:
-                        of_part = sums_and_counts(output.auxiliary, len(vectors))
+                        slice_losses = sums_and_counts(output.auxiliary, len(vectors))
                     if language_head is not None:
-                        of_part[language_head.name] = language_head(
+                        slice_losses[language_head.name] = language_head(
                             output.states, targets, self.backbone
                         )
                 if not features_only and not images_only:
@@ -147,9 +154,11 @@ class EmbeddingModel(nn.Module):
                     if self.head is not None:
                         vectors = self.head(vectors)
                 wide = at_least_float32(vectors)
-                # FSDP takes no view of a tensor that the model holds.
-                outputs.append(wide.clone() if wide is vectors else wide)
-                losses.append(of_part)
+                # A float32 tensor is returned as it is, and may be a view. FSDP takes no view as an output.
+                if wide is vectors:
+                    wide = wide.clone()
+                outputs.append(wide)
+                losses.append(slice_losses)
         return (outputs, losses) if with_auxiliary else outputs
 
     def tower_output(self, modality: Modality, inputs: Inputs) -> TowerOutput:
@@ -169,10 +178,11 @@ class EmbeddingModel(nn.Module):
             if mask is None or family.has_fixed_length:
                 del arguments["attention_mask"]
             return TowerOutput(backbone(**arguments).pooler_output)
-        module = self.pooling
+        trained_pooling = self.pooling
         if forward == "image":
             pooling = self.description.image_pooling or pooling
-            module = None if family.has_two_models else module
+            if family.has_two_models:
+                trained_pooling = None  # that of the text tower
             output = run_images(backbone, inputs)
             states = output.last_hidden_state
             if states.ndim == 4:
@@ -182,6 +192,7 @@ class EmbeddingModel(nn.Module):
             output = run_chats(backbone, inputs, mask)
             states = output.last_hidden_state
         elif packs(backbone):
+            # From states [1, all tokens, dim] of one row back to [n, tokens, dim].
             output = run_packed(backbone, inputs, mask)
             states = padded_states(output.last_hidden_state[0], inputs, mask)
         else:
@@ -190,7 +201,7 @@ class EmbeddingModel(nn.Module):
         if pooling == MODEL_POOLING:
             features = output.pooler_output.flatten(1)
         else:
-            features = pool(pooling, states, mask, module=module)
+            features = pool(pooling, states, mask, module=trained_pooling)
         return TowerOutput(features, states, output.get("auxiliary") or {})
 
     def project(self, modality: Modality, features: Tensor) -> Tensor:
@@ -199,6 +210,7 @@ class EmbeddingModel(nn.Module):
         if name is None:
             return features
         projection: Any = self.backbone.get_submodule(name)
+        # In the dtype of its weights (see `head_names`).
         with torch.autocast(features.device.type, enabled=False):
             projected: Tensor = projection(features.to(projection.weight.dtype))
         return projected
@@ -225,9 +237,11 @@ class EmbeddingModel(nn.Module):
                 modalities.append(modality)
         return modalities
 
-    def bytes_of_frozen_images(self) -> int | None:
-        """Bytes for each token of an image that the frozen image tower of a vision-language model gives, where what it
-        gave can be handed to the language model again; otherwise None."""
+    def frozen_image_token_bytes(self) -> int | None:
+        """Return the bytes of the image tower's output per image token, where this output can be kept for a second pass.
+
+        That needs a vision-language model with a frozen image tower and a trained language model. Otherwise None.
+        """
         family = self.description.traits
         backbone: Any = self.backbone
         if not family.reads_chats or frozen_towers(backbone, family) != ["vision"]:
@@ -238,6 +252,7 @@ class EmbeddingModel(nn.Module):
         # Qwen3-VL hands on the outputs of some inner layers too (deepstack).
         values = backbone.config.vision_config.to_dict()
         num_vectors = 1 + len(values.get("deepstack_visual_indexes") or ())
+        # In float32, as the forward returns them.
         return 4 * self.description.hidden_dim * num_vectors
 
     def head_names(self) -> list[str]:
@@ -274,15 +289,16 @@ class EmbeddingModel(nn.Module):
     def write_scale_and_bias(
         self, scale: float, bias: float, state: dict[str, Tensor]
     ) -> None:
-        """Put what the loss has learned into a whole state dict of this model, under the backbone's own names."""
+        """Write the loss's learned scale and bias into a full state dict of this model, under the backbone's names."""
         learned = {
             "backbone.logit_scale": torch.tensor(scale).log(),
             "backbone.logit_bias": torch.tensor(bias),
         }
         for key, value in learned.items():
             if key in state:
-                before = state[key]
-                state[key] = value.to(before.dtype).expand(before.shape).clone()
+                # CLIP's are scalars, SigLIP's have the shape [1].
+                stored = state[key]
+                state[key] = value.to(stored.dtype).expand(stored.shape).clone()
 
     # ---- the MRL projection ----------------------------------------------------------------------------------------
 
@@ -319,7 +335,8 @@ def run_texts(
 
 
 def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
-    """Return the output of a text model, of texts in one row without their padding: states [1, tokens, dim]."""
+    """Return the output of a text model for texts in one row without their padding: states [1, all tokens, dim]."""
+    # [n, longest], padded. Below: `tokens` and `positions` [all tokens], `starts` [n + 1].
     input_ids = inputs["input_ids"]
     num_texts, longest = input_ids.shape
     device = input_ids.device
@@ -333,9 +350,9 @@ def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
         index = token_index(inputs, mask)
         tokens = input_ids.flatten()[index]
         positions = (mask.cumsum(dim=1) - 1).flatten()[index]
-        # Cumulative text lengths with a leading 0: [n + 1].
+        # Where each text begins in the row: cumulative lengths with a leading 0.
         starts = functional.pad(mask.sum(dim=1).cumsum(dim=0), (1, 0))
-    # RoBERTa and its kin count positions from the padding token's id + 1.
+    # RoBERTa and models derived from it count positions from the padding token's id + 1.
     if backbone.config.model_type in POSITIONS_AFTER_PADDING:
         positions = positions + backbone.config.pad_token_id + 1
     starts = starts.to(torch.int32)
@@ -344,13 +361,15 @@ def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
     arguments: dict[str, Any] = {
         "input_ids": tokens[None],
         "position_ids": positions[None],
-        # A 4D mask is passed through unchanged, and not used.
+        # Transformers passes a 4D mask on unchanged instead of building one. The attention of vembed ignores it.
         "attention_mask": tokens.new_zeros(1, 1, 1, 1),
         "packed": Packed(starts, longest),
     }
     if SEGMENTS in inputs:
         segments = inputs[SEGMENTS].flatten()
-        arguments[SEGMENTS] = (segments if index is None else segments[index])[None]
+        if index is not None:
+            segments = segments[index]
+        arguments[SEGMENTS] = segments[None]
     if is_decoder_only(backbone.config):
         arguments["use_cache"] = False
     return backbone(**arguments)
@@ -358,33 +377,35 @@ def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
 
 def token_index(inputs: Inputs, mask: Tensor) -> Tensor:
     """Return the positions of real tokens in the flattened input_ids."""
-    return inputs[TOKENS] if TOKENS in inputs else real_tokens(mask)
+    return inputs[TOKEN_INDEX] if TOKEN_INDEX in inputs else real_tokens(mask)
 
 
 def padded_states(states: Tensor, inputs: Inputs, mask: Tensor | None) -> Tensor:
     """Map the states [all tokens, dim] of packed texts to [n, tokens, dim], with zeros as padding."""
     num_texts, longest = inputs["input_ids"].shape
     if mask is not None:
-        # Out of place, for autograd.
+        # `index_copy` and not `index_copy_`: autograd needs a new tensor.
         padded = states.new_zeros(num_texts * longest, states.shape[1])
         states = padded.index_copy(0, token_index(inputs, mask), states)
     return states.view(num_texts, longest, -1)
 
 
 def run_chats(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
-    """Return the output of a vision-language model, of token ids with images. Positions (time, height, width) are made
-    at collation."""
-    arguments: dict[str, Any] = {
-        key: value for key, value in inputs.items() if not key.startswith(VISION)
-    }
+    """Return the output of a vision-language model for token ids with images. Collation has made their positions
+    (time, height, width)."""
+    arguments: dict[str, Any] = {}
+    for key, value in inputs.items():
+        if not key.startswith(VISION_PREFIX):
+            arguments[key] = value
     arguments.pop("attention_mask", None)
     if mask is not None:
         arguments["attention_mask"] = mask
     features = arguments.pop(IMAGE_FEATURES, None)
     if features is not None:
+        # [1 + m, tokens, width]: see `image_features`.
         image = image_tower_output(features[0], features[1:])
         arguments["mm_encoder_outputs"] = {"image": image}
-    elif LONGEST in inputs:
+    elif LONGEST_IMAGE in inputs:
         del arguments["pixel_values"]
         arguments["mm_encoder_outputs"] = {"image": tower_output(backbone, inputs)}
     return backbone(**arguments, use_cache=False)
@@ -410,8 +431,11 @@ def image_features(backbone: Backbone, inputs: Inputs) -> Tensor:
     """
     output = tower_output(backbone, inputs)
     inner_outputs = vars(output).get("deepstack_features") or []
-    of_layers = (output.pooler_output, *inner_outputs)
-    return torch.stack([torch.cat(list(images)) for images in of_layers])
+    layers = []
+    for images in (output.pooler_output, *inner_outputs):
+        # A tuple with one tensor per image, or with one for all images.
+        layers.append(torch.cat(list(images)))
+    return torch.stack(layers)
 
 
 def padding_mask(inputs: Inputs) -> Tensor | None:
@@ -478,12 +502,12 @@ def sums_and_counts(auxiliary: Mapping[str, Any], count: int) -> dict[str, Tenso
     return losses
 
 
-# ---- what the layers hand on -------------------------------------------------------------------------------------
+# ---- hidden states of the layers -------------------------------------------------------------------------------------
 
 
 class HiddenStates(nn.Module):
-    """Runs the model and takes what passes by. Layer 0 is what goes into the first transformer layer, layer k what the
-    k-th one gives. All ranks run it together where the model is sharded."""
+    """Pooled hidden states of chosen layers of the text tower. Layer 0 is the input of the first transformer layer, layer
+    k the output of the k-th one. Collective where the model is sharded."""
 
     def __init__(
         self,
@@ -493,7 +517,7 @@ class HiddenStates(nn.Module):
         layers: Literal["all"] | Sequence[int],
         pooling: str | None = None,
     ) -> None:
-        """`model`: what is called, sharded or not; `backbone`: the part of it that holds the layers."""
+        """`model`: the module that is called, sharded or not. `backbone`: its submodule with the layers."""
         super().__init__()
         if "text" not in description.traits.towers:
             raise UserError(
@@ -501,21 +525,22 @@ class HiddenStates(nn.Module):
             )
         self.model = model
         tower = tower_module(backbone, description.traits, "text")
-        self._stack = layers_of(tower)
+        self._transformer_layers = layers_of(tower)
         self._packs = packs(tower)
-        deepest = len(self._stack)
+        deepest = len(self._transformer_layers)
         numbers = range(deepest + 1) if layers == "all" else layers
-        wrong = [
-            number for number in numbers if not -deepest - 1 <= int(number) <= deepest
-        ]
-        if wrong:
-            raise UserError(
-                f"layers: this model has layers 0 (its embeddings) to {deepest}, and {wrong[0]} is asked for"
-            )
+        for number in numbers:
+            if not -deepest - 1 <= int(number) <= deepest:
+                raise UserError(
+                    f"layers: this model has layers 0 (its embeddings) to {deepest}, and {number} is asked for"
+                )
         # Negative numbers count from the last layer, as in a Python list.
         self.layers = [int(number) % (deepest + 1) for number in numbers]
-        of_model = description.pooling
-        self.pooling = pooling or (of_model if of_model != MODEL_POOLING else "mean")
+        # The model's own pooling layer is for its last layer only.
+        default = description.pooling
+        if default == MODEL_POOLING:
+            default = "mean"
+        self.pooling = pooling or default
         if POOLINGS[self.pooling].is_trained:
             raise UserError(
                 f"pooling: {self.pooling} is trained for the last layer; give another one for hidden states"
@@ -524,45 +549,48 @@ class HiddenStates(nn.Module):
         hidden_dim = description.text_hidden_dim or config.get_text_config().hidden_size
         self.width = POOLINGS[self.pooling].width(int(hidden_dim))
 
-    def forward(self, parts: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
-        """For each part, one at a time: [n, layers * width], layer by layer."""
+    def forward(self, slices: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
+        """Return for each slice (modality, inputs) [n, layers * width], layer by layer."""
         states = []
-        for part in parts:
-            inputs = part[1]
-            taken: dict[int, Tensor] = {}
+        for modality_slice in slices:
+            inputs = modality_slice[1]
+            captured: dict[int, Tensor] = {}
 
-            def enter(
+            def capture_input(
                 _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
             ) -> None:
                 hidden = arguments[0] if arguments else named["hidden_states"]
-                taken[0] = self.pooled(hidden, inputs)  # noqa: B023 - removed below
+                captured[0] = self.pooled(hidden, inputs)  # noqa: B023 - removed below
 
-            def leave(number: int, _: nn.Module, __: Any, output: Any) -> None:
+            def capture_output(number: int, _: nn.Module, __: Any, output: Any) -> None:
                 hidden = output[0] if isinstance(output, tuple) else output
-                taken[number] = self.pooled(hidden, inputs)  # noqa: B023
+                captured[number] = self.pooled(hidden, inputs)  # noqa: B023
 
             # Hooks, and not output_hidden_states: they are the same for padded, packed and sharded models.
             hooks = []
             if 0 in self.layers:
-                first = self._stack[0]
-                hooks.append(first.register_forward_pre_hook(enter, with_kwargs=True))
-            for number, layer in enumerate(self._stack, start=1):
+                hook = self._transformer_layers[0].register_forward_pre_hook(
+                    capture_input, with_kwargs=True
+                )
+                hooks.append(hook)
+            for number, layer in enumerate(self._transformer_layers, start=1):
                 if number in self.layers:
-                    hooks.append(layer.register_forward_hook(partial(leave, number)))
+                    capture = partial(capture_output, number)
+                    hooks.append(layer.register_forward_hook(capture))
             try:
-                self.model([part])
+                self.model([modality_slice])
             finally:
                 for hook in hooks:
                     hook.remove()
-            states.append(torch.cat([taken[layer] for layer in self.layers], dim=1))
+            states.append(torch.cat([captured[layer] for layer in self.layers], dim=1))
         return states
 
-    def none(self) -> np.ndarray:
+    def empty(self) -> np.ndarray:
         """Return the hidden states of no text."""
         return np.empty((0, len(self.layers), self.width), np.float32)
 
     def pooled(self, hidden: Tensor, inputs: dict[str, Tensor]) -> Tensor:
-        """[n, width] from what a layer gives, padded or packed."""
+        """Pool the states of a layer, padded [n, tokens, dim] or packed [1, all tokens, dim], to [n, width]."""
         mask = padding_mask(inputs)
         if self._packs:
             hidden = padded_states(hidden[0], inputs, mask)

@@ -189,7 +189,7 @@ class WholeHead(nn.Module):
         return logits
 
 
-def whole_class_of(
+def choose_class_with_head(
     description: ModelDescription, config: PretrainedConfig
 ) -> type[PreTrainedModel]:
     """Return the class of the model with its head: a classifier, where one label gives the score of a reranker, otherwise
@@ -234,7 +234,7 @@ def save_with_head(
                 if name in set(file.keys()):
                     head[name] = file.get_tensor(name)
     with torch.device("meta"):
-        whole = whole_class_of(description, config)(config)
+        whole = choose_class_with_head(description, config)(config)
     prefix = f"{whole.base_model_prefix}."
     weights = {f"{prefix}{name}": tensor for name, tensor in state.items()}
     weights |= {name.removeprefix("whole."): tensor for name, tensor in head.items()}

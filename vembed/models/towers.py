@@ -42,14 +42,16 @@ LOSS_PARAMETERS = ("logit_scale", "logit_bias")
 def frozen_towers(backbone: nn.Module, family: Family) -> list[Tower]:
     """Return the towers without trained parameters."""
     # By parameters and not by the option: adapters freeze towers too.
-    return [
-        tower
-        for tower, prefix in family.towers.items()
-        if not any(
-            parameter.requires_grad and name.startswith(prefix)
-            for name, parameter in backbone.named_parameters()
-        )
+    trained = [
+        name
+        for name, parameter in backbone.named_parameters()
+        if parameter.requires_grad
     ]
+    frozen = []
+    for tower, prefix in family.towers.items():
+        if not any(name.startswith(prefix) for name in trained):
+            frozen.append(tower)
+    return frozen
 
 
 def tower_module(backbone: nn.Module, family: Family, tower: Tower) -> nn.Module:

@@ -20,10 +20,10 @@ from vembed.models.attention import IMAGE_ATTENTION, register, why_no_kernel
 
 POSITIONS = "position_ids"
 """Input key: [3, n, tokens], the time, height and width of each token."""
-VISION = "vision."
-"""Start of the input keys for the image tower alone."""
-LONGEST = f"{VISION}max_seqlen"
-"""Its number is the length of this empty tensor: a shape is known without reading from the device."""
+VISION_PREFIX = "vision."
+"""Beginning of the input keys for the image tower alone."""
+LONGEST_IMAGE = f"{VISION_PREFIX}max_seqlen"
+"""Input key: an empty tensor [patches of the largest image, 0]. Its shape is known without reading from the device."""
 _WITH_POSITION_TABLE = "qwen3_vl"
 """Model type whose image tower takes all of this."""
 
@@ -89,11 +89,13 @@ def tower_inputs(config: Mapping[str, Any], grid: Tensor) -> dict[str, Tensor]:
     )
     longest = int((grid[:, 1] * grid[:, 2]).max())
     return {
-        f"{VISION}cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
-        f"{VISION}position_ids": vision_utils.get_vision_position_ids(grid, merge),
-        f"{VISION}interp_indices": indices,
-        f"{VISION}interp_weights": weights,
-        LONGEST: torch.empty(longest, 0),
+        f"{VISION_PREFIX}cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+        f"{VISION_PREFIX}position_ids": vision_utils.get_vision_position_ids(
+            grid, merge
+        ),
+        f"{VISION_PREFIX}interp_indices": indices,
+        f"{VISION_PREFIX}interp_weights": weights,
+        LONGEST_IMAGE: torch.empty(longest, 0),
     }
 
 
@@ -116,16 +118,15 @@ def pack_images(tower: Any, device: torch.device, *, half: bool) -> str | None:
 def tower_output(backbone: Any, inputs: Mapping[str, Tensor]) -> Any:
     """Return what the image tower gives for all images of a batch: `pooler_output` and `deepstack_features`, each as a
     tuple of one tensor for all images."""
-    arguments: dict[str, Any] = {
-        name.removeprefix(VISION): value
-        for name, value in inputs.items()
-        if name.startswith(VISION)
-    }
+    arguments: dict[str, Any] = {}
+    for name, value in inputs.items():
+        if name.startswith(VISION_PREFIX):
+            arguments[name.removeprefix(VISION_PREFIX)] = value
     if not arguments:
         return backbone.get_image_features(
             inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
         )
-    arguments["max_seqlen"] = inputs[LONGEST].shape[0]
+    arguments["max_seqlen"] = inputs[LONGEST_IMAGE].shape[0]
     output = backbone.visual(
         inputs["pixel_values"].type(backbone.visual.dtype),
         grid_thw=inputs["image_grid_thw"],

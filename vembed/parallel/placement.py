@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,29 +37,30 @@ from vembed.parallel.step_memory import (
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 CHECKPOINT = "checkpoint"
-"""Source of a decision that another machine would make in another way."""
+"""Source of a decision that was taken over from the checkpoint. This machine would have decided otherwise."""
 FITS_SHARE = 0.5
-"""Weights, gradients and optimizer may take this share of the memory before `auto` shards them: the rest is for
-activations, gathered embeddings and the data."""
-BF16_HIDDEN = 256
-"""Hidden size from which `mixed_precision: auto` takes bfloat16 on CPUs that have instructions for it. In smaller
-models other things than matrix products take the time."""
+"""`strategy: auto` shards the model if weights, gradients and optimizer take more than this share of a process's memory.
+The rest is for activations, gathered embeddings and the data."""
+MIN_BF16_HIDDEN_DIM = 256
+"""Hidden size from which `mixed_precision: auto` takes bfloat16 on CPUs that have instructions for it. Smaller models
+spend most of their time outside of matrix products."""
 NO_BF16_ON_CPU: Decision[Precision] = Decision(
     "no", "auto: the CPU computes in the dtype of the weights"
 )
-"""The precision of `auto` on a CPU where bfloat16 does not pay."""
-POINTLESS_SHARE = 0.2
-"""Below this share FSDP that was asked for gets a remark."""
+"""The precision of `auto` on a CPU without bfloat16, or where it is not faster."""
+ADVICE_SHARE = 0.2
+"""If weights, gradients and optimizer take less than this share of the memory, a run with `strategy: fsdp` gets the advice
+to use ddp."""
 SMALL_MICRO_BATCH_TOKENS = 4096
 """A micro-batch of so many tokens keeps a GPU busy."""
-WHOLE_SHARE = 0.2
-"""Gradients of the whole model may take this share of a process's memory between the micro-batches of a step, and so may
-gathered parameters."""
-COMPILED_MINUTES = 5.0
+UNSHARDED_SHARE = 0.2
+"""Unsharded gradients may take this share of a process's memory between the micro-batches of a step, and so may gathered
+parameters."""
+MIN_COMPILED_MINUTES = 5.0
 """`torch_compile: auto` compiles the layers of longer runs."""
-COMPILED_RATE = 2e14
-"""Operations per second that this is reckoned with: about what a current GPU does in training. Slower ones take longer,
-and then compiling pays all the more."""
+OPERATIONS_PER_SECOND = 2e14
+"""Floating-point operations per second of a current GPU in training, for the estimate of a run's length. On a slower GPU
+the run takes longer, and compiling saves even more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +85,9 @@ class Layout:
     @property
     def is_hybrid(self) -> bool:
         """True if the model is sharded inside each machine and copied between machines."""
-        wanted = self.fsdp is not None and self.fsdp.sharding_strategy == "HYBRID_SHARD"
-        return wanted and self.num_machines > 1 and self.ranks.local_world_size > 1
+        if self.fsdp is None or self.fsdp.sharding_strategy != "HYBRID_SHARD":
+            return False
+        return self.num_machines > 1 and self.ranks.local_world_size > 1
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -97,20 +100,20 @@ class Layout:
         return self.precision.value != "no"
 
     @property
-    def whole_bytes_limit(self) -> float:
+    def unsharded_bytes_limit(self) -> float:
         """Bytes that unsharded gradients may take between the micro-batches of a step, and gathered parameters too."""
-        return WHOLE_SHARE * self.memory
+        return UNSHARDED_SHARE * self.memory
 
     def reduces_each_micro_batch(self, gradient_bytes: float) -> bool:
-        """Return whether FSDP reduces gradients after every micro-batch, since whole ones would take too much."""
-        return self.fsdp is not None and gradient_bytes > self.whole_bytes_limit
+        """Return whether FSDP reduces gradients after every micro-batch, because unsharded ones would take too much."""
+        return self.fsdp is not None and gradient_bytes > self.unsharded_bytes_limit
 
     def keeps_gathered(self, parameter_bytes: float) -> bool:
         """Return whether FSDP2 keeps parameters gathered between the micro-batches of a step: if they fit, and are not
         offloaded."""
         fsdp = self.fsdp
         can_keep = fsdp is not None and fsdp.version == 2 and not fsdp.offload
-        return can_keep and parameter_bytes <= self.whole_bytes_limit
+        return can_keep and parameter_bytes <= self.unsharded_bytes_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +149,9 @@ class Placement(Layout):
         """Processes that share one copy of the model."""
         if self.fsdp is None:
             return 1
-        return self.ranks.local_world_size if self.is_hybrid else self.ranks.world_size
+        if self.is_hybrid:
+            return self.ranks.local_world_size
+        return self.ranks.world_size
 
     @property
     def offloads(self) -> bool:
@@ -167,7 +172,10 @@ class Placement(Layout):
         return can_copy and not self.compilation.value
 
     def for_work(self, operations: float) -> Placement:
-        """Return the placement of a run of so many floating-point operations: whether compiling its layers pays."""
+        """Return the placement with `compilation` decided for a run of so many floating-point operations.
+
+        Compiling takes about a minute, which a short run would not win back.
+        """
         config = self.run.config
         if config.model.torch_compile != "auto" or self.device.type != "cuda":
             return self
@@ -178,17 +186,14 @@ class Placement(Layout):
             reason = "code of the model's own"
         elif self.fsdp is not None and self.fsdp.version == 1:
             reason = "FSDP1"
-        minutes = operations / (COMPILED_RATE * self.ranks.world_size) / 60
-        figure = f"about {minutes:,.1f} minutes of arithmetic"
-        if reason is None and minutes >= COMPILED_MINUTES:
-            return replace(
-                self,
-                compilation=Decision(
-                    True, f"auto: {figure}; compiling takes about one"
-                ),
-            )
-        reason = reason or f"{figure}, less than {COMPILED_MINUTES:g}"
-        return replace(self, compilation=Decision(False, f"auto: {reason}"))
+        minutes = operations / (OPERATIONS_PER_SECOND * self.ranks.world_size) / 60
+        estimate = f"about {minutes:,.1f} minutes of arithmetic"
+        compiles = reason is None and minutes >= MIN_COMPILED_MINUTES
+        if compiles:
+            reason = f"{estimate}; compiling takes about one"
+        elif reason is None:
+            reason = f"{estimate}, less than {MIN_COMPILED_MINUTES:g}"
+        return replace(self, compilation=Decision(compiles, f"auto: {reason}"))
 
 
 def place(
@@ -201,9 +206,12 @@ def place(
     instructions: str | None = None,
     resumed: Precision | None = None,
 ) -> Placement:
-    """Decide how a run is placed. The same on every rank for the same `memory` and `instructions`; `measured` gives the
-    model's sizes. `gpu`: the device's facts, where it is not of this machine. `instructions`: for bfloat16, of the
-    CPUs of all processes. `resumed`: the precision of the run that is resumed."""
+    """Decide how a run is placed: strategy, precision, gradient checkpointing and compiled layers.
+
+    Ranks with the same `memory` and `instructions` decide the same. `measured` returns the model's sizes. `gpu`: facts of
+    a GPU of another machine, for `plan`. `instructions`: bfloat16 instructions that the CPUs of all processes have.
+    `resumed`: the precision of the run that is resumed.
+    """
     strategy, size, advice = _choose_strategy(run, ranks, memory, measured)
     fsdp = run.fsdp if strategy.value == "fsdp" else None
     model = run.config.model
@@ -217,7 +225,6 @@ def place(
         }
         names = [name for name, is_on in prevented_by.items() if is_on]
         auto_precision = _auto_on_cpu(model, instructions, prevented_by=names)
-    asked_precision = run.precision
     compiles = False
     origin = DEFAULT
     why_compiled = "auto: on CPUs only if asked for"
@@ -227,7 +234,7 @@ def place(
         origin = run.origins.get("torch_compile", DEFAULT)
     elif device.type == "cuda":
         why_compiled = (
-            f"auto: on in runs of more than about {COMPILED_MINUTES:g} minutes, once the data are "
+            f"auto: on in runs of more than about {MIN_COMPILED_MINUTES:g} minutes, once the data are "
             "read"
         )
     placement = Placement(
@@ -237,21 +244,19 @@ def place(
         memory=memory,
         strategy=strategy,
         fsdp=fsdp,
-        precision=choose_precision(
-            asked_precision, device, gpu, auto_precision, resumed
-        ),
+        precision=choose_precision(run.precision, device, gpu, auto_precision, resumed),
         recomputation=run.recomputation,
         compilation=Decision(compiles, why_compiled, origin),
-        rows=_rows(run, ranks),
+        rows=_max_rows(run, ranks),
         size=size,
         notes=(*_without_effect(run, ranks, strategy), *advice),
     )
-    # Last: it asks the placement itself how many tokens fit.
+    # Last: the estimate of how many tokens fit needs all other decisions.
     return replace(placement, recomputation=_recomputation(placement))
 
 
 def _recomputation(placement: Placement) -> Decision[bool]:
-    """Return whether activations are recomputed: as asked. By default with FSDP, unless memory is enough without."""
+    """Return whether activations are recomputed: as asked for. By default with FSDP, unless memory is enough without."""
     run = placement.run
     size = placement.size
     if run.recomputation.source != DEFAULT:
@@ -260,17 +265,19 @@ def _recomputation(placement: Placement) -> Decision[bool]:
     if placement.fsdp is None and not run.recomputation.value:
         return run.recomputation
     recomputed = Decision(True, "default with FSDP")
-    # On CPUs micro-batches are not chosen by what fits.
+    # On CPUs the size of micro-batches does not depend on memory.
     if size is None or placement.device.type != "cuda":
         return recomputed
     estimate = MemoryEstimate(placement, size)
     demand = estimate.demand(recomputes=False)
+    # Tokens whose graphs fit without recomputation, and then all tokens of a batch.
     _, fitting = tokens_of(placement, demand, 0)
     if estimate.inputs * size.max_length <= fitting:
         return Decision(False, "default: the graphs of a batch fit without it")
     if run.config.batch.use_gradient_cache is False:
         return recomputed
-    # Gradient Cache bounds the graphs by the micro-batch already, and recomputation would add a third forward pass.
+    # With Gradient Cache only one micro-batch has a graph, and recomputation would add a third forward pass. A micro-batch
+    # takes half of the tokens that fit, as in `tokens_of`.
     if fitting < 2 * max(SMALL_MICRO_BATCH_TOKENS, size.max_length):
         few = f"without it only {fitting:,d} tokens fit at once"
         return replace(recomputed, reason=f"{recomputed.reason}; {few}")
@@ -294,9 +301,11 @@ def choose_precision(
     on_cpu: Decision[Precision] = NO_BF16_ON_CPU,
     resumed: Precision | None = None,
 ) -> Decision[Precision]:
-    """Return the precision of the arithmetic: what was asked for, or what the device allows. `on_cpu`: what `auto`
-    is on a CPU. `resumed`: the precision of the run that is resumed, which `auto` keeps where it
-    can."""
+    """Return the precision of the arithmetic: the one that was asked for, for `auto` by the device.
+
+    `on_cpu`: what `auto` is on a CPU. `resumed`: the precision of the run that is resumed, which `auto` keeps if the device
+    can compute in it.
+    """
     has_bf16 = True
     name = "the CPU"
     if gpu is not None:
@@ -305,7 +314,7 @@ def choose_precision(
     elif device.type == "cuda":
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         name = torch.cuda.get_device_name(device)
-    # What was asked for is refused where the device lacks it. Only `auto` chooses.
+    # A precision that was asked for is refused if the device lacks it. Only `auto` chooses another one.
     if asked.value == "fp16" and device.type == "cpu":
         raise UserError(
             f"{asked.reason} needs a GPU, and this process computes on the CPU: use bf16 or no."
@@ -321,7 +330,7 @@ def choose_precision(
         chosen = Decision("bf16", f"auto: {name} computes in bfloat16")
     else:
         chosen = Decision("no", f"auto: {name} has no bfloat16")
-    # A run keeps its arithmetic: what `auto` chose at its start wins over what it would choose here.
+    # A resumed run keeps the precision that `auto` chose at its start, also on another machine.
     if resumed is None or resumed == chosen.value:
         return chosen
     if resumed == "fp16" or (resumed == "bf16" and not has_bf16):
@@ -341,8 +350,8 @@ def precision_of_use(
     *,
     trust_remote_code: bool = False,
 ) -> Decision[Precision]:
-    """Return the precision in which a finished model computes where it is not trained: the dtype of its weights, or
-    bfloat16 on CPUs where it pays."""
+    """Return the precision of inference with a finished model: that of its weights, or bfloat16 on CPUs where it is
+    faster."""
     if device.type != "cpu":
         return Decision("no", f"auto: {device} computes in the dtype of the weights")
     options = ModelSection(model_name=model, trust_remote_code=trust_remote_code)
@@ -352,7 +361,10 @@ def precision_of_use(
 def _auto_on_cpu(
     options: ModelSection, instructions: str | None, prevented_by: Sequence[str] = ()
 ) -> Decision[Precision]:
-    """Return the precision on CPUs with these instructions for bfloat16: bfloat16 where it pays, else float32."""
+    """Return what `auto` is on CPUs with these bfloat16 instructions: bf16 where it is faster, otherwise no.
+
+    `prevented_by`: options of the run that rule bf16 out.
+    """
     if instructions is None:
         return NO_BF16_ON_CPU
     if prevented_by:
@@ -362,15 +374,15 @@ def _auto_on_cpu(
         with quiet():
             model = describe(options)
     except UserError:
-        # Raised again where the model is loaded. A session can do without one.
+        # Raised again where the model is loaded. A session may also have no model.
         return NO_BF16_ON_CPU
-    # Of the widest tower.
+    # The widest tower decides.
     towers = (model.text_hidden_dim or 0, model.image_hidden_dim or 0)
     hidden = max(model.hidden_dim, *towers)
-    if hidden < BF16_HIDDEN:
-        reason = f"auto: float32, since bfloat16 does not pay for a hidden size of {hidden:,d}, below {BF16_HIDDEN}"
+    if hidden < MIN_BF16_HIDDEN_DIM:
+        reason = f"auto: float32, since bfloat16 does not pay for a hidden size of {hidden:,d}, below {MIN_BF16_HIDDEN_DIM}"
         return Decision("no", reason)
-    reason = f"auto: the CPU has {instructions}, and the hidden size of {hidden:,d} is at least {BF16_HIDDEN}"
+    reason = f"auto: the CPU has {instructions}, and the hidden size of {hidden:,d} is at least {MIN_BF16_HIDDEN_DIM}"
     return Decision("bf16", reason)
 
 
@@ -390,7 +402,7 @@ def _choose_strategy(
         )
     if asked.value == "ddp":
         return Decision("ddp", asked.reason, asked.source), None, []
-    # Only from here on does the size matter: the model's shapes have to be read for it.
+    # Only here, because it takes time: the model is built without weights to count its parameters.
     size = measured(run.config)
     share = size.state_bytes / memory
     need = (
@@ -399,7 +411,7 @@ def _choose_strategy(
     )
     if asked.value == "fsdp":
         advice = []
-        if share < POINTLESS_SHARE:
+        if share < ADVICE_SHARE:
             advice.append(
                 f"FSDP is not needed here: {need}; strategy: ddp would be faster"
             )
@@ -409,8 +421,8 @@ def _choose_strategy(
     return Decision("ddp", f"auto: {need}, so each process can hold a copy"), size, []
 
 
-def _rows(run: ResolvedRun, ranks: RankInfo) -> int:
-    """Return the largest number of rows of any process. A resumed run may divide its global batch unevenly."""
+def _max_rows(run: ResolvedRun, ranks: RankInfo) -> int:
+    """Return the largest number of rows of a global batch on any process."""
     config = run.config
     batch = config.batch
     run_size = batch.global_batch_size or batch.batch_size * ranks.world_size
@@ -418,7 +430,9 @@ def _rows(run: ResolvedRun, ranks: RankInfo) -> int:
         *source_batch_sizes(config.data, batch, run_size),
         batch.global_batch_size or 0,
     ]
-    largest = -(-max(sizes) // ranks.world_size)
+    largest = math.ceil(max(sizes) / ranks.world_size)
+    # Resumed on another number of processes, a run may divide its global batch unevenly. Otherwise
+    # `rows_per_process` refuses a remainder.
     if config.run.resume and batch.global_batch_size is not None:
         return largest
     return max(largest, batch.rows_per_process(ranks.world_size))
@@ -427,12 +441,11 @@ def _rows(run: ResolvedRun, ranks: RankInfo) -> int:
 def _without_effect(
     run: ResolvedRun, ranks: RankInfo, strategy: Decision[Strategy]
 ) -> list[str]:
+    """Return a note for each option that has no effect on these processes."""
     notes = []
     if strategy.value != "fsdp" and run.fsdp is not None:
-        notes += [
-            f"{option} has no effect: the strategy is {strategy.value}"
-            for option in run.fsdp_given
-        ]
+        for option in run.fsdp_given:
+            notes.append(f"{option} has no effect: the strategy is {strategy.value}")
     how = "was started with" if ranks.launched else "is"
     running = f"{ranks.local_world_size} process(es) on this machine"
     if run.processes.value not in ("auto", ranks.local_world_size):

@@ -59,7 +59,7 @@ from vembed.parallel.step_memory import quiet
 log = logging.getLogger("vembed")
 
 DEFAULT_TIMEOUT_MINUTES = 30.0
-"""Longest time that a collective of a command waits; training takes dist_timeout_minutes."""
+"""Timeout of the collectives of a command. A training run has the option dist_timeout_minutes."""
 _CHANGED_VARIABLES = (
     "ACCELERATE_USE_FSDP",
     "CUBLAS_WORKSPACE_CONFIG",
@@ -69,7 +69,7 @@ _CHANGED_VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "TORCH_DISTRIBUTED_DEBUG",
 )
-"""Environment variables that a session and Accelerate set; restored at the end, so that a second run starts clean."""
+"""Environment variables that a session or Accelerate sets. They are restored at the end, for the next run of this process."""
 _LOGGED_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -106,10 +106,15 @@ class Session:
         num_machines: int = 1,
         debug: bool = False,
     ) -> None:
-        """Join the other processes. `rank_facts` gives what must be equal on all ranks. It is called before anything
-        else is read. `num_machines`: as the config has it, compared between the ranks."""
+        """Join the other processes. `rank_facts` gives values that must be equal on all ranks. It is called before data
+        or model are read. `num_machines`: as the config has it, compared between the ranks.
+
+        The order matters: the device is chosen before the process group starts, which binds to it, and torch reads the
+        debug level and the allocator's settings when they are first used.
+        """
         self._environment = {name: os.environ.get(name) for name in _CHANGED_VARIABLES}
-        # Accelerate starts a group too, for one process under torchrun.
+        # A group of the caller's is left alone. Otherwise `close` also destroys the group that Accelerate starts for one
+        # process under torchrun.
         self._owns_group = not dist.is_initialized()
         self.timeout_minutes = timeout_minutes
         self.heartbeats: Heartbeats | None = None
@@ -146,10 +151,13 @@ class Session:
         self.local_world_size = self.ranks.local_world_size
         self.is_main = self.rank == 0
         """True on rank 0, which writes files and the console log."""
-        # Machines may differ in memory and processor, and all ranks must decide the same: the least of all counts.
+        # Machines may differ in memory and processor, but all ranks must make the same decisions. So each rank takes the
+        # smallest memory, and instructions only if every CPU has them.
         instructions = bf16_instructions()
+        memory = memory_of_a_process(self.ranks, self.device)
+        # One collective for both: the minimum is the negative of the maximum of the negatives.
         negative_memory, lacks_instructions = collectives.max_ints(
-            [-memory_of_a_process(self.ranks, self.device), int(instructions is None)]
+            [-memory, int(instructions is None)]
         )
         self.memory = -negative_memory
         """Bytes that a process has: of its GPU, or its part of the machine's memory; the least of all processes."""
@@ -174,14 +182,14 @@ class Session:
         is_built_on_device = self.fsdp is None or uses_qlora
         self.model_device = self.device if is_built_on_device else torch.device("cpu")
         """Device on which the model is built. A model for FSDP is built in host memory and then sharded."""
-        self._one_reads = (
-            self.fsdp is not None
-            # A shard of 4-bit weights would lack their quantisation tables.
-            and not uses_qlora
+        self._only_rank0_reads = False
+        """True if only rank 0 reads the weights from the files, and sends the others their shards."""
+        # Not 4-bit weights: their shards would lack the quantisation tables.
+        if self.fsdp is not None and not uses_qlora:
             # FSDP1 broadcasts weights on GPUs only.
-            and (self.fsdp.version == 2 or self.device.type == "cuda")
-        )
-        self.builds_empty = self._one_reads and self.rank > 0
+            is_cuda = self.device.type == "cuda"
+            self._only_rank0_reads = self.fsdp.version == 2 or is_cuda
+        self.builds_empty = self._only_rank0_reads and self.rank > 0
         """True if this process builds the model without weights and receives its shards from rank 0."""
         log.info(f"device: {self.device}; mixed precision: {layout.precision}")
         log.info(f"strategy: {layout.strategy}")
@@ -195,30 +203,33 @@ class Session:
         `layer_classes`: FSDP units if the config names none. Create the optimizer from the returned model: FSDP
         replaces the parameters.
         """
-        # from_pretrained leaves a backbone in evaluation mode, without dropout and without gradient checkpointing.
+        # from_pretrained leaves a backbone in evaluation mode, which has no dropout and skips gradient checkpointing.
         model.train()
         share_batch_norms(model, self.device, shared=self.syncs_batch_norms)
         if self.fsdp is not None:
-            self._choose_what_stays_whole(model)
+            # Before sharding: afterwards a parameter counts only this rank's shard.
+            self._choose_what_stays_unsharded(model)
             model = sharding.shard(
                 model,
                 self.accelerator,
                 self.fsdp,
                 layer_classes,
-                one_reads=self._one_reads,
+                only_rank0_reads=self._only_rank0_reads,
             )
             if self.layout.is_hybrid and self.reduces_each_micro_batch:
                 self.all_reduces_once = sharding.all_reduces_once(model, self.fsdp)
             return model
-        # evaluation_mode gives device placement and autocast without DDP. DDP's reducer runs in one backward pass and
-        # would miss towers that are not part of the last micro-batch; all_reduce_gradients runs once per step instead.
+        # evaluation_mode gives device placement and autocast without DDP. DDP reduces gradients in one backward pass and
+        # would miss towers that are not part of the last micro-batch. `synchronise` (vembed.training.optimizer) reduces
+        # them once per step instead.
         model = self.accelerator.prepare_model(model, evaluation_mode=True)
         if self.layout.computes_in_half:
-            # The forward runs under autocast. Otherwise peft would widen the input of each adapted layer to float32,
-            # for dropout, and autocast would narrow it again.
+            # The forward runs under autocast. By default peft would cast the input of each adapted layer to float32, for
+            # dropout, and autocast would cast it back.
             for module in model.modules():
                 if "cast_input_dtype_enabled" in vars(module):
                     vars(module)["cast_input_dtype_enabled"] = False
+        # Replicas start from the weights of rank 0.
         collectives.broadcast_tensors([*model.parameters(), *model.buffers()])
         return model
 
@@ -229,8 +240,8 @@ class Session:
     def close(self, *, waits: bool = True) -> None:
         """Destroy the group that this session started, and restore settings and environment. Further calls are no-ops.
 
-        `waits`: for the work that is under way. After a failure its kernels may wait for another rank for ever, so they
-        are aborted.
+        `waits`: wait for collectives that are still running. False aborts them: after a failure they may wait for another
+        rank for ever.
         """
         if self.heartbeats is not None:
             self.heartbeats.stop()
@@ -264,16 +275,18 @@ class Session:
         if hang_report is not None:
             raise RunError(hang_report) from error
 
-    def _choose_what_stays_whole(self, model: nn.Module) -> None:
-        """Set `reduces_each_micro_batch` and `keeps_gathered`.
+    def _choose_what_stays_unsharded(self, model: nn.Module) -> None:
+        """Set `reduces_each_micro_batch` and `keeps_gathered`: what stays unsharded between the micro-batches of a step.
 
-        Without a reduction, every rank holds unsharded gradients between micro-batches. Without gathered parameters, a
-        step of n micro-batches gathers every unit 2n times, or 3n times with Gradient Cache.
+        Both trade memory for communication. Gradients that are reduced once per step are held unsharded until then. If
+        parameters are not kept gathered, a step of n micro-batches gathers every unit 2n times (forward and backward), or
+        3n times with Gradient Cache (two forward passes).
         """
         layout = self.layout
         gradient_bytes = 0
         parameter_bytes = 0
         for parameter in model.parameters():
+            # FSDP gathers parameters in the dtype of the arithmetic, and accumulates gradients in float32.
             num_bytes = 2 if layout.computes_in_half else parameter.element_size()
             parameter_bytes += parameter.numel() * num_bytes
             if parameter.requires_grad:
@@ -287,7 +300,7 @@ class Session:
         log.info(
             f"gradients: reduced {reduced} (whole ones take {gradient_bytes / GIB:.2f}GB on each process); parameters: "
             f"gathered {gathered} ({parameter_bytes / GIB:.2f}GB); either may take at most "
-            f"{layout.whole_bytes_limit / GIB:.2f}GB"
+            f"{layout.unsharded_bytes_limit / GIB:.2f}GB"
         )
 
     def _join(self, num_machines: int, rank_facts: RankFacts) -> None:
@@ -299,7 +312,7 @@ class Session:
         on_gpu = self.device.type == "cuda"
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         check = LaunchCheck(self.ranks, self.timeout_minutes)
-        # torchrun's store outlives a group; without a prefix the next group would read the addresses of the last one.
+        # torchrun's store outlives a group. Without a prefix the next group would read the addresses of the last one.
         store = PrefixStore(f"vembed-{next(_groups)}", check.connect())
         launch = {"num_machines": num_machines, "WORLD_SIZE": self.ranks.world_size}
         run_id, self.ranks = check.check(store, launch, rank_facts)
@@ -341,12 +354,13 @@ _groups = itertools.count()
 def start_session(
     source: ResolvedRun | TrainConfig,
     rank_facts: RankFacts = lambda _: {},
-    resumed: Callable[[], Precision | None] = lambda: None,
+    resumed_precision: Callable[[], Precision | None] = lambda: None,
 ) -> Session:
     """Start the session of a training run: join the other processes, place the run on them and their devices, and log
     each decision with its reason.
 
-    `rank_facts`: see `Session`. `resumed` gives the precision of the run that is resumed. It is called on rank 0.
+    `rank_facts`: see `Session`. `resumed_precision` reads the precision of the run that is resumed from its checkpoint.
+    Only rank 0 calls it.
     """
     run = resolve_run(source)
     config = run.config
@@ -360,15 +374,19 @@ def start_session(
         if config.run.deterministic:
             # cuBLAS reads it at its first matrix product.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        known = (None, *PRECISIONS)
-        before = known.index(resumed() if session.is_main else None)
+        # Rank 0 tells the others which precision the checkpoint has, by its position in this list.
+        precisions = (None, *PRECISIONS)
+        number = 0
+        if session.is_main:
+            number = precisions.index(resumed_precision())
+        number = collectives.max_ints([number])[0]
         placement = place(
             run,
             session.ranks,
             session.device,
             session.memory,
             instructions=session.instructions,
-            resumed=known[collectives.max_ints([before])[0]],
+            resumed=precisions[number],
         )
         variables = []
         for name in sorted(os.environ):
@@ -382,9 +400,10 @@ def start_session(
             syncs_batch_norms=config.parallel.sync_batchnorm,
         )
         log.info(f"gradient checkpointing: {placement.recomputation}")
-        could_shard = run.fsdp is None and session.world_size > 1
+        # The notes on FSDP are for sharded runs, and for runs whose FSDP options ask for plain copies (NO_SHARD).
+        asks_for_copies = run.fsdp is None and session.world_size > 1
         notes = list(placement.notes)
-        if placement.fsdp is not None or could_shard:
+        if placement.fsdp is not None or asks_for_copies:
             notes = [*run.fsdp_notes, *notes]
         for line in notes:
             log.info(line)
@@ -401,10 +420,10 @@ def start_command_session(
     trust_remote_code: bool = False,
     timeout_minutes: float = DEFAULT_TIMEOUT_MINUTES,
 ) -> Session:
-    """Start the session of a command that uses models and trains none: copies or shards, in the dtype of their files.
+    """Start the session of a command that uses models without training: replicated or sharded, in the dtype of their files.
 
-    `strategy`: fsdp shards a model that goes through `prepare`; auto does so if the weights of `model` would fill the
-    memory of a process.
+    `strategy`: fsdp shards the models that are passed to `prepare`. auto does so if the weights of `model` take more than
+    FITS_SHARE of the memory of a process.
     """
     session = Session(lambda _: {}, timeout_minutes=timeout_minutes)
     try:
@@ -420,13 +439,17 @@ def start_command_session(
             fits = num_bytes <= FITS_SHARE * session.memory
             strategy = "ddp" if fits else "fsdp"
         is_sharded = strategy == "fsdp" and session.world_size > 1
-        chosen: Strategy = "single" if session.world_size == 1 else "ddp"
+        chosen: Strategy = "ddp"
+        if session.world_size == 1:
+            chosen = "single"
+        elif is_sharded:
+            chosen = "fsdp"
         session.lay_out(
             Layout(
                 ranks=session.ranks,
                 device=session.device,
                 memory=session.memory,
-                strategy=Decision("fsdp" if is_sharded else chosen, "strategy"),
+                strategy=Decision(chosen, "strategy"),
                 fsdp=FsdpConfig() if is_sharded else None,
                 precision=Decision("no", "the dtype of the weights"),
             )
@@ -461,6 +484,7 @@ def _choose_interface() -> None:
 
 
 def _make_accelerator(layout: Layout) -> Accelerator:
+    """Return the Accelerator of a layout, for one process, replicas or FSDP."""
     fsdp = layout.fsdp
     rank_info = layout.ranks
     precision = layout.precision.value
@@ -470,9 +494,8 @@ def _make_accelerator(layout: Layout) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     if fsdp is None:
-        os.environ["ACCELERATE_USE_FSDP"] = (
-            "false"  # the launcher may have set it, for one process or NO_SHARD
-        )
+        # The launcher may have set it to true, although one process or NO_SHARD shards nothing.
+        os.environ["ACCELERATE_USE_FSDP"] = "false"
         return Accelerator(cpu=on_cpu, mixed_precision=precision)
     if fsdp.version == 1 and fsdp.sharding_strategy == "HYBRID_SHARD" and on_cpu:
         raise UserError(
@@ -480,7 +503,7 @@ def _make_accelerator(layout: Layout) -> Accelerator:
         )
     plugin = sharding.make_plugin(fsdp, precision, layout.device)
     # mixed_precision="no": the plugin's policy sets the precision, and Accelerate would also convert master weights.
-    # One process shards only where a benchmark of a single GPU asks for it.
+    # Accelerate itself turns FSDP on only for several processes on GPUs. One process shards only in a benchmark.
     if on_cpu or rank_info.world_size == 1:
         os.environ["ACCELERATE_USE_FSDP"] = "false"
         accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")

@@ -138,12 +138,12 @@ def shard(
     fsdp: FsdpConfig,
     layer_classes: Sequence[str],
     *,
-    one_reads: bool,
+    only_rank0_reads: bool,
 ) -> nn.Module:
     """Wrap the model's units and the model with Accelerate's FSDP code. All ranks must call it.
 
     Required ordering: unify dtypes (FSDP1 flattens parameters of one dtype), choose units by unwrapped module names,
-    synchronise the weights, then wrap. `one_reads`: only rank 0 holds the weights and sends the others their shards.
+    synchronise the weights, then wrap. `only_rank0_reads`: only rank 0 holds the weights and sends the others their shards.
     """
     unify_model_dtype_for_fsdp(model, fsdp.version)
     policy = accelerator.state.fsdp_plugin.mixed_precision_policy
@@ -162,7 +162,7 @@ def shard(
     for name, module in model.named_modules():
         if module in units:
             log.debug(f"unit: {name} ({type(module).__name__})")
-    if not one_reads:
+    if not only_rank0_reads:
         collectives.broadcast_tensors(model.parameters())
     if fsdp.version == 1:
         plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
@@ -176,7 +176,7 @@ def shard(
         wrapped: nn.Module = accelerator.prepare_model(model)
     else:
         wrapped = _shard_by_fsdp2(
-            model, accelerator, fsdp, units, wide, one_reads=one_reads
+            model, accelerator, fsdp, units, wide, only_rank0_reads=only_rank0_reads
         )
     log.info(f"FSDP{fsdp.version}: {described}")
     return wrapped
@@ -189,15 +189,15 @@ def _shard_by_fsdp2(
     units: Sequence[nn.Module],
     wide: Sequence[nn.Module],
     *,
-    one_reads: bool,
+    only_rank0_reads: bool,
 ) -> nn.Module:
     plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
-    if one_reads and any(is_quantized(module) for module in model.modules()):
+    if only_rank0_reads and any(is_quantized(module) for module in model.modules()):
         log.info(
             "4-bit weights cannot be distributed from rank 0: every process has read its own copy"
         )
-        one_reads = False
-    weights = _set_aside(model) if one_reads else None
+        only_rank0_reads = False
+    weights = _set_aside(model) if only_rank0_reads else None
     plugin.ignored_modules = _unsharded(model)
     by_class: set[str] = set()
     if fsdp.wrap_policy == "TRANSFORMER_BASED_WRAP":
@@ -247,11 +247,11 @@ def shard_for_use(
     layer_classes: Sequence[str],
     device: torch.device,
     *,
-    one_reads: bool,
+    only_rank0_reads: bool,
 ) -> nn.Module:
     """Shard a model that is not trained, in a run whose own model is not sharded: by FSDP2 itself, since Accelerate's
-    settings are those of the run. All ranks must call it. `one_reads`: only rank 0 holds the weights."""
-    weights = _set_aside(model) if one_reads else None
+    settings are those of the run. All ranks must call it. `only_rank0_reads`: only rank 0 holds the weights."""
+    weights = _set_aside(model) if only_rank0_reads else None
     scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
     mesh = init_device_mesh(device.type, (collectives.world_size(),))
     chosen = set(layer_units(model, layer_classes or layer_candidates(model)))
@@ -459,11 +459,9 @@ def choose_units(
     units: list[nn.Module] = []
     if fsdp.wrap_function is not None:
         chooses = find(fsdp.wrap_function, "fsdp_auto_wrap_policy")
-        units = [
-            module
-            for module in model.modules()
-            if module is not model and chooses(module)
-        ]
+        for module in model.modules():
+            if module is not model and chooses(module):
+                units.append(module)
     elif fsdp.wrap_policy == "SIZE_BASED_WRAP":
         units = size_units(model, fsdp.min_num_params, leaves=fsdp.version == 1)
     elif fsdp.wrap_policy == "TRANSFORMER_BASED_WRAP":

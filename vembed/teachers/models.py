@@ -124,7 +124,7 @@ class VectorTeacher:
             )
             description = loaded.description
             model = shard_for_use(
-                loaded, description.layer_classes, session.device, one_reads=True
+                loaded, description.layer_classes, session.device, only_rank0_reads=True
             )
         else:
             # On CPUs as the trained model, on a GPU in the dtype of the teacher's weights.
@@ -213,7 +213,7 @@ class PairTeacher:
             # Every rank has read the file: weights that are tied would come apart on their way from rank 0.
             layers = reranker.description.layer_classes
             reranker.model = shard_for_use(
-                reranker.model, layers, device, one_reads=False
+                reranker.model, layers, device, only_rank0_reads=False
             )
             self._world_size = self.session.world_size
         log.info(

@@ -27,7 +27,7 @@ from vembed.data.features import Features
 from vembed.data.row_store import FeatureStore, size_of_all
 from vembed.errors import UserError
 from vembed.files import cache_folder
-from vembed.inference.encoding import Between, split_in_step
+from vembed.inference.encoding import InterruptCheck, split_in_step
 from vembed.models.embedding_model import FEATURES, IMAGE_FEATURES, EmbeddingModel
 from vembed.models.families.family import Modality
 from vembed.models.towers import tower_identity
@@ -80,7 +80,7 @@ def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
     return stores
 
 
-def log_use(stores: Stores) -> None:
+def log_feature_use(stores: Stores) -> None:
     """Log how many features were computed and how many read, summed over the ranks. Collective."""
     for modality, store in stores.items():
         computed, read = collectives.sum_ints([store.num_added, store.num_read])
@@ -103,7 +103,7 @@ class InputSource:
         image_bytes: int | None = None,
     ) -> None:
         """Collective. `frozen`: modalities whose towers are not trained. Each of their inputs passes its tower once per
-        step, or never if `stores` holds its features. `image_bytes`: see `EmbeddingModel.bytes_of_frozen_images`."""
+        step, or never if `stores` holds its features. `image_bytes`: see `EmbeddingModel.frozen_image_token_bytes`."""
         self.model = model
         self.feeder = feeder
         self.towers = FrozenTowers(model, frozen, feeder, stores or {})
@@ -144,17 +144,19 @@ class BatchInputs:
         self._tables = self.source.towers.features(self.features, self._cached, splits)
         self._keeps_images = keeps_images
 
-    def feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[ModelInputs]:
-        """Yield the model's input for each forward pass."""
+    def feed(
+        self, micro_batches: Sequence[MicroBatch], first: int = 0
+    ) -> Iterator[ModelInputs]:
+        """Yield the model's input for each forward pass, from the micro-batch `first` on."""
         towers = self.source.towers
         # Frozen slices are not collated: they are rows of the tables [n, width] that `encode_frozen` has made.
         trained = []
-        for micro_batch in micro_batches:
+        for micro_batch in micro_batches[first:]:
             trained.append(
                 [part for part in micro_batch if part[0] not in towers.modalities]
             )
         fed = self.source.feeder.feed(trained, self.features)
-        for micro_index, inputs in enumerate(fed):
+        for micro_index, inputs in enumerate(fed, start=first):
             for part in micro_batches[micro_index]:
                 if part[0] in towers.modalities:
                     inputs.append(towers.inputs(part, self._tables))
@@ -220,25 +222,25 @@ class FrozenTowers:
         features: Sequence[Features],
         budget: int,
         max_rows: int | None,
-        between: Between | None,
+        check_interrupt: InterruptCheck | None,
     ) -> dict[Modality, Tensor]:
         """Return the same as `features`, outside of a training step. Collective: the ranks share their counts first."""
         cached, missing = self.look_up(features)
         splits = split_in_step(
             features, missing, budget, max_rows, collectives.world_size()
         )
-        return self.features(features, cached, splits, between)
+        return self.features(features, cached, splits, check_interrupt)
 
     def features(
         self,
         features: Sequence[Features],
         cached: Mapping[Modality, CachedRows],
         splits: Mapping[Modality, list[list[int]]],
-        between: Between | None = None,
+        check_interrupt: InterruptCheck | None = None,
     ) -> dict[Modality, Tensor]:
         """Return a [len(features), width] table per frozen modality, with zeros for inputs of other modalities.
 
-        Collective: `splits` must hold equally many micro-batches of the missing inputs on every rank. `between` is
+        Collective: `splits` must hold equally many micro-batches of the missing inputs on every rank. `check_interrupt` is
         called after each micro-batch.
         """
         tables: dict[Modality, Tensor] = {}
@@ -264,8 +266,8 @@ class FrozenTowers:
                     store = self.stores[modality]
                     keys = store.keys([features[index] for index in indices])
                     store.add_rows(keys, output.cpu().numpy())
-            if between is not None:
-                between()
+            if check_interrupt is not None:
+                check_interrupt()
         return tables
 
     def inputs(

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from vembed.config.auto import (
-    HEAD,
+    HEAD_RATE,
     RunIntervals,
     RunSize,
     Trained,
@@ -293,7 +293,7 @@ def build_components(
     log.info(f"model: {description.summary()}")
     options = config.options()
     for line in without_effect(
-        description, {name: options[name] for name in config.given}
+        description, {name: options[name] for name in config.explicit_options}
     ):
         log.info(line)
     if data.evaluation is not None:
@@ -345,7 +345,7 @@ def build_components(
     if config.matryoshka.mrl_projection == "pca":
         start_projection(embedder, featuriser, data.examples, session)
     frozen = embedder.frozen_modalities()
-    bytes_of_images = embedder.bytes_of_frozen_images()
+    bytes_per_token = embedder.frozen_image_token_bytes()
     packs_texts = embedder.packs_texts()
     caches_features = config.batch.cache_frozen_features
     stores = open_stores(embedder, session) if caches_features else {}
@@ -367,7 +367,7 @@ def build_components(
         session,
         frozen=frozen,
         stores=stores,
-        image_bytes=bytes_of_images,
+        image_bytes=bytes_per_token,
     )
     optimizer = build_optimizer(model, loss, config.optimizer, seed=config.run.seed)
     components = TrainingComponents(
@@ -531,7 +531,7 @@ def decide_rates(
     elif getattr(embedder.head, "is_new", False):
         new_layers = "the layer of the score is"
     if new_layers is not None and head_rate is None:
-        head_rate = max(HEAD, decision.value)
+        head_rate = max(HEAD_RATE, decision.value)
         log.info(f"head_learning_rate: {head_rate:g} (auto; {new_layers} new)")
     return config.changed(learning_rate=decision.value, head_learning_rate=head_rate)
 

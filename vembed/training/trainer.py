@@ -1,6 +1,6 @@
 """Trainer: one training run on one process of the group. Its loop is `fit`; read this file first.
 
-The order in which facts become known gives the order of the set-up:
+Each part of the set-up needs the ones before it:
 
     checkpoint to resume from -> data and number of steps -> model, loss, optimizer -> intervals -> hooks -> step
 
@@ -38,7 +38,7 @@ from vembed.progress import duration
 from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint
 from vembed.training.checkpoint.resume import kept_decisions
 from vembed.training.final import ModelWriter, save_final
-from vembed.training.frozen import log_use
+from vembed.training.frozen import log_feature_use
 from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
 from vembed.training.hooks.metrics import log_line, log_setup
 from vembed.training.interrupts import Interrupts, StopRequested
@@ -79,21 +79,26 @@ class LoopState:
     num_skipped: int = 0
     """Number of steps skipped because of non-finite values."""
     skipped_in_a_row: int = 0
-    """Number of the last steps that were skipped, float16 overflows aside."""
+    """Number of consecutive skipped steps up to this one. Float16 overflows do not count."""
     best: float | None = None
+    """Best value of the deciding metric so far."""
     best_step: int | None = None
+    """Step of `best`. Its checkpoint is kept."""
     best_scores: dict[str, float] = field(default_factory=dict)
+    """All scores at `best_step`."""
     held_step: int | None = None
-    """Step whose checkpoint `final/` gets if a guard ends the run, and its scores."""
+    """Last step at which every guard held. If a guard ends the run, `final/` gets its checkpoint."""
     held_scores: dict[str, float] = field(default_factory=dict)
+    """All scores at `held_step`."""
     fell: str | None = None
-    """Reason why a guard ended the run."""
+    """The guard that ended the run and its drop, as text. None if no guard did."""
     scale: GradientScale = field(default_factory=GradientScale)
     before: dict[str, float] = field(default_factory=dict)
     """Scores before the first step."""
     scores: dict[str, float] = field(default_factory=dict)
-    """Newest scores, and the step at which they were measured."""
+    """Newest scores."""
     scored_step: int | None = None
+    """Step at which `scores` were measured."""
     seconds: float = 0.0
     """Training time so far, over all resumed parts."""
     hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -108,7 +113,8 @@ class LoopState:
     @classmethod
     def restored(cls, saved: dict[str, Any]) -> LoopState:
         """Return the state that a checkpoint holds."""
-        return cls(**{**saved, "scale": GradientScale(**saved["scale"])})
+        scale = GradientScale(**saved["scale"])
+        return cls(**{**saved, "scale": scale})
 
 
 class Trainer:
@@ -135,7 +141,8 @@ class Trainer:
         self.output = Path(config.run.output_dir)
 
         # The checkpoint. `find` also refuses a folder that is not writable or holds another run.
-        self.resume_point = point = checkpointer.find(config.model)
+        point = checkpointer.find(config.model)
+        self.resume_point = point
         is_length_given = config.optimizer.gives_length()
         if point is not None:
             # Decisions of the run that is resumed stay.
@@ -146,15 +153,16 @@ class Trainer:
                 log.info(f"mixed precision: {precision}", extra=HEADLINE)
 
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
-        self.data = data = open_data(config, session)
+        data = open_data(config, session)
+        self.data = data
         identity = identity_of(config, data)
         require_same_data(identity, data)
         checkpointer.check(point, config.to_dict(), identity)
         checkpointer.require_steps_left(point, data.total_steps)
 
         # The model, and everything that was left to `auto`. From here on the config does not change.
-        self.components, config = build_components(config, data, session)
-        components = self.components
+        components, config = build_components(config, data, session)
+        self.components = components
         self.intervals = decide_intervals(
             config, data, components.model, is_length_given=is_length_given
         )
@@ -162,7 +170,8 @@ class Trainer:
         if config.optimizer.max_steps is None:
             decided["epochs"] = data.epochs
         # A run with these options repeats this one.
-        self.config = config = config.changed(**decided)
+        config = config.changed(**decided)
+        self.config = config
         checkpointer.settings = config.to_dict()
         self.schedule = Schedule(
             config.optimizer, data.total_steps, data.examples_per_step
@@ -176,29 +185,33 @@ class Trainer:
         # All state of the loop. After `on_build`, in which hooks allocate the tensors that the checkpoint fills.
         self.state = LoopState() if point is None else self._restored(point)
 
-        # The step. After the checkpoint: optimizer state that is restored takes memory already, and is not added to
-        # the estimate.
+        # The step. After the checkpoint: the budget is estimated from free memory. Optimizer state that is restored
+        # takes its memory already, and is not added to the estimate.
         self.stream = open_stream(config, data, components.featuriser, session)
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
         self.memory_guard = MemoryGuard(session)
+        budget = find_budget(
+            config.batch,
+            components.model,
+            components.featuriser,
+            session,
+            sample,
+            components.optimizer,
+        )
+        auxiliary_options = None
+        if components.embedder.has_auxiliary():
+            auxiliary_options = config.objective
         self.contrastive_step = ContrastiveStep(
             components.model,
             components.loss,
             components.source,
             session,
-            find_budget(
-                config.batch,
-                components.model,
-                components.featuriser,
-                session,
-                sample,
-                components.optimizer,
-            ),
+            budget,
             self.memory_guard,
             config.run.seed,
             components.teachers,
-            config.objective if components.embedder.has_auxiliary() else None,
+            auxiliary_options,
         )
         self.update = Update(
             components.model,
@@ -217,7 +230,7 @@ class Trainer:
                 self.fit()
             except StopRequested:
                 self.save()
-                self.checkpointer.wait()
+                self.checkpointer.wait()  # with async_save, until it is on disk
                 step = self.state.step
                 path = self.checkpointer.path_of(step)
                 raise self.interrupts.stopped(step, path) from None
@@ -239,8 +252,10 @@ class Trainer:
         if self.config.evaluation.eval_before and state.step == 0:
             self.evaluate()
             state.before = state.scores
-        if state.step and _is_due(state.step, self.intervals.eval_steps):
-            self.evaluate()  # only if the run was stopped during this evaluation
+        # A run that was stopped during an evaluation resumes after the step, without its scores. `evaluate` returns at
+        # once if the checkpoint has them.
+        if state.step > 0 and _is_due(state.step, self.intervals.eval_steps):
+            self.evaluate()
         fsdp_print_memory_usage("before the first step")
         if state.step >= total_steps:
             log.info(
@@ -263,7 +278,8 @@ class Trainer:
         while state.step < self.data.total_steps and not interrupts.ends_early:
             if self.session.heartbeats is not None:
                 self.session.heartbeats.step = state.step + 1
-            if not step_batches:  # otherwise this step is repeated
+            # After a shortage of memory the step is repeated with the batches that it has already.
+            if not step_batches:
                 self._before_step()
                 with self.contrastive_step.timer("data"):
                     step_batches = [next(self.batches) for _ in range(num_batches)]
@@ -294,18 +310,20 @@ class Trainer:
             self._update_weights(report)
             if self.hooks.on_step(report):
                 interrupts.wants_end = True
-            # The ranks decide together, once per step, so that all stop after the same one.
+            # The ranks decide together, once per step, so that all stop after the same one. After `on_step`, whose wish
+            # to end the run is shared in the same collective.
             must_stop = interrupts.must_stop(self.checkpointer.save_seconds)
             is_logged = _is_due(state.step, self.intervals.logging_steps)
             if must_stop or is_logged or state.step == 1 or self._is_last():
                 self.log(report)
             if _is_due(state.step, self.intervals.eval_steps):
                 self.evaluate()
+            # After the evaluation, so that the checkpoint holds its scores. `run` writes that of a stopped run.
             if must_stop:
                 raise StopRequested
-            # After the evaluation, so that the checkpoint holds its scores.
             if self._checkpoint_is_due():
                 self.save()
+        # The last step, unless it was an evaluation step too.
         self.evaluate()
 
     def log(self, report: StepReport) -> None:
@@ -325,7 +343,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_log(values)
         total_steps = self.data.total_steps
-        seconds_left = self.clock.left(report.step, total_steps)
+        seconds_left = self.clock.seconds_left(report.step, total_steps)
         log.info(log_line(values, total_steps, seconds_left))
 
     def evaluate(self) -> None:
@@ -337,8 +355,8 @@ class Trainer:
         if data is None or state.scored_step == state.step:
             return
         start = self.clock.seconds()
+        query_results = QueryResults()
         towers = components.source.towers
-        queries = QueryResults()
         is_quantized = config.objective.quantize_embeddings is not None
         with self.hooks.evaluation_weights():
             scores = evaluate_model(
@@ -349,9 +367,9 @@ class Trainer:
                 self.session,
                 micro_batch_tokens=config.batch.micro_batch_tokens,
                 log=log.info,
-                between=self.interrupts.check,
-                kept=towers if towers.stores else None,
-                queries=queries,
+                check_interrupt=self.interrupts.check,
+                frozen_towers=towers if towers.stores else None,
+                query_results=query_results,
                 compressed=is_quantized and isinstance(data, RetrievalData),
             )
         state.scores = scores
@@ -371,7 +389,9 @@ class Trainer:
         if is_best:
             state.set_best(metric)
         epoch = self.data.epoch_at(state.step)
-        evaluation = Evaluation(state.step, epoch, scores, metric, is_best, queries)
+        evaluation = Evaluation(
+            state.step, epoch, scores, metric, is_best, query_results
+        )
         if self.hooks.on_evaluation(evaluation):
             self.interrupts.wants_end = True
         self.interrupts.share_end_request()
@@ -394,12 +414,11 @@ class Trainer:
         """Write final/ and the report. Collective."""
         state = self.state
         components = self.components
-        # Hooks first: they are promised the weights of the last step, and below those of a better checkpoint may be
-        # loaded.
+        # Hooks first: they are promised the weights of the last step. Those of a better checkpoint may be loaded below.
         for hook in self.hooks:
             hook.on_finish(self)
         self.interrupts.is_over = True
-        log_use(components.source.towers.stores)
+        log_feature_use(components.source.towers.stores)
         components.teachers.log_use()
         self.checkpointer.wait()
 
@@ -413,11 +432,12 @@ class Trainer:
             reason = "the best checkpoint"
             step = state.best_step
             scores = state.best_scores
-        if step not in (None, state.step):
+        if step is not None and step != state.step:
             folder = self.checkpointer.path_of(step)
-            if self.checkpointer.load_weights(
+            is_loaded = self.checkpointer.load_weights(
                 folder, components.model, components.loss, self.hooks.tensors()
-            ):
+            )
+            if is_loaded:
                 log.info(f"final/ gets {reason}, {folder.name}")
                 state.scores = scores
                 state.scored_step = step
@@ -441,9 +461,9 @@ class Trainer:
     def restart_stream(self) -> None:
         """Read the batches from the current step on. Those prepared ahead are dropped."""
         num_batches = self.data.batches_per_step
-        self.batches: Iterator[RankBatch] = self.stream.from_batch(
-            self.state.step * num_batches, self.data.total_steps * num_batches
-        )
+        first = self.state.step * num_batches
+        end = self.data.total_steps * num_batches
+        self.batches: Iterator[RankBatch] = self.stream.from_batch(first, end)
 
     # ---- parts of the loop ---------------------------------------------------
 
@@ -461,7 +481,8 @@ class Trainer:
         data = self.data.evaluation
         is_scored = state.step > 0 and state.scored_step == state.step
         if data is not None and is_scored and state.best is None:
-            # It was reset, or this step was no candidate when it was scored; now there is a checkpoint of it.
+            # No best step is known: the options have changed, or this step had no checkpoint yet when it was scored.
+            # It has one now, so it may be the best.
             metric = self.config.evaluation.eval_metric
             state.set_best(deciding_metric(metric, data, state.scores))
         if not self.config.evaluation.guards:
@@ -507,7 +528,7 @@ class Trainer:
     def _checkpoint_is_due(self) -> bool:
         """Return whether this step gets a checkpoint.
 
-        None in a row of skipped steps does: weights that may be broken would take the place of good ones.
+        No checkpoint after a skipped step: broken weights must not replace the good ones of earlier checkpoints.
         """
         is_due = _is_due(self.state.step, self.intervals.save_steps)
         return is_due and not self.state.skipped_in_a_row
@@ -522,13 +543,13 @@ def _is_due(step: int, interval: int | None) -> bool:
 
 
 class RunClock:
-    """Time of a run: all of it, and what is left."""
+    """Time of a run: the seconds so far, and an estimate of those that are left."""
 
     def __init__(self) -> None:
         self.began = time.perf_counter()
         self.earlier_seconds = 0.0
         """Seconds that earlier parts of a resumed run took."""
-        # The rate is that of the last few calls: the first steps of a run are slower than the others.
+        # (time, step) at the last few log lines. Not at all of them: the first steps of a run are slower.
         self._marks: deque[tuple[float, int]] = deque(maxlen=6)
 
     def start_loop(self, step: int) -> None:
@@ -539,9 +560,10 @@ class RunClock:
         """Return the seconds of the whole run so far."""
         return self.earlier_seconds + time.perf_counter() - self.began
 
-    def left(self, step: int, total_steps: int) -> float:
+    def seconds_left(self, step: int, total_steps: int) -> float:
         """Return the seconds that the steps after `step` will take at the rate of the last few calls."""
         now = time.perf_counter()
         began, first = self._marks[0]
         self._marks.append((now, step))
-        return (now - began) / (step - first) * (total_steps - step)
+        seconds_per_step = (now - began) / (step - first)
+        return seconds_per_step * (total_steps - step)

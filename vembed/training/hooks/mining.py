@@ -149,8 +149,8 @@ class EpochMiner(Hook):
             featuriser.features(items),
             run.session.device,
             world_size=run.session.world_size,
-            between=run.interrupts.check,
-            kept=towers if towers.stores else None,
+            check_interrupt=run.interrupts.check,
+            frozen_towers=towers if towers.stores else None,
         )
         is_unit = run.config.objective.similarity == "cosine"
         return first_dims(vectors, vectors.shape[1], is_unit)
