@@ -85,12 +85,21 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     return sentences
 
 
+MAX_NAME_BYTES = 255
+"""Longest name of a file or folder on common file systems."""
+
+
 def _value_rules(config: TrainConfig) -> Iterator[str]:
     options = config.options()
     for name in ("model_name", "data_path", "output_dir"):
         if options[name] in ("", []):
             yield f"{name} is empty: give it a value"
+        parts = str(options[name]).split("/") if name != "data_path" else []
+        if any(len(part.encode("utf-8", "replace")) > MAX_NAME_BYTES for part in parts):
+            yield f"{name} has a part of more than {MAX_NAME_BYTES} bytes, which no file system takes: shorten it"
     for name, value in options.items():
+        if isinstance(value, str) and "\0" in value:
+            yield f"{name}: {value!r} holds a NUL character: write it without"
         try:
             json.dumps(value, ensure_ascii=False, default=dict).encode()
         except UnicodeEncodeError:

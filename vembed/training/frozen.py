@@ -80,7 +80,7 @@ def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
     return stores
 
 
-def log_use(stores: Stores) -> None:
+def log_feature_use(stores: Stores) -> None:
     """Log how many features were computed and how many read, summed over the ranks. Collective."""
     for modality, store in stores.items():
         computed, read = collectives.sum_ints([store.num_added, store.num_read])

@@ -9,8 +9,9 @@ of width D, and the loss L is a function of the embeddings E [U, D] of all U inp
 Once G is known, each input's summand can be computed by itself: it is the gradient of the dot product <e_i, G_i>, with
 G_i as a constant. Inputs may therefore pass the model in micro-batches of any size, and be divided among ranks in any way.
 This rank holds n of the U inputs, each of them once, however often it occurs in the rows of the loss. An input may be
-a pair, whose vector is its score (D = 1). It may also have several vectors: their number is known from its tokens,
-before the forward pass, and `starts` says where they begin in E. Five stages, five methods:
+a pair, whose vector is its score (D = 1). It may also have several vectors. Then E has one row for each vector: their
+number is known from the tokens, before the forward pass, and `starts` says where those of an input begin. Five stages,
+five methods:
 
 1. `split`     One collective: the number of inputs, rows and micro-batches of each rank. From them every rank derives
                the same number of micro-batches, and how many of their graphs are kept.
@@ -22,7 +23,8 @@ before the forward pass, and `starts` says where they begin in E. Five stages, f
                of E. Added up over the ranks, these are G, of which this rank gets its n vectors, times the world size:
                the gradients of the ranks are averaged later.
 5. `backward`  Backpropagate G_i from e_i through each micro-batch, in the graph that was kept, or in that of a second
-               forward pass with the same random draws. Under FSDP the last backward pass synchronises the gradients of the ranks.
+               forward pass with the same random draws. Under FSDP the last backward pass synchronises the gradients of
+               the ranks.
 """
 
 from __future__ import annotations
@@ -306,7 +308,8 @@ class ContrastiveStep:
         )
         columns = [list(column) for column in zip(*table, strict=True)]
         batch.counts = Counts(*columns[: len(rank_counts)])
-        # A rank with fewer micro-batches splits its inputs finer, or runs dummies, up to the maximum over the ranks.
+        # The maximum over the ranks for each modality. A rank with fewer micro-batches splits its inputs finer, or runs
+        # dummies.
         num_micro_batches = [max(column) for column in columns[len(rank_counts) :]]
         num_groups = len(trained_split.counts)
         splits = trained_split.agreed(num_micro_batches[:num_groups])
@@ -326,9 +329,9 @@ class ContrastiveStep:
         with torch.no_grad():
             # Where all graphs are kept there is no second phase that could reuse image features.
             max_tokens = max(batch.counts.padded_tokens)
-            has_room = max_tokens <= self.source.max_image_tokens
+            images_fit = max_tokens <= self.source.max_image_tokens
             replays = batch.num_kept_graphs < len(batch.micro_batches)
-            keeps_images = has_room and replays
+            keeps_images = images_fit and replays
             batch.inputs.encode_frozen(batch.frozen_splits, keeps_images=keeps_images)
             # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
             # micro-batch.
@@ -336,7 +339,7 @@ class ContrastiveStep:
             fed = batch.inputs.feed(batch.micro_batches)
             for micro_index, model_inputs in enumerate(fed):
                 micro_batch = batch.micro_batches[micro_index]
-                # Set before the forward pass, as FSDP requires; `backward` sets it again for each micro-batch.
+                # FSDP reads this in the forward pass already. `backward` sets it again for each micro-batch.
                 self._synchronise_gradients(batch.synchronises(micro_index))
                 # The first ones keep their graphs: their backward passes come first, and free them before any replay.
                 keeps_graph = micro_index < batch.num_kept_graphs
@@ -462,8 +465,8 @@ class ContrastiveStep:
             else:
                 # The seed is a function of the index, so this replay draws the dropout masks of `encode`.
                 outputs, losses = self._forward(batch, next(replayed), micro_index)
-            # From the last backward on, the units reshard again. Not before its forward: it would reshard as well, and
-            # every unit would be gathered a second time.
+            # From the last backward pass on, units reshard again. Set after the last forward pass, which would reshard
+            # too, so that every unit would be gathered a second time.
             self._keep_gathered(not batch.synchronises(micro_index))
             # The roots of this backward pass, each with the gradient that it starts from.
             roots: list[Tensor] = []
@@ -482,7 +485,7 @@ class ContrastiveStep:
             if batch.auxiliary is not None:
                 surrogate = batch.auxiliary.surrogate(micro_batch, losses)
                 if surrogate is not None:
-                    # As the loss: a sum over the ranks, which averaging would divide.
+                    # The loss is a sum over the ranks, but the gradients of the ranks are averaged (see `score`).
                     factor = weight * self.session.world_size
                     roots.append(surrogate)
                     gradients.append(surrogate.new_full((), factor))

@@ -12,6 +12,7 @@ from vembed.models.families.family import CHAT_LENGTH, Family, Starter
 _RECORDS = (
     Family(
         name="text_encoder",
+        model_types=frozenset(),
         forwards={"text": "text"},
         towers={"text": ""},
         starter=Starter(
@@ -29,6 +30,7 @@ _RECORDS = (
     ),
     Family(
         name="text_decoder",
+        model_types=frozenset(),
         forwards={"text": "text"},
         towers={"text": ""},
         pooling_reason="a decoder with bidirectional attention (the model defines no pooling)",
@@ -89,6 +91,7 @@ _RECORDS = (
     ),
     Family(
         name="image_encoder",
+        model_types=frozenset(),
         forwards={"image": "image"},
         towers={"vision": ""},
         starter=Starter(
@@ -117,6 +120,7 @@ _RECORDS = (
     ),
     Family(
         name="composed",
+        model_types=frozenset(),
         forwards={"text": "text", "image": "image"},
         towers={"text": "text_model.", "vision": "vision_model."},
         projections={"text": "text_projection", "image": "visual_projection"},
@@ -133,6 +137,7 @@ _RECORDS = (
     ),
     Family(
         name="own_text_image",
+        model_types=frozenset(),
         forwards={"text": "text", "image": "image"},
         towers={"text": "", "vision": ""},
         is_causal=None,
