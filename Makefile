@@ -53,7 +53,7 @@ wheel:                                    ## build a wheel, install it in a clea
 bench-quick: $(VENV)/.dev                 ## ratios to sentence-transformers in about 3 minutes
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.train --peer sentence-transformers --quick
 
-bench-gpu: $(VENV)/.dev                   ## correctness, speed and memory on one GPU, at most 9 minutes
+bench-gpu: $(VENV)/.dev                   ## speed, memory and correctness on one GPU; without one, with tiny models on the CPU
 	HF_HUB_OFFLINE=1 $(BIN)/python -m benchmarks.gpu
 
 chaos: $(VENV)/.dev                       ## kill, truncate and resume a real run, ROUNDS times

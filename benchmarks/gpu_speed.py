@@ -47,7 +47,6 @@ def run_speed(record: Record, folder: Path) -> None:
     peak = record.row(
         "speed", "matrix product", lambda: matrix_peak(record), limit=30
     ).get("flops", 0.0)
-    loss_rows(record)
     for whole in SHAPES:
         shape = small(whole) if record.is_small else whole
         seconds = 150.0 if "8b" in shape.name else 75.0
@@ -58,6 +57,7 @@ def run_speed(record: Record, folder: Path) -> None:
             limit=seconds,
         )
         remove(folder / shape.name)
+    loss_rows(record)
     # Last, so that a lack of time takes no other row: compiling takes a while, and long runs do it by default.
     for whole in (BERT, QWEN_SMALL):
         shape = replace(

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_correctness
+from benchmarks import gpu_correctness, gpu_sides
 from benchmarks.gpu import main
-from benchmarks.gpu_models import small
+from benchmarks.gpu_models import QWEN_SMALL, small
 from benchmarks.gpu_record import NotMeasuredError, Record
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -158,9 +158,32 @@ def test_a_row_that_fails_or_has_no_time_leaves_the_others(tmp_path: Path) -> No
     )
 
 
-def test_without_a_gpu_it_names_small(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_without_a_gpu_the_small_form_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["--out", str(tmp_path / "gpu.json")]) == 2
-    assert "--small" in capsys.readouterr().err
+    out = tmp_path / "gpu.json"
+    assert main(["--out", str(out), "--row", "matrix product"]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["size"] == 512
+
+
+def test_a_peer_without_memory_is_tried_with_its_cached_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[int] = []
+
+    def train(*arguments: Any) -> gpu_sides.Elsewhere:
+        tokens = arguments[-1]
+        tried.append(tokens)
+        if not tokens:
+            raise torch.OutOfMemoryError
+        return gpu_sides.Elsewhere(seconds=[1 / tokens])
+
+    monkeypatch.setattr(gpu_sides, "_train", train)
+    record = Record(tmp_path / "out.json", torch.device("cpu"), False, seconds=100)
+    run = gpu_sides.train_elsewhere(
+        record, QWEN_SMALL, tmp_path, [], tmp_path, tmp_path, steps=1
+    )
+    assert tried == [0, *gpu_sides.MINI_BATCH_TOKENS]
+    assert run.seconds == [1 / max(tried)]

@@ -292,7 +292,9 @@ def test_use_fsdp_false_rules_sharding_out_only_where_it_is_written(
         save_config(run.config, "again.yaml")
         again = resolve_run("again.yaml", env={})
         assert again.strategy.value == run.strategy.value
-        assert ("temperature" in again.config.given) == ("temperature" in text)
+        assert ("temperature" in again.config.explicit_options) == (
+            "temperature" in text
+        )
 
 
 WAYS = {

@@ -80,7 +80,9 @@ def best_cost(
 def test_no_cut_is_cheaper(
     lengths: list[int], budget: int, max_rows: int | None
 ) -> None:
-    price = min(budget, max(lengths) * (max_rows or budget)) // microbatches.PRICE
+    price = (
+        min(budget, max(lengths) * (max_rows or budget)) // microbatches.PRICE_DIVISOR
+    )
     split = microbatches.split(lengths, budget, max_rows)
     cost = microbatches.padded_tokens(lengths, split) + price * len(split)
     assert cost == best_cost(sorted(lengths, reverse=True), budget, max_rows, price)

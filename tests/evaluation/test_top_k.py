@@ -48,7 +48,13 @@ def set_tiles(monkeypatch, **sizes):
 @pytest.mark.parametrize("first", [1, 4096])
 @pytest.mark.parametrize("in_order", [True, False])
 def test_equal_to_a_sort(num_queries, num_documents, k, first, in_order, monkeypatch):
-    set_tiles(monkeypatch, QUERY_TILE=16, DOCUMENT_TILE=70, FIRST=first, BLOCK=8)
+    set_tiles(
+        monkeypatch,
+        QUERY_TILE=16,
+        DOCUMENT_TILE=70,
+        FIRST_TILE_DOCUMENTS=first,
+        BLOCK_DOCUMENTS=8,
+    )
     draw = np.random.default_rng(num_documents * k)
     # Whole numbers give exact sums and many ties. Some are negative zeros.
     queries = draw.integers(-2, 3, (num_queries, 6)).astype(np.float32)
@@ -78,7 +84,7 @@ def test_keys_sort_as_scores_and_then_numbers():
 
 def test_nothing_is_lost_where_later_documents_are_better(monkeypatch):
     """Scores that rise: every block passes the threshold."""
-    set_tiles(monkeypatch, FIRST=1)
+    set_tiles(monkeypatch, FIRST_TILE_DOCUMENTS=1)
     documents = torch.linspace(-1, 1, 3000)[:, None]
     found, _ = found_in_chunks(torch.ones(3, 1), documents, 20, NO_PAIRS, 512)
     assert found.tolist() == [list(range(2999, 2979, -1))] * 3
@@ -88,7 +94,9 @@ def test_nothing_is_lost_where_later_documents_are_better(monkeypatch):
 def test_exact_whatever_the_first_pass_rounds(document_tile, monkeypatch):
     """Scores that the float32 of a product in tiles does not tell apart, lengths that differ, and queries
     whose best score is negative: the result is that of a sort of all float32 scores, bit by bit."""
-    set_tiles(monkeypatch, QUERY_TILE=8, DOCUMENT_TILE=document_tile, FIRST=600)
+    set_tiles(
+        monkeypatch, QUERY_TILE=8, DOCUMENT_TILE=document_tile, FIRST_TILE_DOCUMENTS=600
+    )
     draw = torch.Generator().manual_seed(0)
     documents = torch.randn(150, 24, generator=draw).repeat(10, 1)
     documents += 1e-7 * torch.randn(documents.shape, generator=draw)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import vembed
 from tests.training.test_run import settings
 from vembed import files
+from vembed.cli.main import run_process
 from vembed.errors import UserError
 
 READERS = [
@@ -97,3 +99,21 @@ def test_an_output_dir_that_holds_no_files_is_refused(name, tmp_path):
     options = settings(tmp_path, max_steps=1, val_data_path=None)
     with pytest.raises(UserError, match="output_dir"):
         vembed.train({**options, "output_dir": name})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("log_file", "a\0b"),
+        ("tokenizer_name", "a\0b"),
+        ("output_dir", "x" * 300),
+        ("model_name", "x" * 300),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_one_sentence(option, value, tmp_path, capsys):
+    config = tmp_path / "cfg.json"
+    config.write_text(json.dumps({**settings(tmp_path), option: value}))
+    assert run_process("train", [str(config)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {option}")
+    assert "Traceback" not in error

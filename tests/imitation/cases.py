@@ -152,3 +152,79 @@ CASES = [
     Case("qwen3-vl bf16", tiny.tiny_qwen3_vl, "captions", BF16),
     Case("bert and dinov2 bf16", tiny.tiny_bert, "captions", BF16, TOWERS),
 ]
+
+# ---- the whole matrix, on demand -------------------------------------------------------------------------------
+
+FAMILIES: dict[Data, tuple[str, ...]] = {
+    "texts": [
+        "bert",
+        "distilbert",
+        "gemma",
+        "gpt2",
+        "llama",
+        "mistral",
+        "modernbert",
+        "mpnet",
+        "qwen2",
+        "qwen3",
+        "roberta",
+        "t5",
+        "xlmr",
+    ],
+    "captions": ["clip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "siglip", "siglip2"],
+    "pictures": ["convnext", "dinov2", "dinov3", "vit", "vitmae"],
+}
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "float32": {"mixed_precision": "no"},
+    "bf16": BF16,
+}
+WITH_CHOICES = ["bert", "qwen3", "modernbert", "gpt2", "clip", "qwen2_5_vl", "vit"]
+CHOICES: dict[str, dict[str, Any]] = {
+    "lora": LORA,
+    "checkpoints": {"gradient_checkpointing": True},
+    "cache sizes": CACHE,
+    "all": LORA | CACHE | {"gradient_checkpointing": True},
+}
+LOSS_OPTIONS: dict[str, dict[str, Any]] = {
+    "all pairs": {"same_side_negatives": "both"},
+    "hardness": {
+        "losses": [{"loss": "infonce", "hardness_alpha": 1.0, "focal_gamma": 1.0}]
+    },
+    "mixed negatives": {"losses": [{"loss": "infonce", "mix_negatives": 2}]},
+    "int8 vectors": {"quantize_embeddings": "int8"},
+    "bits": {"quantize_embeddings": "binary"},
+    "kl by scores": {"loss": "kl", "teacher": "scores"},
+}
+PLAIN_LOSSES = ("sigmoid", "triplet", "circle", "spread_out")
+TAUGHT_LOSSES = (
+    "kl", "margin_mse", "embedding", "relational", "listwise", "ranknet"
+)  # fmt: skip
+RERANKER_LOSSES = ("bce", "infonce", "lambda", "ranknet", "listwise")
+
+
+def whole_matrix() -> list[Case]:
+    """Return every family, some with every option, and every loss of embedding models and rerankers with a BERT."""
+    cases = list(CASES)
+    for data, families in FAMILIES.items():
+        for family in families:
+            make = getattr(tiny, f"tiny_{family}")
+            for precision, options in PRECISIONS.items():
+                cases.append(Case(f"{family}: {precision}", make, data, options))
+            for choice, options in CHOICES.items():
+                if family in WITH_CHOICES:
+                    name = f"{family}: {choice}"
+                    cases.append(Case(name, make, data, BF16 | options))
+    bert = tiny.tiny_bert
+    for name, options in LOSS_OPTIONS.items():
+        cases.append(Case(f"loss: {name}", bert, "texts", BF16 | options))
+    for loss in PLAIN_LOSSES:
+        cases.append(Case(f"loss: {loss}", bert, "texts", BF16 | {"loss": loss}))
+    for loss in TAUGHT_LOSSES:
+        options = BF16 | {"loss": loss}
+        cases.append(Case(f"taught: {loss}", bert, "texts", options, TEACHER))
+    guide = {"guide": tiny.tiny_roberta}
+    cases.append(Case("loss: guide", bert, "texts", BF16, guide))
+    for loss in RERANKER_LOSSES:
+        options = BF16 | {"task": "rerank", "loss": loss}
+        cases.append(Case(f"reranker: {loss}", bert, "texts", options))
+    return cases

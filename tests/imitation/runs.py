@@ -63,9 +63,9 @@ class Result:
 def train(name: str, recording: Any = None) -> Result:
     """Train one case in this process. `recording`: of the imitation device, where it is installed."""
     import vembed
-    from tests.imitation.cases import CASES
+    from tests.imitation.cases import whole_matrix
 
-    case = next(case for case in CASES if case.name == name)
+    case = next(case for case in whole_matrix() if case.name == name)
     result = Result()
 
     def on_step(info: Any) -> None:

@@ -54,7 +54,9 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     """Options of TrainConfig: the loss, LoRA, gradient checkpointing, MRL."""
     data: Data = "negatives"
-    cache: bool = True
+    cache: bool | None = True
+    kept_tokens: int = 10**9
+    """Tokens whose graphs fit, if `cache` is None."""
     micro: Literal["row", "odd", "whole"] = "odd"
     dropout: float = 0.0
     num_examples: int = 7
@@ -75,7 +77,7 @@ class Case:
     def budget(self) -> Budget:
         """Micro-batches of one row, of an odd size, or everything at once."""
         tokens = {"row": 1, "odd": 73, "whole": 10**9}[self.micro]
-        return Budget(tokens, 10**9, self.cache)
+        return Budget(tokens, self.kept_tokens, self.cache)
 
 
 def examples(case: Case) -> list[Example]:

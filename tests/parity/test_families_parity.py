@@ -198,7 +198,7 @@ def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
                             "loss": result.loss_share,
                         },
                         "units": (units, num_layers),
-                        "kept": result.kept_graphs,
+                        "kept": result.num_kept_graphs,
                         "calls": result.num_forwards,
                     }
                 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from tests.harness import run_ranks
 from tests.parity.engine import Case, build, examples, step_of
@@ -20,7 +21,7 @@ def count_rounds(
     folder: Path, strategy: str, cases: list[Case]
 ) -> list[dict[str, Any]]:
     """On every rank: what a step of each case sends, by the counters of vembed and of torch."""
-    found, reduced = [], []
+    found, reduced, finished = [], [], []
 
     def counted(original: Any) -> Any:
         def micro_batch(*args: Any, **options: Any) -> Any:
@@ -36,6 +37,13 @@ def count_rounds(
         else "reduce_scatter_tensor"
     )
     setattr(dist, name, counted(getattr(dist, name)))
+    finalize = FSDPParamGroup.finalize_backward
+
+    def finalize_backward(group: FSDPParamGroup) -> None:
+        finished.append(group)
+        finalize(group)
+
+    setattr(FSDPParamGroup, "finalize_backward", finalize_backward)  # noqa: B010 - mypy
     with start_session(cases[0].config(folder, strategy=strategy)) as session:
         for case in cases:
             config = case.config(
@@ -50,12 +58,18 @@ def count_rounds(
             )
             collectives.calls.clear()
             reduced.clear()
+            finished.clear()
             result = step.accumulate(rank_batch, 0, weight=1.0, last=True)
             synchronise(model, loss, session)
             ours = dict(collectives.calls)
             units = len(reduced)  # those of FSDP alone
             found.append(
-                {"calls": result.num_forwards, "ours": ours, "reduce_scatters": units}
+                {
+                    "calls": result.num_forwards,
+                    "ours": ours,
+                    "reduce_scatters": units,
+                    "waits": len(finished),
+                }
             )
     return found
 
@@ -75,6 +89,8 @@ def test_one_round_of_gradients_per_step() -> None:
         )  # the embeddings, and how the rows refer to them
         assert rows["ours"]["reduce_scatter_rows"] == 1
         assert rows["reduce_scatters"] == whole["reduce_scatters"]
+        # FSDP2 waits for its reductions in the last backward pass alone.
+        assert rows["waits"] == whole["waits"]
     assert copies[0]["ours"]["all_reduce_gradients"] == 1
     assert "all_reduce_gradients" not in shards[0]["ours"]
     num_units = 2 + 1 + 1  # layers, input embeddings, the rest

@@ -418,7 +418,7 @@ def test_parts_of_the_list_and_a_dry_run(place, capsys):
     assert table[4].endswith("without the 1 not estimated")
     assert not Path("output").exists()
     assert train("--stage", "broad", "output_dir=one") == 0
-    assert Path("one/final").is_dir()
+    assert Path("one/broad/final").is_dir()
     assert train("--from", "broad", "--until", "broad", "output_dir=two") == 0
     assert Path("two/broad/final").is_dir()
     assert (

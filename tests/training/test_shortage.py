@@ -88,8 +88,22 @@ def test_fsdp1_says_that_it_cannot_keep_several_graphs(
         is_said,
         is_said,
     )
-    assert budget.keeps_graphs(50, 2, session) is (version == 2 and not cache)
-    assert budget.keeps_graphs(50, 1, session) is not cache
+    num_kept = 2 if version == 2 and not cache else 0
+    assert budget.num_kept_graphs(50, 30, 2, session) == num_kept
+    assert budget.num_kept_graphs(50, 30, 1, session) == int(not cache)
+
+
+@pytest.mark.parametrize(
+    ("padded_tokens", "longest", "num_kept"),
+    [(500, 90, 7), (501, 90, 5), (501, 130, 3), (2000, 600, 0)],
+)
+def test_graphs_of_as_many_micro_batches_as_fit_are_kept(
+    padded_tokens, longest, num_kept
+):
+    # A single input of 130 or 600 tokens is larger than a micro-batch.
+    session = SimpleNamespace(fsdp=None)
+    budget = Budget(100, 500, use_gradient_cache=None)
+    assert budget.num_kept_graphs(padded_tokens, longest, 7, session) == num_kept
 
 
 @pytest.mark.parametrize("cache", [True, False])

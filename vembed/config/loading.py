@@ -22,7 +22,6 @@ from vembed.config.accelerate_file import (
 )
 from vembed.config.entries import DataSource
 from vembed.config.layers import (
-    COMMAND_LINE,
     REPLACES,
     Layer,
     Level,
@@ -86,7 +85,7 @@ def resolve_run(
     config_file = Path(source) if isinstance(source, str | Path) else None
     notes: list[str] = []
     command_line, chosen_stage = command_line_layer(overrides)
-    configs, presets = source_layers(source, stage or chosen_stage)
+    configs, presets = source_layers(source, stage or chosen_stage, command_line)
     for layer in configs:
         # Before the layers are merged, since the Accelerate file is read for that.
         resolve_paths(layer.values, ("accelerate_config",), config_file, notes)
@@ -271,15 +270,6 @@ def _resolve_values(
 
     model = values.get("model_name")
     folder = values.get("output_dir")
-    starts_from_stage = model is not None and RESULT_OF in model.place
-    is_moved = folder is not None and folder.place == COMMAND_LINE
-    if starts_from_stage and is_moved:
-        assert model is not None and folder is not None
-        notes.append(
-            f"output_dir: {folder.value} ({COMMAND_LINE}) is this stage's folder alone: it "
-            f"starts from {model.value} ({model.place}); model_name=FOLDER/final starts from "
-            "another run of that stage"
-        )
     resolve_paths(values, PATH_OPTIONS, file, notes)
     # After the path of the class is resolved. Without a model_name the class starts from new weights, and names the model.
     model_class = values.get("model_class")
@@ -428,7 +418,7 @@ def render(
     for name, replaced in REPLACES.items():
         if values[name] is not None:
             del values[replaced]
-    if "temperature" not in config.given:
+    if "temperature" not in config.explicit_options:
         # A learned temperature starts from the model's own, unless this option is given.
         del values["temperature"]
     lines: list[str] = []

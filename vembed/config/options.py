@@ -102,6 +102,9 @@ class Option:
         if key:
             message = problem["msg"].replace("Input should be", "must be")
             return f"{place}: {key} {message}, but is {quoted(problem['input'])}"
+        if problem["type"] in ("too_short", "too_long"):
+            message = problem["msg"].replace("List should", "must")
+            return f"{self.name} {message}"
         if value is None:
             return f"{self.name} has no value; give {self.accepts}, or leave the line out for {quoted(self.default)}"
         near = nearest(str(value), self.choices) if isinstance(value, str) else None

@@ -85,12 +85,21 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     return sentences
 
 
+MAX_NAME_BYTES = 255
+"""Longest name of a file or folder on common file systems."""
+
+
 def _value_rules(config: TrainConfig) -> Iterator[str]:
     options = config.options()
     for name in ("model_name", "data_path", "output_dir"):
         if options[name] in ("", []):
             yield f"{name} is empty: give it a value"
+        parts = str(options[name]).split("/") if name != "data_path" else []
+        if any(len(part.encode("utf-8", "replace")) > MAX_NAME_BYTES for part in parts):
+            yield f"{name} has a part of more than {MAX_NAME_BYTES} bytes, which no file system takes: shorten it"
     for name, value in options.items():
+        if isinstance(value, str) and "\0" in value:
+            yield f"{name}: {value!r} holds a NUL character: write it without"
         try:
             json.dumps(value, ensure_ascii=False, default=dict).encode()
         except UnicodeEncodeError:
@@ -105,7 +114,7 @@ def _model_rules(config: TrainConfig) -> Iterator[str]:
     model = config.model
     batch = config.batch
     # Given, with whatever value: whoever writes both believes that both count.
-    if batch.global_batch_size is not None and "batch_size" in config.given:
+    if batch.global_batch_size is not None and "batch_size" in config.explicit_options:
         yield (
             f"batch_size: {batch.batch_size:,d} (per process) and global_batch_size: {batch.global_batch_size:,d} (over "
             "all processes) are two ways to say one thing: keep one of them"

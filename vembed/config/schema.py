@@ -66,7 +66,7 @@ class ModelSection(Section, title="model"):
     document together and gives a score."""
     reranker_head: Literal["auto", "label", "answer"] = "auto"
     """task: rerank: the layer that gives the score. `label`: a classifier with one label. `answer`: the logit of `yes`
-    less that of `no`, of a decoder's language-model head. `auto`: `answer` for a causal language model."""
+    minus that of `no`, of a decoder's language-model head. `auto`: `answer` for a causal language model."""
     model_family: Literal["auto"] | FamilyName = "auto"
     """Kind of model. `auto`: from the model's config and files. The log gives the reason."""
     model_revision: str | None = None
@@ -197,13 +197,13 @@ class DataSection(Section, title="data"):
     max_negatives: NonNegativeInt | None = None
     """Maximum number of negatives per record. The first ones are used. Default: all."""
     in_batch_negatives: NonNegativeInt = 0
-    """task: rerank: so many further negatives for each query: the positives of other examples of the global batch. An
-    embedding model compares with all of them in any case."""
+    """task: rerank: number of additional negatives for each query, taken from the positives of other examples of the global
+    batch. An embedding model compares with all of these in any case."""
     max_train_examples: PositiveInt | None = None
     """Use only this many examples, the first ones of each source. Default: all."""
     no_duplicates: bool = False
-    """Avoid equal contents in one global batch. At most the last incomplete batch is left out wherever an arrangement
-    exists. The log says how many."""
+    """Avoid equal contents in one global batch. Examples that fit in no batch are left out: where possible, no more than
+    those of the last incomplete batch. The log gives the number."""
     homogeneous_batches: Literal["task"] | bool = False
     """With several sources: draw every global batch from a single source. `task`: from sources of one task, which have
     the same losses, temperature and batch size."""
@@ -242,9 +242,10 @@ class _Objective(Section, title="loss"):
 
     loss: LossName = "infonce"
     auxiliary_losses: dict[str, float] | None = None
-    """Weight of each loss that the model itself returns, by name. Default: 1 for each. 0: logged only. An own model names
-    them. Others have a language-model head: `next_token` of decoders, which is trained beside `loss` if it has a weight
-    here, and alone with loss: none, as `masked_token` of encoders is, whose tokens are hidden with probability 0.15."""
+    """Weight of each loss that the model itself returns, by name. Default: 1 for each. 0: logged only. A model of your own
+    (`model_class`) names them. Other text models have a language-model head. Decoders: `next_token`, which is trained
+    beside `loss` if it has a weight here, and alone with loss: none. Encoders: `masked_token`, only alone with loss: none. It
+    predicts tokens that are hidden with probability 0.15."""
     losses: Annotated[list[LossTerm] | None, NamesFiles("model")] = None
     """Several losses at once, added up with weights, instead of `loss`. Each has a `loss`, a `weight`, and may have its
     own `temperature`, `teacher`, `guide` and other options of this section, and those that only entries have
@@ -252,14 +253,18 @@ class _Objective(Section, title="loss"):
     similarity: Literal["cosine", "dot"] = "cosine"
     """Similarity of two embeddings, in the loss, the evaluation and the saved model."""
     quantize_embeddings: Literal["int8", "binary"] | None = None
-    """Train for vectors that are stored in int8 or as bits: the loss is the mean of that of the float embeddings and
-    that of the stored ones, straight-through, at every size of `mrl_dims`. Evaluations score all stored forms too."""
+    """Quantization-aware training, for vectors that are stored in int8 or as bits: the loss is the mean of the loss on the
+    float embeddings and of that on the quantized ones (straight-through gradient), at every size of `mrl_dims`.
+    Evaluations score all stored forms too."""
     teachers: Annotated[list[str | Teacher] | None, NamesFiles("model")] = None
     """Models that teach: embedding models or rerankers, each a Hub name, a folder, or an entry with its own prompts."""
 
 
 def _with_loss_options() -> Any:
-    """Return the section with the options of all losses, which declare them."""
+    """Return the section with the options that the losses declare.
+
+    Options of entries of `losses` alone (ENTRY_OPTIONS) are left out.
+    """
     summaries = [f"{name}: {loss.summary}" for name, loss in LOSSES.items()]
     text = "What is trained. " + ". ".join(summaries) + "."
     fields: dict[str, Any] = {"loss": (LossName, Field("infonce", description=text))}
@@ -292,7 +297,8 @@ class BatchSection(Section, title="batch"):
     result."""
     use_gradient_cache: Literal["auto"] | bool = "auto"
     """Gradient Cache: run every micro-batch twice instead of keeping its autograd graph, so that the memory of one
-    micro-batch is enough. `auto`: only if the graphs of the batch do not fit in memory. The gradient is the same."""
+    micro-batch is enough. `auto`: only for micro-batches whose graphs do not fit in memory. The gradient is the
+    same."""
     cache_frozen_features: bool = False
     """Store the features of frozen towers in vembed's cache folder, so that each input passes the tower only once, over
     all epochs and runs. Needs a tower without trained parameters (`freeze`)."""
@@ -426,8 +432,9 @@ class EvaluationSection(Section, title="evaluation"):
     """Metric that selects the best checkpoint: ndcg, mrr, recall or map at any cut-off, such as mrr@20. `auto`: ndcg@10
     for retrieval, spearman for scored pairs. Evaluations have the cut-offs 1, 5, 10, 100, and that of this metric."""
     guards: Annotated[list[str | Guard] | None, NamesFiles("data")] = None
-    """Evaluation data of other abilities, scored with each evaluation. A run that falls on one of them by more than its
-    `max_drop` ends, and `final/` is the last checkpoint that held. Needs val_data_path, eval_steps and save_steps."""
+    """Evaluation data of other abilities, scored with each evaluation. The run ends if the score on one of them falls by
+    more than its `max_drop`, and `final/` is the last checkpoint before that. Needs val_data_path, eval_steps and
+    save_steps."""
     first_stage: Annotated[str, NamesFiles("model")] = "bm25"
     """task: rerank: what chooses the documents that are reranked: `bm25`, an embedding model, or a run file (`.trec` with
     the ids of a BEIR-style folder, `.jsonl` with texts)."""
@@ -536,7 +543,7 @@ class TrainConfig(Immutable):
         super().__init__(**sections)
 
     @property
-    def given(self) -> set[str]:
+    def explicit_options(self) -> set[str]:
         """Names of the options that were set, rather than left at their default."""
         names: set[str] = set()
         for _, section in self:
@@ -588,17 +595,22 @@ def section_of(option: str) -> str:
     """Return the name of the section that an option belongs to."""
     if option not in _sections_by_option():
         raise ValueError(f"there is no option {option!r}")
-    return _sections_by_option()[option][0]
+    name, _, _ = _sections_by_option()[option]
+    return name
 
 
 def section_title(option: str) -> str:
     """Return the title of the section that an option belongs to."""
-    return str(_sections_by_option()[option][1].model_config["title"])
+    _, section, _ = _sections_by_option()[option]
+    return str(section.model_config["title"])
 
 
 def option_fields() -> dict[str, FieldInfo]:
     """Return the pydantic field of every option, in the order of the schema."""
-    return {name: field for name, (_, _, field) in _sections_by_option().items()}
+    fields = {}
+    for name, (_, _, field) in _sections_by_option().items():
+        fields[name] = field
+    return fields
 
 
 def json_schema() -> dict[str, Any]:
@@ -611,6 +623,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _file_options() -> dict[str, str]:
+    """Return the kind of files of each option that is marked by NamesFiles."""
     kinds = {}
     for name, field in option_fields().items():
         for entry in field.metadata:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -134,13 +134,20 @@ class Pipeline:
 
 
 def source_layers(
-    source: str | Path | Mapping[str, Any] | TrainConfig, stage: str | None
+    source: str | Path | Mapping[str, Any] | TrainConfig,
+    stage: str | None,
+    command_line: Layer,
 ) -> tuple[list[Layer], Mapping[str, Node]]:
-    """Return the layers of a file, a dict or a TrainConfig, and the user's own presets."""
+    """Return the layers of a file, a dict or a TrainConfig, and the user's own presets.
+
+    With stages, `output_dir` of the command line is taken from its layer: it is the folder of all stages.
+    """
     if isinstance(source, TrainConfig):
         # Only what was set: defaults would win over the launcher and files.
         options = source.options()
-        set_options = {name: options[name] for name in options if name in source.given}
+        set_options = {
+            name: options[name] for name in options if name in source.explicit_options
+        }
         return [plain_layer("TrainConfig", Level.CONFIG, set_options)], {}
     tree, name = source_tree(source)
     presets = tree.value.get(USER_PRESETS, Node({}, None))
@@ -153,6 +160,9 @@ def source_layers(
     if pipeline is not None:
         if stage is None and "stage" in tree.value:
             stage = str(tree.value["stage"].plain())
+        moved = command_line.values.pop("output_dir", None)
+        if moved is not None:
+            pipeline = replace(pipeline, root=str(moved.value))
         return pipeline.layers(stage), presets.value
     if stage is not None:
         raise UserError(

@@ -156,10 +156,15 @@ class Columns:
 
     def nearest(self) -> str:
         """Return a hint at the column that the first missing name of column_mapping may mean, or nothing."""
-        names = dict.fromkeys(name for layout in self._layouts for name in layout)
+        # Each name once, in the order of the records.
+        names: dict[str, None] = {}
+        for layout in self._layouts:
+            names |= dict.fromkeys(layout)
         missing = min(self._not_seen, default="")
         near = difflib.get_close_matches(missing, names, n=1, cutoff=0.4)
-        return f"; for {printable(missing)} did you mean {near[0]!r}?" if near else ""
+        if not near:
+            return ""
+        return f"; for {printable(missing)} did you mean {near[0]!r}?"
 
     def needed(self, columns: Iterable[str]) -> list[str]:
         """Return the columns of a table that are read, in the table's order."""
@@ -184,9 +189,8 @@ class Columns:
                 names_of[self._mapping[name]].append(name)
             else:
                 free.append(name)
-        are_sentences = not names_of["query"] and {"sentence1", "sentence2"} <= {
-            *columns
-        }
+        has_sentences = "sentence1" in columns and "sentence2" in columns
+        are_sentences = has_sentences and not names_of["query"]
         is_label_mapped = bool(names_of[LABEL])
         for role, names in COLUMNS.items():
             # A mapped column takes precedence over the table; of negatives all are read.
@@ -293,7 +297,9 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
             f"{QUERY} without {POSITIVE_MESSAGES} (it has {listed(columns)}): a record of messages needs both, "
             "or write query and positive"
         )
-    used = {name for names in names_of.values() for name in names}
+    used: set[str] = set()
+    for names in names_of.values():
+        used.update(names)
     free = [name for name in columns if name not in used]
     images = names_of["positive_image"]
     if missing == ["query"] and names_of["positive"] and images:
@@ -304,8 +310,9 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
     else:
         example = guess_mapping(free, missing)
     for role in missing:
-        if not any(target.startswith(role) for target in example.values()):
-            # Any other column would be a guess by its position alone.
+        is_guessed = any(target.startswith(role) for target in example.values())
+        if not is_guessed:
+            # No column is named: any would be a guess by its position alone.
             example[f"your_{role}"] = role
     entries = ", ".join(f"{quoted(name)}: {role}" for name, role in example.items())
     hint = ""
@@ -359,11 +366,10 @@ def fields_of(columns: Iterable[str]) -> dict[str, str]:
     names = list(columns)
     known: dict[str, str] = {}
     if QUERY in names and POSITIVE_MESSAGES in names:
-        known = {
-            name: field
-            for messages, images, field in _SIDES
-            for name in (messages, images)
-        } | {"label": "score"}
+        for messages, images, field in _SIDES:
+            known[messages] = field
+            known[images] = field
+        known["label"] = "score"
     return {name: known.get(name, name) for name in names}
 
 

@@ -78,9 +78,17 @@ def document_text(record: Any, fields: Sequence[str] = TEXT_FIELDS) -> str:
         return record.strip()
     if not isinstance(record, dict):
         return ""
-    name = next((name for name in fields if isinstance(record.get(name), str)), "text")
-    parts = [record.get("title") if name == "text" else None, record.get(name)]
-    return " ".join(part for part in parts if isinstance(part, str) and part).strip()
+    for name in fields:
+        text = record.get(name)
+        if isinstance(text, str):
+            break
+    else:
+        name = "text"
+        text = ""
+    title = record.get("title")
+    if name == "text" and isinstance(title, str) and title:
+        text = f"{title} {text}"
+    return text.strip()
 
 
 def document_item(

@@ -122,8 +122,11 @@ class _Source(Records):
         num_counted = counts["records"]
         kinds = []
         for side in ("queries", "documents"):
-            names = [name for name in ("text", "image") if counts[f"{name}_{side}"]]
-            kinds.append("+".join(names))
+            side_kinds = []
+            for kind in ("text", "image"):
+                if counts[f"{kind}_{side}"] > 0:
+                    side_kinds.append(kind)
+            kinds.append("+".join(side_kinds))
         parts = [f"{self.name}: {self.size:,d} examples", " to ".join(kinds)]
         if self.size < len(self):
             parts.append(f"the first of {len(self):,d}")
@@ -172,7 +175,9 @@ class _Source(Records):
                     f"for a match: set {way_out}, or leave out the pairs that do not match"
                 )
         if is_scored and self.reads_scores and score_column == LABEL:
-            scores = {score for example in examples for score in example.scores or ()}
+            scores: set[float] = set()
+            for example in examples:
+                scores.update(example.scores or ())
             sentences.append(classes_as_scores(scores))
         if index.num_bad:
             sentences.append(
@@ -188,7 +193,9 @@ class _Source(Records):
         name: str | None = LABEL
         if not is_conversation(record):
             name = self.form.columns.layout(tuple(record)).score
-        return name if name is not None and record.get(name) is not None else None
+        if name is None or record.get(name) is None:
+            return None
+        return name
 
 
 class ExampleStore:
@@ -272,8 +279,12 @@ class ExampleStore:
         files: dict[Path, os.stat_result] = {}
         for source in self._sources:
             files |= source.files
-        changes = [change_since(path, before) for path, before in files.items()]
-        return [change for change in changes if change is not None]
+        changes = []
+        for path, before in files.items():
+            change = change_since(path, before)
+            if change is not None:
+                changes.append(change)
+        return changes
 
     def summary(self) -> list[str]:
         """Return log lines: examples per source, skipped records with the reason, and unused columns."""
@@ -486,7 +497,9 @@ def refuse_bad_records(
     """Raise UserError with the first bad records, unless they are left out; and for a source without a good one."""
     num_bad = sum(source.index.num_bad for source in sources)
     num_good = sum(map(len, sources))
-    problems = [problem for source in sources for problem in source.index.problems]
+    problems: list[str] = []
+    for source in sources:
+        problems += source.index.problems
     problems = problems[:NUM_NAMED]
     if num_bad and (on_bad_record == "stop" or not num_good):
         lines = joined(problems)

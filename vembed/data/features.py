@@ -97,10 +97,12 @@ class BaseFeaturiser(ABC, Generic[Unit]):
         return self.features([unit])[0]
 
     def joined(self, features: Sequence[Features]) -> dict[str, torch.Tensor]:
-        """Return the tensors of features of one modality as they are moved to the device: `collate` without its end."""
-        images = [image for feature in features for image in feature.images]
+        """Return the tensors of features of one modality on the host: `collate` without `finished`, which runs on the
+        device."""
+        images: list[ImageRef] = []
         rows = []
         for feature in features:
+            images += feature.images
             if feature.token_ids is not None:
                 rows.append(feature.token_ids)
         if not images:
@@ -126,7 +128,9 @@ class BaseFeaturiser(ABC, Generic[Unit]):
 
     def decode_ahead(self, features: Sequence[Features]) -> None:
         """Begin to decode the images of these features on other cores, as many as the cache holds."""
-        images = [image for feature in features for image in feature.images]
+        images: list[ImageRef] = []
+        for feature in features:
+            images += feature.images
         if self.pixels is not None and images:
             self.pixels.decode_ahead(images)
 

@@ -101,8 +101,9 @@ def hold_out(store: ExampleStore, share: float, seed: int) -> HeldOut:
     wanted = max(1, round(share * len(store)))
     group_of = groups.connected
     sizes = _sizes(group_of)
-    num_in_reach = sum(size for size in sizes.values() if size <= wanted)
-    by_documents = num_in_reach >= MIN_CHOICE * wanted
+    # Examples of groups that are small enough to be held out.
+    num_available = sum(size for size in sizes.values() if size <= wanted)
+    by_documents = num_available >= MIN_CHOICE * wanted
     if not by_documents:
         group_of = groups.by_query
         sizes = _sizes(group_of)

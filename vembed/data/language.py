@@ -74,14 +74,11 @@ def language_of(texts: Sequence[str]) -> str | None:
         letter for letter in decomposed if not unicodedata.combining(letter)
     )
     words = re.findall(r"[a-z]+", plain)
-    counts = Counter(
-        {
-            language: sum(word in frequent for word in words)
-            for language, frequent in FREQUENT_WORDS.items()
-        }
-    )
-    (language, most), (_, next_most) = counts.most_common(2)
+    counts: Counter[str] = Counter()
+    for language, frequent in FREQUENT_WORDS.items():
+        counts[language] = sum(word in frequent for word in words)
+    (likeliest, most), (_, next_most) = counts.most_common(2)
     is_clear = most >= MIN_LEAD * next_most
     if most < MIN_SHARE_OF_WORDS * len(words) or not is_clear:
         return None
-    return language
+    return likeliest

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from vembed.data.columns import INSIDE, plain_name, quoted
-from vembed.data.examples import Example
+from vembed.data.examples import Example, Item
 from vembed.data.images.files import IMAGE_PATH
 from vembed.data.messages import listed
 
@@ -129,11 +129,11 @@ def _named(
 def taken_for_texts(examples: Sequence[Example], unused: Collection[str]) -> list[str]:
     """Return sentences on plain texts of these examples that look like paths of images, lists, objects, or have places
     of images. `unused`: columns that are not read."""
-    items_of = {
-        "queries": [example.query for example in examples],
-        "positives": [item for example in examples for item in example.positives],
-        "negatives": [item for example in examples for item in example.negatives],
-    }
+    items_of: dict[str, list[Item]] = {"queries": [], "positives": [], "negatives": []}
+    for example in examples:
+        items_of["queries"].append(example.query)
+        items_of["positives"] += example.positives
+        items_of["negatives"] += example.negatives
     sentences = []
     with_paths = []
     for name, items in items_of.items():

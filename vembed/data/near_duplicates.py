@@ -180,28 +180,29 @@ class NearIndex:
         values: np.ndarray,
         is_wanted: Callable[[int], bool],
     ) -> Iterator[int]:
-        buckets_of_values = [
-            postings[value] for value in values.tolist() if value in postings
-        ]
+        # For each feature of the text that the index has: its texts by group.
+        buckets_of_values = []
+        for value in values.tolist():
+            if value in postings:
+                buckets_of_values.append(postings[value])
         groups = Counter(chain.from_iterable(buckets_of_values))
         for group, count in groups.items():
             if count < self._num_shared:
                 continue
-            # In a large group of copies the first comparison settles it.
-            leader = next(
-                buckets[group][0] for buckets in buckets_of_values if group in buckets
-            )
+            # One text of the group first: in a large group of copies this comparison is often enough.
+            for buckets in buckets_of_values:
+                if group in buckets:
+                    leader = buckets[group][0]
+                    break
             if not is_wanted(leader):
                 continue
             if self._is_near(text, leader):
                 yield leader
                 if not is_wanted(leader):
                     continue
-            members = Counter(
-                chain.from_iterable(
-                    buckets.get(group, ()) for buckets in buckets_of_values
-                )
-            )
+            members: Counter[int] = Counter()
+            for buckets in buckets_of_values:
+                members.update(buckets.get(group, ()))
             for other, shared in members.items():
                 if shared < self._num_shared or other == leader:
                     continue

@@ -256,10 +256,11 @@ class ChatProcessing(TextProcessing):
         """Return the ids of a rendered conversation with as many placeholders for each image as the model has tokens of
         it. The template has one per image."""
         self._refuse_placeholders(ids, len(images))
-        counts = [
-            self._pixels.num_vision_tokens(image, *image_size(image))
-            for image in images
-        ]
+        counts = []
+        for image in images:
+            width, height = image_size(image)
+            counts.append(self._pixels.num_vision_tokens(image, width, height))
+        # Each id once, and the placeholder of an image as often as the image has tokens.
         compact = np.asarray(ids, dtype=np.int32)
         repeats = np.ones(len(compact), dtype=np.int64)
         repeats[compact == self.image_token_id] = counts
@@ -347,10 +348,12 @@ def _beginning(text: str, length: int) -> str:
     """Return about the first `length` characters, up to a space: tokens do not reach over one."""
     if len(text) <= length:
         return text
-    end = max(
-        text.rfind(" ", length // 2, length), text.rfind("\n", length // 2, length)
-    )
-    return text[: end if end > 0 else length]
+    space = text.rfind(" ", length // 2, length)
+    line_end = text.rfind("\n", length // 2, length)
+    end = max(space, line_end)
+    if end <= 0:
+        end = length
+    return text[:end]
 
 
 def _special_tokens_around(
@@ -359,5 +362,6 @@ def _special_tokens_around(
     """Return the special tokens that the tokenizer puts before and after every text."""
     inner = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a", add_special_tokens=True)["input_ids"]
-    start = next(at for at in range(len(whole)) if whole[at : at + len(inner)] == inner)
+    starts = range(len(whole))
+    start = next(at for at in starts if whole[at : at + len(inner)] == inner)
     return whole[:start], whole[start + len(inner) :]

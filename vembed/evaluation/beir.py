@@ -71,8 +71,11 @@ def open_records(path: Path) -> Format:
     """Return the reader of a file with documents, queries or judgements."""
     reader = open_document_reader(path)
     columns = reader.columns or ()
-    # Of a table with other columns, such as vectors, these alone are copied.
-    read = [name for name in columns if name in _FIELDS or judgement_column([name])]
+    # A table may have other columns too, such as vectors. They are not read.
+    read = []
+    for name in columns:
+        if name in _FIELDS or judgement_column([name]):
+            read.append(name)
     if read:
         reader.select(read)
     return reader
@@ -111,10 +114,10 @@ def choose_qrels(folder: Path, splits: Sequence[str]) -> Path:
 def folder_of_qrels(path: Path) -> Path | None:
     """Return the BEIR-style folder that a file of judgements belongs to; None for other files."""
     folder = path.parent.parent
-    is_qrels = path.suffix == ".tsv" or (
-        path.suffix in QRELS_ENDINGS and path.parent.name == "qrels"
-    )
-    return folder if is_qrels and is_beir_folder(folder) else None
+    is_in_qrels = path.suffix in QRELS_ENDINGS and path.parent.name == "qrels"
+    if path.suffix != ".tsv" and not is_in_qrels:
+        return None
+    return folder if is_beir_folder(folder) else None
 
 
 def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | str]]:
@@ -244,8 +247,9 @@ class IdentifiedCorpus:
 
 def read_corpus(reader: Format, problems: list[str]) -> IdentifiedCorpus:
     """Read a corpus once, without holding its texts. What is wrong with records is added to `problems`."""
-    # 28 bytes for each document. Lines are not among them: they are counted again for the few that are named.
-    # Plain arrays grow in place; lists of Python numbers would take 30 to 40 bytes for each number.
+    # 28 bytes for each document. Its line is not kept: lines are counted again for the few that a message names.
+    # Plain arrays grow in place. Lists of Python numbers would take 30 to 40 bytes for each number.
+    # Number of the record, length of its text, key of its content, hash of its `_id`.
     columns = [array("q"), array("i"), array("q"), array("q")]
     problem_lines: list[tuple[int, str]] = []
     for number, _, identity, text in identified_texts(reader, problem_lines):
@@ -253,12 +257,14 @@ def read_corpus(reader: Format, problems: list[str]) -> IdentifiedCorpus:
         for column, value in zip(columns, values, strict=True):
             column.append(value)
     # Shares the arrays' memory. frombuffer takes no empty array.
-    numbers, lengths, keys, hashes = (
-        np.frombuffer(column, column.typecode) if column else np.array(column)
-        for column in columns
-    )
+    arrays: list[np.ndarray] = []
+    for column in columns:
+        empty = np.zeros(0, column.typecode)
+        arrays.append(np.frombuffer(column, column.typecode) if column else empty)
+    numbers, lengths, keys, hashes = arrays
     is_first = _first_occurrences(hashes)
-    if not is_first.all():  # the file is read once more for the lines
+    # Records with the `_id` of an earlier one are left out. The file is read once more for their lines.
+    if not is_first.all():
         repeated = set(numbers[~is_first].tolist())
         for number, line, record in reader.rows():
             if number in repeated:
@@ -270,6 +276,7 @@ def read_corpus(reader: Format, problems: list[str]) -> IdentifiedCorpus:
         hashes = hashes[is_first]
     for line, reason in sorted(problem_lines):
         problems.append(f"{reader.where(line)}: {reason}")
+    # Records with the content of an earlier one are joined with it.
     is_first = _first_occurrences(keys)
     document_of = np.arange(len(keys), dtype=np.int32)
     num_joined = len(keys) - int(is_first.sum())

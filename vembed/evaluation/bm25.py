@@ -29,10 +29,10 @@ def build_index(texts: Iterable[str | None]) -> Any:
     vocabulary: dict[str, int] = {}
     tokens = []
     for text in texts:
-        of_text = []
+        text_tokens = []
         for word in words(text or ""):
-            of_text.append(vocabulary.setdefault(word, len(vocabulary)))
-        tokens.append(of_text)
+            text_tokens.append(vocabulary.setdefault(word, len(vocabulary)))
+        tokens.append(text_tokens)
     if not vocabulary:
         raise UserError(
             "bm25 finds words in common, and the documents hold no text: name an embedding model"

@@ -140,13 +140,15 @@ def open_eval_data(
     splits: Sequence[str] = ("dev", "validation", "val", "test"),
     task: Task = "auto",
 ) -> EvalData:
-    """Return the evaluation data at `path` : a BEIR-style folder, one of its
-    `qrels/*.tsv` files, or any training data. `splits` orders the qrels of a folder by preference; a single one
-    has to be there. `task: auto` means scored pairs if every example has one positive and a score, and nothing else.
+    """Return the evaluation data at `path`: a BEIR-style folder, one of its `qrels/*.tsv` files, or any training data.
+
+    `splits`: the qrels of a folder in the order of preference. A single split must exist. `task: auto`: scored pairs if
+    every example has one positive with a score and no negatives, otherwise retrieval.
     """
     place = Path(path)
     skip_bad = options.on_bad_record == "skip"
-    if (folder := folder_of_qrels(place)) is not None:
+    folder = folder_of_qrels(place)
+    if folder is not None:
         return read_beir(folder, place, skip_bad=skip_bad)
     if is_beir_folder(place):
         return read_beir(place, choose_qrels(place, splits), skip_bad=skip_bad)
@@ -174,13 +176,12 @@ def from_examples(
     Of labelled data each text or image is a query and a document, and the others of its class are relevant.
     """
     if task == "auto":
-        scored = all(
-            example.scores is not None
-            and len(example.positives) == 1
-            and not example.negatives
-            for example in examples
-        )
-        task = "similarity" if examples and scored else "retrieval"
+        task = "similarity" if examples else "retrieval"
+        for example in examples:
+            has_one_document = len(example.positives) == 1 and not example.negatives
+            if example.scores is None or not has_one_document:
+                task = "retrieval"
+                break
     if task == "similarity":
         return _scored_pairs(examples, name)
     judgements = _Judgements()
@@ -198,7 +199,8 @@ def from_examples(
                 num_left_out += 1
     for members in classes.values():
         for item in members.values():
-            judgements.index_of(item)  # the only one of its class has no query
+            # Part of the corpus even if it is the only one of its class, and so has no relevant document.
+            judgements.index_of(item)
             for other in members.values():
                 if other is not item:
                     judgements.add(item, judgements.index_of(other), 1)
@@ -214,20 +216,20 @@ def from_examples(
         )
     # Whole scores are grades already; fractions, and scores that are no grades, are spread over grades up to MAX_GRADE.
     top = max(all_scores, default=1.0)
-    are_grades = top <= LARGEST_GRADE and all(
-        float(score).is_integer() for score in all_scores
-    )
+    is_whole = all(float(score).is_integer() for score in all_scores)
+    are_grades = top <= LARGEST_GRADE and is_whole
     for example in examples:
         if example.label is not None:
             continue
         scores = example.scores or (1.0,) * len(example.positives)
         for positive, score in zip(example.positives, scores, strict=True):
             grade = 0
-            if score > 0:
-                # At least 1: a score above 0 means relevant, however small it is beside the highest.
-                fraction = max(1, round(MAX_GRADE * score / top))
-                grade = int(score) if are_grades else fraction
-            # A document that nobody calls relevant is part of the corpus all the same.
+            if score > 0 and are_grades:
+                grade = int(score)
+            elif score > 0:
+                # At least 1: a score above 0 means relevant, however small it is compared with the highest.
+                grade = max(1, round(MAX_GRADE * score / top))
+            # A document without a relevant query is part of the corpus too.
             document = judgements.index_of(positive)
             judgements.add(example.query, document, grade)
     for item in documents:

@@ -15,8 +15,8 @@ from vembed.evaluation.dataset import RetrievalData
 
 NUM_FOUND = 3
 """Documents that are kept per query, the first of its ranking."""
-MOST_TEXTS = 2_000
-"""Queries whose texts are kept; the metrics of all are."""
+MAX_TEXTS = 2_000
+"""Queries whose texts are kept. Metrics are kept of all queries."""
 TEXT_LENGTH = 300
 EMBEDDED = "image of "
 """Beginning of the name of an image that the data hold themselves."""
@@ -33,18 +33,19 @@ class QueryResults:
     """[queries, NUM_FOUND] indices of the first documents; -1: none."""
 
     def content(self, data: RetrievalData, metrics: Sequence[str]) -> dict[str, Any]:
-        """Return the metrics of all queries and the texts of the first MOST_TEXTS ones, as JSON values."""
+        """Return the metrics of all queries and the texts of the first MAX_TEXTS ones, as JSON values."""
         chosen = [name for name in metrics if name in self.names]
         columns = [self.names.index(name) for name in chosen]
 
         def contents(documents: Sequence[int]) -> list[dict[str, Any]]:
-            return [
-                item_content(data.documents[document], f"document {document}")
-                for document in documents
-            ]
+            shortened = []
+            for document in documents:
+                item = data.documents[document]
+                shortened.append(item_content(item, f"document {document}"))
+            return shortened
 
         texts = []
-        for number, row in enumerate(self.found[:MOST_TEXTS]):
+        for number, row in enumerate(self.found[:MAX_TEXTS]):
             relevant = data.relevance[number]
             documents = [int(document) for document in row if document >= 0]
             texts.append(
@@ -74,15 +75,16 @@ def write_content(path: Path, content: dict[str, Any]) -> None:
 def named(data: RetrievalData, image: str) -> Item:
     """Return the item of an embedded image, by its name in the content."""
     kind, number = image.removeprefix(EMBEDDED).split()
-    return (data.queries if kind == "query" else data.documents)[int(number)]
+    items = data.queries if kind == "query" else data.documents
+    return items[int(number)]
 
 
 def item_content(item: Item, name: str) -> dict[str, Any]:
     """Return text and images of an item, short enough for a report: paths, or EMBEDDED and the item's name."""
     text = " ".join((item.text or "").split())
-    short = text if len(text) <= TEXT_LENGTH else text[: TEXT_LENGTH - 3] + "..."
-    images = [
-        image.path if image.path is not None else f"{EMBEDDED}{name}"
-        for image in item.images
-    ]
-    return {"text": short, "images": images}
+    if len(text) > TEXT_LENGTH:
+        text = text[: TEXT_LENGTH - 3] + "..."
+    images = []
+    for image in item.images:
+        images.append(f"{EMBEDDED}{name}" if image.path is None else image.path)
+    return {"text": text, "images": images}

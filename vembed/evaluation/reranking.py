@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -98,11 +99,13 @@ def evaluate_reranker(
     # ---- queries are dealt to the ranks in turn
     began = time.monotonic()
     dealt = range(rank, len(candidates), world_size)
-    num_rounds = -(-len(candidates) // (world_size * QUERIES_AT_ONCE))
+    # The same number on every rank, because `score` is collective. A rank may have no queries in the last round.
+    num_rounds = math.ceil(len(candidates) / (world_size * QUERIES_AT_ONCE))
     rankings = np.full((len(dealt), candidates.shape[1]), -1, np.int64)
     with ProgressReport("scoring pairs", active=active, log=log) as progress:
         for number in range(num_rounds):
-            rows = range(len(dealt))[number * QUERIES_AT_ONCE :][:QUERIES_AT_ONCE]
+            first = number * QUERIES_AT_ONCE
+            rows = range(len(dealt))[first : first + QUERIES_AT_ONCE]
             pairs = []
             for row in rows:
                 query = data.queries[dealt[row]]
@@ -114,10 +117,10 @@ def evaluate_reranker(
             for row in rows:
                 documents = torch.from_numpy(candidates[dealt[row]])
                 documents = documents[documents >= 0]
-                of_query = scores[start : start + len(documents)].float()
+                query_scores = scores[start : start + len(documents)].float()
                 start += len(documents)
                 # Of equal scores the earlier document comes first, as in a search of vectors.
-                keys = as_keys(of_query, documents).sort(descending=True).values
+                keys = as_keys(query_scores, documents).sort(descending=True).values
                 rankings[row, : len(documents)] = documents_of(keys).numpy()
             num_done = (number + 1) * world_size * QUERIES_AT_ONCE
             progress(min(num_done, len(candidates)), len(candidates))
@@ -209,8 +212,10 @@ def run_file_rankings(data: RetrievalData, path: Path, k: int) -> np.ndarray:
         raise UserError(f"first_stage: {path} has no query of {data.name}")
     rankings = np.full((len(data.queries), k), -1, np.int64)
     for row, entries in scored.items():
+        # Stable: of equal scores the earlier line comes first. A document that is named twice counts once.
         entries.sort(key=lambda entry: -entry[0])
-        best = list(dict.fromkeys(document for _, document in entries))[:k]
+        documents = dict.fromkeys(document for _, document in entries)
+        best = list(documents)[:k]
         rankings[row, : len(best)] = best
     return rankings
 

@@ -20,12 +20,12 @@ from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
 DOCUMENT_TILE = 8192
-"""Documents that are searched in at once: the normalised copy of a size is as small as a tile."""
+"""Documents that are searched at once. Only a tile of them is copied and normalised at a time."""
 METRICS = ("ndcg", "mrr", "recall", "map")
 COMPRESSED_FORMS = ("float32", "int8", "binary", "binary_rescored")
 COMPRESSED_K = 10
 OVERSAMPLING = 4
-"""Binary with rescoring: so many times COMPRESSED_K documents are found by bits and then ordered."""
+"""Binary with rescoring: the search by bits finds OVERSAMPLING * COMPRESSED_K documents, which are then ordered."""
 
 
 def retrieval_metrics(
@@ -43,7 +43,8 @@ def retrieval_metrics(
 
 
 class RetrievalSearch:
-    """The first documents of every query, for the embeddings and for their first coordinates, while documents arrive.
+    """The first documents of every query, by the whole embeddings and by their first coordinates. Documents are added in
+    parts.
 
     A document with the query's own content is excluded unless the data mark it as relevant. With a session of several
     ranks it is collective: every rank passes the same embeddings, searches for its share of the queries, and gets the
@@ -158,8 +159,11 @@ def excluded_pairs(data: RetrievalData, queries: Sequence[int]) -> Pairs:
 
 
 def metric_names(ks: Sequence[int]) -> list[str]:
-    """Return the names of the metrics at these cut-offs, in the order in which they are kept."""
-    return [f"{metric}@{k}" for metric in METRICS for k in ks]
+    """Return the names of the metrics at these cut-offs, in the order of `score_rankings`."""
+    names = []
+    for metric in METRICS:
+        names += [f"{metric}@{k}" for k in ks]
+    return names
 
 
 def score_rankings(
@@ -182,10 +186,12 @@ def score_rankings(
     names = metric_names(ks)
     values = np.zeros((len(rankings), len(names)))
     for query, measured in by_query.items():
-        # trec_eval's reciprocal rank has no cut: a rank beyond k counts as 0.
-        reciprocal = measured["recip_rank"]
+        # In the order of METRICS.
         row = [measured[f"ndcg_cut_{k}"] for k in ks]
-        row += [reciprocal if reciprocal >= 1 / k else 0.0 for k in ks]
+        # trec_eval's reciprocal rank has no cut-off: a rank beyond k counts as 0.
+        reciprocal = measured["recip_rank"]
+        for k in ks:
+            row.append(reciprocal if reciprocal >= 1 / k else 0.0)
         row += [measured[f"recall_{k}"] for k in ks]
         row += [measured[f"map_cut_{k}"] for k in ks]
         values[int(query)] = row
@@ -210,14 +216,15 @@ def compressed_scores(
     for dim in dict.fromkeys([documents_ND.shape[1], *dims]):
         queries = first_dims(queries_QD, dim, normalize)
         documents = first_dims(documents_ND, dim, normalize)
-        # The middle of each level of int8, as floats.
+        # int8 as a search engine reads it: the middle of each of the 256 levels, as floats [N, dim].
         ranges = ranges_of(documents)
         steps = np.where(ranges[1] > ranges[0], (ranges[1] - ranges[0]) / 255, 1)
         levels = quantized(documents, "uint8", ranges).astype(np.float32)
         restored = (ranges[0] + (levels + 0.5) * steps).astype(np.float32)
-        # As packed bits are read: 0 and below are -1.
+        # Bits as a search engine reads them: 0 and below are -1.
         signs = np.where(documents > 0, 1, -1).astype(np.float32)
         query_signs = np.where(queries > 0, 1, -1).astype(np.float32)
+        # C candidates by bits, ordered by the float query and the documents' signs.
         candidates_QC = top_k(query_signs, signs, COMPRESSED_K * OVERSAMPLING, excluded)
         scores_QC = np.einsum("qd,qcd->qc", queries, signs[candidates_QC])
         scores_QC = np.where(candidates_QC >= 0, scores_QC, -np.inf)

@@ -150,9 +150,8 @@ def evaluate_model(
     towers. `ks`: other cut-offs than those of `evaluation`. `query_results` gets those of each query of retrieval data.
     `compressed`: also score int8 and binary documents.
     """
-    is_shown = (show_progress or log is not None) and (
-        session is None or session.is_main
-    )
+    is_main = session is None or session.is_main
+    is_shown = is_main and (show_progress or log is not None)
     cutoffs = sorted({*(ks or evaluation.cutoffs()), REPORTED_K})
     if isinstance(featuriser, PairFeaturiser):
         return evaluate_reranker(
@@ -224,7 +223,8 @@ def evaluate_model(
         session=session,
         check_interrupt=check_interrupt,
     )
-    if compressed:  # its ranges and levels are of all documents
+    if compressed:
+        # The ranges of int8 are those of all documents, so all embeddings are held at once.
         documents = encode(data.documents, "document")
         search.add(documents, np.arange(len(documents)))
         return search.scores(query_results) | compressed_scores(
@@ -296,7 +296,9 @@ def check_metric(
         names = metric_names(evaluation.cutoffs())
         if description.scores is not None:
             names += [FIRST_STAGE + name for name in names]
-    names += [f"dim{dim}/{name}" for dim in sizes for name in names]
+    whole_names = list(names)
+    for dim in sizes:
+        names += [f"dim{dim}/{name}" for name in whole_names]
     if quantize_embeddings is not None and isinstance(data, RetrievalData):
         for form in COMPRESSED_FORMS:
             names += [compressed_name(form, dim) for dim in sorted({full, *sizes})]

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from vembed.parallel.devices import matmul_precision
 
 NOTHING = torch.iinfo(torch.int64).min
-"""The key of a place without a document; it sorts last."""
+"""Key of an empty place of a ranking. It sorts last."""
 _LOW_32 = 0xFFFFFFFF
 EPSILON = torch.finfo(torch.float32).eps
 
@@ -24,14 +24,14 @@ QUERY_TILE = 512
 GPU_QUERY_TILE = 1024
 """DOCUMENT_TILE x QUERY_TILE scores exist at once: few calls beside the product, and 8 MB, which stay in a CPU's cache
 between the product and the pass over it."""
-BLOCK = 32
-"""Consecutive documents whose highest score is compared with the threshold; only blocks above it are looked at."""
-FIRST = 16_384
-"""At most so many of the first documents are one tile: their highest scores give the first threshold."""
-WAITING = 48
+BLOCK_DOCUMENTS = 32
+"""Consecutive documents whose highest score is compared with the threshold. Only blocks that reach it are searched."""
+FIRST_TILE_DOCUMENTS = 16_384
+"""Size of the first tile: the highest scores in it give the first threshold."""
+MAX_WAITING = 48
 """Documents per query that may wait before they are sorted in and the threshold rises."""
-ROWS = 1024
-"""Exact scores that are computed at once: always so many, since the rounding of a sum may depend on the shape."""
+EXACT_SCORES_AT_ONCE = 1024
+"""Exact scores that are computed at once. Always so many, since the rounding of a sum may depend on the shape."""
 
 
 def as_keys(scores: Tensor, documents: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def top_k(
 
 
 class _QueryTile:
-    """Some queries, whose scores of a tile of documents exist at once."""
+    """A tile of queries: its scores with one tile of documents are in memory at once."""
 
     def __init__(self, queries_QD: Tensor, k: int, excluded: Pairs) -> None:
         self.queries = queries_QD
@@ -165,7 +165,7 @@ class _QueryTile:
         self.num_waiting = 0
 
     def add(self, documents_SD: Tensor, numbers_S: Tensor) -> None:
-        """Let the documents wait that may be among the best.
+        """Collect the documents that may be among the best. `sort_in` merges them.
 
         No document of the k best is lost: its score in the first pass is at most `error` below the exact one. Each of
         two sums of D products is rounded: by at most D rounding errors, and by 8 sqrt(D) but for a chance of D exp(-32)
@@ -177,7 +177,9 @@ class _QueryTile:
         error_Q = self.lengths * longest * num_errors + 1e-30
         start = 0
         while start < len(documents_SD):
-            end = start + (DOCUMENT_TILE if self.has_threshold else FIRST)
+            end = start + (
+                DOCUMENT_TILE if self.has_threshold else FIRST_TILE_DOCUMENTS
+            )
             tile_TD = documents_SD[start:end]
             query, document = self._passing(tile_TD, error_Q)
             scores = products(self.queries, query, tile_TD, document)
@@ -189,7 +191,7 @@ class _QueryTile:
             self.waiting.append((query[is_better], keys[is_better]))
             self.num_waiting += int(is_better.sum())
             # Sorted in rarely: a stale threshold lets a few more wait, and changes no result.
-            if self.num_waiting > WAITING * self.num_queries:
+            if self.num_waiting > MAX_WAITING * self.num_queries:
                 self.sort_in()
             start = end
 
@@ -204,7 +206,7 @@ class _QueryTile:
         query, order = torch.sort(query, stable=True)
         counts = torch.bincount(query, minlength=self.num_queries)
         starts = torch.cumsum(counts, 0) - counts
-        # A row for each query, as wide as the most that wait for one.
+        # [queries, most documents that wait for one query], filled up with NOTHING.
         column = torch.arange(len(query), device=keys.device) - starts[query]
         table = keys.new_full((self.num_queries, int(counts.max())), NOTHING)
         table[query, column] = keys[order]
@@ -216,10 +218,10 @@ class _QueryTile:
     def _passing(self, tile_TD: Tensor, error_Q: Tensor) -> tuple[Tensor, Tensor]:
         """Return the queries and the documents of a tile whose product reaches the threshold but for the error."""
         scores_TQ = tile_TD @ self.queries.T
-        missing = -len(tile_TD) % BLOCK
+        missing = -len(tile_TD) % BLOCK_DOCUMENTS
         if missing:
             scores_TQ = pad(scores_TQ, (0, 0, 0, missing), value=-torch.inf)
-        scores_BLQ = scores_TQ.view(-1, BLOCK, self.num_queries)
+        scores_BLQ = scores_TQ.view(-1, BLOCK_DOCUMENTS, self.num_queries)
         # Queries are innermost, so that the maximum over a block runs over whole vectors.
         highest_BQ = scores_BLQ.amax(1)
         # So that k are left when the excluded ones are taken out.
@@ -235,16 +237,16 @@ class _QueryTile:
         block, query = torch.nonzero(highest_BQ >= lowest, as_tuple=True)
         passes = scores_BLQ[block, :, query] >= lowest[query][:, None]
         row, place = torch.nonzero(passes, as_tuple=True)
-        return query[row], block[row] * BLOCK + place
+        return query[row], block[row] * BLOCK_DOCUMENTS + place
 
 
 def products(
     queries_QD: Tensor, query: Tensor, documents_SD: Tensor, document: Tensor
 ) -> Tensor:
     """[N] the float32 products of pairs of rows, whose bits depend on nothing but the two rows."""
-    missing = -len(query) % ROWS
-    queries = torch.split(pad(query, (0, missing)), ROWS)
-    documents = torch.split(pad(document, (0, missing)), ROWS)
+    missing = -len(query) % EXACT_SCORES_AT_ONCE
+    queries = torch.split(pad(query, (0, missing)), EXACT_SCORES_AT_ONCE)
+    documents = torch.split(pad(document, (0, missing)), EXACT_SCORES_AT_ONCE)
     scores = []
     for query_rows, document_rows in zip(queries, documents, strict=True):
         # index_select copies whole rows, which [...] does not.

@@ -12,7 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vembed.data.batching.feeding import Feeder, ModalitySlice, row_index
+from vembed.data.batching.feeding import (
+    Feeder,
+    ModalitySlice,
+    indices_by_modality,
+    row_index,
+)
 from vembed.data.batching.microbatches import LockstepSplit
 from vembed.data.distinct import distinct
 from vembed.data.examples import Item, Kind
@@ -101,11 +106,12 @@ def encode_chunks(
     ranks. `lengths`: of their texts in characters, if they are known. `num_items`: what progress counts to. `frozen_towers`
     provides cached tower features.
     """
-    rank, world_size = (session.rank, session.world_size) if session else (0, 1)
+    rank = session.rank if session else 0
+    world_size = session.world_size if session else 1
     device = session.device if session else next(model.parameters()).device
     total = num_items or len(contents)
-    # Duplicates are encoded once but count as done together, and the other ranks are
-    # assumed equally fast.
+    # Progress counts items: this rank's inputs times the number of ranks, which are assumed equally fast, times the
+    # average number of equal items.
     factor = world_size * total / max(len(contents), 1)
     num_done = 0
 
@@ -118,6 +124,7 @@ def encode_chunks(
             check_interrupt()
 
     def featurise(chunk: np.ndarray) -> list[Features]:
+        # The chunk is dealt to the ranks in turn.
         numbers = chunk[rank::world_size].tolist()
         return featuriser.features([(contents[number], kind) for number in numbers])
 
@@ -153,15 +160,7 @@ def encode_chunks(
                 waiting = ahead.submit(featurise, chunks[number + 1])
             embeddings = encode_rank(features, after=after)
             if world_size > 1:
-                # The rows arrive in rank order, and go on in the order of the chunk.
-                by_rank = [
-                    np.arange(start, len(chunk), world_size)
-                    for start in range(world_size)
-                ]
-                counts = [len(positions) for positions in by_rank]
-                embeddings = collectives.all_gather_rows(embeddings, counts)
-                positions = torch.from_numpy(np.argsort(np.concatenate(by_rank)))
-                embeddings = embeddings[positions.to(embeddings.device)]
+                embeddings = collectives.all_gather_dealt(embeddings, len(chunk))
             take(chunk, embeddings.float().cpu().numpy())
 
 
@@ -201,9 +200,9 @@ def first_dims(matrix_ND: np.ndarray, dim: int, normalize: bool) -> np.ndarray:
     cut = matrix_ND[:, :dim]
     if not normalize:
         return np.ascontiguousarray(cut)
-    unit: np.ndarray = cut / np.maximum(
-        np.linalg.norm(cut, axis=1, keepdims=True), 1e-12
-    )
+    norms = np.linalg.norm(cut, axis=1, keepdims=True)
+    # A row of zeros stays zero.
+    unit: np.ndarray = cut / np.maximum(norms, 1e-12)
     return unit
 
 
@@ -216,12 +215,12 @@ def split_in_step(
 ) -> dict[Modality, list[list[int]]]:
     """Return micro-batches of some inputs of each modality, equally many on every rank. Collective with several
     ranks."""
-    split = LockstepSplit(
-        [feature.length for feature in features], rows_of, budget, max_rows
-    )
-    return split.agreed(
-        collectives.max_ints(split.counts) if world_size > 1 else split.counts
-    )
+    lengths = [feature.length for feature in features]
+    split = LockstepSplit(lengths, rows_of, budget, max_rows)
+    counts = split.counts
+    if world_size > 1:
+        counts = collectives.max_ints(counts)
+    return split.agreed(counts)
 
 
 def _encode_rank(
@@ -241,17 +240,15 @@ def _encode_rank(
     tables: Mapping[Modality, Tensor] = {}
     if frozen_towers is not None:
         tables = frozen_towers.encode(features, budget, max_rows, check_interrupt)
-    rows_of: dict[Modality, list[int]] = {
-        modality: [] for modality in feeder.featuriser.modalities
-    }
-    for row, feature in enumerate(features):
-        rows_of[feature.modality].append(row)
+    rows_of = indices_by_modality(features, feeder.featuriser.modalities)
     splits = split_in_step(features, rows_of, budget, max_rows, world_size)
     slices: list[ModalitySlice] = []
     for modality, split in splits.items():
         slices += [(modality, rows) for rows in split]
-    # Modalities with kept features need no pixels or token ids: their micro-batches are empty here.
-    micro_batches = [[each] if each[0] not in tables else [] for each in slices]
+    # One forward pass for each slice. Frozen modalities need no pixels or token ids: their rows come from the tables.
+    micro_batches: list[list[ModalitySlice]] = []
+    for modality, rows in slices:
+        micro_batches.append([] if modality in tables else [(modality, rows)])
     fed = feeder.feed(micro_batches, features)
     result: Tensor | None = None
     for (modality, rows), inputs in zip(slices, fed, strict=True):

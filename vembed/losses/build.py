@@ -47,7 +47,7 @@ class TermLoss(EmbeddingLoss):
         self.teacher = term.teacher
         self.guide = term.guide
         self.configured = similarity or Similarity()
-        """Similarity of the run. Without Matryoshka it names no size: see `similarity`."""
+        """Similarity of the run. Without Matryoshka it has no size yet. `similarity` adds that of the embeddings."""
         self.seed = start.seed
         for name, value in term.loss.start_values(start).items():
             self.register_parameter(name, nn.Parameter(value))
@@ -119,13 +119,12 @@ class WeightedLosses(EmbeddingLoss):
         self.names = tuple(names)
         self.weights = tuple(weights)
         self.terms = nn.ModuleList(terms)
-        self.last: dict[str, Tensor] = {}
+        self.last_shares: dict[str, Tensor] = {}
         """This rank's share of each term in the newest batch, without its weight."""
 
     def forward(self, batch: LossBatch) -> Tensor:
         """See EmbeddingLoss."""
-        # One new leaf for all terms: `autograd.grad` frees a term's graph before the
-        # next term begins.
+        # All terms read one new leaf [T, D]. `autograd.grad` frees a term's graph before the next term begins.
         leaf = batch.embeddings.detach().to(arithmetic_dtype(batch.embeddings))
         leaf.requires_grad_()
         learned = [value for value in self.parameters() if value.requires_grad]
@@ -137,8 +136,8 @@ class WeightedLosses(EmbeddingLoss):
             self.names, self.weights, self.terms, strict=True
         ):
             share = term(replace(batch, embeddings=leaf))
-            self.last[name] = share.detach()
-            total += weight * self.last[name]
+            self.last_shares[name] = share.detach()
+            total += weight * self.last_shares[name]
             if not share.requires_grad:
                 continue
             # What the term does not depend on has no gradient.
@@ -151,7 +150,7 @@ class WeightedLosses(EmbeddingLoss):
     def term_shares(self, source: int) -> dict[str, Tensor]:
         """See EmbeddingLoss."""
         del source
-        return dict(self.last)
+        return dict(self.last_shares)
 
 
 class LossBySource(EmbeddingLoss):
@@ -163,7 +162,9 @@ class LossBySource(EmbeddingLoss):
     def __init__(self, sources: Sequence[EmbeddingLoss]) -> None:
         """`sources`: the loss of each source. Sources of one task have the same one."""
         super().__init__()
+        # Each module once, for its parameters.
         self.sources = nn.ModuleList(dict.fromkeys(sources))
+        # By the number of the source. A module may occur several times.
         self._sources = tuple(sources)
 
     def forward(self, batch: LossBatch) -> Tensor:
@@ -208,7 +209,8 @@ def build_loss(
         None if start_scale is None else 1.0 / start_scale,
         is_reranker=config.model.task == "rerank",
     )
-    # The number of the first source of each source's task.
+    # For each source the number of the first source of its task: sources of one task share a loss, and so its learned
+    # parameters. Without tasks all sources have the loss of the first.
     numbers = task_numbers(config.data) if has_tasks(config.data) else [0]
     by_task: dict[int, EmbeddingLoss] = {}
     for number in sorted(set(numbers)):
@@ -234,6 +236,7 @@ def _loss_of_terms(
     names = [term.loss.name for term in terms]
     labels = []
     for index, term in enumerate(terms):
+        # Two terms of one loss are logged as NAME_1 and NAME_2.
         label = term.loss.name
         if names.count(label) > 1:
             label += f"_{names[:index].count(label) + 1}"

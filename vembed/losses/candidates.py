@@ -71,13 +71,18 @@ class ExclusionMask:
         # columns have no key of any row. On a GPU it is cheap, and the host would have to
         # wait for the number of places.
         if row_keys.device.type == "cpu" and row_keys.numel():
-            row_keys = row_keys[:, : int((row_keys >= 0).sum(1).max())]
+            # Slots that none of these rows uses are at the end, and are cut off.
+            num_used_slots = int((row_keys >= 0).sum(1).max())
+            row_keys = row_keys[:, :num_used_slots]
+            # A binary search for each key of the columns among all keys of the rows: [C, S'].
             ordered = row_keys.flatten().sort().values
             nearest = torch.searchsorted(ordered, column_keys.contiguous())
             nearest.clamp_(max=ordered.numel() - 1)
             is_shared = (ordered[nearest] == column_keys).any(1)
+            # Only these columns are compared with each row.
             shared = is_shared.nonzero()[:, 0]
             if shared.numel() <= SPARSE_FRACTION * num_columns:
+                # [shared columns, n], whose true places are listed column by column.
                 mask = _any_equal(column_keys[shared], row_keys)
                 column, row = mask.nonzero(as_tuple=True)
                 column = shared[column]
@@ -185,14 +190,15 @@ def find_candidates(
     explicit_place = no_pair
     if options.hard_negatives_scope == "own":
         explicit_row, negative = example_negatives(batch, rank_rows)
-        # Each hard negative has one entry, however many rows it meets.
+        # A hard negative has one entry, also if it is paired with several rows. `explicit_place`: [P] the place of each
+        # pair's hard negative among these entries.
         explicit_negatives, explicit_place = torch.unique(negative, return_inverse=True)
         num_negatives = 0
     # Queries of other rows are needed only as columns.
     has_query_columns = query_query or both_directions
     query_rows = slice(0, num_rows) if has_query_columns else rank_rows
 
-    # The table.
+    # The table: hard negatives, positives, queries, hard negatives of explicit pairs.
     every_row = torch.arange(num_rows, device=batch.query.device)
     every_negative = torch.arange(num_negatives, device=batch.query.device)
     occurrence = torch.cat(
@@ -210,7 +216,8 @@ def find_candidates(
     row_positives = shifted(rank_rows, num_negatives)
     row_queries = shifted(rank_rows, first_query - query_rows.start)
 
-    content = ranks(batch.content)
+    # Keys of the rows [R, S], queries [R], positives [R] and hard negatives [H, 1 or 2].
+    content = compact_keys(batch.content)
     row_keys = _content_sets(batch, content)
     query_keys = content[batch.query]
     positive_keys = content[batch.positive]
@@ -243,22 +250,20 @@ def find_candidates(
 
     # Documents, or queries, with the content of the row's query or of one of its
     # positives are left out.
-    query_keys = on_device["query_keys"]
-    row_keys = on_device["row_keys"]
-    document_masks = (ExclusionMask(row_keys, on_device["document_keys"]),)
-    query_masks = (ExclusionMask(row_keys, query_keys),)
+    document_mask = ExclusionMask(on_device["row_keys"], on_device["document_keys"])
+    document_masks = (document_mask,)
     groups = [ColumnGroup(row_queries, documents, document_masks)]
     if query_query:
-        groups.append(ColumnGroup(row_queries, queries, query_masks))
+        query_mask = ExclusionMask(on_device["row_keys"], on_device["query_keys"])
+        groups.append(ColumnGroup(row_queries, queries, (query_mask,)))
     if document_document:
         groups.append(ColumnGroup(row_positives, documents, document_masks))
     if both_directions:
         # Left out: the queries of examples that have the row's positive as positive or as
         # query, and queries with the content of the row's query.
-        positive_key = on_device["row_positive_key"]
         masks = (
-            ExclusionMask(positive_key, on_device["query_row_keys"]),
-            ExclusionMask(on_device["row_query_key"], query_keys),
+            ExclusionMask(on_device["row_positive_key"], on_device["query_row_keys"]),
+            ExclusionMask(on_device["row_query_key"], on_device["query_keys"]),
         )
         groups.append(ColumnGroup(row_positives, queries, masks, REVERSE))
     explicit = []
@@ -296,7 +301,7 @@ def example_negatives(batch: LossBatch, rows: slice) -> tuple[Tensor, Tensor]:
     row, negative = join_equal(batch.example[rows], batch.negative_example)
     if not row.numel():
         return row, negative
-    content = ranks(batch.content)
+    content = compact_keys(batch.content)
     row_keys = _content_sets(batch, content)[rows][row]  # [P, S]
     negative_keys = content[batch.parts_of_negatives()[negative]]
     # [P, S, 1 or 2]: every key of the row against every key of the negative.
@@ -304,8 +309,11 @@ def example_negatives(batch: LossBatch, rows: slice) -> tuple[Tensor, Tensor]:
     return row[differs], negative[differs]
 
 
-def ranks(values: Tensor) -> Tensor:
-    """Return each value's rank among the sorted distinct values, as int32: a key that takes half the memory."""
+def compact_keys(values: Tensor) -> Tensor:
+    """Return int32 keys that are equal where the int64 values are: the place of each value among the sorted distinct ones.
+
+    They take half the memory.
+    """
     inverse: Tensor = torch.unique(values, return_inverse=True)[1]
     return inverse.int()
 
@@ -316,8 +324,9 @@ def _content_sets(batch: LossBatch, content: Tensor) -> Tensor:
     example, size = torch.unique(
         batch.example, return_inverse=True, return_counts=True
     )[1:]
-    # Scatter into [examples, width]. The slot of a positive is its place in the sorted
-    # order less that of the first positive of its example.
+    # `example` [R]: number of each row's example. `size` [examples]: its number of positives. Scatter the positives into
+    # [examples, width]. The slot of a positive is its place in the sorted order minus that of the first positive of its
+    # example.
     order = torch.argsort(example, stable=True)
     first = size.cumsum(0) - size
     slot = torch.arange(order.numel(), device=order.device) - first[example[order]]
@@ -329,6 +338,7 @@ def _content_sets(batch: LossBatch, content: Tensor) -> Tensor:
 
 def join_equal(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return i [P] and j [P] of all pairs with left[i] == right[j], ascending by i (a sort-merge join)."""
+    # For each value of `left`: where its equal values begin in the sorted `right`, and how many there are.
     ordered, order = torch.sort(right, stable=True)
     first = torch.searchsorted(ordered, left)
     count = torch.searchsorted(ordered, left, right=True) - first

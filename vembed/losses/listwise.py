@@ -364,7 +364,9 @@ def _ranks_in_lists(scores: Tensor, lists: ListedPairs) -> Tensor:
     first comes first."""
     import torch
 
-    sizes = torch.bincount(lists.groups, minlength=lists.num_groups)
+    # Not bincount, for which the host would wait: it looks for the largest group.
+    sizes = lists.groups.new_zeros(lists.num_groups)
+    sizes = sizes.index_add(0, lists.groups, torch.ones_like(lists.groups))
     starts = sizes.cumsum(0) - sizes
     by_score = torch.sort(scores, descending=True, stable=True).indices
     order = by_score[torch.sort(lists.groups[by_score], stable=True).indices]

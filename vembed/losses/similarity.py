@@ -80,7 +80,7 @@ def arithmetic_dtype(embeddings: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class RowVectors:
-    """The vectors of n rows of the score matrix, scaled, with room for their gradient."""
+    """The vectors of n rows of the score matrix, scaled, and the buffer of their gradient."""
 
     entries: slice
     x: Tensor
@@ -126,7 +126,7 @@ class PrefixTable:
         if similarity.cosine:
             self.prefix_scales = self.x.new_empty(num_smaller, num_entries)
         for entries in chunks(num_entries, VECTORS_AT_ONCE):
-            x, inverse_norms = self._unit_vectors(entries)
+            x, inverse_norms = self._unit_vectors(entries)  # [n, d], [K, n]
             self.x[entries] = x
             if self.prefix_scales is not None:
                 # |e[:d]| / |e[:k]| = 1 / |x[:k]|. For a zero vector both inverses are
@@ -317,8 +317,8 @@ class _PairScores(torch.autograd.Function):
             index = torch.cat((left[pairs], right[pairs]))
             table = similarity.table(embeddings, index, with_gradient=False)
             scores[:, pairs] = table.pair_scores(*_halves(index))
-        # Save indices and scores only: the gathered vectors [2P, D] may exceed the
-        # embeddings, so backward gathers again.
+        # Save indices and scores only: the gathered vectors [2P, D] may take more memory than the embeddings, so
+        # `backward` gathers them again.
         ctx.save_for_backward(embeddings, left, right, scores)
         return scores
 
@@ -359,7 +359,8 @@ class _KnownGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        # The loss is a scalar, so the chain rule is one multiplication.
+        # The loss is a scalar, so the chain rule is one multiplication. The arguments `loss` and `gradients` of `forward`
+        # get no gradient.
         products: list[Tensor | None] = [None, None]
         for needs_gradient, gradient in zip(
             ctx.needs_input_grad[2:], ctx.saved_tensors, strict=True

@@ -26,7 +26,7 @@ differentiated immediately after it is scored, and all tiles share one buffer.
 Who does what: `candidates.py` says which scores count. The similarity's table computes them and turns their derivatives
 into the gradient of the embeddings. The row losses (`row_losses.py`) add them up. This module brings the three together.
 Vectors are named by their entry in the table of candidates. Shapes: K sizes, n rows of a block, t columns of a tile,
-P explicit pairs of a block.
+P explicit pairs of a block. `d_x` is dL/dx.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from vembed.losses.similarity import (
 
 MEBIBYTE = 2**20
 TIE_TOLERANCE = 64
-"""Rounding steps within which a score counts as equal to a ceiling, and stays."""
+"""A score that exceeds a ceiling by at most this many rounding errors counts as equal to it, and is not left out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ class Tiling:
         # products.
         rows = block_mebibytes * scores_per_mebibyte // max(1, scores_per_row)
         rows = min(max_rows, max(16, rows))
-        return cls(rows, max(16, tile_mebibytes * scores_per_mebibyte // rows))
+        columns = tile_mebibytes * scores_per_mebibyte // rows
+        return cls(rows, max(16, columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class Guide:
 
     vectors: TeacherVectors
     margin_below_positive: float
-    """Leave out candidates whose teacher's score exceeds the positive's less this."""
+    """Leave out candidates with a score above the positive's score minus this margin, both by the teacher."""
     is_relative: bool
     """The margin is a fraction of the positive's score."""
 
@@ -107,7 +108,7 @@ class Scoring:
     """Factor of each direction (forward, reverse)."""
     tiling: Tiling | None
     margin_above_positive: float | None = None
-    """Leave out candidates whose score exceeds the positive's plus this. None: keep all."""
+    """Leave out candidates with a score above the positive's score plus this margin. None: keep all."""
     guide: Guide | None = None
     teacher: TeacherVectors | None = None
     """Whose scores are the targets of the row losses."""
@@ -133,6 +134,7 @@ def tiled_loss(
             return score_pass.loss
         d_embeddings = score_pass.table.gradient().to(embeddings.dtype)
     gradients = [d_embeddings, score_pass.d_scale, score_pass.d_bias]
+    # Without a bias its gradient is cut off.
     return with_known_gradients(score_pass.loss, inputs, gradients[: len(inputs)])
 
 
@@ -143,6 +145,7 @@ class _TeacherTable:
         self, teacher: TeacherVectors, candidates: LossCandidates, like: Tensor
     ) -> None:
         """`like`: has the device and dtype of the scores."""
+        # [V, E] vectors, and [N] the vector of each entry.
         self.vectors = teacher.vectors.to(like.device, like.dtype)
         self.index = teacher.occurrences()[candidates.occurrence]
 
@@ -291,6 +294,7 @@ class _ScorePass:
             target = self.teacher.pair_scores(queries, positives)
         losses = []
         weights = self.scoring.similarity.weights
+        # One row loss for each size and direction. Each starts with the positives' logits [n].
         for scores, weight in zip(positive_scores, weights, strict=True):
             by_direction = []
             for factor in self.scoring.coefficients:
@@ -298,6 +302,7 @@ class _ScorePass:
                 start = RowStart(logits, weight * factor, self.bias, target)
                 by_direction.append(self.scoring.row_loss(start))
             losses.append(by_direction)
+        # Margins are in scores. Candidates are compared as logits, so these ceilings are scaled.
         ceilings = None
         if self.scoring.margin_above_positive is not None:
             ceilings = positive_scores + self.scoring.margin_above_positive
@@ -323,8 +328,8 @@ class _ScorePass:
             row = pairs.row[first:stop] - rows.start  # [P], in the block
             left = pairs.row_entries.start + pairs.row[first:stop]
             right = pairs.negative_entry[first:stop]
-            # Masked as scores, before the scale: an excluded pair's logit is EXCLUDED
-            # times the scale.
+            # [K, P]. Exclusion is written into the scores, before they are scaled, so that the gradient below also sees
+            # EXCLUDED, a finite number.
             scores = self.table.pair_scores(left, right)
             if block.ceilings is not None:
                 is_above = scores * self.scale > block.ceilings[:, row]
@@ -393,6 +398,7 @@ class _ScorePass:
         offset = 0
         groups = self.candidates.column_groups
         for group, vectors in zip(groups, row_vectors, strict=True):
+            # Each mask yields its part of every tile, in the order of the loop below.
             masks = [mask.tiles(rows, self.tiling.columns) for mask in group.masks]
             for columns in chunks(group.num_columns, self.tiling.columns):
                 num_columns = columns.stop - columns.start

@@ -146,13 +146,16 @@ class SpreadOut(Loss):
         import torch
 
         from vembed.losses.batch import copied_together
-        from vembed.losses.candidates import ExclusionMask, ranks
+        from vembed.losses.candidates import ExclusionMask, compact_keys
 
         num_rows = batch.num_rows
         rank_rows = batch.rank_rows
         # Made on the host: a GPU would have to be waited for.
         host = batch.on_host()
-        keys = {"content": ranks(host.content), "example": ranks(host.example)}
+        keys = {
+            "content": compact_keys(host.content),
+            "example": compact_keys(host.example),
+        }
         keys = copied_together(keys, batch.query.device)
         coefficient = 1.0 / max(1, num_rows * (num_rows - 1))
         occurrences = torch.arange(2 * num_rows, device=batch.query.device)
@@ -162,13 +165,13 @@ class SpreadOut(Loss):
             torch.split(occurrences, num_rows),
             strict=True,
         ):
-            masks = tuple(
-                ExclusionMask(key[rank_rows, None], key[:, None])
-                for key in (keys["content"][index], keys["example"])
-            )
+            # [R] keys: a row is not compared with rows of the same content or of the same example.
+            masks = []
+            for key in (keys["content"][index], keys["example"]):
+                masks.append(ExclusionMask(key[rank_rows, None], key[:, None]))
             rows = columns[rank_rows]
             share = share + _squared_errors(
-                batch, term, rows, columns, masks, coefficient
+                batch, term, rows, columns, tuple(masks), coefficient
             )
         return share
 

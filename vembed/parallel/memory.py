@@ -93,18 +93,17 @@ def memory_lines() -> list[str]:
         kind, _, number = memory["device"].partition(":")
         name = f"GPU {number or 0}" if kind == "cuda" else "CPU"
         lines[f"Rank {rank}, {name}"] = memory
-    lines[f"Total across {len(by_rank)} processes"] = {
-        key: sum(memory[key] for memory in by_rank)
-        for key in AMOUNTS
-        if key in by_rank[0]
-    }
+    total = {}
+    for key in AMOUNTS:
+        if key in by_rank[0]:
+            total[key] = sum(memory[key] for memory in by_rank)
+    lines[f"Total across {len(by_rank)} processes"] = total
     texts = []
     for lead, memory in lines.items():
-        amounts = [
-            f"{name}: {memory[key]:.2f}GB"
-            for key, name in AMOUNTS.items()
-            if key in memory
-        ]
+        amounts = []
+        for key, name in AMOUNTS.items():
+            if key in memory:
+                amounts.append(f"{name}: {memory[key]:.2f}GB")
         texts.append(f"{lead}: {', '.join(amounts)}")
     return texts
 

@@ -134,16 +134,20 @@ def local_tensor(tensor: Tensor) -> Tensor:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-def set_gradient_sync(model: nn.Module, on: bool, *, all_reduce: bool = True) -> None:
+def set_gradient_sync(
+    model: nn.Module, on: bool, *, all_reduce: bool = True, is_last: bool = True
+) -> None:
     """Switch FSDP's gradient reduction on or off for the following micro-batches. Call it before the forward pass.
 
     `all_reduce`: HYBRID_SHARD of FSDP2 also sums between the copies of the model; otherwise only inside each copy,
-    where the sums of several micro-batches add up to the next all-reduce. No-op for a model that is not sharded:
+    where the sums of several micro-batches add up to the next all-reduce. `is_last`: the next backward pass is the last
+    one before the optimizer step. FSDP2 waits for its reductions only then. No-op for a model that is not sharded:
     `collectives.all_reduce_gradients` averages its gradients.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
         model.set_requires_all_reduce(on and all_reduce)
+        model.set_is_last_backward(is_last)
         return
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         # The effect of FSDP1's no_sync, which is a context manager and would have to span forward and backward.
@@ -189,6 +193,7 @@ def discard_passes(model: nn.Module) -> None:
     gradients of unsharded parameters would be added to those of the next step. Units are sharded again.
     """
     if isinstance(model, FSDPModule):
+        model.set_is_last_backward(True)
         if CAN_RESET_FSDP2:
             model.reset_iter_state()
         for module in model.modules():
@@ -241,11 +246,10 @@ def global_grad_norm(
 
 def clip_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
     """Multiply all gradients in place by a factor, which is equal on all ranks."""
-    gradients = [
-        local_tensor(parameter.grad)
-        for parameter in parameters
-        if parameter.grad is not None
-    ]
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is not None:
+            gradients.append(local_tensor(parameter.grad))
     if gradients:
         torch._foreach_mul_(gradients, factor)  # on GPUs one kernel for many tensors
 

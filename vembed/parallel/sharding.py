@@ -459,11 +459,9 @@ def choose_units(
     units: list[nn.Module] = []
     if fsdp.wrap_function is not None:
         chooses = find(fsdp.wrap_function, "fsdp_auto_wrap_policy")
-        units = [
-            module
-            for module in model.modules()
-            if module is not model and chooses(module)
-        ]
+        for module in model.modules():
+            if module is not model and chooses(module):
+                units.append(module)
     elif fsdp.wrap_policy == "SIZE_BASED_WRAP":
         units = size_units(model, fsdp.min_num_params, leaves=fsdp.version == 1)
     elif fsdp.wrap_policy == "TRANSFORMER_BASED_WRAP":

@@ -236,8 +236,13 @@ class MemoryEstimate:
         asked = self.placement.run.config.batch.use_gradient_cache
         fits = tokens is None and graph_tokens <= kept_tokens
         keeps_all = asked is False or (asked == "auto" and fits)
+        if uses_cache or tokens is not None:
+            kept_tokens = 0  # the least that a step needs
+        if tokens is not None:
+            micro_batch = tokens
         if uses_cache or not keeps_all:
-            graph_tokens = min(micro_batch if tokens is None else tokens, graph_tokens)
+            kept_tokens = self._kept_in_part(micro_batch, kept_tokens)
+            graph_tokens = min(max(micro_batch, kept_tokens), graph_tokens)
         activations = graph_tokens * demand.per_token
         return replace(self._without_graphs(), activations=activations)
 
@@ -262,7 +267,28 @@ class MemoryEstimate:
             return f"{whole} (use_gradient_cache: false)"
         if options.use_gradient_cache == "auto" and batch <= kept_tokens:
             return f"{whole} (graphs of up to {kept_tokens:,d} tokens fit, so that Gradient Cache is off)"
+        kept = self._kept_in_part(tokens, kept_tokens)
+        if kept > tokens:
+            return f"of {kept // tokens:,d} micro-batches, {kept:,d} padded tokens at most; Gradient Cache replays the others"
         return f"of one micro-batch, {min(tokens, batch):,d} padded tokens at most"
+
+    def repeated_share(self, batch_tokens: float) -> float:
+        """Return the share of a process's batch that passes the model twice."""
+        asked = self.placement.run.config.batch.use_gradient_cache
+        tokens, kept_tokens = tokens_of(
+            self.placement, self.demand(), self.size.max_length
+        )
+        if asked is False or (asked == "auto" and batch_tokens <= kept_tokens):
+            return 0.0
+        return max(1 - self._kept_in_part(tokens, kept_tokens) / batch_tokens, 0.0)
+
+    def _kept_in_part(self, micro_batch: int, kept_tokens: int) -> int:
+        """Return the tokens of the micro-batches that keep their graphs where the batch does not fit."""
+        fsdp = self.placement.fsdp
+        asked = self.placement.run.config.batch.use_gradient_cache
+        if asked == "auto" and (fsdp is None or fsdp.version == 2):
+            return kept_tokens // micro_batch * micro_batch
+        return 0
 
     def _without_graphs(self) -> Memory:
         placement = self.placement
@@ -343,17 +369,26 @@ class Budget:
     micro_batch_tokens: int
     kept_graph_tokens: int
     use_gradient_cache: bool | None
-    """Switch: use Gradient Cache. None: decided per batch by `kept_graph_tokens`."""
+    """Switch: use Gradient Cache for all micro-batches or for none. None: decided per batch by `kept_graph_tokens`."""
 
-    def keeps_graphs(
-        self, padded_tokens: int, num_forwards: int, session: Session
-    ) -> bool:
-        """Return whether phase 1 keeps its graphs, so that no phase 2 is needed. The same on every rank."""
+    def num_kept_graphs(
+        self, padded_tokens: int, longest: int, num_forwards: int, session: Session
+    ) -> int:
+        """Return how many of `num_forwards` micro-batches keep their graphs; phase 2 replays the others.
+
+        `padded_tokens` of the batch and tokens of its `longest` input are maxima over the ranks, so that the result is
+        the same on every rank.
+        """
         if session.fsdp is not None and session.fsdp.version == 1 and num_forwards > 1:
-            return False  # FSDP1 frees a unit's parameters after the first of several pending backward passes
+            return 0  # FSDP1 frees a unit's parameters after the first of several pending backward passes
         if self.use_gradient_cache is not None:
-            return not self.use_gradient_cache
-        return padded_tokens <= self.kept_graph_tokens
+            return 0 if self.use_gradient_cache else num_forwards
+        if padded_tokens <= self.kept_graph_tokens:
+            return num_forwards
+        # A bound that holds on every rank: only a single input may be larger than a micro-batch. The last forward pass
+        # has micro-batches of all modalities, and is kept only if everything is.
+        largest = max(self.micro_batch_tokens, longest)
+        return min(self.kept_graph_tokens // largest, num_forwards - 1)
 
 
 def find_budget(
@@ -410,8 +445,8 @@ def find_budget(
     micro_batch = -lowest[0]
     kept_tokens = -lowest[1]
     log.info(
-        f"micro-batches: up to {micro_batch:,d} padded tokens; graphs: kept for batches of up to {kept_tokens:,d} padded "
-        f"tokens per rank, larger ones use Gradient Cache (measured: {demand.fixed / GIB:.2f}GB and "
+        f"micro-batches: up to {micro_batch:,d} padded tokens; graphs: kept for up to {kept_tokens:,d} padded tokens "
+        f"per rank, Gradient Cache replays the rest of larger batches (measured: {demand.fixed / GIB:.2f}GB and "
         f"{demand.per_token:,.0f} bytes per token, of {memory / GIB:.2f}GB)"
     )
     return Budget(micro_batch, kept_tokens, cache)

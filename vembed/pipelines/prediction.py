@@ -28,7 +28,7 @@ from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import Gpu, Hardware
 from vembed.parallel.memory import GIB
 from vembed.parallel.placement import DTYPES, Placement, memory_of_a_process, place
-from vembed.parallel.step_memory import Memory, MemoryEstimate, ModelSize, tokens_of
+from vembed.parallel.step_memory import Memory, MemoryEstimate, ModelSize
 from vembed.progress import duration
 
 FITS = 0.9
@@ -193,14 +193,9 @@ def operations_per_token(
     count = 2.0 + size.trained / max(size.total, 1)
     if placement.recomputation.value:
         count += 1.0
-    repeats = placement.run.config.batch.use_gradient_cache
-    if repeats == "auto":
-        _, kept = tokens_of(
-            placement, MemoryEstimate(placement, size).demand(), size.max_length
-        )
-        repeats = placement.rows * data.tokens > kept
-    if repeats:  # Gradient Cache runs the forward pass twice
-        count += 1.0
+    # Gradient Cache runs the forward pass of what it does not keep twice.
+    estimate = MemoryEstimate(placement, size)
+    count += estimate.repeated_share(placement.rows * data.tokens)
     return count * _forward_operations(size, data.length)
 
 

@@ -329,20 +329,13 @@ class _Stage:
         return name
 
     def _overrides(self, overrides: Sequence[str]) -> tuple[str, ...]:
-        """Return the overrides of a training: those of the command line, with a moved root divided among the stages."""
-        options = _by_option(overrides)
-        left_out = ["output_dir", "stage"]
+        """Return the overrides of a training: those of the command line that are for it."""
+        left_out = ["stage"]
         if self.model_before is not None:
             # A model that the command line names is the one that the first stage starts from.
             left_out.append("model_name")
         kept = [text for text in overrides if _option_of(text) not in left_out]
-        if "output_dir" in options and self.step.kind == "train":
-            if self.model_before is not None and "model_name" not in self.step.options:
-                kept.append(f"model_name={self._model()}")
-            if self.data_step is not None and "data_path" not in self.step.options:
-                kept.append(f"data_path={self.pipeline.data_of(self.data_step)}")
-            kept.append(f"output_dir={self.folder}")
-        if "resume" not in options:
+        if "resume" not in _by_option(overrides):
             # A stage that was stopped goes on; its folder is of this very fingerprint.
             kept.append("resume=auto")
         return tuple(kept)

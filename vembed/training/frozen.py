@@ -80,7 +80,7 @@ def open_stores(embedder: EmbeddingModel, session: Session) -> Stores:
     return stores
 
 
-def log_use(stores: Stores) -> None:
+def log_feature_use(stores: Stores) -> None:
     """Log how many features were computed and how many read, summed over the ranks. Collective."""
     for modality, store in stores.items():
         computed, read = collectives.sum_ints([store.num_added, store.num_read])
@@ -144,17 +144,19 @@ class BatchInputs:
         self._tables = self.source.towers.features(self.features, self._cached, splits)
         self._keeps_images = keeps_images
 
-    def feed(self, micro_batches: Sequence[MicroBatch]) -> Iterator[ModelInputs]:
-        """Yield the model's input for each forward pass."""
+    def feed(
+        self, micro_batches: Sequence[MicroBatch], first: int = 0
+    ) -> Iterator[ModelInputs]:
+        """Yield the model's input for each forward pass, from the micro-batch `first` on."""
         towers = self.source.towers
         # Frozen slices are not collated: they are rows of the tables [n, width] that `encode_frozen` has made.
         trained = []
-        for micro_batch in micro_batches:
+        for micro_batch in micro_batches[first:]:
             trained.append(
                 [part for part in micro_batch if part[0] not in towers.modalities]
             )
         fed = self.source.feeder.feed(trained, self.features)
-        for micro_index, inputs in enumerate(fed):
+        for micro_index, inputs in enumerate(fed, start=first):
             for part in micro_batches[micro_index]:
                 if part[0] in towers.modalities:
                     inputs.append(towers.inputs(part, self._tables))

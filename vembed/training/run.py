@@ -74,11 +74,11 @@ def train(
     module's weights are where training starts. `hooks`: additions to the loop (`vembed/training/hooks/base.py`).
     """
     if isinstance(config, Mapping):
-        config = {
-            key: as_path(key, value) if key in DATA else value
-            for key, value in config.items()
-        }
-        config = as_options(config, model)
+        options = dict(config)
+        for key, value in config.items():
+            if key in DATA:
+                options[key] = as_path(key, value)
+        config = as_options(options, model)
     elif model is not None:
         raise UserError(
             "model= goes with a config that is a dict; in a file, model_class names the class"

@@ -18,6 +18,7 @@ from rich.console import Console
 from vembed.config.schema import LoggingSection
 from vembed.errors import UserError
 from vembed.evaluation.report.record import scores_line
+from vembed.files import require_regular
 from vembed.saving.masking import masked
 
 log = logging.getLogger("vembed")
@@ -64,6 +65,7 @@ class LogFile(logging.FileHandler):
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raise UserError if it cannot be written to."""
+        require_regular(path, "log_file")  # opening a pipe waits for a reader
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             super().__init__(path, encoding="utf-8", errors="backslashreplace")

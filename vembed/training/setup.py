@@ -293,7 +293,7 @@ def build_components(
     log.info(f"model: {description.summary()}")
     options = config.options()
     for line in without_effect(
-        description, {name: options[name] for name in config.given}
+        description, {name: options[name] for name in config.explicit_options}
     ):
         log.info(line)
     if data.evaluation is not None:

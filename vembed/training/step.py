@@ -1,27 +1,30 @@
 """One contrastive step on one global batch. Without dropout the result is the same on any number of ranks and with
 micro-batches of any size; dropout draws depend on the rank and the micro-batch.
 
-The gradient is divided at the embeddings. The model gives each input i of the global batch an embedding e_i(w) of
-width D, and the loss L reads nothing but all embeddings E [U, D]. By the chain rule
+The backward pass is split in two at the embeddings. The model gives each input i of the global batch an embedding e_i(w)
+of width D, and the loss L is a function of the embeddings E [U, D] of all U inputs alone. By the chain rule
 
-    dL/dw = sum over i of  G_i . de_i/dw        with  G = dL/dE  [U, D],
+    dL/dw = sum over i of  G_i . de_i/dw        with  G = dL/dE  [U, D].
 
-so that once G is known, each input's part can be computed by itself: <e_i, G_i>, with G_i as a constant, has the same
-gradient. Inputs may therefore pass the model in micro-batches of any size, and be divided among ranks in any way.
+Once G is known, each input's summand can be computed by itself: it is the gradient of the dot product <e_i, G_i>, with
+G_i as a constant. Inputs may therefore pass the model in micro-batches of any size, and be divided among ranks in any way.
 This rank holds n of the U inputs, each of them once, however often it occurs in the rows of the loss. An input may be
-a pair, whose vector is its score (D = 1). It may also have several vectors: their number is known from its tokens,
-before the forward pass, and `starts` says where they begin in E. Five stages, five methods:
+a pair, whose vector is its score (D = 1). It may also have several vectors. Then E has one row for each vector: their
+number is known from the tokens, before the forward pass, and `starts` says where those of an input begin. Five stages,
+five methods:
 
 1. `split`     One collective: the number of inputs, rows and micro-batches of each rank. From them every rank derives
-               the same number of micro-batches, and whether their graphs are kept.
-2. `encode`    The embeddings [n, D] of this rank, micro-batch by micro-batch. Without graphs if Gradient Cache is on.
+               the same number of micro-batches, and how many of their graphs are kept.
+2. `encode`    The embeddings [n, D] of this rank, micro-batch by micro-batch. The first micro-batches keep their graphs,
+               as many as fit: Gradient Cache replays the others.
                Features of frozen towers are computed first, or read from the cache; gradients do not reach them.
 3. `gather`    The embeddings of all ranks as one leaf E [U, D], and the indices by which the rows refer to them.
 4. `score`     L is a sum over the rows. This rank computes the part of its rows, and its gradient with respect to all
                of E. Added up over the ranks, these are G, of which this rank gets its n vectors, times the world size:
                the gradients of the ranks are averaged later.
-5. `backward`  <e_i, G_i> through each micro-batch, in the graphs that were kept, or in a second forward pass with the
-               same random draws. Under FSDP the last backward pass synchronises the gradients of the ranks.
+5. `backward`  Backpropagate G_i from e_i through each micro-batch, in the graph that was kept, or in that of a second
+               forward pass with the same random draws. Under FSDP the last backward pass synchronises the gradients of
+               the ranks.
 """
 
 from __future__ import annotations
@@ -80,9 +83,11 @@ class Counts:
     """Rows of the loss: pairs of a query and a positive."""
     negatives: list[int]
     has_scores: list[int]
-    """1 if the rank has teacher scores of its positives, and 1 if it has them of its hard negatives."""
+    """1 if the rank's data have scores of its positives. Below: of its hard negatives."""
     has_negative_scores: list[int]
     padded_tokens: list[int]
+    longest: list[int]
+    """Tokens of the longest input."""
 
 
 @dataclass
@@ -102,17 +107,18 @@ class StepBatch:
     """Equally many on every rank, of the same modalities."""
     frozen_splits: dict[Modality, list[list[int]]] = field(init=False)
     """Micro-batches for the frozen towers."""
-    keeps_graphs: bool = field(init=False)
+    num_kept_graphs: int = field(init=False)
+    """The first micro-batches keep their graphs until their backward pass. The others run again in the second phase."""
 
     # Set by `encode`.
     embeddings: Tensor = field(init=False)
     """[n, D] this rank's embeddings, detached."""
     outputs: list[list[Tensor]] = field(default_factory=list)
-    """Embeddings of each micro-batch with their graphs; empty with Gradient Cache."""
+    """Embeddings of the first `num_kept_graphs` micro-batches, with their graphs."""
     auxiliary: AuxiliaryBatch | None = None
     """Sums of the model's own losses; None for a model without."""
     auxiliary_outputs: list[SliceLosses] = field(default_factory=list)
-    """The model's own losses of each micro-batch with their graphs; empty with Gradient Cache."""
+    """The model's own losses of the first `num_kept_graphs` micro-batches, with their graphs."""
 
     def synchronises(self, micro_index: int) -> bool:
         """Return whether the backward pass of this micro-batch is the last before the optimizer step."""
@@ -147,7 +153,7 @@ class BatchResult:
     """This rank's part of the loss. The sum over the ranks is the loss."""
     padded_tokens: int
     num_forwards: int
-    kept_graphs: bool
+    num_kept_graphs: int
     embeddings: Tensor
     """[n, D] this rank's embeddings, for diagnostics."""
     is_finite: Tensor
@@ -179,6 +185,7 @@ def order_micro_batches(
     The last micro-batches of all modalities share one forward pass, so that the backward pass that synchronises
     gradients reaches every tower. Within a forward pass, frozen modalities come last.
     """
+    # False sorts before True, and the sort is stable: the order is the same on every rank.
     modalities = sorted(splits, key=lambda modality: modality in frozen)
     micro_batches: list[MicroBatch] = []
     for modality in modalities:
@@ -201,10 +208,10 @@ class ContrastiveStep:
         guard: MemoryGuard,
         seed: int,
         teachers: Teachers | None = None,
-        auxiliary: ObjectiveSection | None = None,
+        auxiliary_options: ObjectiveSection | None = None,
     ) -> None:
         """`budget` may be replaced between two batches, after a shortage of memory. `teachers`: of the loss, if any.
-        `auxiliary`: options of the model's own losses, if it has any."""
+        `auxiliary_options`: options of the model's own losses; None for a model without."""
         self.model = model
         self.loss = loss
         self.source = source
@@ -213,7 +220,7 @@ class ContrastiveStep:
         self.guard = guard
         self.seed = seed
         self.teachers = teachers
-        self.auxiliary = auxiliary
+        self.auxiliary_options = auxiliary_options
         self.timer = PhaseTimer(session.device)
 
     def accumulate(
@@ -234,9 +241,9 @@ class ContrastiveStep:
             with self.timer("data"):
                 inputs = self.source.of(rank_batch.features)
                 batch = StepBatch(rank_batch, batch_number, last, inputs)
-            if self.auxiliary is not None:
+            if self.auxiliary_options is not None:
                 batch.auxiliary = AuxiliaryBatch(
-                    self.auxiliary, rank_batch, self.session.device
+                    self.auxiliary_options, rank_batch, self.session.device
                 )
             with self.timer("wait"):
                 self.split(batch)
@@ -256,8 +263,8 @@ class ContrastiveStep:
         return BatchResult(
             loss_share=loss_share,
             padded_tokens=padded_tokens,
-            num_forwards=num_forwards if batch.keeps_graphs else 2 * num_forwards,
-            kept_graphs=batch.keeps_graphs,
+            num_forwards=2 * num_forwards - batch.num_kept_graphs,
+            num_kept_graphs=batch.num_kept_graphs,
             embeddings=batch.embeddings,
             is_finite=torch.isfinite(batch.embeddings).all(),
             auxiliary={} if batch.auxiliary is None else batch.auxiliary.means(),
@@ -267,7 +274,7 @@ class ContrastiveStep:
     # ---- the stages ----------------------------------------------------------
 
     def split(self, batch: StepBatch) -> None:
-        """Set the micro-batches, equally many on every rank, and whether their graphs are kept. One collective."""
+        """Set the micro-batches, equally many on every rank, and how many keep their graphs. One collective."""
         rank_batch = batch.rank_batch
         budget = self.budget
         features = rank_batch.features
@@ -282,6 +289,7 @@ class ContrastiveStep:
         has_negative_scores = (
             rank_batch.negative_scores is not None or num_negatives == 0
         )
+        # In the order of the fields of Counts.
         rank_counts = [
             len(features),
             len(features) if batch.starts is None else int(batch.starts[-1]),
@@ -290,33 +298,40 @@ class ContrastiveStep:
             int(rank_batch.scores is not None),
             int(has_negative_scores),
             trained_split.padded_tokens,
+            max(lengths, default=0),
         ]
-        # One table [ranks, columns], so that one collective carries everything. Before the first forward pass: under
-        # FSDP the ranks run equally many of them.
+        # One collective for all numbers: a table [ranks, columns] of the counts above, then this rank's micro-batches of
+        # each trained modality, then those of each frozen one. Before the first forward pass, because under FSDP all
+        # ranks must run equally many.
         table = collectives.all_gather_ints(
             [*rank_counts, *trained_split.counts, *frozen_split.counts]
         )
         columns = [list(column) for column in zip(*table, strict=True)]
         batch.counts = Counts(*columns[: len(rank_counts)])
-        # A rank with fewer micro-batches splits its inputs finer, or runs dummies, up to the maximum over the ranks.
+        # The maximum over the ranks for each modality. A rank with fewer micro-batches splits its inputs finer, or runs
+        # dummies.
         num_micro_batches = [max(column) for column in columns[len(rank_counts) :]]
         num_groups = len(trained_split.counts)
         splits = trained_split.agreed(num_micro_batches[:num_groups])
         batch.frozen_splits = frozen_split.agreed(num_micro_batches[num_groups:])
         batch.micro_batches = order_micro_batches(splits, self.source.towers.modalities)
-        # From numbers that are equal on all ranks: a rank without a second phase would leave the others waiting in it.
-        batch.keeps_graphs = budget.keeps_graphs(
-            max(batch.counts.padded_tokens), len(batch.micro_batches), self.session
+        # From numbers that are equal on all ranks: a rank with a shorter second phase would leave the others waiting.
+        batch.num_kept_graphs = budget.num_kept_graphs(
+            max(batch.counts.padded_tokens),
+            max(batch.counts.longest),
+            len(batch.micro_batches),
+            self.session,
         )
 
     def encode(self, batch: StepBatch) -> None:
-        """Set this rank's embeddings [n, D] in the order of its inputs, and keep the graphs if so decided. Collective."""
+        """Set this rank's embeddings [n, D] in the order of its inputs, and keep the graphs that fit. Collective."""
         embeddings: Tensor | None = None
-        with torch.set_grad_enabled(batch.keeps_graphs):
-            # With kept graphs there is no second phase that could reuse image features.
+        with torch.no_grad():
+            # Where all graphs are kept there is no second phase that could reuse image features.
             max_tokens = max(batch.counts.padded_tokens)
-            has_room = max_tokens <= self.source.max_image_tokens
-            keeps_images = has_room and not batch.keeps_graphs
+            images_fit = max_tokens <= self.source.max_image_tokens
+            replays = batch.num_kept_graphs < len(batch.micro_batches)
+            keeps_images = images_fit and replays
             batch.inputs.encode_frozen(batch.frozen_splits, keeps_images=keeps_images)
             # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
             # micro-batch.
@@ -324,9 +339,12 @@ class ContrastiveStep:
             fed = batch.inputs.feed(batch.micro_batches)
             for micro_index, model_inputs in enumerate(fed):
                 micro_batch = batch.micro_batches[micro_index]
-                # Set before the forward pass, as FSDP requires; `backward` sets it again for each micro-batch.
+                # FSDP reads this in the forward pass already. `backward` sets it again for each micro-batch.
                 self._synchronise_gradients(batch.synchronises(micro_index))
-                outputs, losses = self._forward(batch, model_inputs, micro_index)
+                # The first ones keep their graphs: their backward passes come first, and free them before any replay.
+                keeps_graph = micro_index < batch.num_kept_graphs
+                with torch.set_grad_enabled(keeps_graph):
+                    outputs, losses = self._forward(batch, model_inputs, micro_index)
                 if batch.auxiliary is not None:
                     batch.auxiliary.add(micro_batch, losses)
                 if embeddings is None:
@@ -338,7 +356,7 @@ class ContrastiveStep:
                     if inputs:
                         indices = batch.vector_indices(inputs)
                         embeddings[row_index(indices, output.device)] = output.detach()
-                if batch.keeps_graphs:
+                if keeps_graph:
                     batch.outputs.append(outputs)
                     batch.auxiliary_outputs.append(losses)
         assert embeddings is not None, "every rank runs at least one micro-batch"
@@ -355,7 +373,7 @@ class ContrastiveStep:
         # The gather itself is not differentiated; `score` does its backward by hand.
         embeddings = collectives.all_gather_rows(batch.embeddings, counts.vectors)
         embeddings.requires_grad_()
-        # Indices of inputs are local; behind the gather, rank r's inputs begin after those of ranks 0 to r - 1.
+        # A rank's indices count its own inputs from 0. After the gather its inputs follow those of ranks 0 to r - 1.
         offset = sum(counts.inputs[:rank])
         features = rank_batch.features
         content = np.array([feature.content for feature in features], dtype=np.int64)
@@ -367,6 +385,7 @@ class ContrastiveStep:
             "negative": Column(rank_batch.negative + offset, counts.negatives),
             "negative_example": Column(rank_batch.negative_example, counts.negatives),
         }
+        # Some inputs have several vectors. Every rank sees this in the shared counts.
         has_starts = counts.vectors != counts.inputs
         if has_starts:
             num_vectors = np.array([feature.rows for feature in features])
@@ -381,6 +400,7 @@ class ContrastiveStep:
             columns["negative_scores"] = Column(negative_scores, counts.negatives)
         on_host = gather_columns(columns)
         if has_starts:
+            # From the number of vectors of each of the U inputs to [U + 1] where they begin in E.
             on_host["starts"] = F.pad(on_host["starts"].cumsum(0), (1, 0))
         fields: dict[str, Any] = {"scores": None}  # without scores
         copies = copied_together(on_host, self.session.device)
@@ -432,10 +452,11 @@ class ContrastiveStep:
 
         Micro-batches whose graphs were not kept are run again. Collective.
         """
-        feed = None if batch.keeps_graphs else batch.inputs.feed(batch.micro_batches)
+        num_kept = batch.num_kept_graphs
+        replayed = batch.inputs.feed(batch.micro_batches, first=num_kept)
         for micro_index, micro_batch in enumerate(batch.micro_batches):
             self._synchronise_gradients(batch.synchronises(micro_index))
-            if feed is None:
+            if micro_index < num_kept:
                 # Dropping the references frees each graph as soon as its backward is done.
                 outputs = batch.outputs[micro_index]
                 losses = batch.auxiliary_outputs[micro_index]
@@ -443,9 +464,9 @@ class ContrastiveStep:
                 batch.auxiliary_outputs[micro_index] = []
             else:
                 # The seed is a function of the index, so this replay draws the dropout masks of `encode`.
-                outputs, losses = self._forward(batch, next(feed), micro_index)
-            # From the last backward on, the units reshard again. Not before its forward: it would reshard as well, and
-            # every unit would be gathered a second time.
+                outputs, losses = self._forward(batch, next(replayed), micro_index)
+            # From the last backward pass on, units reshard again. Set after the last forward pass, which would reshard
+            # too, so that every unit would be gathered a second time.
             self._keep_gathered(not batch.synchronises(micro_index))
             # The roots of this backward pass, each with the gradient that it starts from.
             roots: list[Tensor] = []
@@ -464,13 +485,13 @@ class ContrastiveStep:
             if batch.auxiliary is not None:
                 surrogate = batch.auxiliary.surrogate(micro_batch, losses)
                 if surrogate is not None:
-                    # As the loss: a sum over the ranks, which averaging would divide.
+                    # The loss is a sum over the ranks, but the gradients of the ranks are averaged (see `score`).
                     factor = weight * self.session.world_size
                     roots.append(surrogate)
                     gradients.append(surrogate.new_full((), factor))
             if roots:
                 torch.autograd.backward(roots, gradients)
-        # Units that had no backward pass (a frozen tower, one without inputs) are gathered still.
+        # FSDP units without a backward pass (a frozen tower, a tower without inputs) are still gathered.
         if batch.is_last and self.session.keeps_gathered:
             reshard(self.model)
 
@@ -483,7 +504,7 @@ class ContrastiveStep:
         rank = self.session.rank
         seed = seed_of(self.seed, batch.batch_number, rank, micro_index)
         seed_draws(seed, self.session.device)
-        if self.auxiliary is None:
+        if self.auxiliary_options is None:
             return self.model(inputs), []
         outputs, losses = self.model(inputs, with_auxiliary=True)
         return outputs, losses
@@ -499,6 +520,7 @@ class ContrastiveStep:
             self.model,
             is_last or session.reduces_each_micro_batch,
             all_reduce=is_last or not session.all_reduces_once,
+            is_last=is_last,
         )
 
     def _keep_gathered(self, on: bool) -> None:
@@ -543,15 +565,16 @@ def gather_columns(columns: Mapping[str, Column]) -> dict[str, Tensor]:
 
     Every rank passes the same names and dtypes.
     """
-    # Floating-point columns travel as their bits, not converted: all columns share one int64 collective.
+    # All columns share one int64 collective. Floating-point columns are sent as their bits, without conversion.
     flat = [column.values.view(np.int64) for column in columns.values()]
-    # sizes[r, c]: numbers of rank r in column c. On the host: reading a number from the device would wait for it.
+    # [ranks, columns] how many numbers each rank has in each column.
     sizes = np.array([column.counts for column in columns.values()]).T
     per_rank = sizes.sum(axis=1).tolist()
-    # By way of the host: numbers that a GPU gathers would have to be waited for.
+    # [this rank's numbers], column by column. Where there is a group for CPU tensors the host gathers them: the results
+    # of a GPU would have to be waited for.
     joined = torch.from_numpy(np.concatenate(flat)).to(collectives.number_device())
     gathered = collectives.all_gather_rows(joined, per_rank).cpu().numpy()
-    # The gathered numbers lie rank by rank, and column by column within a rank.
+    # [numbers of all ranks], rank by rank, and column by column within a rank. `column_of` gives the column of each.
     indices = np.tile(np.arange(len(columns)), len(sizes))
     column_of = np.repeat(indices, sizes.ravel())
     results = {}
@@ -578,7 +601,7 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Count the time inside the with-block as `phase`."""
-        # Batches are prepared by the host; the device would show nothing of the time that is waited for them.
+        # Batches are prepared on the host. Events on the device would not show the time that the step waits for them.
         if self.on_cuda and phase != "data":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()

@@ -38,7 +38,7 @@ from vembed.progress import duration
 from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint
 from vembed.training.checkpoint.resume import kept_decisions
 from vembed.training.final import ModelWriter, save_final
-from vembed.training.frozen import log_use
+from vembed.training.frozen import log_feature_use
 from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
 from vembed.training.hooks.metrics import log_line, log_setup
 from vembed.training.interrupts import Interrupts, StopRequested
@@ -418,7 +418,7 @@ class Trainer:
         for hook in self.hooks:
             hook.on_finish(self)
         self.interrupts.is_over = True
-        log_use(components.source.towers.stores)
+        log_feature_use(components.source.towers.stores)
         components.teachers.log_use()
         self.checkpointer.wait()
 

@@ -85,7 +85,10 @@ class Feeder:
         for modality, rows in micro_batch:
             lengths = [features[row].length for row in rows]
             is_packed = modality == "text" and self.packs_texts
-            total += sum(lengths) if is_packed else len(rows) * max(lengths, default=0)
+            if is_packed:
+                total += sum(lengths)
+            else:
+                total += len(rows) * max(lengths, default=0)
         return total
 
     def _collate(
@@ -95,7 +98,9 @@ class Feeder:
         inputs = []
         for modality, rows in micro_batch:
             chosen = [features[row] for row in rows]
-            batch = self.featuriser.joined(chosen or [self.featuriser.dummy(modality)])
+            if not chosen:
+                chosen = [self.featuriser.dummy(modality)]
+            batch = self.featuriser.joined(chosen)
             if (
                 self.device.type == "cuda"
                 and modality == "text"
@@ -111,10 +116,9 @@ class Feeder:
     def _to_device(self, inputs: ModelInputs) -> ModelInputs:
         moved: ModelInputs = []
         for modality, batch in inputs:
-            tensors = {
-                name: tensor.to(self.device, non_blocking=True)
-                for name, tensor in batch.items()
-            }
+            tensors = {}
+            for name, tensor in batch.items():
+                tensors[name] = tensor.to(self.device, non_blocking=True)
             # Pixels of 8 bits become numbers where the model computes.
             moved.append((modality, self.featuriser.finished(tensors)))
         return moved

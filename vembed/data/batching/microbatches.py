@@ -12,7 +12,7 @@ from vembed.models.families.family import Modality
 
 Lengths = Sequence[int] | np.ndarray
 
-PRICE = 16
+PRICE_DIVISOR = 16
 """An additional micro-batch must save more than 1/16 of the budget in padding."""
 
 
@@ -78,17 +78,20 @@ class LockstepSplit:
 
     def _split(self, places: Sequence[int], at_least: int = 0) -> list[list[int]]:
         lengths = [self.lengths[place] for place in places]
-        micro_batches = split(lengths, self.budget, self.max_rows, at_least)
-        return [[places[row] for row in rows] for rows in micro_batches]
+        # From rows of `places` back to positions in `self.lengths`.
+        micro_batches = []
+        for rows in split(lengths, self.budget, self.max_rows, at_least):
+            micro_batches.append([places[row] for row in rows])
+        return micro_batches
 
 
 def padded_tokens(lengths: Lengths, micro_batches: Sequence[Sequence[int]]) -> int:
     """Return the tokens that the model computes: each micro-batch is padded to its longest input."""
-    return sum(
-        len(rows) * max(int(lengths[row]) for row in rows)
-        for rows in micro_batches
-        if rows
-    )
+    total = 0
+    for rows in micro_batches:
+        longest = max((int(lengths[row]) for row in rows), default=0)
+        total += len(rows) * longest
+    return total
 
 
 def _cut(ordered: np.ndarray, budget: int, max_rows: int | None) -> list[int]:
@@ -106,18 +109,17 @@ def _cut(ordered: np.ndarray, budget: int, max_rows: int | None) -> list[int]:
     most = np.minimum(np.minimum(most_rows, left), max_rows or num_items).tolist()
     widths = ordered.tolist()
     # The fixed cost of a micro-batch in tokens, for kernel launches and FSDP's all-gathers.
-    each = min(budget, widths[0] * (max_rows or budget)) // PRICE
+    price = min(budget, widths[0] * (max_rows or budget)) // PRICE_DIVISOR
     rows = np.arange(1, num_items + 1)
-    cheapest = np.zeros(
-        num_items + 1, dtype=np.int64
-    )  # cheapest[num_items] = 0: nothing left
+    # The last one stays 0: no input is left.
+    cheapest = np.zeros(num_items + 1, dtype=np.int64)
     ends = [0] * num_items
     for i in range(num_items - 1, -1, -1):
+        # costs[r - 1]: r rows in this micro-batch, and the cheapest solution for the inputs after them.
         costs = rows[: most[i]] * widths[i] + cheapest[i + 1 : i + 1 + most[i]]
-        num_rows = most[i] - int(
-            costs[::-1].argmin()
-        )  # reversed: of equal costs, the most rows
-        cheapest[i] = costs[num_rows - 1] + each
+        # Searched from the end: of equal costs, the most rows.
+        num_rows = most[i] - int(costs[::-1].argmin())
+        cheapest[i] = costs[num_rows - 1] + price
         ends[i] = i + num_rows
     chosen_ends = [ends[0]]
     while chosen_ends[-1] < num_items:

@@ -7,6 +7,8 @@ labelled examples hold no class twice, and come with a positive of the same clas
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 import threading
 from bisect import bisect_left
 from collections import defaultdict
@@ -151,7 +153,9 @@ class BatchSchedule:
         first = self._groups(0)
         self._num_batches = list(map(len, first))
         self.batches_per_epoch = sum(self._num_batches)
-        batch_lengths = [len(batch) for batches in first for batch in batches]
+        batch_lengths: list[int] = []
+        for batches in first:
+            batch_lengths += map(len, batches)
         self.smallest_batch = min(batch_lengths)
         """Number of examples of the smallest batch."""
         self.num_drawn = sum(self._num_drawn)
@@ -231,7 +235,7 @@ class BatchSchedule:
         groups = self._groups(epoch)
         if len(groups) == 1:
             return groups[0]
-        batches = [batch for group in groups for batch in group]
+        batches = list(itertools.chain.from_iterable(groups))
         if self._turns:
             # Stable by place in the group: the first batch of every group, then the second, and so on.
             turn = np.concatenate([np.arange(len(group)) for group in groups])
@@ -353,15 +357,14 @@ def find_conflicts(values: np.ndarray, counts: np.ndarray) -> Conflicts:
     np.minimum.at(begins, group, bound)
     placing = np.lexsort((bound, group, begins[group], -frequency[group]))
     ends = np.append(first[1:], len(owners))
-    keys = {
-        int(bound[place]): number[first[place] : ends[place]].tolist()
-        for place in placing
-    }
+    # Example -> the numbers of its repeated contents, in the order of placing.
+    keys = {}
+    for place in placing:
+        keys[int(bound[place])] = number[first[place] : ends[place]].tolist()
     is_free = np.ones(len(counts), dtype=bool)
     is_free[bound] = False
-    return Conflicts(
-        keys, np.unique(group, return_counts=True)[1], np.flatnonzero(is_free)
-    )
+    _, group_sizes = np.unique(group, return_counts=True)
+    return Conflicts(keys, group_sizes, np.flatnonzero(is_free))
 
 
 def arrange(conflicts: Conflicts, size: int, max_batches: int) -> list[np.ndarray]:
@@ -393,9 +396,12 @@ def arrange(conflicts: Conflicts, size: int, max_batches: int) -> list[np.ndarra
         if num_examples < size or arrangement.num_open == 0:
             break
         # At least so many batches cannot be filled with what is left.
-        num_batches -= -(-arrangement.num_open // size)
-    full = [batch for batch in batches if len(batch) >= smallest]
-    return [np.sort(np.array(batch, dtype=np.int64)) for batch in full]
+        num_batches -= math.ceil(arrangement.num_open / size)
+    full = []
+    for batch in batches:
+        if len(batch) >= smallest:
+            full.append(np.sort(np.array(batch, dtype=np.int64)))
+    return full
 
 
 class _Arrangement:
@@ -427,11 +433,12 @@ class _Arrangement:
         # Fill places that suit no waiting example by an exchange.
         for batch, members in enumerate(self.batches):
             while waiting and len(members) < self.size:
-                swaps = (each for each in waiting if self._exchange(each, batch))
-                placed = next(swaps, None)
-                if placed is None:
+                for example in waiting:
+                    if self._exchange(example, batch):
+                        waiting.remove(example)
+                        break
+                else:
                     break
-                waiting.remove(placed)
 
     def _place(self, example: int) -> bool:
         """Put an example into the next batch in turn that has room and none of its contents."""

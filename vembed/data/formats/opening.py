@@ -117,7 +117,10 @@ class SeveralFiles(Format):
 
     def files(self) -> Sequence[Path]:
         """Return the files that the records come from."""
-        return [path for reader in self.readers for path in reader.files()]
+        paths: list[Path] = []
+        for reader in self.readers:
+            paths += reader.files()
+        return paths
 
     def _located(self, number: int) -> tuple[Format, int, int]:
         """Return the file of a number or line, the number in it, and what was added to that."""
@@ -182,9 +185,11 @@ def _readers(path: str, role: Role, cache: Path) -> list[Format]:
 def _open_folder(folder: Path, role: Role, cache: Path) -> list[Format]:
     if is_saved_dataset(folder):
         return [open_folder(folder, role)]
-    if files := data_files(folder):
+    files = data_files(folder)
+    if files:
         return [_open_file(file, cache) for file in files]
-    if records := class_records(folder, cache):
+    records = class_records(folder, cache)
+    if records is not None:
         reader = _open_file(records, cache, str(folder))
         reader.folder = folder
         return [reader]
@@ -216,11 +221,12 @@ def class_records(folder: Path, cache: Path) -> Path | None:
             lines.append(json.dumps(record) + "\n")
     if not classes:
         return None
-    if splits := [name for name in classes if name.lower() in SPLITS]:
-        raise UserError(
-            f"{folder} holds {listed(classes)}, and {splits[0]} is the name of a split, not of a class: give "
-            f"{folder / splits[0]} itself, and other splits as val_data_path"
-        )
+    for name in classes:
+        if name.lower() in SPLITS:
+            raise UserError(
+                f"{folder} holds {listed(classes)}, and {name} is the name of a split, not of a class: give "
+                f"{folder / name} itself, and other splits as val_data_path"
+            )
     text = "".join(lines)
     path = cache / "class_folders" / f"{short_hash(str(folder.absolute()), text)}.jsonl"
     if not path.exists():
@@ -255,7 +261,10 @@ def files_of_pattern(path: str) -> list[Path]:
     """Return the files that a pattern such as `data/*.parquet` names, sorted by name. Raise UserError if it names
     none."""
     parts = Path(path).expanduser().parts
-    first = next(number for number, part in enumerate(parts) if is_pattern(part))
+    # The part of the path before the first wildcard is a folder.
+    first = 0
+    while not is_pattern(parts[first]):
+        first += 1
     paths = sorted(Path(*parts[:first]).glob("/".join(parts[first:])))
     files = [path for path in paths if path.is_file() and path.stat().st_size]
     if not files:

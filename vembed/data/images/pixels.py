@@ -123,10 +123,11 @@ class Pixels:
                     self._num_bytes -= _size(self._kept.popitem(last=False)[1])
         ordered = [made[image] for image in images]
         # By NumPy, in the calling thread: PyTorch would wake a team of threads beside those that decode.
-        return {
-            name: torch.from_numpy(np.concatenate([arrays[name] for arrays in ordered]))
-            for name in ordered[0]
-        }
+        stacked = {}
+        for name in ordered[0]:
+            joined = np.concatenate([arrays[name] for arrays in ordered])
+            stacked[name] = torch.from_numpy(joined)
+        return stacked
 
     def finished(self, stacked: Processed) -> Processed:
         """Return the stacked tensors as the model takes them: bytes become numbers, on the device where they are."""
@@ -310,8 +311,10 @@ def _agrees(recipe: PixelRecipe, processor: Any, picture: Image.Image) -> bool:
         return False
     tensors = recipe.finished(halfway)
     wanted = dict(processor(images=[picture], return_tensors="pt"))
-    return tensors.keys() == wanted.keys() and all(
-        wanted[name].dtype == tensors[name].dtype
-        and torch.equal(wanted[name], tensors[name])
-        for name in wanted
-    )
+    if tensors.keys() != wanted.keys():
+        return False
+    same = []
+    for name, tensor in tensors.items():
+        has_same_dtype = tensor.dtype == wanted[name].dtype
+        same.append(has_same_dtype and torch.equal(tensor, wanted[name]))
+    return all(same)

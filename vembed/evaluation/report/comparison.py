@@ -94,8 +94,14 @@ class SeveralRuns:
     def best(self) -> ComparedRun | None:
         """The run with the highest deciding metric."""
         scores = self.comparable(self.metric)
-        ranked = [run for run in self.runs if run.name in scores]
-        return max(ranked, key=lambda run: scores[run.name], default=None)
+        best = None
+        for run in self.runs:
+            if run.name not in scores:
+                continue
+            # Of equal scores the first run counts.
+            if best is None or scores[run.name] > scores[best.name]:
+                best = run
+        return best
 
     def differing_settings(self) -> dict[str, list[Any]]:
         """Options that differ, with the value of each run."""
@@ -132,8 +138,9 @@ class SeveralRuns:
         if any(len(curve.steps) > 1 for _, curve in evaluated):
             plot = plot_runs(evaluated, has_points=True)
             figures.append((evaluated[0][1], plot, ""))
-        for of_runs in logged.values():
-            figures.append((of_runs[0][1], plot_runs(of_runs), ""))
+        for run_curves in logged.values():
+            first_curve = run_curves[0][1]
+            figures.append((first_curve, plot_runs(run_curves), ""))
         return figures
 
 
@@ -153,7 +160,11 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
             raise UserError(f"{path} was given twice: give each run once")
         resolved.add(path)
     records = [read_run(folder) for folder in folders]
-    metric = next((record.headline for record in records if record.after), "")
+    metric = ""
+    for record in records:
+        if record.after:
+            metric = record.headline
+            break
     runs: list[ComparedRun] = []
     for name, record in zip(_names(records), records, strict=True):
         run = ComparedRun(name, record)
@@ -167,11 +178,12 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
 
 def _names(records: Sequence[RunRecord]) -> list[str]:
     """Return a different short name for each run: run_name or folder, with more of the path where these are equal."""
-    folders = [record.folder.resolve() for record in records]
-    names = [
-        str(record.config.get("run_name") or folder.name)
-        for record, folder in zip(records, folders, strict=True)
-    ]
+    folders = []
+    names = []
+    for record in records:
+        folder = record.folder.resolve()
+        folders.append(folder)
+        names.append(str(record.config.get("run_name") or folder.name))
     # run_name may be the same in all runs of one config. At some depth the paths differ: no folder was given twice.
     depth = 1
     while len(set(names)) < len(names):
@@ -182,8 +194,8 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
 
 def _compare(first: ComparedRun, run: ComparedRun, metric: str) -> None:
     """Compare the queries of a run with those of the first, if these are the same ones."""
-    lacking = [entry.name for entry in (first, run) if entry.queries is None]
     if first.queries is None or run.queries is None:
+        lacking = [entry.name for entry in (first, run) if entry.queries is None]
         run.not_paired = (
             f"no results per query were recorded by {' and '.join(lacking)}"
         )
@@ -236,10 +248,9 @@ def as_json(runs: SeveralRuns) -> dict[str, Any]:
 
 def run_json(name: str, record: RunRecord) -> dict[str, Any]:
     """Return the result of one run as JSON values."""
-    evaluations = [
-        {"step": evaluation.step, "scores": evaluation.scores}
-        for evaluation in record.evaluations
-    ]
+    evaluations = []
+    for evaluation in record.evaluations:
+        evaluations.append({"step": evaluation.step, "scores": evaluation.scores})
     return {
         "name": name,
         "folder": str(record.folder),
@@ -333,14 +344,18 @@ def _verdict(runs: SeveralRuns) -> str:
     name = metric_name(runs.metric)
     if best is first:
         sentence = f"{first.name} is the run that the others are compared with"
-        paired = [run for run in runs.runs if run.changes is not None]
-        if not paired:
+        num_paired = 0
+        num_clear = 0
+        for run in runs.runs:
+            if run.changes is None:
+                continue
+            num_paired += 1
+            interval = run.interval(runs.metric)
+            if interval is not None and interval.is_clear:
+                num_clear += 1
+        if not num_paired:
             return f"{sentence}. Their queries could not be paired."
-        intervals = [run.interval(runs.metric) for run in paired]
-        num_clear = sum(
-            interval is not None and interval.is_clear for interval in intervals
-        )
-        return f"{sentence}. {num_clear} of {len(paired)} differ from it in {name} by more than chance."
+        return f"{sentence}. {num_clear} of {num_paired} differ from it in {name} by more than chance."
     interval = best.interval(runs.metric)
     if best.changes is None or interval is None:
         reason = f": {best.not_paired}" if best.not_paired else ""
@@ -378,12 +393,20 @@ def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
         }
         for name, fact in run_facts.items():
             rows.setdefault(name, []).append(fact)
+    # Versions of packages, where they differ.
     versions = [run.record.summary.versions for run in runs.runs]
-    for package in dict.fromkeys(name for known in versions for name in known):
-        of_runs = [known.get(package, "") for known in versions]
-        if len(set(of_runs) - {""}) > 1:
-            rows[f"{package} version"] = of_runs
-    return [(name, values) for name, values in rows.items() if any(values)]
+    packages: dict[str, None] = {}
+    for by_package in versions:
+        packages |= dict.fromkeys(by_package)
+    for package in packages:
+        package_versions = [by_package.get(package, "") for by_package in versions]
+        if len(set(package_versions) - {""}) > 1:
+            rows[f"{package} version"] = package_versions
+    known_rows = []
+    for name, values in rows.items():
+        if any(values):
+            known_rows.append((name, values))
+    return known_rows
 
 
 def _count(number: int | None) -> str:

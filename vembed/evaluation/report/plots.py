@@ -442,7 +442,10 @@ def _plot(
     one. `ticks_x`: places there and their names, in place of round numbers. `notes`: x, y, text, colour of texts
     beside points, and whether they stand above.
     """
-    points = [point for line in lines for piece in line.pieces() for point in piece]
+    points: list[Point] = []
+    for line in lines:
+        for piece in line.pieces():
+            points += piece
     xs = [x for x, _ in points] or [0.0]
     ys = [y for _, y in points] or [0.0]
     # Texts beside points need space at the edges.

@@ -114,11 +114,16 @@ def compare_results(
 
     # Metrics of all queries are recorded, and texts of the first ones alone.
     num_texts = min(len(before["queries"]), len(after["queries"]))
+    # Numbers of queries, the largest losses first.
     order = np.argsort(change[:num_texts], kind="stable").tolist()
-    better = [
-        changed(number) for number in order[::-1][:NUM_SHOWN] if change[number] > 0
-    ]
-    worse = [changed(number) for number in order[:NUM_SHOWN] if change[number] < 0]
+    better = []
+    for number in order[::-1][:NUM_SHOWN]:
+        if change[number] > 0:
+            better.append(changed(number))
+    worse = []
+    for number in order[:NUM_SHOWN]:
+        if change[number] < 0:
+            worse.append(changed(number))
     return Comparison(
         intervals,
         better,
@@ -156,7 +161,7 @@ def paired_intervals(differences_QM: np.ndarray) -> list[Interval]:
         half = 1.96 * differences_QM.std(axis=0) / count**0.5
         lows = means - half
         highs = means + half
-    return [
-        Interval(float(mean), float(low), float(high))
-        for mean, low, high in zip(means, lows, highs, strict=True)
-    ]
+    intervals = []
+    for mean, low, high in zip(means, lows, highs, strict=True):
+        intervals.append(Interval(float(mean), float(low), float(high)))
+    return intervals

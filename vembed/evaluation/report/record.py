@@ -129,11 +129,15 @@ class RunRecord:
     @property
     def final(self) -> RecordedEvaluation | None:
         """Evaluation of the weights in `final/`."""
-        trained = [evaluation for evaluation in self.evaluations if evaluation.step]
-        for evaluation in reversed(trained):
-            if evaluation.step == self.summary.final_step:
+        newest = None
+        for evaluation in self.evaluations:
+            if evaluation.step > 0:
+                newest = evaluation
+        # A step may be evaluated again in a resumed run. The last evaluation counts.
+        for evaluation in reversed(self.evaluations):
+            if 0 < evaluation.step == self.summary.final_step:
                 return evaluation
-        return trained[-1] if trained else None
+        return newest
 
     @property
     def after(self) -> dict[str, float]:
@@ -144,8 +148,10 @@ class RunRecord:
     def headline(self) -> str:
         """The deciding metric of the run; empty without an evaluation."""
         measured = self.after or self.before
-        wanted = (self.summary.metric, *HEADLINES, *measured)
-        return next((key for key in wanted if key in measured), "")
+        for key in (self.summary.metric, *HEADLINES, *measured):
+            if key in measured:
+                return key
+        return ""
 
     @property
     def dims(self) -> list[int]:
@@ -159,9 +165,13 @@ class RunRecord:
 
     def scores_over_steps(self, key: str) -> tuple[list[int], list[float]]:
         """Return the steps at which a metric was measured, and its scores."""
-        scored = [entry for entry in self.evaluations if key in entry.scores]
-        steps = [entry.step for entry in scored]
-        return steps, [entry.scores[key] for entry in scored]
+        steps = []
+        scores = []
+        for evaluation in self.evaluations:
+            if key in evaluation.scores:
+                steps.append(evaluation.step)
+                scores.append(evaluation.scores[key])
+        return steps, scores
 
     @property
     def last_step(self) -> int:
@@ -174,11 +184,11 @@ class RunRecord:
     def changed_settings(self) -> dict[str, Any]:
         """Settings that differ from their defaults."""
         defaults = TrainConfig(model_name="", data_path="").to_dict()
-        return {
-            key: value
-            for key, value in self.config.items()
-            if key not in defaults or defaults[key] != value
-        }
+        changed = {}
+        for key, value in self.config.items():
+            if key not in defaults or defaults[key] != value:
+                changed[key] = value
+        return changed
 
     def model_name(self) -> str:
         """Short name of the model: the last part of a path or Hub name."""
@@ -207,11 +217,10 @@ def read_run(output_dir: str | Path) -> RunRecord:
             continue  # the run was killed while it wrote its last line
         if "eval" in values:
             # null: a score that was not finite, which JSON cannot hold.
-            scores = {
-                key: float(value)
-                for key, value in values["eval"].items()
-                if value is not None
-            }
+            scores = {}
+            for key, value in values["eval"].items():
+                if value is not None:
+                    scores[key] = float(value)
             evaluations.append(RecordedEvaluation(int(values["step"]), scores))
         else:
             steps.append(values)

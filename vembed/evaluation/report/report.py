@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -214,9 +215,12 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
         share = summary.num_trainable / summary.num_parameters
         trained = f"{summary.num_trainable:,d} of {summary.num_parameters:,d} parameters ({share:.0%})"
     sources = [line.removeprefix("data: ") for line in summary.data]
-    evaluation = (
-        summary.evaluation or config.get("val_data_path") or f"none ({HOW_TO_EVALUATE})"
-    )
+    training_data = short_paths("\n".join(sources))
+    if not training_data:
+        training_data = _file_names(config["data_path"])
+    evaluation = summary.evaluation or config.get("val_data_path")
+    if not evaluation:
+        evaluation = f"none ({HOW_TO_EVALUATE})"
     last_loss = record.steps[-1].get("loss") if record.steps else None
     loss = ""
     if isinstance(last_loss, float):
@@ -225,8 +229,7 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
     named = {
         "Model": model,
         "Trained": trained,
-        "Training data": short_paths("\n".join(sources))
-        or _file_names(config["data_path"]),
+        "Training data": training_data,
         "Evaluation data": short_paths(str(evaluation)),
         "Loss": loss,
         "Weights kept": kept,
@@ -234,7 +237,11 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
         "Mixed precision": summary.precision,
         "Finished": summary.finished[:16].replace("T", " "),
     }
-    return [(name, masked(value)) for name, value in named.items() if value]
+    rows = []
+    for name, value in named.items():
+        if value:
+            rows.append((name, masked(value)))
+    return rows
 
 
 def short_paths(text: str) -> str:
@@ -259,7 +266,8 @@ def _model_name(record: RunRecord) -> str:
 
 def _file_names(value: Any) -> str:
     names = []
-    for entry in value if isinstance(value, list) else [value]:
+    entries = value if isinstance(value, list) else [value]
+    for entry in entries:
         path = entry["path"] if isinstance(entry, dict) else entry
         names.append(short_name(str(path)))
     return "\n".join(names)
@@ -284,9 +292,10 @@ def curves(record: RunRecord) -> list[Curve]:
             is_of_steps = has_steps and key in STEP_COLUMNS
             if key.startswith("loss/") or (key in QUANTITIES and not is_of_steps):
                 add(line["step"], key, value)
-        for step, *values in line["steps"] if has_steps else ():
-            for key, value in zip(STEP_COLUMNS, values, strict=True):
-                add(step, key, value)
+        if has_steps:
+            for step, *values in line["steps"]:
+                for key, value in zip(STEP_COLUMNS, values, strict=True):
+                    add(step, key, value)
     for evaluation in record.evaluations:
         for key, score in evaluation.scores.items():
             if key.startswith(("task/", "guard/")):
@@ -314,24 +323,33 @@ def curves(record: RunRecord) -> list[Curve]:
 
 def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Average neighbouring points to fit the screen's width. The last point is kept as it is."""
-    size = -(-len(points) // MAX_CURVE_POINTS)
+    size = math.ceil(len(points) / MAX_CURVE_POINTS)
     groups = [points[i : i + size] for i in range(0, len(points) - 1, size)]
     groups.append(points[-1:])
-    steps = [sum(step for step, _ in group) / len(group) for group in groups]
-    values = [sum(value for _, value in group) / len(group) for group in groups]
-    return steps, values
+    mean_steps = []
+    mean_values = []
+    for group in groups:
+        steps, values = zip(*group, strict=True)
+        mean_steps.append(sum(steps) / len(group))
+        mean_values.append(sum(values) / len(group))
+    return mean_steps, mean_values
 
 
 def _dims_plot(record: RunRecord) -> Plot | None:
     """Return the plot of the deciding metric by size, where there are two sizes."""
-    keys = {dim: f"dim{dim}/{record.headline}" for dim in record.dims}
-    dims = [dim for dim, key in keys.items() if key in record.after]
+    dims = []
+    keys = []
+    for dim in record.dims:
+        key = f"dim{dim}/{record.headline}"
+        if key in record.after:
+            dims.append(dim)
+            keys.append(key)
     if len(dims) < 2:
         return None
-    after = [record.after[keys[dim]] for dim in dims]
+    after = [record.after[key] for key in keys]
     before = None
-    if all(keys[dim] in record.before for dim in dims):
-        before = [record.before[keys[dim]] for dim in dims]
+    if all(key in record.before for key in keys):
+        before = [record.before[key] for key in keys]
     return plot_dims(dims, before, after, metric_name(record.headline))
 
 

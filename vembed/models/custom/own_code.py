@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate import init_empty_weights
@@ -30,7 +30,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.dynamic_module_utils import get_relative_imports
 
-from vembed.config.schema import ModelSection
 from vembed.errors import UserError
 from vembed.files import cache_folder, write_json
 from vembed.models.custom import modeling
@@ -43,6 +42,9 @@ from vembed.models.custom.modeling import (
     read_output,
 )
 from vembed.models.families.model_files import is_own
+
+if TYPE_CHECKING:
+    from vembed.config.schema import ModelSection
 
 _trusted: dict[str, type[OwnModel]] = {}
 """Folder -> model class of the user's file that a config of this process names for it. A folder that is not here brings

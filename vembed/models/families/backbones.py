@@ -243,17 +243,18 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         elif isinstance(module, nn.ModuleList) and len({*map(type, module)}) == 1:
             stacks.append(list(module))
     if not layers:
-        repeated = [layer for stack in stacks for layer in stack]
-        layers = [layer for layer in repeated if type(layer).__name__ in names]
+        for stack in stacks:
+            layers += [layer for layer in stack if type(layer).__name__ in names]
     if not layers:
         layers = max(stacks, key=len, default=[])
     # Of nested candidates keep the inner ones: a layer that contains other layers is a container.
     candidates = set(map(id, layers))
-    return [
-        layer
-        for layer in layers
-        if sum(id(module) in candidates for module in layer.modules()) == 1
-    ]
+    inner = []
+    for layer in layers:
+        num_candidates = sum(id(module) in candidates for module in layer.modules())
+        if num_candidates == 1:  # itself
+            inner.append(layer)
+    return inner
 
 
 def file_dtype(config: PretrainedConfig) -> torch.dtype:

@@ -46,8 +46,9 @@ class Family:
     """Traits of one model family."""
 
     name: str
-    model_types: frozenset[str] = frozenset()
-    """Values of `model_type` in config.json that belong to the family. Other models are recognised by their inputs."""
+    model_types: frozenset[str]
+    """Values of `model_type` in config.json that belong to the family. Empty: its models are recognised by their
+    inputs."""
 
     # ---- forward pass -------------------------------------------------------------------------------------------
     forwards: Mapping[Modality, Forward]

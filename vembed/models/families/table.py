@@ -29,6 +29,7 @@ RECOGNISED_BY_INPUTS = (
 _RECORDS = (
     Family(
         name="text_encoder",
+        model_types=frozenset(),
         forwards={"text": "text"},
         towers={"text": ""},
         starter=Starter(
@@ -46,6 +47,7 @@ _RECORDS = (
     ),
     Family(
         name="text_decoder",
+        model_types=frozenset(),
         forwards={"text": "text"},
         towers={"text": ""},
         pooling_reason="a decoder with bidirectional attention (the model defines no pooling)",
@@ -106,6 +108,7 @@ _RECORDS = (
     ),
     Family(
         name="image_encoder",
+        model_types=frozenset(),
         forwards={"image": "image"},
         towers={"vision": ""},
         starter=Starter(
@@ -134,6 +137,7 @@ _RECORDS = (
     ),
     Family(
         name="composed",
+        model_types=frozenset(),
         forwards={"text": "text", "image": "image"},
         towers={"text": "text_model.", "vision": "vision_model."},
         projections={"text": "text_projection", "image": "visual_projection"},
@@ -150,6 +154,7 @@ _RECORDS = (
     ),
     Family(
         name="own_text_image",
+        model_types=frozenset(),
         forwards={"text": "text", "image": "image"},
         towers={"text": "", "vision": ""},
         is_causal=None,

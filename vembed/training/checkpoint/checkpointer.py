@@ -286,7 +286,13 @@ class Checkpointer:
                 for step in sorted(steps, reverse=True):
                     self._take_over(step, point)
             is_scored = loop["scored_step"] == loop["step"]
-            trim_metrics(self.output, loop["step"], is_scored=is_scored)
+            metrics = {}
+            if point.path.resolve().parent == self.output.resolve():
+                metrics = loop["hooks"].get("metrics", {})
+            num_bytes = metrics.get("bytes", 0)
+            trim_metrics(
+                self.output, loop["step"], is_scored=is_scored, num_bytes=num_bytes
+            )
         collectives.barrier()
 
     def load(

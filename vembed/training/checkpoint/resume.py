@@ -172,10 +172,11 @@ def candidates(run: RunSection) -> list[Path]:
 def require_output_folder(name: str) -> None:
     """Raise UserError if output_dir is no folder for files of a run."""
     problem = None
+    output = Path(name)
     if "\0" in name:
         problem = "holds a NUL character"
     else:
-        output = Path(name).resolve()
+        output = output.resolve()
         is_shared_memory = output.is_relative_to("/dev/shm")
         if output == Path(output.anchor):
             problem = "is the root of the file system"
@@ -184,6 +185,13 @@ def require_output_folder(name: str) -> None:
                 problem = f"is in {system}, which holds no files"
     if problem is not None:
         raise UserError(f"output_dir: {name!r} {problem}: choose another folder")
+    # Found now, and not when the model is written after the last step.
+    for part in (FINAL, f".{FINAL}.new", f".{FINAL}.old"):
+        path = output / part
+        if path.exists() and not path.is_dir():
+            raise UserError(
+                f"output_dir: {path} is in the way of the model's folder: remove it"
+            )
 
 
 def _refuse_inside_a_run(output: Path) -> None:
@@ -357,15 +365,22 @@ def kept_decisions(
 # ---- metrics.jsonl -----------------------------------------------------------
 
 
-def trim_metrics(output_dir: Path, step: int, *, is_scored: bool = True) -> None:
+def trim_metrics(
+    output_dir: Path, step: int, *, is_scored: bool = True, num_bytes: int = 0
+) -> None:
     """Drop lines of metrics.jsonl after `step`, and an incomplete last line, so that no step appears twice.
 
     `is_scored`: false drops the evaluation of `step` too, which the run will make again.
+    `num_bytes`: length of the file when the checkpoint was written. A shorter file is reported.
     """
     path = output_dir / METRICS
-    if not path.exists():
-        return
-    lines = read_state_bytes(path).splitlines(keepends=True)
+    content = read_state_bytes(path) if path.exists() else b""
+    if len(content) < num_bytes:
+        log.warning(
+            f"{path} is damaged: it has {len(content):,d} bytes, and had {num_bytes:,d} when the checkpoint was written; "
+            "the report will lack the missing lines"
+        )
+    lines = content.splitlines(keepends=True)
     kept = []
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, RecursionError):

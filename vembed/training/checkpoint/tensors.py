@@ -260,17 +260,17 @@ def restore(
 
 def _weights(model_and_loss: nn.Module) -> dict[str, Any]:
     """Return trained parameters and buffers. Extra state entries of quantised frozen layers are left out."""
-    frozen = {
-        plain_name(name) + "."
-        for name, parameter in model_and_loss.named_parameters()
-        if not parameter.requires_grad
-    }
-    weights = get_model_state_dict(model_and_loss, options=_TRAINED)
-    return {
-        name: value
-        for name, value in weights.items()
-        if not any(name.startswith(start) for start in frozen)
-    }
+    # Names of extra state entries begin with that of their parameter and a dot.
+    frozen = []
+    for name, parameter in model_and_loss.named_parameters():
+        if not parameter.requires_grad:
+            frozen.append(plain_name(name) + ".")
+    prefixes = tuple(frozen)
+    weights = {}
+    for name, value in get_model_state_dict(model_and_loss, options=_TRAINED).items():
+        if not name.startswith(prefixes):
+            weights[name] = value
+    return weights
 
 
 def _state_tensors(state: Any, prefix: str = _OPTIMIZER) -> dict[str, Any]:

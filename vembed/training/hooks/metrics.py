@@ -224,6 +224,8 @@ class StepCurves(Hook):
 class MetricsLog(Hook):
     """metrics.jsonl and the trackers. On ranks other than 0 every call is a no-op."""
 
+    name = "metrics"
+
     def __init__(self) -> None:
         self.trackers: list[Tracker] = []
         self.file: LineFile | None = None
@@ -278,10 +280,11 @@ class MetricsLog(Hook):
 
     @override
     def state(self) -> dict[str, Any]:
-        """Flush the file to the disk: a checkpoint must not be newer than its lines."""
-        if self.file is not None:
-            self.file.sync()
-        return {}
+        """Flush the file to the disk: a checkpoint must not be newer than its lines. Return the file's length."""
+        if self.file is None:
+            return {}
+        self.file.sync()
+        return {"bytes": self.file.path.stat().st_size}
 
     @override
     def on_finish(self, run: Trainer) -> None:

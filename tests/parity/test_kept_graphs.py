@@ -1,0 +1,73 @@
+"""Gradient Cache keeps the graphs of as many micro-batches as fit and replays the others: the gradient is the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from tests.harness import run_ranks
+from tests.parity.engine import Case, reference, step_on_rank, worst_error
+from vembed.parallel.session import start_session
+
+LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0}
+CASES = [
+    Case("rows", micro="row", cache=None),
+    Case("dropout", dropout=0.1, micro="row", cache=None),
+    Case("lora-dropout", LORA, dropout=0.1, micro="odd", cache=None, num_examples=13),
+]
+KEPT_TOKENS = {"none": 1, "part": 80, "all": 10**9}
+
+
+def steps_on_rank(
+    cases: list[tuple[Case, Path]], strategy: str
+) -> list[tuple[dict[str, Tensor], int, int]]:
+    """Called on every rank: gradients, forward passes and kept graphs of each case."""
+    results = []
+    first, folder = cases[0]
+    with start_session(first.config(folder, strategy=strategy)) as session:
+        for case, folder in cases:
+            config = case.config(folder, strategy=strategy)
+            gradients, result = step_on_rank(case, config, session)
+            results.append((gradients, result.num_forwards, result.num_kept_graphs))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "strategy"),
+    [(1, "single"), (2, "ddp"), (3, "ddp"), (2, "fsdp"), (3, "fsdp")],
+)
+def test_gradient_is_the_same_however_many_graphs_are_kept(
+    num_ranks: int, strategy: str
+) -> None:
+    placed: list[tuple[Case, Path]] = []
+    for case in CASES:
+        for kept_tokens in KEPT_TOKENS.values():
+            placed.append((replace(case, kept_tokens=kept_tokens), case.folder()))
+    by_rank: list[Any] = run_ranks(
+        steps_on_rank, num_ranks, placed, strategy, process_group=False
+    )
+    numbers: dict[tuple[str, str], tuple[int, int]] = {}
+    for index, (case, _) in enumerate(placed):
+        results = [rank[index] for rank in by_rank]
+        name = list(KEPT_TOKENS)[index % len(KEPT_TOKENS)]
+        gradients, num_forwards, num_kept = results[0]
+        numbers[case.name, name] = (num_forwards, num_kept)
+        assert {result[1:] for result in results} == {(num_forwards, num_kept)}
+        gradients["loss"] = sum(result[0]["loss"] for result in results)
+        wanted = reference(case, num_ranks)
+        assert float(gradients["loss"]) == pytest.approx(
+            float(wanted["loss"]), rel=1e-10
+        )
+        parameter, error = worst_error(gradients, wanted)
+        assert error < 1e-9, f"{case.name}, {name}: {parameter} is off by {error:.2e}"
+    for case in CASES:
+        num_micro_batches, num_kept = numbers[case.name, "all"]
+        assert num_kept == num_micro_batches
+        assert numbers[case.name, "none"] == (2 * num_micro_batches, 0)
+        num_forwards, num_kept = numbers[case.name, "part"]
+        assert 0 < num_kept < num_micro_batches
+        assert num_forwards == 2 * num_micro_batches - num_kept
