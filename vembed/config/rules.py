@@ -12,7 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 
 from vembed.config.options import all_options, yaml_word
-from vembed.config.schema import ObjectiveSection, TrainConfig
+from vembed.config.schema import (
+    BatchSection,
+    DataSection,
+    EvaluationSection,
+    ObjectiveSection,
+    RunSection,
+    TrainConfig,
+)
 from vembed.config.terms import (
     Term,
     has_tasks,
@@ -67,16 +74,17 @@ LOWEST_USUAL_ADAPTER_RATE = 1e-4
 def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     """Return a sentence for each rule that a config breaks, with the places where its options were set."""
     sentences = []
+    data = config.data
     for rules in (
-        _value_rules,
-        _model_rules,
-        _loss_rules,
-        _source_rules,
-        _reranker_rules,
-        _evaluation_rules,
-        _file_rules,
+        _value_rules(config),
+        _model_rules(config),
+        _loss_rules(config),
+        _source_rules(data, config.batch),
+        _reranker_rules(config),
+        _evaluation_rules(config.evaluation, config.run, data),
+        _file_rules(config.run, data, config.logging.log_file),
     ):
-        for sentence in rules(config):
+        for sentence in rules:
             names = set(re.findall(r"\w+", sentence))
             if names & {"loss", *loss_options()}:
                 names.add("losses")  # an entry may have set it
@@ -226,13 +234,12 @@ def _term_rules(term: Term, mrl_dims: list[int]) -> Iterator[str]:
         yield f"guide: {SCORES} cannot score pairs that nobody listed: give guide an embedding model"
 
 
-def _source_rules(config: TrainConfig) -> Iterator[str]:
+def _source_rules(data: DataSection, batch: BatchSection) -> Iterator[str]:
     """Rules on sources with losses, a temperature, a batch size or validation data of their own."""
-    data = config.data
     sources = data.sources()
     wrong_option = "global_batch_size"
     run_option = "batch_size"
-    if config.batch.global_batch_size is not None:
+    if batch.global_batch_size is not None:
         wrong_option = "batch_size"
         run_option = "global_batch_size"
     is_sized = False
@@ -245,7 +252,7 @@ def _source_rules(config: TrainConfig) -> Iterator[str]:
                 f"data_path: {name} has {wrong_option}: {size:,d}, and the run counts by {run_option}: give the source "
                 f"{run_option} too"
             )
-        if source.val_data_path is not None and not config.data.has_validation:
+        if source.val_data_path is not None and not data.has_validation:
             yield (
                 f"data_path: {name} has val_data_path, and the run has none: give it val_data_path too, whose score "
                 "chooses the checkpoint"
@@ -293,19 +300,20 @@ def _reranker_rules(config: TrainConfig) -> Iterator[str]:
                 )
 
 
-def _evaluation_rules(config: TrainConfig) -> Iterator[str]:
-    eval_steps = config.evaluation.eval_steps
-    save_steps = config.run.save_steps
-    yield from _names_twice(
-        "guards", [guard.label for guard in config.evaluation.listed_guards()]
-    )
-    if config.run.load_best_model_at_end is True:
+def _evaluation_rules(
+    evaluation: EvaluationSection, run: RunSection, data: DataSection
+) -> Iterator[str]:
+    eval_steps = evaluation.eval_steps
+    save_steps = run.save_steps
+    labels = [guard.label for guard in evaluation.listed_guards()]
+    yield from _names_twice("guards", labels)
+    if run.load_best_model_at_end is True:
         asking = "load_best_model_at_end"
-    elif config.evaluation.guards:
+    elif evaluation.guards:
         asking = "guards"
     else:
         return
-    missing = [] if config.data.has_validation else ["val_data_path"]
+    missing = [] if data.has_validation else ["val_data_path"]
     for name, steps in (("eval_steps", eval_steps), ("save_steps", save_steps)):
         if steps is None:
             missing.append(name)
@@ -320,10 +328,7 @@ def _evaluation_rules(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _file_rules(config: TrainConfig) -> Iterator[str]:
-    run = config.run
-    data = config.data
-    log_file = config.logging.log_file
+def _file_rules(run: RunSection, data: DataSection, log_file: str) -> Iterator[str]:
     if run.resume is not False and run.overwrite:
         yield (
             f"resume: {yaml_word(run.resume)} continues the run in output_dir and overwrite: true replaces it: keep one "

@@ -186,9 +186,9 @@ class RowStore:
         for file in self._files:
             os.close(file.keys)
             os.close(file.rows)
-        for own in self._own:
+        for stream in self._own:
             with suppress(OSError):
-                own.close()
+                stream.close()
         self._files = []
         self._places = _Places()
         self._own = []

@@ -320,10 +320,12 @@ def difference(
         return f"the lengths of its embeddings, by up to {check.largest_length_error:.2g} of them (normalisation)"
     description = embedder.description
     export_1D = reader.encode([text], kind)
-    own = POOLINGS.get(description.pooling)
+    model_pooling = POOLINGS.get(description.pooling)
     for pooling in POOLINGS.values():
         # Only an untrained one of the same width can stand in the place of the model's.
-        if own is None or pooling.is_trained or pooling.width(1) != own.width(1):
+        if model_pooling is None or pooling.is_trained:
+            continue
+        if pooling.width(1) != model_pooling.width(1):
             continue
         pooled = description.with_(pooling=pooling.name)
         model = EmbeddingModel(pooled, embedder.backbone, embedder.head).eval()
