@@ -86,20 +86,22 @@ def main() -> None:
     results: dict[str, TrainResult] = {}
     for name, stage in config["training_stages"].items():
         file = "texts.jsonl" if stage["loss"] == "none" else "pairs.jsonl"
-        own = [
+        stage_options = [
             f"stage={name}",
             f"data_path={data / file}",
-            f"output_dir={output / name}",
+            f"output_dir={output}",
         ]
         if results:  # each stage goes on with the model of the one before
-            own.append(f"model_name={list(results.values())[-1].model_dir}")
+            stage_options.append(f"model_name={list(results.values())[-1].model_dir}")
         weights = stage.get("auxiliary_losses", {})
         if given.baseline:  # without Z there is no kl
-            own.append(
+            stage_options.append(
                 f"auxiliary_losses={json.dumps({loss: weights[loss] for loss in weights if loss != 'kl'})}"
             )
         results[name] = vembed.train(
-            given.config, [*own, *options], on_step=show if ranks.rank == 0 else None
+            given.config,
+            [*stage_options, *options],
+            on_step=show if ranks.rank == 0 else None,
         )
         if ranks.rank == 0:
             print(
