@@ -164,17 +164,31 @@ class Rows:
 
     def documents(self, i: int) -> list[int]:
         """Embeddings of D_i, one entry per occurrence."""
+        return self.other_documents(i) + self.own_negatives(i)
+
+    def other_documents(self, i: int) -> list[int]:
+        """Those of D_i that come from other examples."""
         forbidden = self.forbidden(i)
         documents = []
         for j in self.rows:
             is_other = self.example[j] != self.example[i]
             if is_other and self.positive_content[j] not in forbidden:
                 documents.append(self.positive[j])
+        if self.loss.hard_negatives_scope == "own":
+            return documents
+        for h in self.negatives:
+            is_other = self.negative_example[h] != self.example[i]
+            if is_other and not self.negative_contents[h] & forbidden:
+                documents.append(self.negative[h])
+        return documents
+
+    def own_negatives(self, i: int) -> list[int]:
+        """Those of D_i that are hard negatives of the row's example."""
+        forbidden = self.forbidden(i)
+        documents = []
         for h in self.negatives:
             is_own = self.negative_example[h] == self.example[i]
-            if self.loss.hard_negatives_scope == "own" and not is_own:
-                continue
-            if not self.negative_contents[h] & forbidden:
+            if is_own and not self.negative_contents[h] & forbidden:
                 documents.append(self.negative[h])
         return documents
 
@@ -223,14 +237,27 @@ class Rows:
 
     def forward_scores(self, i: int) -> tuple[Tensor, Tensor]:
         """The own pair's score and those of all candidates of the forward direction."""
+        own, others = self.scores_of_others(i)
+        return own, torch.cat((others, self.scores_of_own_negatives(i)))
+
+    def scores_of_others(self, i: int) -> tuple[Tensor, Tensor]:
+        """The own pair's score and those of the candidates from other examples."""
         query, positive = self.query[i], self.positive[i]
-        scores = [self.scores(i, query, self.documents(i))]
+        scores = [self.scores(i, query, self.other_documents(i))]
         if self.loss.same_side_negatives in ("queries", "both"):
             scores.append(self.scores(i, query, self.queries(i)))
         if self.loss.same_side_negatives in ("documents", "both"):
-            scores.append(self.scores(i, positive, self.documents(i)))
+            scores.append(self.scores(i, positive, self.other_documents(i)))
         own = self.x[query] @ self.x[positive]
         return own, self.in_reach(torch.cat(scores), own)
+
+    def scores_of_own_negatives(self, i: int) -> Tensor:
+        """Scores of the hard negatives of the row's example."""
+        query, positive = self.query[i], self.positive[i]
+        scores = [self.scores(i, query, self.own_negatives(i))]
+        if self.loss.same_side_negatives in ("documents", "both"):
+            scores.append(self.scores(i, positive, self.own_negatives(i)))
+        return self.in_reach(torch.cat(scores), self.x[query] @ self.x[positive])
 
     def reverse_scores(self, i: int) -> tuple[Tensor, Tensor]:
         """The same for the reverse direction."""
@@ -242,8 +269,8 @@ class Rows:
 def infonce(plain: Plain) -> Tensor:
     loss, scale, total = plain.loss, plain.scale, plain.zero
 
-    def of_row(own: Tensor, others: Tensor) -> Tensor:
-        logits = others * scale + loss.hardness_alpha * others.detach()
+    def of_row(own: Tensor, others: Tensor, alphas: Tensor) -> Tensor:
+        logits = others * scale + alphas * others.detach()
         value = torch.logsumexp(torch.cat(((own * scale)[None], logits)), 0)
         value = value - own * scale
         if loss.focal_gamma and len(others):
@@ -256,10 +283,18 @@ def infonce(plain: Plain) -> Tensor:
             total = total - torch.log_softmax(student * scale, 0)[0]
         return plain.per_row(total)
     rows = Rows(plain)
+    alpha = loss.hardness_alpha
+    alpha_of_others = alpha if loss.hardness_scope == "all" else 0.0
     for i in plain.own:
-        row = of_row(*rows.forward_scores(i))
+        own, others = rows.scores_of_others(i)
+        negatives = rows.scores_of_own_negatives(i)
+        alphas = [alpha_of_others] * len(others) + [alpha] * len(negatives)
+        scores = torch.cat((others, negatives))
+        row = of_row(own, scores, scores.new_tensor(alphas))
         if loss.bidirectional:
-            row = (row + of_row(*rows.reverse_scores(i))) / 2
+            own, others = rows.reverse_scores(i)
+            alphas = [alpha_of_others] * len(others)
+            row = (row + of_row(own, others, others.new_tensor(alphas))) / 2
         total = total + row
     return plain.per_row(total)
 

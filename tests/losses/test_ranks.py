@@ -31,6 +31,7 @@ CASES = [
     },
     {"hard_negatives_scope": "own", "same_side_negatives": "documents"},
     {"bidirectional": True},
+    {"losses": [{"loss": "infonce", "hardness_alpha": 5.0, "hardness_scope": "own"}]},
     {"loss": "sigmoid", "mrl_dims": [4, 12]},
     {"loss": "cosent", "learn_temperature": True},
     {"loss": "angle", "learn_temperature": True},

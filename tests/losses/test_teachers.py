@@ -26,6 +26,19 @@ TERMS: dict[str, dict[str, Any]] = {
         "hardness_alpha": 4.0,
         "learn_temperature": True,
     },
+    "hardness-of-own-negatives": {
+        "loss": "infonce",
+        "hardness_alpha": 5.0,
+        "hardness_scope": "own",
+        **ALL_TERMS,
+    },
+    # EmbeddingGemma's: in-batch positives, and each query's own hard negatives weighted by exp(5 s).
+    "hardness-of-gemma": {
+        "loss": "infonce",
+        "hardness_alpha": 5.0,
+        "hardness_scope": "own",
+        "hard_negatives_scope": "own",
+    },
     "focal-half": {"loss": "infonce", "focal_gamma": 0.5, "temperature": 0.5},
     "mixtures-own": {
         "loss": "infonce",
@@ -36,6 +49,16 @@ TERMS: dict[str, dict[str, Any]] = {
         "loss": "infonce",
         "guide": "vectors",
         "hardness_alpha": 2.0,
+        "focal_gamma": 2.0,
+        "mix_negatives": 2,
+        "false_negative_margin": 0.3,
+        **ALL_TERMS,
+    },
+    "all-of-infonce-hardness-own": {
+        "loss": "infonce",
+        "guide": "vectors",
+        "hardness_alpha": 2.0,
+        "hardness_scope": "own",
         "focal_gamma": 2.0,
         "mix_negatives": 2,
         "false_negative_margin": 0.3,

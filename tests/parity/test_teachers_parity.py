@@ -72,6 +72,11 @@ CASES = [
         data="several",
         cache=False,
     ),
+    Case(
+        "hardness-of-own-negatives",
+        {"losses": [{**GUIDED, "hardness_scope": "own"}], **EVERY_NEGATIVE},
+        data="several",
+    ),
     Case("everything", {"losses": [GUIDED, *DISTILLED]}, data="several"),
     Case(
         "everything-matryoshka",

@@ -63,8 +63,8 @@ EMBEDDER_OPTIONS = {
 }
 """Options that do not go with task: rerank -> why."""
 EMBEDDER_LOSS_OPTIONS = (
-    "bidirectional hard_negatives_scope same_side_negatives mix_negatives guide hardness_alpha focal_gamma "
-    "false_negative_margin distill_candidates"
+    "bidirectional hard_negatives_scope same_side_negatives mix_negatives guide hardness_alpha hardness_scope "
+    "focal_gamma false_negative_margin distill_candidates"
 )
 """Options of losses that need a matrix of scores."""
 LOWEST_USUAL_ADAPTER_RATE = 1e-4

@@ -170,11 +170,14 @@ def find_candidates(
     query_query: bool = False,
     document_document: bool = False,
     both_directions: bool = False,
+    lists_own_negatives: bool = False,
 ) -> LossCandidates:
     """Lay out the table, the column groups and the explicit pairs that the options ask for.
 
     `query_query`, `document_document`: queries against queries, and positives against documents, too.
     `both_directions`: positives against queries, for a reverse loss.
+    `lists_own_negatives`: the hard negatives of a row's example are explicit pairs, also where those of other examples
+    are columns.
     """
     device = batch.query.device
     # All of this is done on the host. It knows every integer there, and reads none from
@@ -188,11 +191,13 @@ def find_candidates(
     explicit_row = no_pair
     explicit_negatives = no_pair
     explicit_place = no_pair
-    if options.hard_negatives_scope == "own":
+    is_own_only = options.hard_negatives_scope == "own"
+    if is_own_only or lists_own_negatives:
         explicit_row, negative = example_negatives(batch, rank_rows)
         # A hard negative has one entry, also if it is paired with several rows. `explicit_place`: [P] the place of each
         # pair's hard negative among these entries.
         explicit_negatives, explicit_place = torch.unique(negative, return_inverse=True)
+    if is_own_only:
         num_negatives = 0
     # Queries of other rows are needed only as columns.
     has_query_columns = query_query or both_directions
@@ -240,6 +245,14 @@ def find_candidates(
         "document_keys": document_keys,
         "query_keys": query_keys[query_rows, None],
     }
+    if lists_own_negatives:
+        # A second mask, by the example that a text comes from. Positives have no key in it.
+        examples = torch.cat((batch.negative_example[:num_negatives], batch.example))
+        example_keys = compact_keys(examples)
+        of_negatives, of_rows = example_keys.split((num_negatives, num_rows))
+        of_positives = torch.full_like(of_rows, NO_KEY_COLUMN)
+        host["document_example"] = torch.cat((of_negatives, of_positives))[:, None]
+        host["row_example"] = of_rows[rank_rows, None]
     if both_directions:
         column_keys = row_keys[query_rows]
         is_key = column_keys != NO_KEY_ROW
@@ -251,7 +264,12 @@ def find_candidates(
     # Documents, or queries, with the content of the row's query or of one of its
     # positives are left out.
     document_mask = ExclusionMask(on_device["row_keys"], on_device["document_keys"])
-    document_masks = (document_mask,)
+    document_masks: tuple[ExclusionMask, ...] = (document_mask,)
+    if lists_own_negatives:
+        own_mask = ExclusionMask(
+            on_device["row_example"], on_device["document_example"]
+        )
+        document_masks = (document_mask, own_mask)
     groups = [ColumnGroup(row_queries, documents, document_masks)]
     if query_query:
         query_mask = ExclusionMask(on_device["row_keys"], on_device["query_keys"])

@@ -81,6 +81,7 @@ class GuidedLoss(CandidateLoss):
         bias: Tensor | None = None,
         *,
         both_directions: bool = False,
+        lists_own_negatives: bool = False,
         is_separable: bool = False,
     ) -> Tensor:
         """Return 1/N times the sum of the row losses of this rank's rows."""
@@ -93,6 +94,7 @@ class GuidedLoss(CandidateLoss):
             query_query=self.same_side_negatives in ("queries", "both"),
             document_document=self.same_side_negatives in ("documents", "both"),
             both_directions=both_directions,
+            lists_own_negatives=lists_own_negatives,
         )
         guide = None
         if term.guide is not None:
@@ -125,7 +127,7 @@ class InfoNCE(GuidedLoss, Temperature):
     bidirectional: L is the mean of this and of the same with s(p_i,q_i) against the
     queries R_i.
     hardness_alpha a: the logit s/T of a candidate becomes s/T + a * s, where the second
-    part has no gradient.
+    part has no gradient. hardness_scope: own: only that of a hard negative of e(i).
     focal_gamma g: the loss l of a row becomes (1 - exp(-l))^g * l.
     """
 
@@ -141,6 +143,8 @@ class InfoNCE(GuidedLoss, Temperature):
     """Also score each positive against all queries. The loss is the mean of both directions."""
     hardness_alpha: NonNegativeFloat = 0.0
     """loss: infonce: add this times a candidate's similarity to its logit, as a constant: hard negatives count more."""
+    hardness_scope: Literal["all", "own"] = "all"
+    """Candidates that `hardness_alpha` changes: all of them, or the hard negatives of the row's own example alone."""
     focal_gamma: NonNegativeFloat = 0.0
     """loss: infonce: a row whose positive has the probability p counts (1 - p) ** focal_gamma times."""
     mix_negatives: NonNegativeInt = 0
@@ -161,9 +165,20 @@ class InfoNCE(GuidedLoss, Temperature):
         stretch = None
         if self.hardness_alpha:
             stretch = 1.0 + self.hardness_alpha / scale.detach()
-        row_loss = partial(SoftmaxRows, stretch=stretch, focal_gamma=self.focal_gamma)
+        stretches_pairs_only = self.hardness_scope == "own"
+        row_loss = partial(
+            SoftmaxRows,
+            stretch=stretch,
+            stretches_pairs_only=stretches_pairs_only,
+            focal_gamma=self.focal_gamma,
+        )
         return self.tiled_share(
-            batch, term, row_loss, scale, both_directions=self.bidirectional
+            batch,
+            term,
+            row_loss,
+            scale,
+            both_directions=self.bidirectional,
+            lists_own_negatives=stretches_pairs_only,
         )
 
     def _share_of_lists(self, batch: LossBatch, term: TermLoss) -> Tensor:

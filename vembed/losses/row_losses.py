@@ -125,6 +125,7 @@ class SoftmaxRows(RowLoss):
     precision of small losses.
 
     `stretch`: candidates enter as stretch * logit, and the difference to the logit has no gradient (hardness_alpha).
+    `stretches_pairs_only`: only single logits do, which are those of the row's own hard negatives (hardness_scope: own).
     `focal_gamma`: a row's loss l is multiplied by (1 - exp(-l)) ** focal_gamma.
     """
 
@@ -133,11 +134,13 @@ class SoftmaxRows(RowLoss):
         start: RowStart,
         *,
         stretch: Tensor | None = None,
+        stretches_pairs_only: bool = False,
         focal_gamma: float = 0.0,
     ) -> None:
         assert start.bias is None, "a bias cancels in a softmax"
         super().__init__(start)
         self.stretch = stretch
+        self.stretches_pairs_only = stretches_pairs_only
         self.focal_gamma = focal_gamma
         # The positive is part of the maximum from the start.
         self.rest = OnlineSum(self.positive, torch.zeros_like(self.positive))
@@ -147,7 +150,8 @@ class SoftmaxRows(RowLoss):
         self.rest.add(self._stretched(candidates), candidates.row, candidates.out)
 
     def _stretched(self, candidates: CandidateLogits) -> Tensor:
-        if self.stretch is None:
+        is_tile = candidates.row is None
+        if self.stretch is None or (is_tile and self.stretches_pairs_only):
             return candidates.logits
         return torch.mul(candidates.logits, self.stretch, out=candidates.out)
 

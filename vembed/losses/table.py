@@ -108,6 +108,7 @@ def loss_options() -> dict[str, FieldInfo]:
 ENTRY_OPTIONS = (
     "guide_margin",
     "hardness_alpha",
+    "hardness_scope",
     "focal_gamma",
     "mix_negatives",
     "distill_candidates",
