@@ -192,7 +192,7 @@ def test_a_rank_that_names_another_is_believed(tmp_path: Path) -> None:
         "import os, time\nfrom pathlib import Path\n"
         "if os.environ['RANK'] == '1':\n    open('1', 'w').close()\n    time.sleep(60)\n"
         "while not os.path.exists('1'): time.sleep(0.01)\n"
-        "Path(os.environ['VEMBED_HANG_REPORTS'], '0').write_text('rank 0 has waited 9 s for rank 1')\nos.abort()"
+        "Path(os.environ['VEMBED_HANG_REPORT']).write_text('rank 0 has waited 9 s for rank 1')\nos.abort()"
     )
     code, _, err = run(tmp_path, script)
     assert code == 1
@@ -293,7 +293,12 @@ def test_ranks_that_do_not_follow_a_stopped_one_are_ended(
     )
 
 
-def test_no_orphan_when_the_launcher_itself_is_killed(tmp_path: Path) -> None:
+def test_no_orphan_and_no_file_when_the_launcher_itself_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     launched = Launched(tmp_path, STOPPABLE.replace("{saving}", "60"))
     ranks = launched.wait_until_ready()
     assert len(ranks) == 2
@@ -303,6 +308,7 @@ def test_no_orphan_when_the_launcher_itself_is_killed(tmp_path: Path) -> None:
     while any(is_alive(rank) for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not [rank for rank in ranks if is_alive(rank)]
+    assert not list(temporary.iterdir())
 
 
 def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from vembed.parallel import collectives
 from vembed.parallel.environment import RankInfo, machine_name
-from vembed.parallel.launch import HANG_REPORTS
+from vembed.parallel.launch import HANG_REPORT
 
 BEAT_SECONDS = 5.0
 STILL_SECONDS = 15.0
@@ -171,15 +171,12 @@ class Heartbeats:
     def _leave_for_launcher(self, report: HangReport | None) -> None:
         """Leave the sentence for the launcher of this machine, or take it back: NCCL ends a process without an error
         that could be caught."""
-        folder = os.environ.get(HANG_REPORTS)
-        if folder is None:
+        path = os.environ.get(HANG_REPORT)
+        if path is None:
             return
-        path = Path(folder, str(self._ranks.rank))
+        text = "" if report is None else report.text
         with suppress(OSError):
-            if report is None:
-                path.unlink(missing_ok=True)
-            else:
-                path.write_text(report.text, encoding="utf-8", errors="replace")
+            Path(path).write_text(text, encoding="utf-8", errors="replace")
 
 
 def find_hanging_ranks(

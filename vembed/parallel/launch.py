@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -39,8 +39,8 @@ RUN_ID = "VEMBED_RUN_ID"
 """Environment variable with the id of a run, given on every machine (`--run-id`) and compared."""
 LAUNCHER = "VEMBED_LAUNCHER"
 """Environment variable with the process number of the launcher that started the processes of this machine."""
-HANG_REPORTS = "VEMBED_HANG_REPORTS"
-"""Environment variable with the folder in which each rank leaves the name of the rank that it waits for in vain."""
+HANG_REPORT = "VEMBED_HANG_REPORT"
+"""Environment variable with the file in which a rank leaves the name of the rank that it waits for in vain."""
 TRACEBACK = "Traceback (most recent call last)"
 PR_SET_PDEATHSIG = 1
 GPU_NODES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
@@ -139,6 +139,8 @@ class _Ranks:
         self.environments = environments
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         """By rank."""
+        self.hang_reports: dict[int, IO[bytes]] = {}
+        """By rank."""
         self.pumps: list[_Pump] = []
         self.stop_signal: signal.Signals | None = None
         self.stopped_at = 0.0
@@ -150,14 +152,17 @@ class _Ranks:
 
     def run(self) -> int:
         """Start all ranks, wait until they have ended, and return the exit code."""
-        with tempfile.TemporaryDirectory(
-            prefix="vembed-", ignore_cleanup_errors=True
-        ) as reports:
+        with ExitStack() as files:
             try:
                 # All processes before the first thread: between fork and exec, other threads' locks could deadlock.
                 for environment in self.environments:
-                    variables = {**environment, HANG_REPORTS: reports}
-                    self.processes[int(environment["RANK"])] = _start(
+                    rank = int(environment["RANK"])
+                    # Without a name, so that nothing stays when the launcher is killed. Ranks open it through /proc.
+                    report = files.enter_context(tempfile.TemporaryFile())
+                    self.hang_reports[rank] = report
+                    path = f"/proc/{os.getpid()}/fd/{report.fileno()}"
+                    variables = {**environment, HANG_REPORT: path}
+                    self.processes[rank] = _start(
                         self.command, variables, not self.processes
                     )
                 for number, process in self.processes.items():
@@ -166,7 +171,7 @@ class _Ranks:
                         self.pumps.append(_Pump(number, process.stderr, sys.stderr))
                 if self.stop_signal is not None:  # it came while they were started
                     self._send(self.stop_signal)
-                while self._update(Path(reports)):
+                while self._update():
                     time.sleep(POLL_SECONDS)
             finally:
                 self._kill()
@@ -197,7 +202,7 @@ class _Ranks:
         if len(self.processes) == len(self.environments):
             self._send(self.stop_signal)
 
-    def _update(self, reports: Path) -> bool:
+    def _update(self) -> bool:
         """Poll the ranks and handle those that ended; return True while any rank is running."""
         now = time.monotonic()
         codes = {rank: process.poll() for rank, process in self.processes.items()}
@@ -218,7 +223,7 @@ class _Ranks:
             self.failed_at = self.failed_at or now
             # The failure of one rank makes others fail, and they may end before it: wait a moment for the cause.
             if now - self.failed_at > CAUSE_SECONDS or not is_any_running:
-                self._report(failed, reports)
+                self._report(failed)
                 self.deadline = now + KILL_TIMEOUT_SECONDS
                 self._send(signal.SIGTERM)
         elif any(codes.values()) and self.deadline is None:
@@ -234,13 +239,16 @@ class _Ranks:
             self._kill()
         return is_any_running
 
-    def _report(self, failed: Mapping[int, int], reports: Path) -> None:
+    def _report(self, failed: Mapping[int, int]) -> None:
         """Report the likely cause: a rank that was killed, else one with exit code 2, else the first that does not name
         another."""
         named = {}
         for rank in failed:
-            with suppress(OSError):  # in which a rank names the one that it waits for
-                named[rank] = (reports / str(rank)).read_text("utf-8", "replace")
+            report = self.hang_reports[rank]
+            report.seek(0)
+            text = report.read().decode("utf-8", "replace")
+            if text:
+                named[rank] = text
         rank = min(
             failed,
             key=lambda rank: (
