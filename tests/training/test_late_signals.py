@@ -1,10 +1,14 @@
 """Signals in an evaluation, and when training is over: nothing trained is lost, and the second one ends all."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -114,3 +118,26 @@ def test_a_signal_while_final_is_written_lets_it_be_written(tmp_path):
         "SIGTERM: training is over, writing final/; once more ends the run at once"
         in told
     )
+
+
+def test_a_signal_to_one_rank_before_the_first_step_ends_all_at_once(tmp_path):
+    options = settings(tmp_path, max_steps=1000)
+    config = tmp_path / "cfg.yaml"
+    config.write_text(json.dumps(options))
+    command = [sys.executable, "-m", "vembed", "train", str(config), "--nproc", "2"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as launcher:
+        log = tmp_path / "run" / "training_log.txt"
+        while not log.exists() or "run id:" not in log.read_text():
+            assert launcher.poll() is None
+            time.sleep(0.01)
+        for rank in psutil.Process(launcher.pid).children():
+            if rank.environ()["RANK"] == "1":
+                rank.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        output = launcher.communicate(timeout=120)[0]
+    assert launcher.returncode == 143, output
+    assert time.monotonic() - began < 25, "the launcher waits 30 s for ranks that hang"
+    assert "before the first step: nothing was trained" in output
+    assert "Traceback" not in output

@@ -191,8 +191,10 @@ class _Ranks:
         """Forward the first signal and wait for the checkpoint. Another one, two seconds later or more, ends all."""
         now = time.monotonic()
         if self.stop_signal is not None:
-            # Wrappers pass Ctrl-C on although it reaches the launcher too: that is the same request.
-            if now - self.stopped_at > REPEATED_SIGNAL_SECONDS:
+            # Wrappers pass Ctrl-C on although it reaches the launcher too: that is the same request. Ranks send SIGUSR1
+            # when they stop before the first step.
+            is_repeated = now - self.stopped_at > REPEATED_SIGNAL_SECONDS
+            if is_repeated and signum != signal.SIGUSR1:
                 self.ends_at_once = True
             return
         self.stopped_at = now

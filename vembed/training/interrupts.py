@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from vembed.errors import Stopped
 from vembed.parallel import collectives
-from vembed.parallel.launch import REPEATED_SIGNAL_SECONDS
+from vembed.parallel.launch import LAUNCHER, REPEATED_SIGNAL_SECONDS
 
 log = logging.getLogger("vembed")
 
@@ -33,10 +33,12 @@ class StopRequested(Exception):  # noqa: N818 - not an error, as Stopped
 class Interrupts:
     """Signal handling while the with-block runs.
 
-    Before the first call of `must_stop`, a signal ends the run at once: there is nothing to save. From then on it sets a
+    Before the first call of `must_stop`, a signal ends the run at once: there is nothing to save, and the launcher stops
+    the other ranks. From then on it sets a
     flag that the ranks share in `must_stop` and, during an evaluation, in `check`, so that the run can finish the step and
     save. Once `is_over` is set, the flag has no effect: only final/ is left to write. A second signal ends the
-    process at once, even while it waits for other ranks, because a separate thread reads the signals.
+    process at once, even while it waits for other ranks, because a separate thread reads the signals. SIGUSR1 never does:
+    it is a warning.
     """
 
     def __init__(self, max_minutes: float | None = None) -> None:
@@ -56,6 +58,8 @@ class Interrupts:
         self._longest_step = 0.0
         self._is_armed = False
         """True from the first `must_stop` on."""
+        self._is_ending = False
+        """True once a signal has ended the run before its first step."""
         self.is_over = False
         """Set when training is over: signals have no effect any more. A second one still ends the process at once."""
         self._num_checks = 0
@@ -172,12 +176,18 @@ class Interrupts:
 
     def _handle(self, number: int, _: object) -> None:
         """Handle a signal in the main thread, between two instructions."""
-        if not self._is_armed:
-            name = signal.Signals(number).name
-            raise Stopped(
-                f"{name} before the first step: nothing was trained, so nothing is lost",
-                _counted_as(number),
-            )
+        if self._is_armed or self._is_ending:
+            return
+        self._is_ending = True
+        # It may have reached this rank alone, and no collective tells the others before the first step.
+        launcher = os.environ.get(LAUNCHER)
+        if launcher == str(os.getppid()):
+            os.kill(os.getppid(), signal.SIGUSR1)
+        name = signal.Signals(number).name
+        raise Stopped(
+            f"{name} before the first step: nothing was trained, so nothing is lost",
+            _counted_as(number),
+        )
 
     def _read(self) -> None:
         """Record the first signal and end the process on the second. Runs in a thread of its own."""
@@ -195,7 +205,10 @@ class Interrupts:
                     name = signal.Signals(number).name
                     log.info(f"{name}: {action}; once more ends the run at once")
             # A launcher passes on the Ctrl-C that has reached this process too: that is one request.
-            elif now - self._first_at > REPEATED_SIGNAL_SECONDS:
+            elif (
+                number != signal.SIGUSR1
+                and now - self._first_at > REPEATED_SIGNAL_SECONDS
+            ):
                 os._exit(128 + _counted_as(number))
 
     def _mask(self, how: int) -> None:
