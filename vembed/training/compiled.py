@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 from vembed.config.resolved import Decision
-from vembed.data.batching.feeding import Feeder, ModelInputs, indices_by_modality
+from vembed.data.batching.rank_batch import Feeder, ModelInputs, indices_by_modality
 from vembed.data.features import BaseFeaturiser
 from vembed.errors import UserError
 from vembed.models.embedding_model import EmbeddingModel

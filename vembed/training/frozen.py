@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vembed.data.batching.feeding import (
+from vembed.data.batching.rank_batch import (
     Feeder,
     MicroBatch,
     ModalitySlice,

@@ -33,13 +33,11 @@ from vembed.config.terms import (
     task_numbers,
 )
 from vembed.cores import num_cores
-from vembed.data.batching.feeding import Feeder
-from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.rank_batch import Feeder, RankBatchStream
 from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.datasets import Sets, open_sets
 from vembed.data.example_store import ExampleStore
-from vembed.data.features import BaseFeaturiser, Features
-from vembed.data.pair_features import build_featuriser
-from vembed.data_tools.datasets import Sets, open_sets
+from vembed.data.features import BaseFeaturiser, Features, build_featuriser
 from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
 from vembed.files import read_yaml
