@@ -374,9 +374,6 @@ PLAIN_TEXT_ENDINGS = (".txt", ".text")
 class TextLines(LineFormat):
     """A plain text file: every line that is not blank is one record, a string."""
 
-    endings = PLAIN_TEXT_ENDINGS
-    title = "plain text"
-
     def record(self, line: bytes) -> str | BadRecord:
         """See LineFormat."""
         try:
