@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from vembed.config.entries import ChoiceOptions
+from vembed.config.schema import ChoiceOptions
 from vembed.data.cache import short_hash
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.mining.config import BM25, MineConfig

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from vembed.config.entries import RELEVANCE, ChoiceOptions, DataSource
+from vembed.config.schema import RELEVANCE, ChoiceOptions, DataSource
 from vembed.config.values import (
     Fraction,
     Immutable,

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from vembed.config.entries import EpochMining
-from vembed.config.schema import DataSection
+from vembed.config.schema import DataSection, EpochMining
 from vembed.data.cache import short_hash
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item, Kind

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vembed.config.entries import DataSource
+from vembed.config.schema import DataSource
 from vembed.data.columns import Columns
 from vembed.data.distinct import KeyIndex
 from vembed.data.documents import (

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from vembed.config.aliases import BLOCKS, known_names, target_of
 from vembed.config.layers import (
+    BLOCKS,
     COMMAND_LINE,
     Layer,
     Level,
     OptionValue,
+    known_names,
+    target_of,
 )
 from vembed.config.loading import one_line_yaml, resolve_paths
 from vembed.config.options import Option, all_options, field_option, quoted

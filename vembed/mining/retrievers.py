@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from vembed.config.resolved import Decision, Precision
+from vembed.config.decisions import Decision, Precision
 from vembed.data.cache import short_hash
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vembed.config.paths import is_hub_dataset
+from vembed.config.rules import is_hub_dataset
 from vembed.data.cache import short_hash, written_aside
 from vembed.data.columns import Columns, guess_mapping
 from vembed.data.formats.base import FILE_BITS, Format, Row
