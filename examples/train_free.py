@@ -34,7 +34,7 @@ from vembed.cli.commands.demo import (
 from vembed.data_tools.new_tokenizer import train_tokenizer
 from vembed.parallel.environment import RankInfo, read_rank_info
 from vembed.parallel.launch_check import LaunchCheck
-from vembed.training.hooks.callbacks import StepInfo
+from vembed.training.hooks.base import StepInfo
 from vembed.training.trainer import TrainResult
 
 NUM_VALIDATION = 200

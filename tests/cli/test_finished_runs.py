@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from tests.cli.conftest import Command, losses, on_ranks, write_config
-from vembed.config.entries import DataSource
 from vembed.config.loading import expand_output_dir
+from vembed.config.schema import DataSource
 from vembed.training.run import train
 
 

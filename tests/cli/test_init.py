@@ -18,8 +18,8 @@ from PIL import Image
 
 from tests.cli.conftest import Command, Ended
 from tests.tiny import shared, tiny_bert, tiny_clip
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import load_config
-from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
 from vembed.data.language import is_english
 from vembed.data_tools import starter

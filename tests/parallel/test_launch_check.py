@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import FILE_OPTIONS, option_fields
 from vembed.errors import UserError
 from vembed.parallel import launch_check

@@ -12,7 +12,7 @@ import vembed
 from tests import tiny
 from tests.data.files import write_jsonl
 from tests.training.test_run import metrics
-from vembed.config.auto import (
+from vembed.config.decisions import (
     RunSize,
     Trained,
     decide_epochs,
@@ -21,7 +21,7 @@ from vembed.config.auto import (
 )
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import run_temperature
-from vembed.training.checkpoint.resume import kept_decisions
+from vembed.training.checkpoint.folders import kept_decisions
 from vembed.training.hooks.base import Evaluation
 from vembed.training.hooks.evaluations import Patience
 

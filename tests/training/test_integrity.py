@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint import folders as integrity
 
 
 def fake_checkpoint(output_dir, step, content=b"0123456789" * 20):

@@ -315,7 +315,7 @@ def numbers(flag: str, text: str, kind: type = int) -> Any:
 
 def option(name: str, text: str) -> Any:
     """Parse a value like the config option of that name; None for an empty text."""
-    from vembed.config.aliases import canonical
+    from vembed.config.layers import canonical
     from vembed.config.options import all_options
 
     if not text:

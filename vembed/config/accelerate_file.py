@@ -8,8 +8,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import vembed
-from vembed.config.aliases import FIXED_IN_FSDP, as_bool, target_of
-from vembed.config.layers import Layer, Level, plain_layer
+from vembed.config.layers import (
+    FIXED_IN_FSDP,
+    Layer,
+    Level,
+    as_bool,
+    plain_layer,
+    target_of,
+)
 from vembed.config.options import join_words, quoted, yaml_word
 from vembed.config.parsing import Node, read_tree
 from vembed.errors import UserError

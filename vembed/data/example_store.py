@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vembed.config.entries import DataSource
-from vembed.config.schema import DataSection, ObjectiveSection
+from vembed.config.schema import DataSection, DataSource, ObjectiveSection
 from vembed.config.terms import (
     lacks_comparisons,
     loss_names,

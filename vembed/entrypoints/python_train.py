@@ -7,15 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vembed.config.arguments import TrainArguments
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import Source, resolve_run
-from vembed.config.resolved import ResolvedRun
 from vembed.config.stages import STAGES, TRAINING_STAGES
 from vembed.data.in_memory import as_path
 from vembed.errors import RunError, UserError
 from vembed.pipelines.stages import pipeline_of_arguments, run_stages
-from vembed.training.checkpoint.resume import finished_run
-from vembed.training.hooks.base import Hook
-from vembed.training.hooks.callbacks import OnEvaluation, OnStep
+from vembed.training.checkpoint.folders import finished_run
+from vembed.training.hooks.base import Hook, OnEvaluation, OnStep
 from vembed.training.run import DATA
 from vembed.training.run import train as train_once
 from vembed.training.trainer import TrainResult

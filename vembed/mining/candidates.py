@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from vembed.config.entries import ChoiceOptions
+from vembed.config.schema import ChoiceOptions
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import short_hash
 from vembed.mining.inputs import Inputs, KnownPositives, array_identity

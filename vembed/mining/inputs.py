@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vembed.config.entries import DataSource
+from vembed.config.schema import DataSource
 from vembed.data.columns import Columns
 from vembed.data.example_store import Records, open_records, refuse_bad_records
 from vembed.data.examples import BadRecord, Example, Item, KeyIndex

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vembed.config.entries import EpochMining
-from vembed.config.schema import DataSection
+from vembed.config.schema import DataSection, EpochMining
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item, Kind
 from vembed.evaluation.bm25 import check_bm25

@@ -9,17 +9,19 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import Field, ValidationError, model_validator
 
-from vembed.config.aliases import BLOCKS, known_names, target_of
-from vembed.config.entries import RELEVANCE, ChoiceOptions, DataSource
 from vembed.config.layers import (
+    BLOCKS,
     COMMAND_LINE,
     Layer,
     Level,
     OptionValue,
+    known_names,
+    target_of,
 )
 from vembed.config.loading import one_line_yaml, resolve_paths
 from vembed.config.options import Option, all_options, field_option, quoted
 from vembed.config.parsing import read_tree, tree_of_mapping
+from vembed.config.schema import RELEVANCE, ChoiceOptions, DataSource
 from vembed.config.stages import STAGES, TRAINING_STAGES, USER_PRESETS
 from vembed.config.values import (
     Fraction,

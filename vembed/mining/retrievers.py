@@ -14,7 +14,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from torch import Tensor
 
-from vembed.config.resolved import Decision, Precision
+from vembed.config.decisions import Decision, Precision
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.data.row_store import KEY_BYTES, RowStore

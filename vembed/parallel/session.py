@@ -18,8 +18,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from vembed.config.loading import resolve_run
-from vembed.config.resolved import (
+from vembed.config.decisions import (
     PRECISIONS,
     Decision,
     FsdpConfig,
@@ -27,15 +26,17 @@ from vembed.config.resolved import (
     ResolvedRun,
     Strategy,
 )
+from vembed.config.loading import resolve_run
 from vembed.config.schema import ModelSection, TrainConfig
 from vembed.errors import RunError, Stopped, UserError
 from vembed.models.families.description import describe
 from vembed.parallel import collectives, sharding
-from vembed.parallel.batch_norms import share_batch_norms
 from vembed.parallel.devices import (
+    GIB,
     bf16_instructions,
     choose_device,
     enable_expandable_segments,
+    keep_freed_memory,
 )
 from vembed.parallel.environment import (
     check_num_threads,
@@ -46,7 +47,7 @@ from vembed.parallel.environment import (
 )
 from vembed.parallel.heartbeat import Heartbeats
 from vembed.parallel.launch_check import LaunchCheck, RankFacts
-from vembed.parallel.memory import GIB, keep_freed_memory
+from vembed.parallel.parameters import share_batch_norms
 from vembed.parallel.placement import (
     FITS_SHARE,
     Layout,

@@ -46,7 +46,7 @@ from vembed.parallel import collectives
 from vembed.parallel.parameters import unify_model_dtype_for_fsdp
 
 if TYPE_CHECKING:
-    from vembed.config.resolved import FsdpConfig
+    from vembed.config.decisions import FsdpConfig
 
 log = logging.getLogger("vembed")
 

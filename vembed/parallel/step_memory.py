@@ -24,8 +24,7 @@ from vembed.models.building import build_model
 from vembed.models.families.backbones import layers_of, linear_names_inside_layers
 from vembed.models.families.description import describe
 from vembed.parallel import collectives
-from vembed.parallel.devices import seed_draws
-from vembed.parallel.memory import GIB, is_shortage, memory_snapshot
+from vembed.parallel.devices import GIB, is_shortage, memory_snapshot, seed_draws
 from vembed.parallel.parameters import (
     discard_passes,
     forget_forward,

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
 from vembed.cli.support import log_line
-from vembed.config.aliases import option_of
 from vembed.config.arguments import TrainArguments
+from vembed.config.decisions import ResolvedRun
+from vembed.config.layers import option_of
 from vembed.config.loading import resolve_run
-from vembed.config.paths import is_inside, missing_path, require_paths
-from vembed.config.resolved import ResolvedRun
+from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
 from vembed.config.stages import DATA_FILES, Pipeline, Step, read_pipeline
 from vembed.errors import RunError, UserError
@@ -33,7 +33,7 @@ from vembed.names import did_you_mean, is_hub_model, similar_path
 from vembed.progress import duration
 from vembed.saving.checksums import checksums_of, damage_of
 from vembed.saving.durability import replace_text
-from vembed.training.checkpoint.resume import MAY_CHANGE
+from vembed.training.checkpoint.folders import MAY_CHANGE
 from vembed.training.fingerprints import of_local, of_model
 from vembed.training.trackers import require_trackers
 

@@ -13,8 +13,7 @@ from typing import Literal
 import numpy as np
 from torch import nn
 
-from vembed.config.entries import Teacher
-from vembed.config.schema import ModelSection
+from vembed.config.schema import ModelSection, Teacher
 from vembed.data.examples import Example, Item, Kind
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT, Featuriser, Pair
 from vembed.data.row_store import KEY_BYTES, lasting_identity

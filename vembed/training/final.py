@@ -26,7 +26,7 @@ from vembed.parallel.session import Session
 from vembed.saving.card import Card, properties_of
 from vembed.saving.durability import way_out
 from vembed.saving.files import save_model
-from vembed.training.checkpoint.folder import newest_checkpoint
+from vembed.training.checkpoint.folders import newest_checkpoint
 from vembed.training.setup import RunData, TrainingComponents
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import Source, require_earlier_stage, resolve_run
-from vembed.config.paths import require_paths
-from vembed.config.resolved import ResolvedRun
+from vembed.config.rules import require_paths
 from vembed.config.schema import FILE_OPTIONS
 from vembed.data.in_memory import as_path
 from vembed.errors import UserError
@@ -21,14 +21,13 @@ from vembed.parallel.environment import RankInfo, launched_rank
 from vembed.parallel.launch_check import COMPARED
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint.checkpointer import Checkpointer
-from vembed.training.checkpoint.resume import (
+from vembed.training.checkpoint.folders import (
     NothingLeft,
     precision_before,
     require_output_folder,
 )
 from vembed.training.fingerprints import of_option
-from vembed.training.hooks.base import Hook
-from vembed.training.hooks.callbacks import Callbacks, OnEvaluation, OnStep
+from vembed.training.hooks.base import Callbacks, Hook, OnEvaluation, OnStep
 from vembed.training.hooks.publishing import hub_of, push_final
 from vembed.training.interrupts import Interrupts
 from vembed.training.lock import OutputLock
@@ -69,7 +68,7 @@ def train(
     """Train as the config says (a path, a dict or a TrainConfig); return the model's folder and its scores.
 
     In a dict, `data_path` and `val_data_path` may be lists of dicts or a `datasets.Dataset`. `on_step` and
-    `on_evaluation` are called with a StepInfo (`vembed/training/hooks/callbacks.py`) and an Evaluation and may return
+    `on_evaluation` are called with a StepInfo (`vembed/training/hooks/base.py`) and an Evaluation and may return
     "stop", which ends the run with a model and a report. `model`: a torch module or its class, as `model_class`; a
     module's weights are where training starts. `hooks`: additions to the loop (`vembed/training/hooks/base.py`).
     """

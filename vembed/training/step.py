@@ -61,8 +61,7 @@ from vembed.losses.batch import (
 from vembed.models.families.family import Modality
 from vembed.models.precision import holding_copies
 from vembed.parallel import collectives
-from vembed.parallel.devices import matmul_precision, seed_draws
-from vembed.parallel.memory import is_shortage
+from vembed.parallel.devices import is_shortage, matmul_precision, seed_draws
 from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import Budget, MemoryGuard, OutOfMemory

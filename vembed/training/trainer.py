@@ -29,14 +29,14 @@ from vembed.data.batching.rank_batch import RankBatch
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
-from vembed.parallel.memory import fsdp_print_memory_usage
+from vembed.parallel.devices import fsdp_print_memory_usage
 from vembed.parallel.parameters import log_parameter_summary
 from vembed.parallel.placement import CHECKPOINT
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import MemoryGuard, OutOfMemory, find_budget
 from vembed.progress import duration
 from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint
-from vembed.training.checkpoint.resume import kept_decisions
+from vembed.training.checkpoint.folders import kept_decisions
 from vembed.training.final import ModelWriter, save_final
 from vembed.training.frozen import log_feature_use
 from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport

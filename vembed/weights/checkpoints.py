@@ -17,7 +17,7 @@ from vembed.models.families.model_files import read_model
 from vembed.models.precision import saved_dtype, store_rounded
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import save_model
-from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint import folders as integrity
 from vembed.training.checkpoint.checkpointer import read_state
 from vembed.training.checkpoint.tensors import quieten_torch, restore, stored_tensors
 from vembed.training.hooks.averaging import averages_of, put_averages

@@ -323,7 +323,7 @@ def _memory_lines(text: str) -> list[str]:
     """Return the memory of a process for a config whose model is on this machine, and the settings that it needs to
     fit."""
     from vembed.cli.run_train import resolve_launch
-    from vembed.parallel.memory import GIB
+    from vembed.parallel.devices import GIB
     from vembed.parallel.step_memory import MemoryEstimate
     from vembed.pipelines.prediction import FITS, place_here
 

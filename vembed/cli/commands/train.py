@@ -122,7 +122,7 @@ def plan(
 
 def show(prediction: Prediction) -> dict[str, Any]:
     """Print a prediction in full, and return it as a dict."""
-    from vembed.parallel.memory import GIB
+    from vembed.parallel.devices import GIB
     from vembed.parallel.step_memory import MemoryEstimate
 
     placement = prediction.placement

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from vembed.config.paths import is_hub_dataset
+from vembed.config.rules import is_hub_dataset
 from vembed.data.columns import Columns, guess_mapping
 from vembed.data.examples import BadRecord
 from vembed.data.formats.base import FILE_BITS, Format, LineFormat, Row

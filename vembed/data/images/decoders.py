@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from vembed.cores import answers, send, start_child
+from vembed.data.child_process import answers, send, start_child
 from vembed.data.examples import ImageRef
 from vembed.data.images.files import image_name, load_image
 from vembed.errors import RunError, UserError

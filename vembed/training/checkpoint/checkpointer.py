@@ -41,23 +41,21 @@ from vembed.parallel.launch_check import require_equal
 from vembed.parallel.session import Session
 from vembed.saving.checksums import sha256_of
 from vembed.saving.durability import way_out, write_durably
-from vembed.training.checkpoint import folder as folders
-from vembed.training.checkpoint.folder import (
+from vembed.training.checkpoint import folders
+from vembed.training.checkpoint.folders import (
     ABANDONED,
     DAMAGED,
+    JUDGES,
     MANIFEST,
     PARTIAL,
     STATE,
-    checkpoint_name,
-    list_checkpoints,
-)
-from vembed.training.checkpoint.resume import (
-    JUDGES,
     Difference,
     NothingLeft,
     candidates,
+    checkpoint_name,
     compare_resume,
     finished_run,
+    list_checkpoints,
     refusal,
     refuse_own_model,
     trim_metrics,

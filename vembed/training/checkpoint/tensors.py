@@ -51,7 +51,7 @@ from vembed.parallel import collectives
 from vembed.parallel.parameters import local_tensor
 from vembed.saving.checksums import sha256_of
 from vembed.saving.durability import write_durably
-from vembed.training.checkpoint.folder import STATE, commit
+from vembed.training.checkpoint.folders import STATE, commit
 
 log = logging.getLogger("vembed")
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vembed.config.auto import has_initial_weights
+from vembed.config.decisions import has_initial_weights
 from vembed.config.terms import loss_terms
 from vembed.errors import RunError
 from vembed.parallel import collectives
-from vembed.training.checkpoint.folder import newest_checkpoint
+from vembed.training.checkpoint.folders import newest_checkpoint
 from vembed.training.hooks.base import Hook, StepReport
 
 if TYPE_CHECKING:

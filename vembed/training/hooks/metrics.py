@@ -22,10 +22,10 @@ from vembed.errors import UserError
 from vembed.evaluation.report.plots import Curve, plot_curve, plot_evaluations
 from vembed.evaluation.report.record import metric_name, read_run
 from vembed.parallel import collectives
-from vembed.parallel.memory import memory_snapshot
+from vembed.parallel.devices import memory_snapshot
 from vembed.parallel.parameters import num_parameters
 from vembed.progress import ProgressReport, duration
-from vembed.training.checkpoint.resume import METRICS
+from vembed.training.checkpoint.folders import METRICS
 from vembed.training.hooks.base import Evaluation, Hook, StepReport
 from vembed.training.run_log import END_OF_SETUP, HEADLINE, LineFile
 from vembed.training.trackers import TRACKERS, TrackedReport, TrackedRun, Tracker

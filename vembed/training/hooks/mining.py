@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vembed.config.entries import EpochMining
+from vembed.config.schema import EpochMining
 from vembed.data.examples import Example, Item, Kind
 from vembed.errors import UserError
 from vembed.inference.encoding import encode_features, first_dims

@@ -1,7 +1,7 @@
-"""Cores that this process may use, and child processes that work for it.
+"""Child processes that work for this one: they read pickled jobs on standard input, and write pickled answers.
 
 A child is started by its command, not by multiprocessing: it needs neither the memory of its parent nor a guard around
-the user's script. It reads pickled jobs on standard input, and writes pickled answers.
+the user's script.
 """
 
 from __future__ import annotations
@@ -11,13 +11,6 @@ import pickle
 import subprocess
 import sys
 from typing import IO, Any
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return (
-        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    )
 
 
 def start_child(
