@@ -33,10 +33,9 @@ from vembed.data.formats.table import ENDINGS, ending_of
 from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
 from vembed.data.messages import listed
 from vembed.errors import UserError
-from vembed.files import cache_folder
+from vembed.files import cache_folder, replaced_file
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
-from vembed.saving.durability import replaced_file
 
 FIRST_ROWS = 256
 """Rows that are read and checked before the model is loaded."""

@@ -32,6 +32,7 @@ from vembed.data_tools.config import AuditConfig
 from vembed.data_tools.data_page import PageSection, sections
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
+from vembed.files import replace_text
 from vembed.mining.candidates import CandidateSearch, open_candidates
 from vembed.mining.choice import calibrate
 from vembed.mining.config import MineConfig
@@ -41,7 +42,6 @@ from vembed.mining.options import Source, load_options
 from vembed.mining.output import check_output, write_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
-from vembed.saving.durability import replace_text
 
 Severity = Literal["error", "warning", "note"]
 SOURCE_COLUMNS = (

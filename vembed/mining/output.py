@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from vembed.errors import UserError
-from vembed.saving.durability import replaced_file
+from vembed.files import replaced_file
 
 ENDINGS = (".jsonl", ".ndjson", ".parquet", ".pq")
 ROWS_PER_GROUP = 4096

@@ -12,9 +12,8 @@ from vembed.data.examples import BadRecord
 from vembed.data.formats.base import Format
 from vembed.data.formats.opening import SeveralFiles, open_reader
 from vembed.errors import UserError
-from vembed.files import cache_folder
+from vembed.files import cache_folder, replace_text
 from vembed.names import is_address, is_pattern
-from vembed.saving.durability import replace_text
 
 NUM_RECORDS = 1000
 """Number of records to look at."""
