@@ -37,10 +37,9 @@ from vembed.data.records import (
     document_item,
 )
 from vembed.errors import UserError, listed
-from vembed.files import cache_folder
+from vembed.files import cache_folder, replaced_file
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
-from vembed.saving.durability import replaced_file
 
 FIRST_ROWS = 256
 """Rows that are read and checked before the model is loaded."""

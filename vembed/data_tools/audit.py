@@ -30,6 +30,7 @@ from vembed.data.near_duplicates import (
 from vembed.data_tools.data_page import PageSection, sections
 from vembed.errors import UserError, joined, listed
 from vembed.evaluation.report.page import render_page
+from vembed.files import replace_text
 from vembed.mining.candidates import CandidateSearch, open_candidates
 from vembed.mining.choice import calibrate
 from vembed.mining.inputs import Inputs, Rows, content_key, open_rows, read_inputs
@@ -38,7 +39,6 @@ from vembed.mining.options import AuditConfig, MineConfig, Source, load_options
 from vembed.mining.output import check_output, write_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
-from vembed.saving.durability import replace_text
 
 Severity = Literal["error", "warning", "note"]
 SOURCE_COLUMNS = (

@@ -34,9 +34,8 @@ from vembed.data.formats.opening import SeveralFiles, open_reader
 from vembed.data.images.files import IMAGE_PATH, ImageRoot
 from vembed.data.records import Mode, RecordFormat
 from vembed.errors import UserError, printable
-from vembed.files import cache_folder
+from vembed.files import cache_folder, replace_text
 from vembed.names import is_address, is_pattern
-from vembed.saving.durability import replace_text
 
 NUM_RECORDS = 1000
 """Number of records to look at."""

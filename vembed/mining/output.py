@@ -16,11 +16,11 @@ from vembed.data.columns import as_fields, is_conversation, is_negative_name
 from vembed.data.examples import Example, Item
 from vembed.errors import UserError
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
+from vembed.files import replaced_file
 from vembed.mining.candidates import CandidateSearch
 from vembed.mining.choice import UNDECIDED, Chosen, columns_by_row
 from vembed.mining.inputs import Inputs, content_key, row_value
 from vembed.mining.options import MineConfig
-from vembed.saving.durability import replaced_file
 
 SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
 POSITIVE_NAME = "positive"
