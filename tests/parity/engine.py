@@ -34,7 +34,7 @@ from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import plain_name
 from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
-from vembed.teachers.supply import Teachers
+from vembed.teachers import Teachers
 from vembed.training.frozen import InputSource
 from vembed.training.optimizer import synchronise
 from vembed.training.step import (

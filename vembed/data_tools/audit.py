@@ -23,7 +23,6 @@ from vembed.data.example_store import Records
 from vembed.data.examples import Example, Item
 from vembed.data.near_duplicates import (
     NearIndex,
-    feature_arrays,
     image_digest,
     ngrams,
 )
@@ -451,7 +450,7 @@ class Checks:
             texts.append(
                 f"{example.query.text or ''}\n{example.positives[0].text or ''}"
             )
-        index = NearIndex(feature_arrays(map(ngrams, texts)), threshold)
+        index = NearIndex(map(ngrams, texts), threshold)
         near: dict[int, int] = {}
         for row in range(len(texts)):
             if row in self.rows_to_drop["duplicates"]:
@@ -487,8 +486,7 @@ class Checks:
                 for key, example in zip(rows.query_keys, rows.examples, strict=True):
                     queries[key] = example.query.text or ""
             texts = list(queries.values())
-            features = feature_arrays(map(ngrams, texts))
-            index = NearIndex(features, self.config.near_duplicate)
+            index = NearIndex(map(ngrams, texts), self.config.near_duplicate)
             num_held_out = len(in_validation)
             for number, key in enumerate(queries):
                 if number < num_held_out:

@@ -75,7 +75,7 @@ from vembed.parallel.parameters import (
 )
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
-from vembed.teachers.supply import Teachers
+from vembed.teachers import Teachers
 from vembed.training.fingerprints import of_images, of_option
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.hooks.averaging import WeightAverage
