@@ -36,7 +36,6 @@ from vembed.mining.inputs import Inputs, Rows, content_key, open_rows, read_inpu
 from vembed.mining.mine import Log, open_session, work_folder
 from vembed.mining.options import AuditConfig, MineConfig, Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.parallel.session import Session
 from vembed.progress import duration
 
 Severity = Literal["error", "warning", "note"]
@@ -90,7 +89,6 @@ def audit(
     source: Source,
     overrides: Sequence[str] = (),
     *,
-    session: Session | None = None,
     log: Log | None = None,
 ) -> AuditResult:
     """Check training data with the options of a YAML file, a dict or an `AuditConfig`. Collective, as `mine`."""
@@ -98,7 +96,7 @@ def audit(
     page = check_audit(config)
     json_path = page.with_suffix(".json")
     began = time.monotonic()
-    with open_session(session, log) as (running, log_line):
+    with open_session(log) as (running, log_line):
         mining = mining_config(config)
         inputs = read_inputs(mining)
         rows = inputs.rows

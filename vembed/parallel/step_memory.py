@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -393,7 +393,7 @@ class Budget:
 def find_budget(
     options: BatchSection,
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
     optimizer: torch.optim.Optimizer | None = None,
@@ -471,7 +471,7 @@ class PeakMeter:
 
 def measure_demand(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
     meter: PeakMeter,
@@ -523,7 +523,7 @@ def measure_demand(
 
 def bytes_per_token(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
 ) -> int:
@@ -559,7 +559,7 @@ def bytes_per_token(
 
 
 def _demand_of(
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
     num_bytes: Callable[[ModelInputs], int],

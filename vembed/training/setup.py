@@ -145,7 +145,7 @@ class TrainingComponents:
     """The model as it is called: replicated or sharded."""
     loss: EmbeddingLoss
     optimizer: torch.optim.Optimizer
-    featuriser: BaseFeaturiser[Any]
+    featuriser: BaseFeaturiser
     source: InputSource
     teachers: Teachers
 
@@ -429,7 +429,7 @@ def configured_hooks(run: Trainer) -> list[Hook]:
 def open_stream(
     config: TrainConfig,
     data: RunData,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
 ) -> RankBatchStream:
     """Return the stream of this rank's batches."""
@@ -473,7 +473,7 @@ def log_truncated_texts(
 
 def start_projection(
     embedder: EmbeddingModel,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     examples: ExampleStore,
     session: Session,
 ) -> None:
@@ -612,7 +612,7 @@ MAX_COSINE_DISTANCE_FLOAT32 = 1e-4
 def decide_compilation(
     units: Sequence[Any],
     repeats: float,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
 ) -> None:
     """Decide `torch_compile: auto` on a GPU, by the arithmetic of the run.
@@ -634,7 +634,7 @@ def decide_compilation(
 def check_compiled(
     model: nn.Module,
     embedder: EmbeddingModel,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     units: Sequence[Any],
     session: Session,
 ) -> None:
