@@ -5,12 +5,14 @@ A new format needs its class in a file of this folder and its entry in the list 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from vembed.data.formats.base import Format
 from vembed.data.formats.delimited import DelimitedFile, TsvFile
 from vembed.data.formats.json_lines import JsonLines
 from vembed.data.formats.parquet import ParquetFile
+from vembed.declarations import check_parts
 
 PACKED_ENDINGS = (".gz", ".zst", ".bz2")
 """Endings of packed files, which may follow each of the others."""
@@ -22,25 +24,22 @@ FORMATS: tuple[type[Format], ...] = (
 )
 
 
-def check_formats(formats: tuple[type[Format], ...]) -> dict[str, type[Format]]:
+def check_formats(formats: Sequence[type[Format]]) -> dict[str, type[Format]]:
     """Return the formats by ending. Raise TypeError for a class that lacks something."""
-    by_ending: dict[str, type[Format]] = {}
-    for form in formats:
-        where = f"format {form.__name__} of {form.__module__}"
-        missing = [name for name in ("endings", "title") if not getattr(form, name)]
-        missing += sorted(form.__abstractmethods__)
-        if missing:
-            raise TypeError(f"{where} declares no `{'`, `'.join(missing)}`")
-        for ending in form.endings:
-            is_suffix = Path(f"data{ending}").suffix == ending == ending.lower()
-            if not is_suffix or ending in PACKED_ENDINGS:
-                raise TypeError(
-                    f"{where}: write the ending {ending!r} as '.name', in small letters, with one dot, and other than "
-                    + ", ".join(PACKED_ENDINGS)
-                )
-            other = by_ending.setdefault(ending, form)
-            if other is not form:
-                raise TypeError(f"{where} has the ending {ending} of {other.__name__}")
+    by_ending = check_parts(
+        "format",
+        Format,
+        formats,
+        lambda form: form.endings,
+        needed=("endings", "title"),
+        taken=PACKED_ENDINGS,
+    )
+    for ending, form in by_ending.items():
+        if not Path(f"data{ending}").suffix == ending == ending.lower():
+            raise TypeError(
+                f"format {form.__name__} of {form.__module__}: write the ending {ending!r} as '.name', in small letters, "
+                "with one dot"
+            )
     return by_ending
 
 
