@@ -262,8 +262,8 @@ def _relational(
         negative=no_rows,
         negative_example=no_rows,
         scores=None,
-        rank_rows=slice(None),
-        rank_negatives=slice(None),
+        rank_rows=slice(0, half),
+        rank_negatives=slice(0, 0),
         teachers={TEACHER: teacher},
     )
     value: Tensor = loss(batch)
