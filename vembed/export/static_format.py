@@ -18,8 +18,13 @@ from transformers import PreTrainedTokenizerFast
 from vembed.config.terms import Term
 from vembed.data.examples import Kind
 from vembed.export.check import encode_all
-from vembed.export.formats import ExportFormat, ExportJob, ExportReader, write_texts
-from vembed.export.safetensors_format import open_in_sentence_transformers
+from vembed.export.formats import (
+    ExportFormat,
+    ExportJob,
+    ExportReader,
+    open_in_sentence_transformers,
+    write_texts,
+)
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.losses.batch import EmbeddingLoss, LossBatch, TeacherVectors
