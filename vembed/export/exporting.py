@@ -22,8 +22,7 @@ from vembed.data.features import Features
 from vembed.data.pair_features import PairFeaturiser
 from vembed.data_tools.datasets import open_sets
 from vembed.errors import UserError
-from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
-from vembed.evaluation.report.record import read_run
+from vembed.evaluation.dataset import EvalData, RetrievalData
 from vembed.export.check import (
     DISTANCE_TOLERANCE,
     NUM_TEXTS,
@@ -35,8 +34,10 @@ from vembed.export.check import (
     compare_images,
     difference,
     encode_all,
+    evaluation_data,
     images_to_compare,
     ndcg,
+    run_options,
     similarity_correlation,
     texts_to_compare,
 )
@@ -200,17 +201,6 @@ def export_model(
 # ---- data ----------------------------------------------------------------------------------------------------------
 
 
-def evaluation_data(model: str, data: str | None) -> EvalData | None:
-    """Return evaluation data: those at `data`, by default those of the run that made the model, if they are there."""
-    options: dict[str, Any] = {}
-    if data is None:
-        options = _run_options(model, ("column_mapping", "image_root", "on_bad_record"))
-        data = _run_options(model, ("val_data_path",)).get("val_data_path")
-        if data is None or not Path(data).exists():
-            return None
-    return open_eval_data(DataSection(data_path=data, **options), data)
-
-
 def student_texts(model: str, data: EvalData | None) -> Texts:
     """Return the texts to train a student with: queries and documents of the run's training data, otherwise documents
     of the evaluation data that the check does not use."""
@@ -223,7 +213,7 @@ def student_texts(model: str, data: EvalData | None) -> Texts:
         "val_split",
         "seed",
     )
-    options = _run_options(model, names)
+    options = run_options(model, names)
     if options:
         paths = options["data_path"]
         if not isinstance(paths, list):
@@ -263,17 +253,6 @@ def _example_texts(examples: ExampleStore) -> Texts:
             if item.text:
                 texts[item.text, "document"] = None
     return list(texts)
-
-
-def _run_options(model: str, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return options of the run that made a model; none for a model of another origin."""
-    path = Path(model).expanduser()
-    # The run itself, or its final/ or one of its checkpoints.
-    for folder in (path, path.parent):
-        if (folder / "config.yaml").is_file():
-            config = read_run(folder).config
-            return {name: config[name] for name in names if name in config}
-    return {}
 
 
 # ---- writing and checking ------------------------------------------------------------------------------------------

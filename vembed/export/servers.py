@@ -14,8 +14,7 @@ import numpy as np
 
 from vembed.data.examples import Kind
 from vembed.errors import RunError, UserError
-from vembed.export.check import distances, texts_to_compare
-from vembed.export.exporting import evaluation_data
+from vembed.export.check import distances, evaluation_data, texts_to_compare
 from vembed.export.formats import FormatName
 from vembed.inference.embedder import Embedder
 from vembed.models.families.description import ModelDescription

@@ -41,9 +41,9 @@ from vembed.training.checkpoint.tensors import quieten_torch, restore, stored_te
 from vembed.training.hooks.averaging import averages_of, put_averages
 from vembed.weights.methods import Read
 
-# ---- safetensors files, so that no tensor has to be whole in memory ------------------------------------------------
-
 log = logging.getLogger("vembed")
+
+# ---- safetensors files, so that no tensor has to be whole in memory ------------------------------------------------
 
 DTYPES = {code: getattr(torch, name) for name, code in CODES.items()}
 _ALIGNMENT = 8
