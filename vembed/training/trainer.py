@@ -187,7 +187,13 @@ class Trainer:
 
         # The step. After the checkpoint: the budget is estimated from free memory. Optimizer state that is restored
         # takes its memory already, and is not added to the estimate.
-        self.stream = open_stream(config, data, components.featuriser, session)
+        self.stream = open_stream(
+            config.data,
+            data,
+            components.featuriser,
+            session,
+            encodes_copies=config.parallel.sync_batchnorm,
+        )
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
         self.memory_guard = MemoryGuard(session)
