@@ -17,7 +17,7 @@ from vembed.config.loading import render, require_earlier_stage, resolve_run
 from vembed.config.rules import data_paths
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
-from vembed.names import exists
+from vembed.files import exists
 from vembed.parallel.environment import GROUP, RankInfo, read_rank_info
 from vembed.parallel.launch import (
     DEFAULT_PORT,
@@ -117,7 +117,7 @@ def run_train(
     code = 0
     changes = launch.changes or {}
     if rank_info is not None or launch.world_size == 1:
-        from vembed.training.run import train as train_here
+        from vembed.training.trainer import train as train_here
 
         os.environ.update({**changes, **run_variables})
         train_here(run)

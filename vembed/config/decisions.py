@@ -323,6 +323,15 @@ def resolve_fsdp(
             "fsdp_state_dict_type: LOCAL_STATE_DICT does not exist in FSDP2: use SHARDED_STATE_DICT (each process "
             "writes its own part, and any number of processes can read them), or fsdp_version: 1"
         )
+    if fsdp.state_dict_type == "LOCAL_STATE_DICT":
+        notes.append(
+            "fsdp_state_dict_type: LOCAL_STATE_DICT: each process writes its own pieces, as with SHARDED_STATE_DICT; here "
+            "any number of processes can read them"
+        )
+    if fsdp.state_dict_type == "FULL_STATE_DICT":
+        notes.append(
+            "fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in model/"
+        )
     return fsdp, notes
 
 
@@ -604,15 +613,6 @@ class RunIntervals:
         values = asdict(self)
         del values["reasons"]
         return values
-
-    def lines(self) -> list[str]:
-        """Return one log line for each value that was left to `auto`."""
-        lines = []
-        for name, reason in self.reasons.items():
-            value = getattr(self, name)
-            text = "none" if value is None else str(value).lower()
-            lines.append(f"{name}: {text} (auto; {reason})")
-        return lines
 
 
 def run_intervals(

@@ -35,6 +35,7 @@ from vembed.evaluation.retrieval import (
     correlations,
     metric_names,
 )
+from vembed.files import nearest
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import (
     InterruptCheck,
@@ -44,7 +45,6 @@ from vembed.inference.encoding import (
     first_dims,
 )
 from vembed.models.families.description import ModelDescription
-from vembed.names import nearest
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 

@@ -24,8 +24,8 @@ from vembed.config.parsing import read_tree, tree_of_mapping
 from vembed.config.stages import STAGES, TRAINING_STAGES, USER_PRESETS
 from vembed.config.values import Immutable
 from vembed.errors import UserError
+from vembed.files import nearest
 from vembed.mining.config import CommandConfig
-from vembed.names import nearest
 
 Config = TypeVar("Config", bound=CommandConfig)
 Source = str | Path | Mapping[str, Any] | Immutable | None

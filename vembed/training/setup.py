@@ -77,15 +77,16 @@ from vembed.training.fingerprints import of_images, of_option
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.hooks.averaging import WeightAverage
 from vembed.training.hooks.base import Hook
-from vembed.training.hooks.checks import DataWatch, Watch
 from vembed.training.hooks.evaluations import Guards, Patience, QueryRecord, TaskScores
 from vembed.training.hooks.metrics import (
+    DataWatch,
     Diagnostics,
     LossMeans,
     MetricsLog,
     Profile,
     ProgressBar,
     StepCurves,
+    Watch,
 )
 from vembed.training.hooks.mining import EpochMiner
 from vembed.training.hooks.publishing import PushBest
@@ -596,8 +597,10 @@ def decide_intervals(
         is_length_given=is_length_given,
     )
     intervals = run_intervals(config.evaluation, config.run, config.logging, size)
-    for line in intervals.lines():
-        log.info(line)
+    values = intervals.options()
+    for name, reason in intervals.reasons.items():
+        value = "none" if values[name] is None else str(values[name]).lower()
+        log.info(f"{name}: {value} (auto; {reason})")
     return intervals
 
 

@@ -36,11 +36,11 @@ from vembed.data_tools.init.columns import (
 from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
+from vembed.files import did_you_mean, is_pattern
 from vembed.losses.declaration import Loss
 from vembed.losses.table import LOSSES
 from vembed.models.families.family import Family
 from vembed.models.families.table import FAMILIES
-from vembed.names import did_you_mean, is_pattern
 
 GUESSED = "# GUESSED, please check: "
 """Beginning of a line about a guess."""

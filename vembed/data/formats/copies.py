@@ -14,7 +14,7 @@ import pyarrow as pa
 from vembed.data.cache import short_hash, stamp, written_aside
 from vembed.data.messages import ROOM
 from vembed.errors import UserError
-from vembed.names import is_pattern
+from vembed.files import is_pattern
 from vembed.progress import ProgressReport
 
 log = logging.getLogger("vembed")

@@ -28,7 +28,7 @@ from vembed.data.formats.table import ENDINGS, described_formats, ending_of
 from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.messages import listed
 from vembed.errors import UserError
-from vembed.names import is_address, is_pattern, similar_path
+from vembed.files import is_address, is_pattern, similar_path
 
 log = logging.getLogger("vembed")
 

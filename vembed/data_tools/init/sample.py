@@ -12,8 +12,7 @@ from vembed.data.examples import BadRecord
 from vembed.data.formats.base import Format
 from vembed.data.formats.opening import SeveralFiles, open_reader
 from vembed.errors import UserError
-from vembed.files import cache_folder
-from vembed.names import is_address, is_pattern
+from vembed.files import cache_folder, is_address, is_pattern
 from vembed.saving.durability import replace_text
 
 NUM_RECORDS = 1000

@@ -15,8 +15,7 @@ from typing import Any
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.files import read_json_object, read_state_text, read_yaml
-from vembed.names import short_name
+from vembed.files import read_json_object, read_state_text, read_yaml, short_name
 from vembed.saving.durability import replace_text
 
 SUMMARY_FILE = "run.json"

@@ -36,7 +36,7 @@ from vembed.evaluation.report.record import (
     metric_name,
     read_run,
 )
-from vembed.names import short_name
+from vembed.files import short_name
 from vembed.progress import duration
 from vembed.saving.card import calls_of
 from vembed.saving.durability import replace_text
