@@ -26,10 +26,8 @@ from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.stages import chosen_pipeline, read_pipeline
-from vembed.data_tools.config import GenerateConfig, JudgeConfig
 from vembed.errors import UserError
-from vembed.mining.config import MineConfig
-from vembed.mining.options import load_options
+from vembed.mining.options import GenerateConfig, JudgeConfig, MineConfig, load_options
 from vembed.parallel.hardware import read_hardware
 from vembed.pipelines.stages import run_stages
 

@@ -29,7 +29,7 @@ from vembed.evaluation.report.query_changes import (
 )
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.report.report import changed_table, curves
-from vembed.files import short_name
+from vembed.names import short_name
 from vembed.saving.card import calls_of
 from vembed.training.hooks.base import Evaluation
 from vembed.training.hooks.evaluations import QueryRecord

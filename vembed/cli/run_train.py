@@ -17,7 +17,7 @@ from vembed.config.loading import render, require_earlier_stage, resolve_run
 from vembed.config.rules import data_paths
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
-from vembed.files import exists
+from vembed.names import exists
 from vembed.parallel.environment import GROUP, RankInfo, read_rank_info
 from vembed.parallel.launch import (
     DEFAULT_PORT,

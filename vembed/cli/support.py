@@ -207,7 +207,7 @@ def guarded(function: Callable[[], int | None]) -> int:
     except typer.Exit:
         raise
     except Exception as error:
-        from vembed.saving.durability import refusal
+        from vembed.files import refusal
 
         message = refusal(error)
         if message is None:

@@ -19,7 +19,7 @@ from vembed.config.layers import (
 from vembed.config.options import join_words, quoted, yaml_word
 from vembed.config.parsing import Node, read_tree
 from vembed.errors import UserError
-from vembed.files import exists, nearest
+from vembed.names import exists, nearest
 
 Distribution = Literal["single", "ddp", "fsdp"]
 

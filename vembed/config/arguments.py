@@ -10,7 +10,7 @@ from typing import Any
 from vembed.config.layers import BLOCKS, BOOLS, option_of, target_of
 from vembed.config.options import all_options, quoted
 from vembed.errors import UserError
-from vembed.files import nearest
+from vembed.names import nearest
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")

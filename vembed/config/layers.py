@@ -10,9 +10,9 @@ from typing import Any
 
 from vembed.config.options import all_options, quoted, yaml_word
 from vembed.config.parsing import Node, parse_value
-from vembed.files import nearest
 from vembed.losses.table import ENTRY_OPTIONS, loss_options
 from vembed.models.poolings.table import POOLINGS
+from vembed.names import nearest
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
 

@@ -34,7 +34,7 @@ from vembed.config.schema import DataSource, TrainConfig
 from vembed.config.stages import USER_PRESETS, source_layers
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
-from vembed.files import short_name
+from vembed.names import short_name
 
 DEFAULT_PRESET = "accelerate_fsdp"
 """Base of the FSDP options if no file is named."""

@@ -17,8 +17,8 @@ from pydantic_core import PydanticUndefined
 from vembed.config.parsing import parse_value
 from vembed.config.schema import option_fields, section_title
 from vembed.config.values import Form
-from vembed.files import nearest
 from vembed.losses.table import with_constraints
+from vembed.names import nearest
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from torch import nn
 
 from vembed.config.schema import DataSection, EvaluationSection
 from vembed.data.examples import Item, Kind
-from vembed.data.features import BaseFeaturiser
-from vembed.data.pair_features import PairFeaturiser
+from vembed.data.features import BaseFeaturiser, PairFeaturiser
 from vembed.errors import UserError
 from vembed.evaluation.beir import Corpus
 from vembed.evaluation.dataset import (
@@ -35,7 +34,6 @@ from vembed.evaluation.retrieval import (
     correlations,
     metric_names,
 )
-from vembed.files import nearest
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import (
     InterruptCheck,
@@ -45,6 +43,7 @@ from vembed.inference.encoding import (
     first_dims,
 )
 from vembed.models.families.description import ModelDescription
+from vembed.names import nearest
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from vembed.errors import UserError
-from vembed.files import nearest
+from vembed.names import nearest
 from vembed.parallel.devices import GIB
 
 VISIBLE_SHARE = 0.97

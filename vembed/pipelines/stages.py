@@ -27,10 +27,9 @@ from vembed.config.stages import DATA_FILES, Pipeline, Step, values_by_option
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.record import read_run
-from vembed.files import did_you_mean, is_hub_model, read_json_object, similar_path
+from vembed.files import checksums_of, damage_of, read_json_object, replace_text
+from vembed.names import did_you_mean, is_hub_model, similar_path
 from vembed.progress import duration
-from vembed.saving.checksums import checksums_of, damage_of
-from vembed.saving.durability import replace_text
 from vembed.training.checkpoint.folders import MAY_CHANGE
 from vembed.training.fingerprints import of_local, of_model
 from vembed.training.trackers import require_trackers

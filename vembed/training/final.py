@@ -19,13 +19,13 @@ from vembed.data.language import MAX_TEXTS, is_english, language_of
 from vembed.errors import RunError
 from vembed.evaluation.report.record import RunSummary, collect_versions
 from vembed.evaluation.report.report import write_report
+from vembed.files import way_out
 from vembed.inference.encoding import encode_features
 from vembed.models.precision import is_quantized, saved_dtype, store_rounded
 from vembed.parallel import collectives
 from vembed.parallel.parameters import full_state_dict, num_parameters
 from vembed.parallel.session import Session
 from vembed.saving.card import Card, properties_of
-from vembed.saving.durability import way_out
 from vembed.saving.files import save_model
 from vembed.training.checkpoint.folders import newest_checkpoint
 from vembed.training.setup import RunData, TrainingComponents

@@ -37,13 +37,16 @@ from vembed.config.terms import (
     source_batch_sizes,
     task_numbers,
 )
-from vembed.data.batching.feeding import Feeder, ModelInputs, indices_by_modality
-from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.rank_batch import (
+    Feeder,
+    ModelInputs,
+    RankBatchStream,
+    indices_by_modality,
+)
 from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.datasets import Sets, open_sets
 from vembed.data.example_store import ExampleStore
-from vembed.data.features import BaseFeaturiser, Features
-from vembed.data.pair_features import build_featuriser
-from vembed.data_tools.datasets import Sets, open_sets
+from vembed.data.features import BaseFeaturiser, Features, build_featuriser
 from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
 from vembed.files import read_yaml

@@ -35,12 +35,10 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from vembed.config.schema import ModelSection, RunSection
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.record import SUMMARY_FILE
-from vembed.files import read_json_object
+from vembed.files import read_json_object, sha256_of, way_out, write_durably
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
 from vembed.parallel.session import Session
-from vembed.saving.checksums import sha256_of
-from vembed.saving.durability import way_out, write_durably
 from vembed.training.checkpoint import folders
 from vembed.training.checkpoint.folders import (
     ABANDONED,

@@ -22,9 +22,15 @@ from vembed.config.schema import ModelSection, RunSection, TrainConfig, option_f
 from vembed.config.terms import leaves_temperature
 from vembed.errors import UserError
 from vembed.evaluation.report.record import SUMMARY_FILE, read_run, read_summary
-from vembed.files import read_json_object, read_state_bytes
-from vembed.saving.checksums import checksums_of, damage_of
-from vembed.saving.durability import replaced_file, sync, write_durably
+from vembed.files import (
+    checksums_of,
+    damage_of,
+    read_json_object,
+    read_state_bytes,
+    replaced_file,
+    sync,
+    write_durably,
+)
 
 log = logging.getLogger("vembed")
 

@@ -46,11 +46,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from vembed.errors import UserError
+from vembed.files import sha256_of, write_durably
 from vembed.models.families.backbones import plain_name
 from vembed.parallel import collectives
 from vembed.parallel.parameters import local_tensor
-from vembed.saving.checksums import sha256_of
-from vembed.saving.durability import write_durably
 from vembed.training.checkpoint.folders import STATE, commit
 
 log = logging.getLogger("vembed")
