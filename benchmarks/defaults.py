@@ -39,7 +39,7 @@ from benchmarks.defaults_table import print_tables
 from benchmarks.tiny_models import INITIAL, MODELS, made
 from benchmarks.train import machine
 from vembed.cli.commands.demo import demo_model
-from vembed.config.auto import epochs_for
+from vembed.config.decisions import epochs_for
 
 Options = dict[str, Any]
 

@@ -24,9 +24,9 @@ import pyarrow.parquet as pq
 
 from benchmarks.train import machine
 from vembed.config.schema import TrainConfig
-from vembed.cores import num_cores
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import open_examples
+from vembed.parallel.environment import num_cores
 
 GIB = 2**30
 RECORDS_OF_A_GROUP = 50_000

@@ -34,7 +34,7 @@ from benchmarks.gpu_record import (
     require,
     train,
 )
-from vembed.config.resolved import Decision, ResolvedRun, Strategy
+from vembed.config.decisions import Decision, ResolvedRun, Strategy
 from vembed.config.schema import TrainConfig
 from vembed.models import attention
 from vembed.parallel import placement

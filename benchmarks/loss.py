@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vembed.config.entries import LossTerm
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import LossTerm, TrainConfig
 from vembed.losses.batch import LossBatch, TeacherVectors
 from vembed.losses.build import build_loss
 

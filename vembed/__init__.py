@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vembed.inference.embedder import Embedder
     from vembed.inference.reranker import Reranker
     from vembed.mining.mine import mine
-    from vembed.parallel.memory import fsdp_empty_cache, fsdp_print_memory_usage
+    from vembed.parallel.devices import fsdp_empty_cache, fsdp_print_memory_usage
     from vembed.parallel.parameters import unify_model_dtype_for_fsdp
     from vembed.weights.edit import edit
     from vembed.weights.merge import merge
@@ -47,8 +47,8 @@ _HOME = {
     "audit": "vembed.data_tools.audit",
     "edit": "vembed.weights.edit",
     "evaluate": "vembed.evaluation.scores",
-    "fsdp_empty_cache": "vembed.parallel.memory",
-    "fsdp_print_memory_usage": "vembed.parallel.memory",
+    "fsdp_empty_cache": "vembed.parallel.devices",
+    "fsdp_print_memory_usage": "vembed.parallel.devices",
     "generate": "vembed.data_tools.generate",
     "judge": "vembed.data_tools.judge",
     "load_config": "vembed.config.loading",

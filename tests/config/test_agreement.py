@@ -21,8 +21,8 @@ from tests.parallel.steps import listen
 from vembed.cli.machine_checks import checklist
 from vembed.cli.run_train import Launch, describe_run, resolve_launch
 from vembed.config.arguments import TrainArguments
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import ResolvedRun
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.environment import RankInfo

@@ -23,8 +23,8 @@ from tests.data.files import (
     write_lines,
 )
 from tests.data.pictures import encoded, write
-from vembed.config.entries import DataSource
 from vembed.config.loading import load_config
+from vembed.config.schema import DataSource
 from vembed.data.examples import ImageRef, Item
 from vembed.errors import UserError
 

@@ -16,9 +16,13 @@ from torch import Tensor
 from tests.parts import from_its_test
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import Term, source_terms
-from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
+from vembed.losses.batch import (
+    LossBatch,
+    TeacherScores,
+    TeacherVectors,
+    draw_mixtures,
+)
 from vembed.losses.declaration import SCORES
-from vembed.losses.mixing import draw_mixtures
 
 TIE = 64 * torch.finfo(torch.float64).eps
 

@@ -19,9 +19,8 @@ from tests.losses import reference
 from tests.losses.batches import SIZES, check, config_of, gradients, make_batch
 from tests.losses.test_ranks import rank_batches
 from tests.parts import unlisted_classes
-from vembed.config.entries import LossTerm
 from vembed.config.loading import load_config
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import LossTerm, TrainConfig
 from vembed.config.terms import loss_terms, source_terms
 from vembed.errors import UserError
 from vembed.losses.batch import LossBatch

@@ -21,8 +21,8 @@ import vembed
 from tests import tiny
 from tests.built import model_of
 from tests.docs.pages import ROOT
+from vembed.config.decisions import FsdpConfig
 from vembed.config.loading import load_config, resolve_run
-from vembed.config.resolved import FsdpConfig
 from vembed.config.schema import TrainConfig
 from vembed.models.custom.own_code import as_options, find_class
 from vembed.parallel.sharding import choose_units

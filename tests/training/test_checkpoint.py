@@ -29,7 +29,7 @@ from tests.training.tiny_run import (
 )
 from vembed.errors import RunError, UserError
 from vembed.parallel.session import start_session
-from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint import folders as integrity
 from vembed.training.checkpoint.checkpointer import Checkpointer, read_state
 from vembed.training.optimizer import build_optimizer
 from vembed.training.trainer import LoopState

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.arguments import TrainArguments
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import render, require_earlier_stage, resolve_run
-from vembed.config.paths import data_paths
-from vembed.config.resolved import ResolvedRun
+from vembed.config.rules import data_paths
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
 from vembed.names import exists
@@ -26,7 +26,7 @@ from vembed.parallel.launch import (
     rank_environments,
     run_ranks,
 )
-from vembed.training.checkpoint.resume import (
+from vembed.training.checkpoint.folders import (
     candidates,
     refuse_own_model,
     require_output_folder,
@@ -117,7 +117,7 @@ def run_train(
     code = 0
     changes = launch.changes or {}
     if rank_info is not None or launch.world_size == 1:
-        from vembed.training.run import train as train_here
+        from vembed.training.trainer import train as train_here
 
         os.environ.update({**changes, **run_variables})
         train_here(run)

@@ -207,7 +207,7 @@ def guarded(function: Callable[[], int | None]) -> int:
     except typer.Exit:
         raise
     except Exception as error:
-        from vembed.saving.durability import refusal
+        from vembed.files import refusal
 
         message = refusal(error)
         if message is None:
@@ -315,7 +315,7 @@ def numbers(flag: str, text: str, kind: type = int) -> Any:
 
 def option(name: str, text: str) -> Any:
     """Parse a value like the config option of that name; None for an empty text."""
-    from vembed.config.aliases import canonical
+    from vembed.config.layers import canonical
     from vembed.config.options import all_options
 
     if not text:

@@ -20,7 +20,7 @@ from vembed.config.accelerate_file import (
     preset_names,
     read_accelerate_file,
 )
-from vembed.config.entries import DataSource
+from vembed.config.decisions import DEFAULT, ResolvedRun, decide
 from vembed.config.layers import (
     REPLACES,
     Layer,
@@ -30,8 +30,7 @@ from vembed.config.layers import (
 )
 from vembed.config.options import all_options
 from vembed.config.parsing import CoreDumper, Node
-from vembed.config.resolved import DEFAULT, ResolvedRun, decide
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSource, TrainConfig
 from vembed.config.stages import USER_PRESETS, source_layers
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError

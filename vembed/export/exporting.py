@@ -10,9 +10,9 @@ from typing import Any
 from PIL import Image
 
 from vembed.config.schema import DataSection, ObjectiveSection, RunSection
+from vembed.data.datasets import open_sets
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Kind
-from vembed.data_tools.datasets import open_sets
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.report.record import read_run

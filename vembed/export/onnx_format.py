@@ -31,13 +31,12 @@ from vembed.export.formats import (
 )
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder, to_item
-from vembed.models.embedding_model import pool
+from vembed.models.embedding_model import pool, tower_module
 from vembed.models.families.backbones import is_decoder_only
 from vembed.models.families.description import IMAGE_TOWER_FOLDER
 from vembed.models.families.family import Modality
 from vembed.models.families.model_files import read_object
 from vembed.models.processors import save_processors
-from vembed.models.towers import tower_module
 
 ONNX_FILE = "model.onnx"
 IMAGE_FILE = "image_model.onnx"

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from vembed.data.examples import Item
-from vembed.data.features import Features
-from vembed.data.pair_features import PairFeaturiser
+from vembed.data.features import Features, PairFeaturiser
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData
 from vembed.export.check import texts_to_compare

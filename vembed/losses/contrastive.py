@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from vembed.losses.batch import LossBatch
     from vembed.losses.build import TermLoss
-    from vembed.losses.row_losses import RowLoss
+    from vembed.losses.tiles import RowLoss
 
 START_BIAS = -10.0
 """Initial bias of SigLIP: at the start most pairs are classified as negative."""
@@ -148,8 +148,8 @@ class InfoNCE(GuidedLoss, Temperature):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.mixing import with_mixtures
-        from vembed.losses.row_losses import SoftmaxRows
+        from vembed.losses.batch import with_mixtures
+        from vembed.losses.tiles import SoftmaxRows
 
         if batch.holds_scores:
             return self._share_of_lists(batch, term)
@@ -168,9 +168,7 @@ class InfoNCE(GuidedLoss, Temperature):
 
     def _share_of_lists(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """Return the share of a reranker, whose candidates are the hard negatives of the row's example."""
-        from vembed.losses.listed import ListedPairs
-
-        pairs = ListedPairs.of_rank(batch)
+        pairs = batch.listed_by_row()
         logits = term.scores(batch, pairs) * term.scale(batch.embeddings)
         # The positive pair of each row comes first, one for each group.
         positives = pairs.log_softmax(logits)[:, : pairs.num_groups]
@@ -204,7 +202,7 @@ class Circle(GuidedLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.row_losses import CircleRows
+        from vembed.losses.tiles import CircleRows
 
         margin = 0.25 if self.margin is None else self.margin
         row_loss = partial(CircleRows, temperature=self.temperature, margin=margin)
@@ -262,7 +260,7 @@ class Sigmoid(GuidedLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.row_losses import SigmoidRows
+        from vembed.losses.tiles import SigmoidRows
 
         scale = term.parameter("log_scale", batch.embeddings).exp()
         bias = term.parameter("bias", batch.embeddings)
@@ -291,9 +289,7 @@ class Triplet(Loss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs
-
-        pairs = ListedPairs.of_rank(batch)
+        pairs = batch.listed_by_row()
         margins = pairs.margins(term.scores(batch, pairs))  # [K, P]
         margin = 0.2 if self.margin is None else self.margin
         return term.mean((margin - margins).relu(), pairs.num_negative_pairs)

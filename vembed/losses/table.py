@@ -12,17 +12,19 @@ from pydantic.fields import FieldInfo
 
 from vembed.losses.contrastive import Circle, InfoNCE, Sigmoid, Triplet
 from vembed.losses.declaration import Follows, Loss, Negatives, Records
-from vembed.losses.listwise import (
+from vembed.losses.scored import (
     BCE,
     KL,
     MSE,
+    Angle,
+    CoSENT,
+    Cosine,
     Lambda,
     Listwise,
     MarginMSE,
     RankNet,
     ScoreMSE,
 )
-from vembed.losses.scored_pairs import Angle, CoSENT, Cosine
 from vembed.losses.vectors import (
     Anchor,
     Embedding,

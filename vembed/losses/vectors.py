@@ -77,7 +77,7 @@ class Anchor(Loss):
         """See Loss."""
         import torch
 
-        from vembed.losses.similarity import Similarity, arithmetic_dtype
+        from vembed.losses.similarity import Similarity
 
         teacher = batch.teacher_vectors(str(term.teacher), "loss: anchor")
         embeddings = batch.embeddings
@@ -88,9 +88,7 @@ class Anchor(Loss):
                 f"loss: anchor: the embeddings have {dim} dimensions, and those of {term.teacher} before "
                 f"training have {teacher_dim}: leave out what changes the size, or this loss"
             )
-        identity = torch.eye(
-            dim, device=embeddings.device, dtype=arithmetic_dtype(embeddings)
-        )
+        identity = batch.as_scores(torch.eye(dim, device=embeddings.device))
         full_size = Similarity(term.configured.cosine, (dim,))
         return _mean_distance(batch, teacher, identity, full_size)
 
@@ -116,7 +114,7 @@ class Relational(TeacherLoss):
         from vembed.losses.candidates import ExclusionMask
 
         rows = batch.rank_occurrences()
-        num_occurrences = batch.num_occurrences
+        num_occurrences = len(batch.occurrences())
         columns = torch.arange(num_occurrences, device=rows.device)
         # The key of an occurrence is its number, on both sides. So the diagonal is left
         # out.
@@ -145,8 +143,8 @@ class SpreadOut(Loss):
         """See Loss."""
         import torch
 
-        from vembed.losses.batch import copied_together
-        from vembed.losses.candidates import ExclusionMask, compact_keys
+        from vembed.losses.batch import compact_keys, copied_together
+        from vembed.losses.candidates import ExclusionMask
 
         num_rows = batch.num_rows
         rank_rows = batch.rank_rows
@@ -207,9 +205,7 @@ def _squared_errors(
     import torch
 
     from vembed.losses.candidates import ColumnGroup, LossCandidates
-    from vembed.losses.row_losses import SquaredErrorRows
-    from vembed.losses.similarity import arithmetic_dtype
-    from vembed.losses.tiles import Scoring, tiled_loss
+    from vembed.losses.tiles import Scoring, SquaredErrorRows, tiled_loss
 
     # The table has this rank's rows first, then all columns. There is no positive pair:
     # the rows stand in for both sides of it, and the row loss does not count it.
@@ -233,7 +229,7 @@ def _squared_errors(
         tiling=term.tiling,
         teacher=teacher,
     )
-    scale = torch.ones((), dtype=arithmetic_dtype(embeddings), device=embeddings.device)
+    scale = batch.as_scores(torch.ones((), device=embeddings.device))
     return tiled_loss(embeddings, scoring, scale)
 
 
@@ -277,7 +273,7 @@ def _mean_distance(
     total = with_known_gradients(
         total, (batch.embeddings, projection), (d_embeddings, d_projection)
     )
-    return total / max(1, batch.num_occurrences)
+    return total / max(1, len(batch.occurrences()))
 
 
 def _sum_of_distances(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from vembed.config.entries import ChoiceOptions
+from vembed.config.schema import ChoiceOptions
 from vembed.data.near_duplicates import DuplicateFinder
 from vembed.errors import UserError
 from vembed.mining.candidates import CandidateChunk, CandidateSearch, claimed_limit

@@ -18,6 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
+from vembed.files import check_weights
+from vembed.models.embedding_model import TwoTowers, names_frozen_by
 from vembed.models.families.backbones import linear_names, linear_names_inside_layers
 from vembed.models.families.family import Family
 from vembed.models.families.model_files import (
@@ -27,9 +29,7 @@ from vembed.models.families.model_files import (
     read_header,
 )
 from vembed.models.precision import dequantized, is_quantized, weight_in_use
-from vembed.models.towers import TwoTowers, names_frozen_by
 from vembed.parallel.devices import quieten_bitsandbytes
-from vembed.saving.checksums import check_weights
 
 log = logging.getLogger(__name__)
 

@@ -17,15 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from vembed.config.schema import BatchSection, TrainConfig
-from vembed.data.batching.feeding import ModelInputs
+from vembed.data.batching.rank_batch import ModelInputs
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError
 from vembed.models.building import build_model
 from vembed.models.families.backbones import layers_of, linear_names_inside_layers
 from vembed.models.families.description import describe
 from vembed.parallel import collectives
-from vembed.parallel.devices import seed_draws
-from vembed.parallel.memory import GIB, is_shortage, memory_snapshot
+from vembed.parallel.devices import GIB, is_shortage, memory_snapshot, seed_draws
 from vembed.parallel.parameters import (
     discard_passes,
     forget_forward,

@@ -16,20 +16,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from vembed.files import write_json
+from vembed.files import sync, sync_folder, write_json, write_weight_checksums
 from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.building import empty_backbone
 from vembed.models.custom.own_code import save_code
-from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.embedding_model import EmbeddingModel, taken
 from vembed.models.families.backbones import plain_name, quiet_transformers
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import is_own
 from vembed.models.heads import Head, save_with_head
 from vembed.models.processors import save_processors
-from vembed.models.towers import taken
 from vembed.saving.card import Card, render_card
-from vembed.saving.checksums import write_weight_checksums
-from vembed.saving.durability import sync, sync_folder
 from vembed.saving.layout import (
     refuse_unclaimed,
     write_layout,

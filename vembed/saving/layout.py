@@ -9,8 +9,9 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vembed.data.pair_features import pair_template
+from vembed.data.features import pair_template
 from vembed.files import write_json
+from vembed.models.embedding_model import taken
 from vembed.models.families.backbones import STATIC_TYPE
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import POOLING_MODULE, STATIC, read_object
@@ -21,7 +22,6 @@ from vembed.models.processors import (
     load_chat_template,
     load_tokenizer,
 )
-from vembed.models.towers import taken
 
 MODULE = "sentence_transformers.models."
 """Module path that Sentence Transformers 3 to 6 all resolve."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from vembed.config.auto import rate_of
+from vembed.config.decisions import rate_of
 from vembed.config.schema import OptimizerSection
 from vembed.errors import UserError
 from vembed.losses.batch import EmbeddingLoss

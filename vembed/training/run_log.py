@@ -144,9 +144,9 @@ HEADLINE = {"is_headline": True}
 """Extra of records that the console shows during the set-up too."""
 END_OF_SETUP = {"is_headline": True, "ends_setup": True}
 """Extra of the last record of the set-up."""
-SHOWN_MODULES = frozenset({"checkpointer", "resume", "interrupts"})
+SHOWN_MODULES = frozenset({"checkpointer", "folders", "interrupts"})
 """Modules whose lines tell what happens to earlier results; shown during the set-up too."""
-DETAIL_MODULES = frozenset({"memory", "parameters", "sharding"})
+DETAIL_MODULES = frozenset({"devices", "parameters", "sharding"})
 """Modules whose lines only the log file and `console: verbose` have."""
 SHORT_FORM = "short_form"
 """Attribute of records with a shorter text for the console."""

@@ -17,9 +17,9 @@ from vembed.models.families.model_files import read_model
 from vembed.models.precision import saved_dtype, store_rounded
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import save_model
-from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint import folders as integrity
 from vembed.training.checkpoint.checkpointer import read_state
-from vembed.training.checkpoint.tensors import quieten_torch, restore, stored_tensors
+from vembed.training.checkpoint.tensors import restore, stored_tensors
 from vembed.training.hooks.averaging import averages_of, put_averages
 
 log = logging.getLogger("vembed")
@@ -93,7 +93,6 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         shape = stored[name].size
         if parameter.shape != shape:
             parameter.data = torch.empty(shape)
-    quieten_torch()
     averages = averages_of(embedder) if config.optimizer.ema else {}
     # no_dist: rank 0 alone reads, inside a process group of several ranks too; others would wait in a collective.
     restore(embedder, loss, None, checkpoint, no_dist=True, extra=averages)

@@ -27,11 +27,10 @@ from vembed.evaluation.scores import evaluate
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
-from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.embedding_model import EmbeddingModel, tower_module
 from vembed.models.families.backbones import layers_of, plain_name
 from vembed.models.families.description import ModelDescription
 from vembed.models.heads import Dense, Head
-from vembed.models.towers import tower_module
 from vembed.parallel import collectives
 from vembed.parallel.parameters import (
     copy_local_shards,

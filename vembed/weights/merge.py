@@ -16,11 +16,10 @@ from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
 from vembed.evaluation.report.plots import plot_sweep
 from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
-from vembed.files import write_json
+from vembed.files import CHECKSUMS, write_json
 from vembed.models.families.model_files import CODES, read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
-from vembed.saving.checksums import CHECKSUMS
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
 from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
 from vembed.weights.merge_rules import MergeMethod, check_merge

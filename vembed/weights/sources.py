@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vembed.errors import UserError
+from vembed.files import check_weights
 from vembed.models.families.backbones import is_never_used
 from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.families.model_files import (
@@ -26,7 +27,6 @@ from vembed.models.families.model_files import (
     read_sentence_transformers,
 )
 from vembed.models.processors import open_tokenizer
-from vembed.saving.checksums import check_weights
 from vembed.saving.files import ADAPTER_FOLDER
 from vembed.weights.methods import Read
 

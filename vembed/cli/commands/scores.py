@@ -293,7 +293,7 @@ def rerank(
 
 def _opened(stack: ExitStack, output: str, session: Session) -> BinaryIO:
     """Return the file of the results: standard output, or a new one that gets its name at the end."""
-    from vembed.saving.durability import replaced_file
+    from vembed.files import replaced_file
 
     if output == "-" or not session.is_main:
         return sys.stdout.buffer
