@@ -15,7 +15,7 @@ import torch
 
 from vembed.evaluation.top_k import NO_PAIRS
 from vembed.mining.mine import open_session
-from vembed.mining.vectors import VectorStore
+from vembed.mining.retrievers import VectorStore
 
 K = 100
 DOCUMENT_TILE, QUERY_TILE = 1024, 512

@@ -18,7 +18,7 @@ from tests.families.pictures import words_and_pictures
 from tests.families.scratch import small_clip
 from tests.tiny import WORDS
 from vembed.cli.commands.demo import demo_model, standard_library_pairs
-from vembed.data_tools.init.new_tokenizer import train_tokenizer
+from vembed.data_tools.new_tokenizer import train_tokenizer
 
 VOCABULARY = 4096
 NUM_PAIRS = 2000

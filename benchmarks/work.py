@@ -10,7 +10,7 @@ import torch
 from benchmarks.cases import Case, rows_of
 from vembed.cli.commands.demo import demo_model
 from vembed.config.schema import ModelSection
-from vembed.data.batching import microbatches
+from vembed.data.batching import rank_batch
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.models.families.description import describe
@@ -81,8 +81,8 @@ def useful_work(case: Case, skip: int = 0) -> tuple[float, float, tuple[float, f
             for one in featuriser.features(column)
         }
         flat = list(distinct.values())
-        padded += microbatches.padded_tokens(
-            flat, microbatches.split(flat, CPU_MICRO_BATCH_TOKENS)
+        padded += rank_batch.padded_tokens(
+            flat, rank_batch.split_by_length(flat, CPU_MICRO_BATCH_TOKENS)
         )
         tokens += sum(flat)
         per_token = 2 * (4 * hidden * hidden + 2 * hidden * inner)

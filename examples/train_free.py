@@ -31,7 +31,7 @@ from vembed.cli.commands.demo import (
     standard_library_pairs,
     write_pairs,
 )
-from vembed.data_tools.init.new_tokenizer import train_tokenizer
+from vembed.data_tools.new_tokenizer import train_tokenizer
 from vembed.parallel.environment import RankInfo, read_rank_info
 from vembed.parallel.launch_check import LaunchCheck
 from vembed.training.hooks.base import StepInfo

@@ -11,7 +11,7 @@ import vembed
 from tests.data.files import config, open_examples
 from tests.tiny import shared, tiny_vit
 from vembed.data.formats.opening import class_records
-from vembed.data_tools.init.sample import read_sample
+from vembed.data_tools.starter import read_sample
 from vembed.errors import UserError
 
 

@@ -12,8 +12,8 @@ import pytest
 from tests.data.files import open_examples, pair
 from vembed.config.schema import DataSection, TrainConfig
 from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.datasets import hold_out
 from vembed.data.example_store import ExampleStore
-from vembed.data.held_out import hold_out
 from vembed.errors import UserError
 from vembed.evaluation.dataset import RetrievalData, from_examples, open_eval_data
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vembed.data.cache import add_content
+from vembed.files import add_content
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,10 @@ from tests.data.files import config, open_examples, write_jsonl
 from tests.data.pictures import write
 from tests.tiny import WORDS
 from vembed.config.loading import load_config
+from vembed.data.datasets import example_groups, hold_out, open_sets, overlap_warnings
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Item
-from vembed.data.held_out import example_groups, hold_out, overlap_warnings
 from vembed.data.near_duplicates import normal_text
-from vembed.data_tools.datasets import open_sets
 from vembed.errors import UserError
 from vembed.evaluation.dataset import RetrievalData, from_examples
 

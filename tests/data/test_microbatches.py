@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vembed.data.batching import microbatches
+from vembed.data.batching import rank_batch
 
 LENGTHS = st.lists(st.integers(1, 600), max_size=60)
 BUDGETS = st.integers(1, 5_000)
@@ -25,14 +25,14 @@ def padded_size(lengths: list[int], rows: list[int]) -> int:
 def test_every_index_once_within_the_budget(
     lengths: list[int], budget: int, max_rows: int | None, at_least: int
 ) -> None:
-    split = microbatches.split(lengths, budget, max_rows, at_least)
+    split = rank_batch.split_by_length(lengths, budget, max_rows, at_least)
     assert sorted(itertools.chain.from_iterable(split)) == list(range(len(lengths)))
     for rows in split:
         assert len(rows) <= 1 or padded_size(lengths, rows) <= budget
         assert max_rows is None or len(rows) <= max_rows
     in_order = [lengths[row] for rows in split for row in rows]
     assert in_order == sorted(lengths, reverse=True)
-    alone = len(microbatches.split(lengths, budget, max_rows))
+    alone = len(rank_batch.split_by_length(lengths, budget, max_rows))
     assert len(split) == max(alone, at_least)
     num_empty = max(0, at_least - max(alone, len(lengths)))
     assert [bool(rows) for rows in split] == [
@@ -44,9 +44,9 @@ def test_every_index_once_within_the_budget(
 def test_splitting_finer_never_pads_more(
     lengths: list[int], budget: int, max_rows: int | None, at_least: int
 ) -> None:
-    coarse = microbatches.split(lengths, budget, max_rows, at_least)
-    finer = microbatches.split(lengths, budget, max_rows, at_least + 3)
-    assert microbatches.padded_tokens(lengths, finer) <= microbatches.padded_tokens(
+    coarse = rank_batch.split_by_length(lengths, budget, max_rows, at_least)
+    finer = rank_batch.split_by_length(lengths, budget, max_rows, at_least + 3)
+    assert rank_batch.padded_tokens(lengths, finer) <= rank_batch.padded_tokens(
         lengths, coarse
     )
 
@@ -80,11 +80,9 @@ def best_cost(
 def test_no_cut_is_cheaper(
     lengths: list[int], budget: int, max_rows: int | None
 ) -> None:
-    price = (
-        min(budget, max(lengths) * (max_rows or budget)) // microbatches.PRICE_DIVISOR
-    )
-    split = microbatches.split(lengths, budget, max_rows)
-    cost = microbatches.padded_tokens(lengths, split) + price * len(split)
+    price = min(budget, max(lengths) * (max_rows or budget)) // rank_batch.PRICE_DIVISOR
+    split = rank_batch.split_by_length(lengths, budget, max_rows)
+    cost = rank_batch.padded_tokens(lengths, split) + price * len(split)
     assert cost == best_cost(sorted(lengths, reverse=True), budget, max_rows, price)
 
 
@@ -102,7 +100,7 @@ def test_no_cut_is_cheaper(
 def test_splits(
     lengths: list[int], budget: int, at_least: int, expected: list[list[int]]
 ) -> None:
-    assert microbatches.split(lengths, budget, at_least=at_least) == expected
+    assert rank_batch.split_by_length(lengths, budget, at_least=at_least) == expected
 
 
 def test_fast_enough_for_every_step() -> None:
@@ -110,7 +108,7 @@ def test_fast_enough_for_every_step() -> None:
         np.random.default_rng(0).lognormal(4.0, 0.8, 8192), 5, 512
     ).astype(int)
     start = time.process_time()
-    microbatches.split(lengths, 16_384)
+    rank_batch.split_by_length(lengths, 16_384)
     assert time.process_time() - start < 2
 
 
@@ -122,7 +120,7 @@ def test_ranks_agree_on_the_micro_batches_of_each_group() -> None:
         {"text": [], "image": [], "both": []},
     ]
     ranks = [
-        microbatches.LockstepSplit(own, of, 10, 2)
+        rank_batch.LockstepSplit(own, of, 10, 2)
         for own, of in zip(lengths, places, strict=True)
     ]
     counts = [

@@ -9,8 +9,7 @@ import numpy as np
 from PIL import Image
 
 from vembed.data.examples import ImageRef
-from vembed.data.images.decoders import Decoders
-from vembed.data.images.picture_bytes import PIXELS, Arrays
+from vembed.data.images.decoders import PIXELS, Arrays, Decoders
 
 SECONDS = 60.0
 SLOW, LARGE, WRONG = (3, 5), (5, 3), (7, 7)

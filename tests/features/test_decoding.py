@@ -11,7 +11,7 @@ from PIL import Image
 from tests import tiny
 from tests.features.test_image_features import image, of_images
 from tests.features.test_text_features import featuriser
-from vembed.data.batching.feeding import Feeder
+from vembed.data.batching.rank_batch import Feeder
 from vembed.data.examples import ImageRef
 from vembed.data.features import Featuriser
 from vembed.data.images import decoders

@@ -19,11 +19,11 @@ from tests.built import described
 from tests.features.test_image_features import image, of_images
 from tests.features.test_text_features import featuriser
 from vembed.config.schema import TrainConfig
-from vembed.data.batching import feeding
-from vembed.data.batching.feeding import Feeder
+from vembed.data.batching import rank_batch
+from vembed.data.batching.rank_batch import Feeder
 from vembed.data.images import decoders
+from vembed.data.images.decoders import PIXELS, Patching, ProcessorCode, Resizing
 from vembed.data.images.files import load_image
-from vembed.data.images.picture_bytes import PIXELS, Patching, ProcessorCode, Resizing
 from vembed.data.images.pixels import find_recipe
 from vembed.models.processors import load_image_processor
 
@@ -154,7 +154,7 @@ def test_pixels_stay_bytes_until_they_are_on_the_device(
     moved = []
 
     class Gpu(Feeder):
-        def _to_device(self, inputs: feeding.ModelInputs) -> feeding.ModelInputs:
+        def _to_device(self, inputs: rank_batch.ModelInputs) -> rank_batch.ModelInputs:
             moved.extend(batch[PIXELS].dtype for _, batch in inputs)
             return [
                 (modality, self.featuriser.finished(batch))
@@ -167,7 +167,7 @@ def test_pixels_stay_bytes_until_they_are_on_the_device(
         threads.append(threading.current_thread().name)
         return tensor
 
-    monkeypatch.setattr(feeding, "pinned", pinned)
+    monkeypatch.setattr(rank_batch, "pinned", pinned)
     fed = list(
         Gpu(mine, torch.device("cuda")).feed(
             [[("image", [0, 1])], [("image", [2, 3])]], features

@@ -10,8 +10,7 @@ import pytest
 import vembed
 from tests.docs.pages import ROOT
 from tests.mining.data import documents, model, write_lines
-from vembed.mining.config import MineConfig
-from vembed.mining.options import load_options
+from vembed.mining.options import MineConfig, load_options
 
 FOLDER = ROOT / "examples" / "mine"
 

@@ -19,11 +19,11 @@ from tests.harness import run_ranks
 from tests.mining.data import documents, read_lines, run, write_data
 from tests.tiny import shared, tiny_qwen3
 from tests.tiny_tokenizers import MAX_POSITIONS, wordpiece_tokenizer
-from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
+from vembed.data.features import ANSWER_END, ANSWER_PROMPT
 from vembed.errors import RunError, UserError
-from vembed.mining.config import Judge, MineConfig
 from vembed.mining.judges import answer_of, load_judge
 from vembed.mining.mine import mine
+from vembed.mining.options import Judge, MineConfig
 
 
 class Server(ThreadingHTTPServer):

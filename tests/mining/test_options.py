@@ -10,9 +10,14 @@ import pytest
 from tests.mining.data import write_lines
 from vembed import UserError
 from vembed.cli.commands.make_data import audit as run_audit
-from vembed.data_tools.config import AuditConfig, GenerateConfig, JudgeConfig
-from vembed.mining.config import CommandConfig, MineConfig
-from vembed.mining.options import load_options
+from vembed.mining.options import (
+    AuditConfig,
+    CommandConfig,
+    GenerateConfig,
+    JudgeConfig,
+    MineConfig,
+    load_options,
+)
 
 TRAINING = """
 model_name: some/model

@@ -19,13 +19,15 @@ from tests.measure import gradient_errors
 from tests.tiny import shared, texts, tiny_bert, tiny_reranker
 from vembed.config.loading import resolve_run
 from vembed.config.schema import ObjectiveSection, TrainConfig
-from vembed.data.batching import microbatches
-from vembed.data.batching.feeding import Feeder
-from vembed.data.batching.rank_batch import RankBatch, make_rank_batch
+from vembed.data.batching.rank_batch import (
+    Feeder,
+    RankBatch,
+    make_rank_batch,
+    split_by_length,
+)
 from vembed.data.batching.schedule import rank_rows
 from vembed.data.examples import Example, Item
-from vembed.data.features import BaseFeaturiser
-from vembed.data.pair_features import build_featuriser
+from vembed.data.features import BaseFeaturiser, build_featuriser
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel
@@ -293,12 +295,10 @@ def drawn_batch(
         [feature.length for feature in rank_batch.features]
         for rank_batch in rank_batches
     ]
-    count = max(
-        len(microbatches.split(one, budget.micro_batch_tokens)) for one in lengths
-    )
+    count = max(len(split_by_length(one, budget.micro_batch_tokens)) for one in lengths)
     embeddings, offsets = [], [0]
     for rank, rank_batch in enumerate(rank_batches):
-        batch_schedule = microbatches.split(
+        batch_schedule = split_by_length(
             lengths[rank], budget.micro_batch_tokens, at_least=count
         )
         parts: list[Tensor | None] = [None] * len(rank_batch.features)

@@ -22,7 +22,7 @@ from tests.teachers.test_cache import Data, rows
 from tests.tiny import shared, tiny_bert, tiny_qwen3, tiny_reranker
 from vembed.config.schema import Teacher, TrainConfig
 from vembed.data.examples import Example
-from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
+from vembed.data.features import ANSWER_END, ANSWER_PROMPT
 from vembed.data.row_store import RowStore
 from vembed.errors import UserError
 from vembed.inference.reranker import Reranker

@@ -23,7 +23,7 @@ from vembed.config.terms import (
     task_numbers,
 )
 from vembed.data.batching.schedule import BatchSchedule
-from vembed.data_tools.datasets import open_sets
+from vembed.data.datasets import open_sets
 from vembed.evaluation.dataset import RetrievalData
 from vembed.losses.build import build_loss
 

@@ -17,22 +17,26 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.data.documents import (
+from vembed.data.examples import BadRecord, Item
+from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
+from vembed.data.formats.opening import (
+    CODECS,
+    WAYS_OUT,
+    open_reader,
+    unknown_ending,
+    unpacked_copy,
+)
+from vembed.data.formats.saved_datasets import is_saved_dataset
+from vembed.data.formats.table import ENDINGS, ending_of
+from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
+from vembed.data.records import (
     ID_FIELDS,
     IMAGE_FIELDS,
     TEXT_FIELDS,
     document_id,
     document_item,
 )
-from vembed.data.examples import BadRecord, Item
-from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
-from vembed.data.formats.copies import CODECS, unpacked_copy
-from vembed.data.formats.opening import WAYS_OUT, open_reader, unknown_ending
-from vembed.data.formats.saved_datasets import is_saved_dataset
-from vembed.data.formats.table import ENDINGS, ending_of
-from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
-from vembed.data.messages import listed
-from vembed.errors import UserError
+from vembed.errors import UserError, listed
 from vembed.files import cache_folder, replaced_file
 from vembed.parallel import collectives
 from vembed.parallel.session import Session

@@ -22,25 +22,25 @@ from vembed.config.terms import (
     run_terms,
 )
 from vembed.data.batching.schedule import ContentKeys, next_of_class
-from vembed.data.cache import change_since, short_hash
-from vembed.data.columns import LABEL, Columns, is_conversation
+from vembed.data.columns import (
+    LABEL,
+    Columns,
+    classes_as_scores,
+    is_conversation,
+    taken_for_texts,
+    unread_judgement,
+    unread_negatives,
+    unread_prompt,
+)
 from vembed.data.examples import BadRecord, Example, ReadAs
 from vembed.data.first_pass import NUM_NAMED, Index, cached_index
 from vembed.data.formats.base import Format
 from vembed.data.formats.opening import open_reader
 from vembed.data.formats.saved_datasets import Role
 from vembed.data.images.files import ImageRoot
-from vembed.data.messages import joined, listed
-from vembed.data.misreadings import (
-    classes_as_scores,
-    taken_for_texts,
-    unread_judgement,
-    unread_negatives,
-    unread_prompt,
-)
 from vembed.data.records import RecordFormat
-from vembed.errors import UserError
-from vembed.files import cache_folder
+from vembed.errors import UserError, joined, listed
+from vembed.files import cache_folder, change_since, short_hash
 from vembed.losses.table import LOSSES
 
 NUM_INSPECTED = 20

@@ -29,13 +29,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from vembed.data.batching.schedule import ContentKeys, label_key
-from vembed.data.cache import short_hash, stamp, written_aside
 from vembed.data.child_process import answers, send, start_child
 from vembed.data.examples import BadRecord, Example, ImageRef
 from vembed.data.formats.base import FILE_BITS, Format
 from vembed.data.images.files import check_image
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
+from vembed.files import short_hash, stamp, written_aside
 from vembed.parallel.environment import num_cores
 from vembed.progress import ProgressReport
 

@@ -17,28 +17,25 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from vembed.config.schema import ModelSection
+from vembed.data.columns import unread_judgement
+from vembed.data.datasets import overlap_warnings
 from vembed.data.example_store import Records
 from vembed.data.examples import Example, Item
-from vembed.data.held_out import overlap_warnings
-from vembed.data.messages import joined, listed
-from vembed.data.misreadings import unread_judgement
 from vembed.data.near_duplicates import (
     NearIndex,
     feature_arrays,
     image_digest,
     ngrams,
 )
-from vembed.data_tools.config import AuditConfig
 from vembed.data_tools.data_page import PageSection, sections
-from vembed.errors import UserError
+from vembed.errors import UserError, joined, listed
 from vembed.evaluation.report.page import render_page
 from vembed.files import replace_text
 from vembed.mining.candidates import CandidateSearch, open_candidates
 from vembed.mining.choice import calibrate
-from vembed.mining.config import MineConfig
 from vembed.mining.inputs import Inputs, Rows, content_key, open_rows, read_inputs
 from vembed.mining.mine import Log, open_session, work_folder
-from vembed.mining.options import Source, load_options
+from vembed.mining.options import AuditConfig, MineConfig, Source, load_options
 from vembed.mining.output import check_output, write_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration

@@ -11,16 +11,14 @@ from typing import Any
 import numpy as np
 
 from vembed.data.columns import COLUMNS, as_fields, is_conversation, is_negative_name
-from vembed.data.distinct import distinct
-from vembed.data_tools.config import JudgeConfig
+from vembed.data.examples import distinct
 from vembed.errors import UserError
 from vembed.mining.choice import UNDECIDED
 from vembed.mining.inputs import content_key, open_rows, row_value
 from vembed.mining.judges import Cascade, Pair, text_of
-from vembed.mining.merged import NEGATIVES_NAME, POSITIVE_NAME
 from vembed.mining.mine import Log, open_session
-from vembed.mining.options import Source, load_options
-from vembed.mining.output import check_output, write_rows
+from vembed.mining.options import JudgeConfig, Source, load_options
+from vembed.mining.output import NEGATIVES_NAME, POSITIVE_NAME, check_output, write_rows
 from vembed.parallel.session import Session
 from vembed.progress import duration
 

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
 from vembed.config.schema import DataSection, ObjectiveSection, RunSection
+from vembed.data.datasets import open_sets
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Item, Kind
-from vembed.data.features import Features
-from vembed.data.pair_features import PairFeaturiser
-from vembed.data_tools.datasets import open_sets
+from vembed.data.features import Features, PairFeaturiser
 from vembed.errors import UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData
 from vembed.export.check import (

@@ -12,15 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vembed.data.batching.feeding import (
+from vembed.data.batching.rank_batch import (
     Feeder,
+    LockstepSplit,
     ModalitySlice,
     indices_by_modality,
     row_index,
 )
-from vembed.data.batching.microbatches import LockstepSplit
-from vembed.data.distinct import distinct
-from vembed.data.examples import Item, Kind
+from vembed.data.examples import Item, Kind, distinct
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.models.families.family import Modality
 from vembed.models.precision import holding_copies

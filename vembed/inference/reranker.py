@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from vembed.config.schema import ModelSection
-from vembed.data.features import Features
-from vembed.data.pair_features import Pair, PairFeaturiser
+from vembed.data.features import Features, Pair, PairFeaturiser
 from vembed.errors import UserError
 from vembed.files import check_weights
 from vembed.inference.embedder import Input, to_item

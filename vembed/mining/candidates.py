@@ -10,11 +10,10 @@ import numpy as np
 from torch import Tensor
 
 from vembed.config.schema import ChoiceOptions
-from vembed.data.cache import short_hash
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
-from vembed.files import replaced_file
-from vembed.mining.config import BM25, MineConfig
+from vembed.files import replaced_file, short_hash
 from vembed.mining.inputs import Inputs, KnownPositives, array_identity
+from vembed.mining.options import BM25, MineConfig
 from vembed.mining.retrievers import (
     DenseRetriever,
     LexicalRetriever,

@@ -13,19 +13,18 @@ import numpy as np
 
 from vembed.config.schema import DataSource
 from vembed.data.columns import Columns
-from vembed.data.distinct import KeyIndex
-from vembed.data.documents import (
+from vembed.data.example_store import Records, open_records, refuse_bad_records
+from vembed.data.examples import BadRecord, Example, Item, KeyIndex
+from vembed.data.formats.base import Format
+from vembed.data.formats.opening import open_document_reader
+from vembed.data.images.files import ImageRoot
+from vembed.data.near_duplicates import casefolded
+from vembed.data.records import (
+    RecordFormat,
     document_id,
     document_item,
     document_text,
-    open_document_reader,
 )
-from vembed.data.example_store import Records, open_records, refuse_bad_records
-from vembed.data.examples import BadRecord, Example, Item
-from vembed.data.formats.base import Format
-from vembed.data.images.files import ImageRoot
-from vembed.data.near_duplicates import casefolded
-from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 from vembed.evaluation.beir import (
     choose_qrels,
@@ -37,7 +36,7 @@ from vembed.evaluation.beir import (
 )
 from vembed.evaluation.top_k import Pairs
 from vembed.files import cache_folder
-from vembed.mining.config import DataOptions, RowOptions, paths_of
+from vembed.mining.options import DataOptions, RowOptions, paths_of
 
 SPLITS = ("train", "dev", "validation", "val", "test")
 

@@ -12,18 +12,17 @@ from typing import Literal
 import numpy as np
 import torch
 
-from vembed.data.cache import short_hash
 from vembed.data.examples import Item
-from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
+from vembed.data.features import ANSWER_END, ANSWER_PROMPT
 from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
-from vembed.files import cache_folder
+from vembed.files import cache_folder, short_hash
 from vembed.inference.reranker import Reranker
 from vembed.mining.candidates import CandidateChunk
 from vembed.mining.choice import UNDECIDED, Chosen
-from vembed.mining.config import Judge, MineConfig, WeightOptions
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.inputs import Inputs
+from vembed.mining.options import Judge, MineConfig, WeightOptions
 from vembed.mining.retrievers import files_identity
 from vembed.models.families.model_files import kind_of, model_folder, whole_model_folder
 from vembed.parallel import collectives

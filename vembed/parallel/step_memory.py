@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vembed.config.schema import BatchSection, TrainConfig
-from vembed.data.batching.feeding import ModelInputs
+from vembed.data.batching.rank_batch import ModelInputs
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError
 from vembed.models.building import build_model

@@ -18,7 +18,7 @@ from vembed.config.decisions import ResolvedRun, decide_epochs
 from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSection, ModelSection
 from vembed.data.columns import Columns
-from vembed.data_tools.init.sample import read_sample, texts_of
+from vembed.data_tools.starter import read_sample, texts_of
 from vembed.errors import UserError
 from vembed.models.families.description import describe
 from vembed.models.processors import load_tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vembed.data.pair_features import pair_template
+from vembed.data.features import pair_template
 from vembed.files import write_json
 from vembed.models.embedding_model import taken
 from vembed.models.families.backbones import STATIC_TYPE

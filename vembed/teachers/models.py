@@ -14,11 +14,10 @@ import numpy as np
 from torch import nn
 
 from vembed.config.schema import ModelSection, Teacher
-from vembed.data.cache import add_content
 from vembed.data.examples import Example, Item, Kind
-from vembed.data.features import Featuriser
-from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT, Pair
+from vembed.data.features import ANSWER_END, ANSWER_PROMPT, Featuriser, Pair
 from vembed.data.row_store import KEY_BYTES, lasting_identity
+from vembed.files import add_content
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
 from vembed.inference.reranker import Reranker

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from vembed.config.schema import DataSection, ModelSection, ObjectiveSection, Teacher
 from vembed.config.terms import needed_teachers, run_terms
-from vembed.data.batching.feeding import to_device
-from vembed.data.batching.rank_batch import RankBatch
+from vembed.data.batching.rank_batch import RankBatch, to_device
 from vembed.data.example_store import ExampleStore
 from vembed.data.row_store import RowStore
 from vembed.errors import UserError

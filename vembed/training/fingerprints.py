@@ -14,9 +14,9 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from vembed.config.schema import FILE_OPTIONS
-from vembed.data.cache import add_content
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item
+from vembed.files import add_content
 
 WHOLE_BYTES = 64 * 2**20
 """Files up to this size are read whole; of larger ones their size and PARTS pieces are."""

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from vembed.data.batching.feeding import (
+from vembed.data.batching.rank_batch import (
     Feeder,
     MicroBatch,
     ModalitySlice,

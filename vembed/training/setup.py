@@ -31,19 +31,22 @@ from vembed.config.decisions import (
     peak_rate,
     run_intervals,
 )
-from vembed.config.schema import FILE_OPTIONS, TrainConfig, parse_sampling
+from vembed.config.schema import FILE_OPTIONS, DataSection, TrainConfig, parse_sampling
 from vembed.config.terms import (
     run_temperature,
     source_batch_sizes,
     task_numbers,
 )
-from vembed.data.batching.feeding import Feeder, ModelInputs, indices_by_modality
-from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.rank_batch import (
+    Feeder,
+    ModelInputs,
+    RankBatchStream,
+    indices_by_modality,
+)
 from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.datasets import Sets, open_sets
 from vembed.data.example_store import ExampleStore
-from vembed.data.features import BaseFeaturiser, Features
-from vembed.data.pair_features import build_featuriser
-from vembed.data_tools.datasets import Sets, open_sets
+from vembed.data.features import BaseFeaturiser, Features, build_featuriser
 from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
 from vembed.files import read_yaml
@@ -77,15 +80,16 @@ from vembed.training.fingerprints import of_images, of_option
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.hooks.averaging import WeightAverage
 from vembed.training.hooks.base import Hook
-from vembed.training.hooks.checks import DataWatch, Watch
 from vembed.training.hooks.evaluations import Guards, Patience, QueryRecord, TaskScores
 from vembed.training.hooks.metrics import (
+    DataWatch,
     Diagnostics,
     LossMeans,
     MetricsLog,
     Profile,
     ProgressBar,
     StepCurves,
+    Watch,
 )
 from vembed.training.hooks.mining import EpochMiner
 from vembed.training.hooks.publishing import PushBest
@@ -424,17 +428,23 @@ def configured_hooks(run: Trainer) -> list[Hook]:
 
 
 def open_stream(
-    config: TrainConfig,
+    options: DataSection,
     data: RunData,
     featuriser: BaseFeaturiser[Any],
     session: Session,
+    *,
+    encodes_copies: bool,
 ) -> RankBatchStream:
-    """Return the stream of this rank's batches."""
+    """Return the stream of this rank's batches.
+
+    `encodes_copies`: equal inputs pass the model as often as they occur. Otherwise an input would weigh in the statistics
+    of shared batch norms by the number of processes that have it.
+    """
     # For texts one thread suffices: the tokenizer is parallel itself.
     is_text = featuriser.description.modalities == ("text",)
     num_workers = 1 if is_text else min(4, max(1, num_cores() // 2))
-    if config.data.num_workers != "auto":
-        num_workers = config.data.num_workers
+    if options.num_workers != "auto":
+        num_workers = options.num_workers
     return RankBatchStream(
         data.examples,
         data.batch_schedule,
@@ -443,10 +453,8 @@ def open_stream(
         session.world_size,
         num_workers,
         data.examples.pair,
-        config.data.in_batch_negatives,
-        # Equal inputs pass the model as often as they occur. Otherwise an input would weigh in the statistics of batch
-        # norms by the number of processes that have it.
-        encodes_copies=config.parallel.sync_batchnorm,
+        options.in_batch_negatives,
+        encodes_copies=encodes_copies,
     )
 
 
@@ -588,10 +596,14 @@ def decide_intervals(
         num_training=num_inputs / max(num_counted, 1),
         num_evaluated=0 if data.evaluation is None else data.evaluation.num_inputs,
         checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
+        has_validation=config.data.has_validation,
+        is_length_given=is_length_given,
     )
-    intervals = run_intervals(config, size, is_length_given=is_length_given)
-    for line in intervals.lines():
-        log.info(line)
+    intervals = run_intervals(config.evaluation, config.run, config.logging, size)
+    values = intervals.options()
+    for name, reason in intervals.reasons.items():
+        value = "none" if values[name] is None else str(values[name]).lower()
+        log.info(f"{name}: {value} (auto; {reason})")
     return intervals
 
 

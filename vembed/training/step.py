@@ -43,15 +43,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vembed.config.schema import ObjectiveSection
-from vembed.data.batching.feeding import (
+from vembed.data.batching.rank_batch import (
+    LockstepSplit,
     MicroBatch,
     ModelInputs,
+    RankBatch,
     indices_by_modality,
     row_index,
 )
-from vembed.data.batching.microbatches import LockstepSplit
-from vembed.data.batching.rank_batch import RankBatch
-from vembed.data.pair_features import PairFeaturiser
+from vembed.data.features import PairFeaturiser
 from vembed.losses.batch import (
     INDEX_FIELDS,
     EmbeddingLoss,

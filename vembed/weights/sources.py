@@ -37,7 +37,7 @@ from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import ADAPTER_FOLDER, save_model
 from vembed.training.checkpoint import folders as integrity
 from vembed.training.checkpoint.checkpointer import read_state
-from vembed.training.checkpoint.tensors import quieten_torch, restore, stored_tensors
+from vembed.training.checkpoint.tensors import restore, stored_tensors
 from vembed.training.hooks.averaging import averages_of, put_averages
 from vembed.weights.methods import Read
 
@@ -399,7 +399,6 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
         shape = stored[name].size
         if parameter.shape != shape:
             parameter.data = torch.empty(shape)
-    quieten_torch()
     averages = averages_of(embedder) if config.optimizer.ema else {}
     # no_dist: rank 0 alone reads, inside a process group of several ranks too; others would wait in a collective.
     restore(embedder, loss, None, checkpoint, no_dist=True, extra=averages)

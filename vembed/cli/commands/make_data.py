@@ -12,10 +12,17 @@ from typing import Any, Generic, TypeVar
 import typer
 
 from vembed.cli.support import MODE, ConfigArguments, log_line, print_lines, share
-from vembed.data_tools.config import AuditConfig, GenerateConfig, JudgeConfig
 from vembed.errors import UserError
-from vembed.mining.config import BM25, CommandConfig, MineConfig
-from vembed.mining.options import describe_options, load_options
+from vembed.mining.options import (
+    BM25,
+    AuditConfig,
+    CommandConfig,
+    GenerateConfig,
+    JudgeConfig,
+    MineConfig,
+    describe_options,
+    load_options,
+)
 
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
 HELP_WIDTH = 110

@@ -1,4 +1,4 @@
-"""Selection of the reader for a path or a Hub dataset name."""
+"""Selection of the reader for a path, an address or a Hub dataset name. Packed and remote files are copied first."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from vembed.config.rules import is_hub_dataset
-from vembed.data.cache import short_hash, written_aside
 from vembed.data.columns import Columns, guess_mapping
-from vembed.data.formats.base import FILE_BITS, Format, Row
-from vembed.data.formats.copies import (
-    CODECS,
-    fetched_copies,
-    unpacked_copy,
-)
+from vembed.data.examples import BadRecord
+from vembed.data.formats.base import FILE_BITS, Format, LineFormat, Row
 from vembed.data.formats.saved_datasets import (
     Role,
     is_saved_dataset,
@@ -26,9 +23,10 @@ from vembed.data.formats.saved_datasets import (
 )
 from vembed.data.formats.table import ENDINGS, described_formats, ending_of
 from vembed.data.images.files import IMAGE_SUFFIXES
-from vembed.data.messages import listed
-from vembed.errors import UserError
+from vembed.errors import UserError, listed
+from vembed.files import cache_folder, new_copy, short_hash, stamp, written_aside
 from vembed.names import is_address, is_pattern, similar_path
+from vembed.progress import ProgressReport
 
 log = logging.getLogger("vembed")
 
@@ -288,3 +286,104 @@ def unknown_ending(path: Path) -> UserError:
     return UserError(
         f"{path} has the ending {ending or '(none)'}, and vembed reads {described_formats()}{way_out}"
     )
+
+
+CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+"""Endings of packed files, and pyarrow's names of their codecs."""
+VERSION_FACTS = ("size", "ETag", "etag", "md5", "mtime", "LastModified", "created")
+PIECE_BYTES = 4 * 2**20
+
+
+def unpacked_copy(path: Path, cache: Path) -> Path:
+    """Return a file without gzip, zstd or bzip2, in the cache folder; unpacked once for each version of it."""
+    version = f"{short_hash(str(path.absolute()))}-{short_hash(stamp(path))}"
+    target = cache / "unpacked" / version / path.with_suffix("").name
+    if target.exists():
+        return target
+    codec = CODECS[path.suffix.lower()]
+    try:
+        with pa.CompressedInputStream(pa.OSFile(str(path)), codec) as source:
+            _copy(source, target, str(path))
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} cannot be unpacked as {codec}: {reason}") from error
+    return target
+
+
+def fetched_copies(address: str, cache: Path) -> list[tuple[str, Path]]:
+    """Return the addresses that an address (or a pattern with `*`) names, each with its copy in the cache folder."""
+    import fsspec  # takes a tenth of a second, which local files need not wait for
+
+    copies = []
+    try:
+        files, pattern = fsspec.core.url_to_fs(address)
+        paths = [pattern]
+        if is_pattern(pattern):
+            paths = sorted(files.glob(pattern))
+        for path in paths:
+            name = files.unstrip_protocol(path)
+            facts = files.info(path)
+            if facts["type"] != "file":
+                raise UserError(
+                    f"{name} is a folder: name its files, as in .../*.jsonl"
+                )
+            # What tells versions apart depends on the store: an entity tag, a time, or the size alone.
+            known = [str(facts.get(fact)) for fact in VERSION_FACTS]
+            version = f"{short_hash(name)}-{short_hash(known)}"
+            target = cache / "fetched" / version / Path(path).name
+            if not target.exists():
+                with files.open(path, "rb") as source:
+                    _copy(source, target, name)
+            copies.append((name, target))
+    except ImportError as error:
+        scheme = address.partition("://")[0]
+        raise UserError(
+            f"{address} cannot be opened: {error} (a package for {scheme}:// is missing)"
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = str(error) or type(error).__name__
+        raise UserError(
+            f"{address} cannot be read: {reason.splitlines()[0]}"
+        ) from error
+    if not copies:
+        raise UserError(f"{address} names no file")
+    return copies
+
+
+def _copy(source: Any, target: Path, name: str) -> None:
+    """Copy an open file."""
+    num_bytes = 0
+    with (
+        new_copy(target, name) as partial,
+        ProgressReport(f"copying {name}", log=log.info) as progress,
+        partial.open("wb") as file,
+    ):
+        while piece := source.read(PIECE_BYTES):
+            file.write(piece)
+            num_bytes += len(piece)
+            progress(num_bytes, None)
+
+
+# ---- documents -------------------------------------------------------------------
+
+PLAIN_TEXT_ENDINGS = (".txt", ".text")
+
+
+class TextLines(LineFormat):
+    """A plain text file: every line that is not blank is one record, a string."""
+
+    def record(self, line: bytes) -> str | BadRecord:
+        """See LineFormat."""
+        try:
+            return line.decode().strip()
+        except UnicodeDecodeError:
+            return BadRecord("not UTF-8: save the file as UTF-8")
+
+
+def open_document_reader(path: Path) -> Format:
+    """Return the reader of documents: of any source of data, or of a plain text file."""
+    if path.suffix.lower() in PLAIN_TEXT_ENDINGS and path.is_file():
+        return TextLines(path)
+    return open_reader(str(path), None, "train", cache_folder())

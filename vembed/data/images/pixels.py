@@ -24,16 +24,17 @@ from PIL import Image
 from torch import Tensor
 
 from vembed.data.examples import ImageRef
-from vembed.data.images.decoders import Decoders, Decoding
-from vembed.data.images.files import image_name, load_image
-from vembed.data.images.picture_bytes import (
+from vembed.data.images.decoders import (
     PIXELS,
     Arrays,
+    Decoders,
+    Decoding,
     FirstHalf,
     Patching,
     ProcessorCode,
     Resizing,
 )
+from vembed.data.images.files import image_name, load_image
 from vembed.errors import UserError
 from vembed.models.families.backbones import read_config
 from vembed.models.families.description import ModelDescription

@@ -61,7 +61,6 @@ from vembed.training.checkpoint.folders import (
 from vembed.training.checkpoint.tensors import (
     CheckpointPlanner,
     CheckpointWriter,
-    quieten_torch,
     restore,
     tensors_of,
 )
@@ -70,7 +69,7 @@ log = logging.getLogger("vembed")
 
 NO_CHECKPOINT: dict[str, dict[str, Any]] = {
     "best_step": {"best": None, "best_step": None, "best_scores": {}},
-    "held_step": {"held_step": None, "held_scores": {}},
+    "guarded_step": {"guarded_step": None, "guarded_scores": {}},
 }
 """Keys of the loop's state that name a checkpoint for `final/`, and what the state is without it."""
 
@@ -110,7 +109,6 @@ class Checkpointer:
         """Step of an asynchronous save, and its result."""
         self._saved_step = -1
         self._damaged: set[Path] = set()
-        quieten_torch()
 
     def __enter__(self) -> Self:
         return self
@@ -162,9 +160,9 @@ class Checkpointer:
             )
         # A path to resume from may be a folder of each machine's own.
         seal = None if chosen is None else sha256_of(chosen / MANIFEST)
-        require_equal(
-            "the checkpoint to resume from", seal, "give every machine the same one"
-        )
+        if not self._is_alone:
+            advice = "give every machine the same one"
+            require_equal("the checkpoint to resume from", seal, advice)
         if chosen is None:
             return None
         point = ResumePoint(chosen, read_state(chosen))
@@ -316,7 +314,11 @@ class Checkpointer:
             state["hooks"].pop("patience", None)
         if "val_data_path" in changed:
             # Scores on other data do not belong in this run's report and do not count as an evaluation of this step.
-            no_scores: dict[str, Any] = {"before": {}, "scores": {}, "held_scores": {}}
+            no_scores: dict[str, Any] = {
+                "before": {},
+                "scores": {},
+                "guarded_scores": {},
+            }
             state |= {**no_scores, "scored_step": None}
         if self._may_go_back:
             missing = []
@@ -376,7 +378,7 @@ class Checkpointer:
     ) -> None:
         """Write the checkpoint of `state["step"]`. A second call for the same step does nothing. Collective.
 
-        The checkpoints of `state["best_step"]` and of `state["held_step"]` are never pruned. All ranks call
+        The checkpoints of `state["best_step"]` and of `state["guarded_step"]` are never pruned. All ranks call
         `write_more`, which writes more files into the folder. `tensors`: those of hooks, by name. With `async_save`,
         return once the tensors are copied to host memory.
         """

@@ -142,7 +142,7 @@ def stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     return dict(metadata.state_dict_metadata)
 
 
-def quieten_torch() -> None:
+def _quieten_torch() -> None:
     """Suppress torch's warnings about FSDP1's sharded state and about saving in a single process, in all threads, and
     its records of every tensor that is saved."""
     for message in (
@@ -164,6 +164,7 @@ def tensors_of(
 ) -> dict[str, Any]:
     """Return trained weights, buffers, optimizer state and `extra` (tensors of hooks) by name, as plain tensors or
     DTensors."""
+    _quieten_torch()
     # Names begin with "model." and "loss.", as in the optimizer's state.
     model_and_loss = nn.ModuleDict({"model": model, "loss": loss})
     tensors = _weights(model_and_loss)
@@ -198,6 +199,7 @@ def restore(
     The optimizer's group options (learning rate, weight decay, betas) stay as the config has them. `no_dist`: this
     process reads alone. `checks_dtypes`: refuse weights that are stored as another type than this run holds.
     """
+    _quieten_torch()
     stored = stored_tensors(checkpoint)
     # The same names as in `tensors_of`: a tensor of the checkpoint finds its place by name alone.
     model_and_loss = nn.ModuleDict({"model": model, "loss": loss})

@@ -16,7 +16,7 @@ from vembed.config.schema import EpochMining
 from vembed.data.examples import Example, Item, Kind
 from vembed.errors import UserError
 from vembed.inference.encoding import encode_features, first_dims
-from vembed.mining.example_miner import ExampleMiner
+from vembed.mining.mine import ExampleMiner
 from vembed.progress import duration
 from vembed.training.hooks.base import Hook, StepReport
 
