@@ -434,8 +434,8 @@ def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
 
 
 def without_permission(folder):
-    with start_session(config_for(folder / "run")) as session:
-        config = config_for(folder / "run")
+    config = config_for(folder / "run", strategy="ddp", mixed_precision="no")
+    with start_session(config) as session:
         checkpointer = Checkpointer(config.run, session)
         if os.geteuid() == 0:  # root may write everywhere
             os.setgid(65534)
@@ -451,11 +451,11 @@ def test_a_folder_without_permission_is_named_before_anything_is_loaded(mode):
     folder = Path(tempfile.mkdtemp())
     try:
         folder.chmod(mode)
-        said = run_ranks(without_permission, 1, folder, process_group=False)[0]
+        said = run_ranks(without_permission, 2, folder, process_group=False)[0]
     finally:
         folder.chmod(0o700)
         folder.rmdir()
-    assert "cannot be written to (process 0: Permission denied)" in said
+    assert "cannot be written to (process 0: Permission denied; process 1: " in said
 
 
 def test_tensors_alone_go_into_a_checkpoint(tmp_path):

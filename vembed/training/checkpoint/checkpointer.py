@@ -132,7 +132,8 @@ class Checkpointer:
         Raise UserError if output_dir is not writable, or holds another run or the model to start from. Skip damaged
         checkpoints. Nothing is changed before `begin`.
         """
-        self._check_output()
+        if not self._is_alone:  # one process has written its lock there
+            self._require_shared_output()
 
         def paths_to_try() -> list[str]:
             refuse_own_model(self.run, model)
@@ -446,7 +447,7 @@ class Checkpointer:
             raise UserError(answer["error"])
         return answer["value"]
 
-    def _check_output(self) -> None:
+    def _require_shared_output(self) -> None:
         """Raise UserError unless every rank can write to output_dir and sees there the files of rank 0."""
         # Two exchanges: all have written before any looks for the file of rank 0, and all have looked before it goes.
         probe = self.output / f".probe-{self.session.rank}"
