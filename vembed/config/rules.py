@@ -363,9 +363,7 @@ def _file_rules(run: RunSection, data: DataSection, log_file: str) -> Iterator[s
         )
     # A run replaces or cuts its own files, so data must not be among them.
     output = Path(run.output_dir).absolute()
-    paths = [("data_path", source.path) for source in data.sources()]
-    paths.append(("val_data_path", data.val_data_path or ""))
-    for option, name in paths:
+    for option, name in data_paths(data):
         path = Path(name).absolute()
         if output not in path.parents or not path.exists():
             continue
@@ -404,15 +402,13 @@ def remarks(config: TrainConfig) -> list[str]:
         # A guide or a teacher may serve one of several losses, so one that reads it is enough.
         of_losses -= read_options(term.loss.name)
     unread[f"with {_names(config.objective, terms)}"] = of_losses
-    of_optimizers = {name for kind in OPTIMIZERS.values() for name in kind.options}
-    of_optimizers -= OPTIMIZERS[optimizer.optim].options
-    unread[f"with optim: {optimizer.optim}"] = of_optimizers
-    of_trackers = {name for kind in TRACKERS.values() for name in kind.options}
-    for name in config.logging.report_to:
-        of_trackers -= TRACKERS[name].options
-    trackers = ", ".join(config.logging.report_to) or "none"
+    optim = optimizer.optim
+    unread[f"with optim: {optim}"] = _options_of_others(OPTIMIZERS, [optim])
+    report_to = config.logging.report_to
+    trackers = ", ".join(report_to) or "none"
+    of_trackers = _options_of_others(TRACKERS, report_to)
     unread[f"with report_to: {trackers}"] = of_trackers
-    if not config.data.has_validation:
+    if not data.has_validation:
         of_evaluation = {"eval_before", "eval_metric"}
         for name in ("eval_steps", "patience"):
             if isinstance(values[name], int):
@@ -484,6 +480,16 @@ def remarks(config: TrainConfig) -> list[str]:
                     "reads them so: a line break is \"\\n\" in double quotes in a YAML file, and $'\\n' in a shell"
                 )
     return lines
+
+
+def _options_of_others(kinds: Mapping[str, Any], chosen: Sequence[str]) -> set[str]:
+    """Return the options that declared kinds read, and none of the chosen ones."""
+    options = set()
+    for kind in kinds.values():
+        options |= kind.options
+    for name in chosen:
+        options -= kinds[name].options
+    return options
 
 
 def _names(objective: ObjectiveSection, terms: Sequence[Term]) -> str:

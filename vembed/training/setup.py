@@ -323,13 +323,25 @@ def build_components(
         ),
         decoders=max(num_cores() // session.local_world_size, 1),
     )
-    # Before the model: compiled layers are chosen while it is built. The same inputs on every rank.
-    num_first = max(min(NUM_COMPARED_EXAMPLES, len(data.examples)), 1)
-    first_units: list[Any] = []
-    for number in range(num_first):
-        first_units += featuriser.units(data.examples[number])
-    num_examples = data.total_steps * data.examples_per_step
-    decide_compilation(first_units, num_examples / num_first, featuriser, session)
+    asks_to_compile = config.model.torch_compile != "auto"
+    may_compile = asks_to_compile or session.device.type == "cuda"
+    first_features: list[Features] = []
+    if may_compile:
+        # The same inputs on every rank.
+        num_first = min(NUM_COMPARED_EXAMPLES, len(data.examples))
+        units: list[Any] = []
+        for number in range(num_first):
+            units += featuriser.units(data.examples[number])
+        first_features = featuriser.features(units)
+    if may_compile and not asks_to_compile:
+        # Before the model is built, by the arithmetic of the whole run.
+        num_examples = data.total_steps * data.examples_per_step
+        num_samples = num_examples / max(num_first, 1)
+        num_tokens = num_samples * sum(feature.length for feature in first_features)
+        size = session.placement.size or measure(config)
+        session.placement = session.placement.for_work(
+            FLOPS_PER_PARAMETER_AND_TOKEN * size.total * num_tokens
+        )
     placement = session.placement
     embedder = build_model(
         description,
@@ -363,7 +375,8 @@ def build_components(
 
     # The loss and the optimizer must see the parameters that `prepare` returns.
     model = session.prepare(embedder, description.layer_classes)
-    check_compiled(model, embedder, featuriser, first_units, session)
+    if may_compile:
+        check_compiled(model, embedder, featuriser, first_features, session)
     loss = build_loss(
         config,
         mrl_dims=description.mrl_dims,
@@ -618,36 +631,14 @@ MAX_COSINE_DISTANCE_HALF = 1e-2
 MAX_COSINE_DISTANCE_FLOAT32 = 1e-4
 
 
-def decide_compilation(
-    units: Sequence[Any],
-    repeats: float,
-    featuriser: BaseFeaturiser[Any],
-    session: Session,
-) -> None:
-    """Decide `torch_compile: auto` on a GPU, by the arithmetic of the run.
-
-    `units`: a sample of the inputs. `repeats`: how many such samples the run passes through the model.
-    """
-    placement = session.placement
-    config = placement.run.config
-    if config.model.torch_compile != "auto" or session.device.type != "cuda":
-        return
-    features = featuriser.features(units)
-    num_tokens = repeats * sum(feature.length for feature in features)
-    size = placement.size or measure(config)
-    session.placement = placement.for_work(
-        FLOPS_PER_PARAMETER_AND_TOKEN * size.total * num_tokens
-    )
-
-
 def check_compiled(
     model: nn.Module,
     embedder: EmbeddingModel,
     featuriser: BaseFeaturiser[Any],
-    units: Sequence[Any],
+    features: Sequence[Features],
     session: Session,
 ) -> None:
-    """Log whether the layers of the model are compiled, where there is a choice. Collective.
+    """Log whether the layers of the model are compiled. Collective.
 
     Those that `auto` has compiled are compared with plain ones. Where they differ, or do not compile, plain layers are
     used, with a warning.
@@ -660,11 +651,9 @@ def check_compiled(
         reason = f"{option}: layers with gradient checkpointing and packed texts cannot be compiled"
         decision = Decision(False, reason)
         session.placement = replace(session.placement, compilation=decision)
-    if asked != "auto" or session.device.type == "cuda":
-        log.info(f"compiled layers: {session.placement.compilation}")
+    log.info(f"compiled layers: {session.placement.compilation}")
     if asked != "auto" or not session.placement.compilation.value:
         return
-    features = featuriser.features(units)
     indices = indices_by_modality(features, featuriser.modalities)
     feeder = Feeder(featuriser, session.device)
     (inputs,) = feeder.feed([list(indices.items())], features)

@@ -47,6 +47,7 @@ from vembed.training.checkpoint.folders import (
     precision_before,
     require_output_folder,
 )
+from vembed.training.checkpoint.tensors import Trained
 from vembed.training.final import ModelWriter, save_final
 from vembed.training.fingerprints import of_option
 from vembed.training.frozen import log_feature_use
@@ -525,15 +526,11 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of the current step, unless there is one. Collective."""
         self.state.hooks = self.hooks.states()
-        components = self.components
         writer = self.model_writer
         self.checkpointer.save(
             asdict(self.state),
-            components.model,
-            components.loss,
-            components.optimizer,
+            self._trained(),
             writer.write_whole if writer.writes_checkpoints else None,
-            self.hooks.tensors(),
         )
 
     def finish(self) -> TrainResult:
@@ -560,10 +557,7 @@ class Trainer:
             scores = state.best_scores
         if step is not None and step != state.step:
             folder = self.checkpointer.path_of(step)
-            is_loaded = self.checkpointer.load_weights(
-                folder, components.model, components.loss, self.hooks.tensors()
-            )
-            if is_loaded:
+            if self.checkpointer.load_weights(folder, self._trained()):
                 log.info(f"final/ gets {reason}, {folder.name}")
                 state.scores = scores
                 state.scored_step = step
@@ -595,15 +589,7 @@ class Trainer:
 
     def _restored(self, point: ResumePoint) -> LoopState:
         """Return the state to begin with, and restore weights, optimizer and hooks."""
-        components = self.components
-        saved = self.checkpointer.load(
-            point,
-            components.model,
-            components.loss,
-            components.optimizer,
-            self.hooks.tensors(),
-        )
-        state = LoopState.restored(saved)
+        state = LoopState.restored(self.checkpointer.load(point, self._trained()))
         data = self.data.evaluation
         is_scored = state.step > 0 and state.scored_step == state.step
         if data is not None and is_scored and state.best is None:
@@ -618,6 +604,15 @@ class Trainer:
         self.hooks.load_states(state.hooks)
         self.clock.earlier_seconds = state.seconds
         return state
+
+    def _trained(self) -> Trained:
+        components = self.components
+        return Trained(
+            components.model,
+            components.loss,
+            components.optimizer,
+            self.hooks.tensors(),
+        )
 
     def _before_step(self) -> None:
         """Let the hooks prepare the next step."""

@@ -37,7 +37,7 @@ from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import ADAPTER_FOLDER, save_model
 from vembed.training.checkpoint import folders as integrity
 from vembed.training.checkpoint.checkpointer import read_state
-from vembed.training.checkpoint.tensors import restore, stored_tensors
+from vembed.training.checkpoint.tensors import Trained, restore, stored_tensors
 from vembed.training.hooks.averaging import averages_of, put_averages
 from vembed.weights.methods import Read
 
@@ -401,7 +401,8 @@ def _from_checkpoint(checkpoint: Path, folder: Path) -> Path:
             parameter.data = torch.empty(shape)
     averages = averages_of(embedder) if config.optimizer.ema else {}
     # no_dist: rank 0 alone reads, inside a process group of several ranks too; others would wait in a collective.
-    restore(embedder, loss, None, checkpoint, no_dist=True, extra=averages)
+    trained = Trained(embedder, loss, of_hooks=averages)
+    restore(trained, checkpoint, no_dist=True)
     if averages:
         put_averages(embedder, averages)
     weights = full_state_dict(embedder)
