@@ -23,13 +23,13 @@ from benchmarks.cases import CASES, Case, rows_of, write_rows
 from benchmarks.work import useful_work
 from vembed.cli.commands.demo import demo_model
 from vembed.config.schema import TrainConfig
+from vembed.entrypoints.python_train import train
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
 from vembed.models import embedding_model
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel import collectives
 from vembed.training.optimizer import Update
-from vembed.training.run import train
 from vembed.training.step import ContrastiveStep
 
 NUM_RANKS = 2

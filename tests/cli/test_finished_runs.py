@@ -13,7 +13,7 @@ import pytest
 from tests.cli.conftest import Command, losses, on_ranks, write_config
 from vembed.config.loading import expand_output_dir
 from vembed.config.schema import DataSource
-from vembed.training.run import train
+from vembed.entrypoints.python_train import train
 
 
 @pytest.fixture(scope="module")

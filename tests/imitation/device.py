@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp.decompositions import _fused_rms_norm_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -59,6 +60,13 @@ ALLOCATIONS = {
 }
 COPIES = {"_to_copy", "copy_"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+FUSED_ON_GPUS = ("_fused_rms_norm", "silu_backward")
+"""Operators that CUDA computes in a kernel of their own, and the CPU by several others."""
+KERNELS: dict[str, Callable[..., Any]] = {
+    **attention.KERNELS,
+    "_fused_rms_norm_backward": _fused_rms_norm_backward,
+}
+"""What computes an operator that the CPU does not have, by the operator's name."""
 READS = {"_local_scalar_dense", "equal", "is_nonzero"}
 """Operators whose result is a number on the host."""
 SIZED_BY_VALUES = {
@@ -227,7 +235,7 @@ def compute(
         kwargs = {**kwargs, "non_blocking": False}
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}
-    run: Callable[..., Any] = attention.KERNELS.get(name, operator)
+    run: Callable[..., Any] = KERNELS.get(name, operator)
     return run(*args, **kwargs)
 
 

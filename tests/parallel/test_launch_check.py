@@ -30,7 +30,7 @@ from vembed.parallel import launch_check
 from vembed.parallel.environment import RankInfo, read_rank_info
 from vembed.parallel.launch import free_port
 from vembed.parallel.launch_check import LaunchCheck
-from vembed.training.run import MAY_DIFFER, facts_of
+from vembed.training.trainer import MAY_DIFFER, facts_of
 
 
 def another(annotation: Any, value: Any) -> Any:

@@ -33,6 +33,8 @@ SIZE = RunSize(
     num_training=2.0,
     num_evaluated=400,
     checkpoint_bytes=10**8,
+    has_validation=True,
+    is_length_given=False,
 )
 UNSCORED = {"val_data_path": None}
 LARGE = {"checkpoint_bytes": 10**11}
@@ -178,11 +180,13 @@ def test_few_examples_are_seen_more_often(examples, texts, towers):
 )
 def test_intervals_suit_the_size_of_the_run(options, size, found):
     config = TrainConfig(**{**SCORED, **options})
-    intervals = run_intervals(
-        config,
-        replace(SIZE, **size),
+    facts = replace(
+        SIZE,
+        has_validation=config.data.has_validation,
         is_length_given=config.optimizer.gives_length(),
+        **size,
     )
+    intervals = run_intervals(config.evaluation, config.run, config.logging, facts)
     values = intervals.options()
     assert (
         values["eval_steps"],

@@ -117,7 +117,7 @@ def run_train(
     code = 0
     changes = launch.changes or {}
     if rank_info is not None or launch.world_size == 1:
-        from vembed.training.run import train as train_here
+        from vembed.training.trainer import train as train_here
 
         os.environ.update({**changes, **run_variables})
         train_here(run)

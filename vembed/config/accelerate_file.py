@@ -74,18 +74,14 @@ class AccelerateFile:
     notes: tuple[str, ...] = ()
 
 
-def presets_folder() -> Path:
-    """Return the folder of the presets."""
-    return Path(vembed.__file__).parent / "configs"
-
-
+PRESETS_FOLDER = Path(vembed.__file__).parent / "configs"
 TRAINING_CONFIGS = ("free_transformer",)
 """Files beside the presets that are training configs."""
 
 
 def preset_names() -> list[str]:
     """Return the names of the presets that `accelerate_config` accepts."""
-    names = {path.stem for path in presets_folder().glob("*.yaml")}
+    names = {path.stem for path in PRESETS_FOLDER.glob("*.yaml")}
     return sorted(names.difference(TRAINING_CONFIGS))
 
 
@@ -98,7 +94,7 @@ def find_accelerate_file(name: str) -> Path:
     if name in preset_names() or (
         path.stem in preset_names() and path.parent.name == "configs"
     ):
-        return presets_folder() / f"{path.stem}.yaml"
+        return PRESETS_FOLDER / f"{path.stem}.yaml"
     near = nearest(path.stem, preset_names())
     hint = f", did you mean {near!r}?" if near else ""
     raise UserError(
@@ -110,7 +106,7 @@ def read_accelerate_file(name: str) -> AccelerateFile:
     """Read a preset or a file. Unknown keys are errors, also inside fsdp_config, where Accelerate ignores them."""
     path = find_accelerate_file(name)
     source = str(path)
-    if path.parent == presets_folder():
+    if path.parent == PRESETS_FOLDER:
         source = f"configs/{path.name}"
     notes: list[str] = []
     keys = _known_keys(read_tree(path), source, notes)

@@ -16,9 +16,12 @@ from vembed.config.layers import Level, OptionValue
 from vembed.config.options import yaml_word
 from vembed.config.schema import (
     AdapterSection,
+    EvaluationSection,
+    LoggingSection,
     ModelSection,
     ObjectiveSection,
     OptimizerSection,
+    RunSection,
     TrainConfig,
     option_fields,
 )
@@ -320,6 +323,15 @@ def resolve_fsdp(
             "fsdp_state_dict_type: LOCAL_STATE_DICT does not exist in FSDP2: use SHARDED_STATE_DICT (each process "
             "writes its own part, and any number of processes can read them), or fsdp_version: 1"
         )
+    if fsdp.state_dict_type == "LOCAL_STATE_DICT":
+        notes.append(
+            "fsdp_state_dict_type: LOCAL_STATE_DICT: each process writes its own pieces, as with SHARDED_STATE_DICT; here "
+            "any number of processes can read them"
+        )
+    if fsdp.state_dict_type == "FULL_STATE_DICT":
+        notes.append(
+            "fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in model/"
+        )
     return fsdp, notes
 
 
@@ -575,6 +587,9 @@ class RunSize:
     num_evaluated: int
     """Texts and images of the evaluation data; 0 without them."""
     checkpoint_bytes: int
+    has_validation: bool
+    is_length_given: bool
+    """The user has said how many epochs or steps the run has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -599,29 +614,17 @@ class RunIntervals:
         del values["reasons"]
         return values
 
-    def lines(self) -> list[str]:
-        """Return one log line for each value that was left to `auto`."""
-        lines = []
-        for name, reason in self.reasons.items():
-            value = getattr(self, name)
-            text = "none" if value is None else str(value).lower()
-            lines.append(f"{name}: {text} (auto; {reason})")
-        return lines
-
 
 def run_intervals(
-    config: TrainConfig, size: RunSize, *, is_length_given: bool
+    evaluation: EvaluationSection,
+    run: RunSection,
+    logging: LoggingSection,
+    size: RunSize,
 ) -> RunIntervals:
-    """Return the intervals of a run: what the config gives, and for `auto` what suits the size of the run.
-
-    `is_length_given`: the user has said how many epochs or steps the run has.
-    """
-    evaluation = config.evaluation
-    run = config.run
+    """Return the intervals of a run: what the config gives, and for `auto` what suits the size of the run."""
     reasons: dict[str, str] = {}
     steps = size.total_steps
     needs_checkpoints = bool(evaluation.guards) or run.load_best_model_at_end is True
-    has_validation = config.data.has_validation
 
     eval_steps = evaluation.eval_steps
     if eval_steps == "auto":
@@ -652,7 +655,7 @@ def run_intervals(
     keeps_best = run.load_best_model_at_end
     if keeps_best == "auto":
         keeps_best = False
-        if has_validation and eval_steps is not None and save_steps is not None:
+        if size.has_validation and eval_steps is not None and save_steps is not None:
             if evaluation.guards:
                 reason = "the guards decide which checkpoint final/ gets"
             elif save_steps % eval_steps:
@@ -665,7 +668,7 @@ def run_intervals(
                 reason = "there are validation data: final/ gets the checkpoint with the best score"
             reasons["load_best_model_at_end"] = reason
 
-    logging_steps = config.logging.logging_steps
+    logging_steps = logging.logging_steps
     if logging_steps == "auto":
         interval = min(max(steps // LOG_LINES_PER_RUN, 1), MAX_STEPS_PER_LOG_LINE)
         logging_steps = _round_down(interval)
@@ -675,9 +678,9 @@ def run_intervals(
     patience = evaluation.patience
     if patience == "auto":
         patience = None
-        if eval_steps is not None and has_validation:
+        if eval_steps is not None and size.has_validation:
             reasons["patience"] = "the config says how long the run is"
-            if not is_length_given:
+            if not size.is_length_given:
                 patience = AUTO_PATIENCE
                 reasons["patience"] = (
                     "the run ends early where so many evaluations in a row find nothing better"

@@ -24,7 +24,11 @@ from vembed.errors import UserError
 from vembed.files import check_weights
 from vembed.losses.table import LOSSES
 from vembed.models import attention, precision, vision
-from vembed.models.adapters import add_adapters, merge_saved_adapter
+from vembed.models.adapters import (
+    add_adapters,
+    fuse_adapters,
+    merge_saved_adapter,
+)
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.embedding_model import (
     EmbeddingModel,
@@ -187,8 +191,8 @@ def build_model(
             backbone.get_parameter(name).requires_grad = False
         cast_frozen_towers(description, options, adapters.freeze, backbone)
     if keeps_masters:
-        # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.head_names`).
-        for head_module in model.heads():
+        # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.heads`).
+        for head_module in model.heads().values():
             head_module.float()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
@@ -199,12 +203,18 @@ def build_model(
         for module in backbone.modules():
             if type(module) is nn.Dropout and module.p > 0.0:
                 module.__class__ = attention.CpuDropout
+    if compiles is None:
+        compiles = options.torch_compile is True
+    if computes_on.type == "cuda" and not compiles:
+        # The compiler fuses the plain formulas.
+        precision.fuse_norms(backbone)
+        attention.fuse_rotary_positions(backbone)
+        if adapters.use_lora:
+            fuse_adapters(backbone)
     # Checkpointing first, so that the compiler sees the checkpointed layers.
     layers = layers_of(backbone)
     if recompute:
         precision.enable_checkpointing(layers)
-    if compiles is None:
-        compiles = options.torch_compile is True
     # Packed texts call attention outside of the compiled graph (torch.compiler.disable). The compiler gives up on a
     # checkpointed layer with such a call.
     if compiles and not (recompute and model.packs_texts()):

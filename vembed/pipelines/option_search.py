@@ -290,8 +290,8 @@ def _run(
     search: Search, number: int, values: Mapping[str, Any], trial: Any
 ) -> tuple[list[float], Path]:
     """Train once; return the scores of the evaluations, and the folder. `trial` hears of each and may end the run."""
-    from vembed.training.hooks.base import STOP, Evaluation
-    from vembed.training.run import train
+    from vembed.training.hooks.base import STOP, Callbacks, Evaluation
+    from vembed.training.trainer import train
 
     folder = search.folder / f"trial-{number}"
     scores: list[float] = []
@@ -311,7 +311,7 @@ def _run(
     options = [f"{name}={value}" for name, value in values.items()]
     overrides = [*TRIAL_OPTIONS, f"output_dir={folder}", *options]
     try:
-        train(config, overrides, on_evaluation=on_evaluation)
+        train(resolve_run(config, overrides), [Callbacks(None, on_evaluation)])
     except Stopped as stopped:
         for checkpoint in folder.glob("checkpoint-*"):  # no trial is resumed
             shutil.rmtree(checkpoint, ignore_errors=True)

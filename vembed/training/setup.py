@@ -31,7 +31,7 @@ from vembed.config.decisions import (
     peak_rate,
     run_intervals,
 )
-from vembed.config.schema import FILE_OPTIONS, TrainConfig, parse_sampling
+from vembed.config.schema import FILE_OPTIONS, DataSection, TrainConfig, parse_sampling
 from vembed.config.terms import (
     run_temperature,
     source_batch_sizes,
@@ -80,15 +80,16 @@ from vembed.training.fingerprints import of_images, of_option
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.hooks.averaging import WeightAverage
 from vembed.training.hooks.base import Hook
-from vembed.training.hooks.checks import DataWatch, Watch
 from vembed.training.hooks.evaluations import Guards, Patience, QueryRecord, TaskScores
 from vembed.training.hooks.metrics import (
+    DataWatch,
     Diagnostics,
     LossMeans,
     MetricsLog,
     Profile,
     ProgressBar,
     StepCurves,
+    Watch,
 )
 from vembed.training.hooks.mining import EpochMiner
 from vembed.training.hooks.publishing import PushBest
@@ -322,13 +323,25 @@ def build_components(
         ),
         decoders=max(num_cores() // session.local_world_size, 1),
     )
-    # Before the model: compiled layers are chosen while it is built. The same inputs on every rank.
-    num_first = max(min(NUM_COMPARED_EXAMPLES, len(data.examples)), 1)
-    first_units: list[Any] = []
-    for number in range(num_first):
-        first_units += featuriser.units(data.examples[number])
-    num_examples = data.total_steps * data.examples_per_step
-    decide_compilation(first_units, num_examples / num_first, featuriser, session)
+    asks_to_compile = config.model.torch_compile != "auto"
+    may_compile = asks_to_compile or session.device.type == "cuda"
+    first_features: list[Features] = []
+    if may_compile:
+        # The same inputs on every rank.
+        num_first = min(NUM_COMPARED_EXAMPLES, len(data.examples))
+        units: list[Any] = []
+        for number in range(num_first):
+            units += featuriser.units(data.examples[number])
+        first_features = featuriser.features(units)
+    if may_compile and not asks_to_compile:
+        # Before the model is built, by the arithmetic of the whole run.
+        num_examples = data.total_steps * data.examples_per_step
+        num_samples = num_examples / max(num_first, 1)
+        num_tokens = num_samples * sum(feature.length for feature in first_features)
+        size = session.placement.size or measure(config)
+        session.placement = session.placement.for_work(
+            FLOPS_PER_PARAMETER_AND_TOKEN * size.total * num_tokens
+        )
     placement = session.placement
     embedder = build_model(
         description,
@@ -362,7 +375,8 @@ def build_components(
 
     # The loss and the optimizer must see the parameters that `prepare` returns.
     model = session.prepare(embedder, description.layer_classes)
-    check_compiled(model, embedder, featuriser, first_units, session)
+    if may_compile:
+        check_compiled(model, embedder, featuriser, first_features, session)
     loss = build_loss(
         config,
         mrl_dims=description.mrl_dims,
@@ -427,17 +441,23 @@ def configured_hooks(run: Trainer) -> list[Hook]:
 
 
 def open_stream(
-    config: TrainConfig,
+    options: DataSection,
     data: RunData,
     featuriser: BaseFeaturiser,
     session: Session,
+    *,
+    encodes_copies: bool,
 ) -> RankBatchStream:
-    """Return the stream of this rank's batches."""
+    """Return the stream of this rank's batches.
+
+    `encodes_copies`: equal inputs pass the model as often as they occur. Otherwise an input would weigh in the statistics
+    of shared batch norms by the number of processes that have it.
+    """
     # For texts one thread suffices: the tokenizer is parallel itself.
     is_text = featuriser.description.modalities == ("text",)
     num_workers = 1 if is_text else min(4, max(1, num_cores() // 2))
-    if config.data.num_workers != "auto":
-        num_workers = config.data.num_workers
+    if options.num_workers != "auto":
+        num_workers = options.num_workers
     return RankBatchStream(
         data.examples,
         data.batch_schedule,
@@ -446,10 +466,8 @@ def open_stream(
         session.world_size,
         num_workers,
         data.examples.pair,
-        config.data.in_batch_negatives,
-        # Equal inputs pass the model as often as they occur. Otherwise an input would weigh in the statistics of batch
-        # norms by the number of processes that have it.
-        encodes_copies=config.parallel.sync_batchnorm,
+        options.in_batch_negatives,
+        encodes_copies=encodes_copies,
     )
 
 
@@ -591,10 +609,14 @@ def decide_intervals(
         num_training=num_inputs / max(num_counted, 1),
         num_evaluated=0 if data.evaluation is None else data.evaluation.num_inputs,
         checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
+        has_validation=config.data.has_validation,
+        is_length_given=is_length_given,
     )
-    intervals = run_intervals(config, size, is_length_given=is_length_given)
-    for line in intervals.lines():
-        log.info(line)
+    intervals = run_intervals(config.evaluation, config.run, config.logging, size)
+    values = intervals.options()
+    for name, reason in intervals.reasons.items():
+        value = "none" if values[name] is None else str(values[name]).lower()
+        log.info(f"{name}: {value} (auto; {reason})")
     return intervals
 
 
@@ -609,36 +631,14 @@ MAX_COSINE_DISTANCE_HALF = 1e-2
 MAX_COSINE_DISTANCE_FLOAT32 = 1e-4
 
 
-def decide_compilation(
-    units: Sequence[Any],
-    repeats: float,
-    featuriser: BaseFeaturiser,
-    session: Session,
-) -> None:
-    """Decide `torch_compile: auto` on a GPU, by the arithmetic of the run.
-
-    `units`: a sample of the inputs. `repeats`: how many such samples the run passes through the model.
-    """
-    placement = session.placement
-    config = placement.run.config
-    if config.model.torch_compile != "auto" or session.device.type != "cuda":
-        return
-    features = featuriser.features(units)
-    num_tokens = repeats * sum(feature.length for feature in features)
-    size = placement.size or measure(config)
-    session.placement = placement.for_work(
-        FLOPS_PER_PARAMETER_AND_TOKEN * size.total * num_tokens
-    )
-
-
 def check_compiled(
     model: nn.Module,
     embedder: EmbeddingModel,
     featuriser: BaseFeaturiser,
-    units: Sequence[Any],
+    features: Sequence[Features],
     session: Session,
 ) -> None:
-    """Log whether the layers of the model are compiled, where there is a choice. Collective.
+    """Log whether the layers of the model are compiled. Collective.
 
     Those that `auto` has compiled are compared with plain ones. Where they differ, or do not compile, plain layers are
     used, with a warning.
@@ -651,11 +651,9 @@ def check_compiled(
         reason = f"{option}: layers with gradient checkpointing and packed texts cannot be compiled"
         decision = Decision(False, reason)
         session.placement = replace(session.placement, compilation=decision)
-    if asked != "auto" or session.device.type == "cuda":
-        log.info(f"compiled layers: {session.placement.compilation}")
+    log.info(f"compiled layers: {session.placement.compilation}")
     if asked != "auto" or not session.placement.compilation.value:
         return
-    features = featuriser.features(units)
     indices = indices_by_modality(features, featuriser.modalities)
     feeder = Feeder(featuriser, session.device)
     (inputs,) = feeder.feed([list(indices.items())], features)

@@ -29,6 +29,7 @@ from vembed.data.formats.saved_datasets import (
     open_hub,
 )
 from vembed.data.images.files import IMAGE_SUFFIXES
+from vembed.declarations import check_parts
 from vembed.errors import UserError, listed
 from vembed.files import cache_folder, new_copy, short_hash, stamp, written_aside
 from vembed.names import is_address, is_pattern, similar_path
@@ -46,25 +47,22 @@ FORMATS: tuple[type[Format], ...] = (
 )
 
 
-def check_formats(formats: tuple[type[Format], ...]) -> dict[str, type[Format]]:
+def check_formats(formats: Sequence[type[Format]]) -> dict[str, type[Format]]:
     """Return the formats by ending. Raise TypeError for a class that lacks something."""
-    by_ending: dict[str, type[Format]] = {}
-    for form in formats:
-        where = f"format {form.__name__} of {form.__module__}"
-        missing = [name for name in ("endings", "title") if not getattr(form, name)]
-        missing += sorted(form.__abstractmethods__)
-        if missing:
-            raise TypeError(f"{where} declares no `{'`, `'.join(missing)}`")
-        for ending in form.endings:
-            is_suffix = Path(f"data{ending}").suffix == ending == ending.lower()
-            if not is_suffix or ending in CODECS:
-                raise TypeError(
-                    f"{where}: write the ending {ending!r} as '.name', in small letters, with one dot, and other than "
-                    + ", ".join(CODECS)
-                )
-            other = by_ending.setdefault(ending, form)
-            if other is not form:
-                raise TypeError(f"{where} has the ending {ending} of {other.__name__}")
+    by_ending = check_parts(
+        "format",
+        Format,
+        formats,
+        lambda form: form.endings,
+        needed=("endings", "title"),
+        taken=tuple(CODECS),
+    )
+    for ending, form in by_ending.items():
+        if not Path(f"data{ending}").suffix == ending == ending.lower():
+            raise TypeError(
+                f"format {form.__name__} of {form.__module__}: write the ending {ending!r} as '.name', in small letters, "
+                "with one dot"
+            )
     return by_ending
 
 

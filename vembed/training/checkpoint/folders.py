@@ -415,7 +415,7 @@ DAMAGED = ".damaged"
 ABANDONED = ".abandoned"
 """Suffix of a checkpoint later than the one resumed from. It is kept until the user removes it."""
 _NAME = re.compile(r"checkpoint-(\d+)")
-_FORMAT = 2
+_FORMAT = 3
 
 
 def checkpoint_name(step: int) -> str:
