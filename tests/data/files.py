@@ -51,6 +51,16 @@ def refused(path, **options):
     return str(caught.value)
 
 
+def pairs_of(store):
+    """The texts of query and first positive of all examples."""
+    examples = [store[number] for number in range(len(store))]
+    return [(example.query.text, example.positives[0].text) for example in examples]
+
+
+def queries_of(store):
+    return [query for query, _ in pairs_of(store)]
+
+
 def write_jsonl(path, records):
     path.write_text(
         "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"

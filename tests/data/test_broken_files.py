@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from tests.data.files import open_path, write_lines
+from tests.data.files import open_path, pairs_of, queries_of, write_lines
 from vembed.errors import UserError
 
 BAD_LINES = [
@@ -71,7 +71,7 @@ def test_a_line_that_does_not_end(tmp_path, monkeypatch):
         "g,h",
     )
     store = open_path(path, on_bad_record="skip")
-    assert [store[i].query.text for i in range(len(store))] == ["a", "c", "e", "g"]
+    assert queries_of(store) == ["a", "c", "e", "g"]
     assert "not closed within 1,000 bytes" in "".join(store.summary())
 
 
@@ -166,9 +166,7 @@ def test_quotes_in_csv(tmp_path):
         '"n\nn",o',
     )
     store = open_path(path, on_bad_record="skip")
-    found = [
-        (store[i].query.text, store[i].positives[0].text) for i in range(len(store))
-    ]
+    found = pairs_of(store)
     assert found == [
         ('a "quoted" word', '5" disk'),
         ("b", "c"),
@@ -221,6 +219,4 @@ def test_lines_that_end_with_a_carriage_return_alone(tmp_path):
 )
 def test_quotes_in_tsv_may_be_letters(tmp_path, lines, expected):
     store = open_path(write_lines(tmp_path / "a.tsv", "query\tpositive", *lines))
-    examples = [store[number] for number in range(len(store))]
-    pairs = [(example.query.text, example.positives[0].text) for example in examples]
-    assert pairs == expected
+    assert pairs_of(store) == expected

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import vembed.data.formats
-from tests.data.files import open_path, pair
+from tests.data.files import open_path, pair, pairs_of
 from tests.parts import from_its_test, unlisted_classes
 from vembed.data import first_pass
 from vembed.data.columns import Columns
@@ -122,11 +122,6 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(parquet, "PART_BYTES", 4_000)
 
 
-def texts(store):
-    examples = [store[number] for number in range(len(store))]
-    return [(one.query.text, one.positives[0].text) for one in examples]
-
-
 def index_of(reader, *, with_keys=False, **options):
     images = ImageRoot(str(reader.folder), allow_urls=False)
     form = RecordFormat(Columns(), images, **options)
@@ -138,11 +133,6 @@ def as_plain(index):
         name: value.tolist() if isinstance(value, np.ndarray) else value
         for name, value in vars(index).items()
     }
-
-
-@all_formats
-def test_each_format_has_a_writer(form):
-    assert callable(writer_of(form))
 
 
 def test_each_format_is_in_the_table():
@@ -474,7 +464,7 @@ def test_copied_rows_are_the_rows(
         for group in groups:
             writer.write_table(group)
     store = open_path(path)
-    assert texts(store) == [(row["query"], row["positive"]) for row in RECORDS]
+    assert pairs_of(store) == [(row["query"], row["positive"]) for row in RECORDS]
     assert len(copies(cache_home)) == (0 if is_held else 1)
 
 

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.data.files import open_examples, pair
+from tests.data.files import open_examples, pair, pairs_of
 from vembed.config.schema import TrainConfig
 from vembed.data.formats import base, delimited
 from vembed.errors import UserError
@@ -66,9 +66,7 @@ def check(path, good, num_bad, **options):
             open_path(path, "skip", **options)
     else:
         store = open_path(path, "skip", **options)
-        assert [
-            (store[i].query.text, store[i].positives[0].text) for i in range(len(store))
-        ] == good
+        assert pairs_of(store) == good
         assert store.num_skipped == num_bad
     if num_bad:
         with pytest.raises(UserError) as caught:

@@ -13,7 +13,7 @@ from vembed.data.datasets import example_groups, hold_out, open_sets, overlap_wa
 from vembed.data.examples import Item
 from vembed.data.near_duplicates import normal_text
 from vembed.errors import UserError
-from vembed.evaluation.dataset import RetrievalData, from_examples
+from vembed.evaluation.dataset import from_examples
 
 
 def store_of(folder, rows, name="a.jsonl"):
@@ -175,7 +175,6 @@ def test_answers_of_several_queries_are_on_one_side(tmp_path):
         "held",
         documents=[item for _, item in parts.documents],
     )
-    assert isinstance(data, RetrievalData)
     assert {item.text for item in data.documents} == set(answers), "all of the file"
 
 
@@ -193,7 +192,7 @@ def test_a_run_says_which_documents_were_trained_on(tmp_path, caplog):
         seed=options.run.seed,
         compares=False,
     )
-    assert sets.evaluation is not None and len(sets.evaluation.notes) == 2
+    assert len(sets.evaluation.notes) == 2
     assert "over 3 documents" in sets.evaluation.summary()
     assert "3 of the 3 documents" in sets.evaluation.summary()
     assert sets.evaluation.summary() in caplog.text

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.files import config, open_examples
+from tests.data.files import config, open_examples, queries_of
 from vembed.errors import UserError
 
 RECORDS = [{"query": f"query {n}", "positive": f"answer {n}"} for n in range(7)]
@@ -21,10 +21,6 @@ def lines(records):
 
 def opened(path):
     return open_examples(config(), path)
-
-
-def queries(store):
-    return [store[number].query.text for number in range(len(store))]
 
 
 def write(folder, ending):
@@ -50,7 +46,7 @@ def test_files_of_a_folder_or_pattern_are_one_source(tmp_path, ending, form):
         str(tmp_path / "data") if form == "folder" else f"{tmp_path}/d*/part-*.{ending}"
     )
     store = opened(path)
-    assert queries(store) == [one["query"] for one in RECORDS]
+    assert queries_of(store) == [one["query"] for one in RECORDS]
     assert store.sizes == (7,)
     assert store[4].where.startswith(str(tmp_path / "data" / f"part-2.{ending}"))
 
@@ -68,7 +64,7 @@ def test_a_packed_file_is_unpacked_once_for_each_version(tmp_path, cache_home):
     path = tmp_path / "data.jsonl.gz"
     for part in PARTS[:2]:
         path.write_bytes(gzip.compress(lines(part)))
-        assert queries(opened(str(path))) == [one["query"] for one in part]
+        assert queries_of(opened(str(path))) == [one["query"] for one in part]
         copies = list(cache_home.rglob("unpacked/*/*.jsonl"))
         assert len(copies) == 1
         before = copies[0].stat().st_mtime_ns
@@ -81,10 +77,10 @@ def test_addresses_are_fetched_into_the_cache(tmp_path):
     for number, part in enumerate(PARTS):
         files.pipe(f"/bucket/part-{number}.jsonl", lines(part))
     store = opened("memory://bucket/*.jsonl")
-    assert queries(store) == [one["query"] for one in RECORDS]
+    assert queries_of(store) == [one["query"] for one in RECORDS]
     assert store[4].where == "memory:///bucket/part-2.jsonl:1"
     write(tmp_path / "data", "parquet")
-    assert queries(opened(f"file://{tmp_path}/data/part-0.parquet")) == [
+    assert queries_of(opened(f"file://{tmp_path}/data/part-0.parquet")) == [
         "query 0",
         "query 1",
         "query 2",

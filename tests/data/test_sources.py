@@ -13,6 +13,8 @@ from tests.data.files import (
     open_examples,
     open_path,
     pair,
+    pairs_of,
+    queries_of,
     refused,
     write_format,
     write_jsonl,
@@ -46,9 +48,7 @@ def test_byte_order_mark_and_line_ends(tmp_path, kind, begin, ending):
     path = tmp_path / f"a.{kind}"
     path.write_bytes(begin + text.replace("\n", ending).encode())
     store = open_path(path)
-    assert [
-        (store[i].query.text, store[i].positives[0].text) for i in range(len(store))
-    ] == [("a", "b"), ("c", "d")]
+    assert pairs_of(store) == [("a", "b"), ("c", "d")]
 
 
 def test_a_reason_that_all_share_is_said_once(tmp_path):
@@ -120,9 +120,7 @@ def test_skip_drops_and_counts(tmp_path):
     for bad in (3, 4, 20):
         records[bad] = pair(query=None)
     store = open_path(write_jsonl(tmp_path / "a.jsonl", records), on_bad_record="skip")
-    assert [store[i].query.text for i in range(len(store))] == [
-        str(i) for i in range(30) if i not in (3, 4, 20)
-    ]
+    assert queries_of(store) == [str(i) for i in range(30) if i not in (3, 4, 20)]
     assert store.num_skipped == 3
     assert "3 bad records left out" in store.summary()[0]
     assert any("a.jsonl:4: query is null" in line for line in store.summary())
