@@ -143,8 +143,8 @@ def find_candidates(
     `both_directions`: positives against queries, for a reverse loss.
     """
     device = batch.query.device
-    # The host knows every integer. It makes the table and the keys, which are then copied at once: what is read from a GPU
-    # would have to be waited for.
+    # The host knows every integer. It makes the table and the keys, which are then copied at once: what is read from a
+    # GPU would have to be waited for.
     batch = batch.on_host()
     num_rows = batch.num_rows
     rank_rows = batch.rank_rows
@@ -207,8 +207,8 @@ def find_candidates(
     if document_document:
         groups.append(ColumnGroup(row_positives, documents, (document_mask,)))
     if both_directions:
-        # Left out: the queries of examples that have the row's positive as positive or as
-        # query, and queries with the content of the row's query.
+        # Left out: the queries of examples that have the row's positive as positive or as query, and queries with the
+        # content of the row's query.
         masks = (
             ExclusionMask(copies["row_positive_key"], copies["query_row_keys"]),
             ExclusionMask(copies["row_query_key"], copies["query_keys"]),

@@ -52,8 +52,7 @@ class CoSENT(Temperature):
     summary = "the order of the scores"
     records = "scores"
     negatives = "unread"
-    # The sum runs over all comparisons of a batch, of which a smaller temperature leaves
-    # the few worst.
+    # The sum runs over all comparisons of a batch, of which a smaller temperature leaves the few worst.
     default_temperature = 0.1
     ranks_pairs = True
 
@@ -255,8 +254,7 @@ class KL(SoftmaxLoss, CandidateLoss):
         targets = self.targets(batch, term, pairs)
         student, teacher = self.log_softmaxes(batch, term, pairs, targets)
         losses = teacher.exp() * (teacher - student)
-        # Divided by the rows of all ranks, of which this rank adds up its own: the
-        # shares of the ranks sum to L.
+        # Divided by the rows of all ranks, of which this rank adds up its own: the shares of the ranks sum to L.
         return term.mean(losses, batch.num_rows)
 
     def _share_over_batch(self, batch: LossBatch, term: TermLoss) -> Tensor:
@@ -387,8 +385,7 @@ class RankNet(ListedLoss, Temperature):
         above, below = lists.ordered(self.labels(batch, term, lists))
         logits = term.scores(batch, lists) * term.scale(batch.embeddings)
         differences = logits[:, below] - logits[:, above]  # [K, M of this rank]
-        # Above 50, log(1 + exp(x)) is x to float64's precision. The default threshold
-        # of torch, 20, is for float32.
+        # Above 50, log(1 + exp(x)) is x to float64's precision. The default threshold of torch, 20, is for float32.
         return term.mean(F.softplus(differences, threshold=50.0), num_pairs)
 
 

@@ -80,9 +80,8 @@ class Tiling:
         tile_mebibytes = 32 if is_cpu else 128
         max_rows = 512 if is_cpu else 4096
         scores_per_mebibyte = MEBIBYTE // arithmetic_dtype(embeddings).itemsize
-        # A block keeps rows * scores_per_row values. A tile is a temporary of rows *
-        # columns values. At least 16 each, or a huge batch would degrade to vector
-        # products.
+        # A block keeps rows * scores_per_row values. A tile is a temporary of rows * columns values. At least 16 each,
+        # or a huge batch would degrade to vector products.
         rows = block_mebibytes * scores_per_mebibyte // max(1, scores_per_row)
         rows = min(max_rows, max(16, rows))
         columns = tile_mebibytes * scores_per_mebibyte // rows
@@ -243,8 +242,8 @@ class _ScorePass:
             num_columns * self.num_matrices, embeddings
         )
         self.keeps_tiles = with_gradient and not scoring.is_separable
-        # Buffers for the largest row block: the logits of all tiles, or of one where none
-        # is kept, and two temporaries of the size of a tile.
+        # Buffers for the largest row block: the logits of all tiles, or of one where none is kept, and two temporaries
+        # of the size of a tile.
         widest_tile = min(max(widths, default=0), self.tiling.columns)
         max_rows = min(self.tiling.rows, candidates.num_rows)
         width = num_columns if self.keeps_tiles else widest_tile
@@ -665,8 +664,8 @@ class CircleRows(SoftmaxRows):
 
     def grad(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
-        # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own. Before `out`, which may
-        # be the tile itself, is written.
+        # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own. Before `out`, which
+        # may be the tile itself, is written.
         weights = self._weights(candidates.logits)
         return super().grad(self._weighted(candidates)).mul_(weights)
 
