@@ -45,6 +45,7 @@ from vembed.losses.batch import (
     copied_together,
 )
 from vembed.losses.declaration import CandidateLoss
+from vembed.losses.similarity import length_of
 
 NO_KEY_COLUMN = -2
 """Fills the keys of columns up to a rectangle. It is not that of rows, so that unused slots never meet."""
@@ -88,11 +89,6 @@ class ColumnGroup:
     masks: tuple[ExclusionMask, ...]
     direction: int = FORWARD
 
-    @property
-    def num_columns(self) -> int:
-        """Number of columns."""
-        return int(self.columns.stop - self.columns.start)
-
 
 @dataclass(frozen=True, slots=True)
 class ExplicitPairs:
@@ -123,11 +119,6 @@ class LossCandidates:
     column_groups: tuple[ColumnGroup, ...]
     explicit: tuple[ExplicitPairs, ...] = ()
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows whose loss terms this rank computes."""
-        return int(self.queries.stop - self.queries.start)
-
 
 def find_candidates(
     batch: LossBatch,
@@ -157,7 +148,7 @@ def find_candidates(
     has_query_columns = query_query or both_directions
     query_rows = slice(0, num_rows) if has_query_columns else rank_rows
     first_query = num_negatives + num_rows
-    first_explicit = first_query + query_rows.stop - query_rows.start
+    first_explicit = first_query + length_of(query_rows)
     documents = slice(0, first_query)
     queries = slice(first_query, first_explicit)
     row_positives = shifted(rank_rows, num_negatives)
@@ -230,7 +221,7 @@ def find_candidates(
         occurrence=copies["occurrence"],
         queries=row_queries,
         positives=row_positives,
-        column_groups=tuple(group for group in groups if group.num_columns),
+        column_groups=tuple(group for group in groups if length_of(group.columns)),
         explicit=tuple(explicit),
     )
 

@@ -60,6 +60,8 @@ class CoSENT(Temperature):
         """See Loss."""
         import torch
 
+        from vembed.losses.similarity import length_of
+
         scores = self.pair_scores(batch, term.similarity(batch.embeddings))
         labels, order = torch.sort(batch.required_scores(self.name).to(scores.device))
         logits = scores[:, order] * term.scale(batch.embeddings)  # [K, N]
@@ -70,8 +72,7 @@ class CoSENT(Temperature):
         # The zero column is the "1 +" of the formula. [K, 1 + rows with lower ones]
         zero_column = logits.new_zeros(len(logits), 1)
         terms = torch.cat((zero_column, below - logits[:, has_lower]), dim=1)
-        num_rank_rows = batch.rank_rows.stop - batch.rank_rows.start
-        share: float = num_rank_rows / max(1, batch.num_rows)
+        share = length_of(batch.rank_rows) / max(1, batch.num_rows)
         return term.configured.total(terms.logsumexp(dim=1)) * share
 
     def pair_scores(self, batch: LossBatch, similarity: Similarity) -> Tensor:

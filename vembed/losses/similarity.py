@@ -361,6 +361,11 @@ class _KnownGradients(torch.autograd.Function):
         return tuple(products)
 
 
+def length_of(entries: slice) -> int:
+    """Return the number of entries of a slice with plain bounds."""
+    return int(entries.stop - entries.start)
+
+
 def chunks(num: int, size: int) -> list[slice]:
     """Return the range 0 .. num - 1 as slices of at most `size`."""
     return [slice(start, min(start + size, num)) for start in range(0, num, size)]
@@ -381,8 +386,7 @@ def _running_sums(parts: Iterable[Tensor]) -> Tensor:
 def _add(target: Tensor, axis: int, entries: Entries, value: Tensor) -> None:
     """Add `value` to target[entries] along an axis. Entries may repeat."""
     if isinstance(entries, slice):
-        length = entries.stop - entries.start
-        target.narrow(axis, entries.start, length).add_(value)
+        target.narrow(axis, entries.start, length_of(entries)).add_(value)
     else:
         target.index_add_(axis, entries, value)
 
