@@ -31,8 +31,8 @@ from vembed.evaluation.dataset import RetrievalData
 from vembed.export import gguf_format, onnx_format
 from vembed.export.check import NUM_TEXTS, bounded, distances, texts_to_compare
 from vembed.export.exporting import MAX_STUDENT_EXAMPLES, student_texts
+from vembed.export.formats import SafetensorsFormat
 from vembed.export.onnx_format import OnnxFormat
-from vembed.export.safetensors_format import SafetensorsFormat
 from vembed.inference.serve.encoder import ServedInput, open_encoder
 
 QUERY_PROMPT = "red green: "

@@ -88,8 +88,8 @@ def make_batch(
         scores=(torch.randint(-4, 5, (num_rows,), generator=draw) / 4).to(
             torch.float64
         ),
-        rank_rows=slice(None),
-        rank_negatives=slice(None),
+        rank_rows=slice(0, num_rows),
+        rank_negatives=slice(0, len(negative)),
         negative_scores=negative_scores,
         number=seed,
     )

@@ -67,7 +67,7 @@ def reference_loss(
     mrl_dims: Sequence[int] = (),
     model_temperature: float | None = None,
 ) -> Tensor:
-    """The share of `batch.rank_rows` in L; with rank_rows = slice(None) it is L.
+    """The share of `batch.rank_rows` in L; with all rows it is L.
 
     `parameters`: the loss's learned parameters by name. `model_temperature`: that with
     which the model was trained.

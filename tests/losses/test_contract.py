@@ -26,7 +26,7 @@ from vembed.errors import UserError
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
 from vembed.losses.declaration import Loss
-from vembed.losses.table import LOSSES, check_declarations, losses_table, names_where
+from vembed.losses.table import LOSSES, check_losses, losses_table, names_where
 from vembed.losses.tiles import Tiling
 
 MRL = {"mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
@@ -239,7 +239,7 @@ def test_what_a_loss_does_not_declare_is_named(declaration: str) -> None:
     body["share"] = Hinge.share
     partial = type("Partial", (Loss,), {**body, "__module__": __name__})
     with pytest.raises(TypeError, match=f"Partial .*declares no `{declaration}`"):
-        check_declarations((partial,))
+        check_losses((partial,))
 
 
 def test_other_mistakes_of_a_declaration_are_named() -> None:
@@ -255,12 +255,12 @@ def test_other_mistakes_of_a_declaration_are_named() -> None:
         """loss: other_default: the margin."""
 
     for classes, problem in (
-        ((NoShare,), "no method `share`"),
+        ((NoShare,), "declares no `share`"),
         ((Hinge, Hinge), "hinge"),
         ((Hinge, OtherDefault), "hinge_margin"),
     ):
         with pytest.raises(TypeError, match=problem):
-            check_declarations(classes)
+            check_losses(classes)
     with pytest.raises(AssertionError, match="hinge has no `reference`"):
         reference.reference_of("hinge")
 

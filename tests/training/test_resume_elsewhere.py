@@ -26,7 +26,7 @@ from vembed.training.checkpoint import folders as integrity
 from vembed.training.fingerprints import of_images
 from vembed.training.optimizer import Update
 from vembed.training.setup import require_same_data
-from vembed.weights.checkpoints import whole_model
+from vembed.weights.sources import whole_model
 
 AUTO = Decision("auto", "auto")
 CPU = torch.device("cpu")

@@ -15,8 +15,16 @@ from vembed import Embedder, UserError
 from vembed.cli.main import app
 from vembed.config.schema import TrainConfig
 from vembed.parallel.session import start_session
-from vembed.weights.directions import directions, erasure, linear_probe, projection
-from vembed.weights.edit import edit, pareto_front, read_texts, residual_writers
+from vembed.weights.edit import (
+    directions,
+    edit,
+    erasure,
+    linear_probe,
+    pareto_front,
+    projection,
+    read_texts,
+    residual_writers,
+)
 
 COUNT = 200
 

@@ -288,7 +288,7 @@ def open_model(
 @contextmanager
 def usable_model(name: str) -> Iterator[str]:
     """Yield a model that can be loaded: `name` itself, or a temporary model made from a checkpoint."""
-    from vembed.weights.checkpoints import is_checkpoint, whole_model
+    from vembed.weights.sources import is_checkpoint, whole_model
 
     if not is_checkpoint(Path(name).expanduser()):
         yield name

@@ -484,12 +484,20 @@ class DataSection(Section, title="data"):
 
     def sources(self) -> list[DataSource]:
         """Return an entry for each source of `data_path`."""
-        paths = self.data_path if isinstance(self.data_path, list) else [self.data_path]
-        sources = []
-        for path in paths:
-            source = DataSource(path=path) if isinstance(path, str) else path
-            sources.append(source)
-        return sources
+        return sources_of(self.data_path)
+
+
+def sources_of(paths: str | Sequence[str | DataSource]) -> list[DataSource]:
+    """Return an entry for each source of data. Raise UserError for an empty list."""
+    sources = []
+    for path in [paths] if isinstance(paths, str) else paths:
+        source = DataSource(path=path) if isinstance(path, str) else path
+        sources.append(source)
+    if not sources:
+        raise UserError(
+            "data_path is an empty list: name at least one file, folder or dataset"
+        )
+    return sources
 
 
 class _Objective(Section, title="loss"):

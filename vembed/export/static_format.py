@@ -18,8 +18,13 @@ from transformers import PreTrainedTokenizerFast
 from vembed.config.terms import Term
 from vembed.data.examples import Kind
 from vembed.export.check import encode_all
-from vembed.export.formats import ExportFormat, ExportJob, ExportReader, write_texts
-from vembed.export.safetensors_format import open_in_sentence_transformers
+from vembed.export.formats import (
+    ExportFormat,
+    ExportJob,
+    ExportReader,
+    open_in_sentence_transformers,
+    write_texts,
+)
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.losses.batch import EmbeddingLoss, LossBatch, TeacherVectors
@@ -262,8 +267,8 @@ def _relational(
         negative=no_rows,
         negative_example=no_rows,
         scores=None,
-        rank_rows=slice(None),
-        rank_negatives=slice(None),
+        rank_rows=slice(0, half),
+        rank_negatives=slice(0, 0),
         teachers={TEACHER: teacher},
     )
     value: Tensor = loss(batch)

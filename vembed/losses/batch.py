@@ -125,7 +125,7 @@ class LossBatch:
     scores: Tensor | None
     """[R] label score of each row's pair. None if the data have no scores."""
     rank_rows: slice
-    """Rows whose loss terms this rank computes."""
+    """Rows whose loss terms this rank computes. Both slices have plain bounds."""
     rank_negatives: slice
     """Hard negatives of this rank's examples."""
     negative_scores: Tensor | None = None
@@ -145,15 +145,6 @@ class LossBatch:
     """[U + 1] where the vectors of each input begin in `embeddings`, and T. None where each has one."""
     host_indices: Mapping[str, Tensor] | None = None
     """The integer fields on the host, by name, where the batch is on a GPU: to read them there would wait for it."""
-
-    def __post_init__(self) -> None:
-        """Give both slices plain bounds."""
-        rows = range(self.num_rows)[self.rank_rows]
-        negatives = range(self.negative.numel())[self.rank_negatives]
-        object.__setattr__(self, "rank_rows", slice(rows.start, rows.stop))
-        object.__setattr__(
-            self, "rank_negatives", slice(negatives.start, negatives.stop)
-        )
 
     def on_host(self) -> LossBatch:
         """Return the batch with its integers on the host, where they are known."""

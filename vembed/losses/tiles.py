@@ -34,7 +34,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,7 @@ from vembed.losses.candidates import (
     shifted,
 )
 from vembed.losses.similarity import (
+    Entries,
     RowVectors,
     Similarity,
     arithmetic_dtype,
@@ -152,11 +153,11 @@ class _TeacherTable:
         self.vectors = teacher.vectors.to(like.device, like.dtype)
         self.index = teacher.occurrences()[candidates.occurrence]
 
-    def at(self, entries: slice | Tensor) -> Tensor:
+    def at(self, entries: Entries) -> Tensor:
         """Return [n, E] vectors."""
         return self.vectors[self.index[entries]]
 
-    def pair_scores(self, left: slice | Tensor, right: slice | Tensor) -> Tensor:
+    def pair_scores(self, left: Entries, right: Entries) -> Tensor:
         """Return [n] scores of pairs."""
         return (self.at(left) * self.at(right)).sum(1)
 
@@ -177,28 +178,24 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True)
 class _ScoredPairs:
-    """The P explicit pairs of a row block."""
+    """P single pairs of a row block: its positives, or explicit pairs."""
 
-    left: Tensor
+    left: Entries
     """[P] entry of the row's query or positive."""
-    right: Tensor
-    """[P] entry of the hard negative."""
+    right: Entries
+    """[P] entry of the row's positive, or of the hard negative."""
     scores: Tensor
     """[K, P]"""
-    by_size: list[CandidateLogits]
-    """What the row losses of each size read of them: logits [P]."""
+    by_size: list[CandidateLogits] = field(default_factory=list)
+    """Of explicit pairs: what the row losses of each size read of them, logits [P]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RowBlock:
     """n rows of this rank, with the state of their losses."""
 
-    queries: slice
-    """Entries of the rows' queries."""
-    positives: slice
-    """Entries of the rows' positives."""
-    positive_scores: Tensor
-    """[K, n] scores of the rows' queries and positives."""
+    positives: _ScoredPairs
+    """The rows' queries and positives, with scores [K, n]."""
     losses: list[list[RowLoss]]
     """By size and direction."""
     ceilings: Tensor | None
@@ -317,9 +314,8 @@ class _ScorePass:
             unit = guide_scores.abs() if guide.is_relative else 1.0
             margin = guide.margin_below_positive * unit
             guide_ceilings = _with_tolerance(guide_scores - margin)
-        return _RowBlock(
-            queries, positives, positive_scores, losses, ceilings, guide_ceilings
-        )
+        pairs = _ScoredPairs(queries, positives, positive_scores)
+        return _RowBlock(pairs, losses, ceilings, guide_ceilings)
 
     def _score_explicit(self, rows: slice, block: _RowBlock) -> list[_ScoredPairs]:
         """Score the explicit pairs of a row block, and add them to the row losses."""
@@ -358,35 +354,25 @@ class _ScorePass:
         self, block: _RowBlock, explicit: list[_ScoredPairs]
     ) -> None:
         """Add the gradient of a block's positives and explicit pairs."""
-        d_positives = []
-        for by_direction in block.losses:
-            # Both directions share the positive's score, so their derivatives add up.
-            directions = [row_loss.d_positive() for row_loss in by_direction]
-            d_positives.append(torch.stack(directions).sum(0))
-        self._add_pair_gradient(
-            block.queries, block.positives, block.positive_scores, d_positives
-        )
-        for pairs in explicit:
-            d_logits = []
-            for candidates, by_direction in zip(
-                pairs.by_size, block.losses, strict=True
-            ):
-                d_logits.append(by_direction[FORWARD].grad(candidates))
-            self._add_pair_gradient(pairs.left, pairs.right, pairs.scores, d_logits)
-
-    def _add_pair_gradient(
-        self,
-        left: slice | Tensor,
-        right: slice | Tensor,
-        scores: Tensor,
-        d_logits_by_size: list[Tensor],
-    ) -> None:
-        d_logits = torch.stack(d_logits_by_size)  # [K, P]
-        if self.bias is not None:
-            self.d_bias += d_logits.sum()
-        # An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
-        self.d_scale += (d_logits * scores).sum()
-        self.table.add_pair_gradient(left, right, scores, d_logits * self.scale)
+        for pairs in (block.positives, *explicit):
+            by_size = []
+            for k, by_direction in enumerate(block.losses):
+                if pairs.by_size:
+                    derivative = by_direction[FORWARD].grad(pairs.by_size[k])
+                else:
+                    # Both directions share the positive's score, so their derivatives add up.
+                    directions = [row_loss.d_positive() for row_loss in by_direction]
+                    derivative = torch.stack(directions).sum(0)
+                by_size.append(derivative)
+            d_logits = torch.stack(by_size)  # [K, P]
+            if self.bias is not None:
+                self.d_bias += d_logits.sum()
+            # logits = scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
+            self.d_scale += (d_logits * pairs.scores).sum()
+            d_scores = d_logits * self.scale
+            self.table.add_pair_gradient(
+                pairs.left, pairs.right, pairs.scores, d_scores
+            )
 
     # ---- Tiles ------------------------------------------------------------------------
 

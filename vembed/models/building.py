@@ -191,8 +191,8 @@ def build_model(
             backbone.get_parameter(name).requires_grad = False
         cast_frozen_towers(description, options, adapters.freeze, backbone)
     if keeps_masters:
-        # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.head_names`).
-        for head_module in model.heads():
+        # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.heads`).
+        for head_module in model.heads().values():
             head_module.float()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(

@@ -231,7 +231,7 @@ class EmbeddingModel(nn.Module):
         if name is None:
             return features
         projection: Any = self.backbone.get_submodule(name)
-        # In the dtype of its weights (see `head_names`).
+        # In the dtype of its weights (see `heads`).
         with torch.autocast(features.device.type, enabled=False):
             projected: Tensor = projection(features.to(projection.weight.dtype))
         return projected
@@ -276,8 +276,8 @@ class EmbeddingModel(nn.Module):
         # In float32, as the forward returns them.
         return 4 * self.description.hidden_dim * num_vectors
 
-    def head_names(self) -> list[str]:
-        """Names of the modules behind the towers: a trained pooling, projections and head.
+    def heads(self) -> dict[str, nn.Module]:
+        """Return the modules behind the towers by name: a trained pooling, projections and head.
 
         They compute in float32 in every precision, because they are small and give the
         embedding. They learn at `head_learning_rate`.
@@ -288,11 +288,7 @@ class EmbeddingModel(nn.Module):
             names.append("pooling")
         if self.head is not None:
             names.append("head")
-        return names
-
-    def heads(self) -> list[nn.Module]:
-        """Return the modules of `head_names`."""
-        return [self.get_submodule(name) for name in self.head_names()]
+        return {name: self.get_submodule(name) for name in names}
 
     def has_auxiliary(self) -> bool:
         """True if the model may return losses of its own."""

@@ -108,7 +108,7 @@ def shard(
     if layout.computes_in_half and isinstance(model, EmbeddingModel):
         # Units of their own: a unit that computes in 16 bits would gather their weights in 16 bits, and without sharding
         # they compute in float32.
-        wide = model.heads()
+        wide = list(model.heads().values())
     units = [
         unit for unit in choose_units(model, fsdp, layer_classes) if unit not in wide
     ]

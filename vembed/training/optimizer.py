@@ -150,7 +150,7 @@ def head_prefixes(model: nn.Module) -> tuple[str, ...]:
     names = ["loss."]
     for module in model.modules():
         if isinstance(module, EmbeddingModel):
-            names += [f"{name}." for name in module.head_names()]
+            names += [f"{name}." for name in module.heads()]
     return tuple(names)
 
 

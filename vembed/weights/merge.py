@@ -21,7 +21,6 @@ from vembed.models.families.model_files import CODES, read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
-from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
 from vembed.weights.merge_rules import MergeMethod, check_merge
 from vembed.weights.methods import Recipe, merged_pieces
 from vembed.weights.sources import (
@@ -32,8 +31,11 @@ from vembed.weights.sources import (
     check_pooling,
     check_tokenizers,
     default_base,
+    is_checkpoint,
+    last_checkpoints,
     matched,
     open_source,
+    whole_model,
 )
 
 log = logging.getLogger("vembed")

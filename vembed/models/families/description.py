@@ -527,7 +527,7 @@ def _family(reading: _Reading) -> Family:
         reason = f"the forward of {options.model_class}"
     by_model_type: dict[str, Family] = {}
     for record in FAMILIES.values():
-        by_model_type |= dict.fromkeys(record.model_types, record)
+        by_model_type |= dict.fromkeys(record.model_types or (), record)
     inputs = reading.config.inputs if isinstance(reading.config, OwnConfig) else ()
     if reading.saved:
         detected = FAMILIES[reading.saved["family"]]

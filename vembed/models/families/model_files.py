@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from vembed.errors import UserError
+from vembed.files import read_json, read_json_object
 from vembed.models.poolings.base import Pooling
 from vembed.models.poolings.table import MODE_FLAGS, POOLINGS
 from vembed.names import is_hub_model, similar_path
@@ -185,24 +186,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 
 def read_object(path: Path) -> dict[str, Any] | None:
     """Read a JSON file that holds an object; None if it does not exist."""
-    values = read_json(path)
-    if values is not None and not isinstance(values, dict):
-        raise UserError(
-            f"{path} holds a {type(values).__name__} instead of a JSON object"
-        )
-    return values
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file; None if it does not exist."""
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
+    return read_json_object(path) if path.is_file() else None
 
 
 # ---- schemas of the small files, and checks of config.json -------------------------------------------------------
@@ -304,7 +288,7 @@ Modules = Annotated[list[ModuleSettings], Field(min_length=1)]
 
 def read_settings(path: Path, kind: Any, *, is_optional: bool = False) -> Any:
     """Return the contents of a JSON file by their schema `kind`. `is_optional`: a missing file has the defaults."""
-    values = read_json(path)
+    values = read_json(path) if path.is_file() else None
     if values is None and not is_optional:
         raise UserError(
             f"{path.parent} has no {path.name}, although the model's files name that folder"
