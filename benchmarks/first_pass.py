@@ -173,7 +173,8 @@ def opened(path: Path, cache: Path, processes: int) -> Opened:
         mock.patch("vembed.data.first_pass.num_cores", return_value=processes),
         peaks_of_children() as others,
     ):
-        store = open_examples(config.data, str(path), cache_dir=cache)
+        os.environ["XDG_CACHE_HOME"] = str(cache)
+        store = open_examples(config.data, str(path))
     there, processor = time.perf_counter(), processor_time() - processor
     schedule = BatchSchedule([len(store)], 64, 0)
     for index in schedule.batch(0, 0):
@@ -220,7 +221,8 @@ def processor_seconds(
 
     def first_pass(number: int) -> None:
         with mock.patch("vembed.data.first_pass.num_cores", return_value=1):
-            open_examples(config.data, str(path), cache_dir=cache / str(number))
+            os.environ["XDG_CACHE_HOME"] = str(cache / str(number))
+            open_examples(config.data, str(path))
 
     gc.disable()  # as in the processes of the first pass
     best = [float("inf")] * 3

@@ -24,7 +24,7 @@ def opened(folder: Path, rows: list[dict[str, Any]], **options: Any) -> ExampleS
     config = TrainConfig(
         model_name="m", data_path=str(path), output_dir=str(folder / "out"), **options
     )
-    return open_examples(config, str(path), cache_dir=folder)
+    return open_examples(config, str(path))
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,8 @@ from vembed.data.formats import base, parquet
 from vembed.data.formats.base import Format, row_values
 from vembed.data.formats.delimited import DelimitedFile, TsvFile
 from vembed.data.formats.json_lines import JsonArray, JsonLines
-from vembed.data.formats.opening import SeveralFiles, open_reader
 from vembed.data.formats.parquet import ParquetFile
-from vembed.data.formats.table import FORMATS, check_formats
+from vembed.data.formats.table import FORMATS, SeveralFiles, check_formats, open_reader
 from vembed.data.images.files import ImageRoot
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
@@ -200,7 +199,7 @@ def test_what_a_format_does_not_declare_is_named(
 
 @all_formats
 def test_records_come_in_order_and_again(form: type[Format], tmp_path: Path) -> None:
-    reader = open_reader(str(written(form, tmp_path)), None, "train", tmp_path)
+    reader = open_reader(str(written(form, tmp_path)))
     assert type(reader) is form
     rows = list(reader.rows())
     assert [record for _, _, record in rows] == RECORDS
@@ -235,7 +234,7 @@ def test_a_bad_record_is_named(form: type[Format], tmp_path: Path) -> None:
 
 @all_formats
 def test_parts_are_the_whole(form: type[Format], tmp_path: Path) -> None:
-    reader = open_reader(str(written(form, tmp_path)), None, "train", tmp_path)
+    reader = open_reader(str(written(form, tmp_path)))
     parts = reader.parts()
     numbers = []
     lines = []
@@ -254,7 +253,7 @@ def test_parts_are_the_whole(form: type[Format], tmp_path: Path) -> None:
 
 @all_formats
 def test_another_process_reads_the_same(form: type[Format], tmp_path: Path) -> None:
-    reader = open_reader(str(written(form, tmp_path)), None, "train", tmp_path)
+    reader = open_reader(str(written(form, tmp_path)))
     reader.name = "another name"
     if reader.columns is not None:
         reader.select(reader.columns[:2])
@@ -280,7 +279,7 @@ def test_another_part_is_another_fingerprint(
 
 @all_formats
 def test_threads_read_the_same(form: type[Format], tmp_path: Path) -> None:
-    reader = open_reader(str(written(form, tmp_path)), None, "train", tmp_path)
+    reader = open_reader(str(written(form, tmp_path)))
     numbers = [number for number, _, _ in reader.rows()]
     results: dict[int, list[Any]] = {}
 
@@ -313,7 +312,7 @@ def test_several_processes_find_what_one_finds(
     results = []
     for num_cores in (1, 2):
         monkeypatch.setattr(first_pass, "num_cores", lambda count=num_cores: count)
-        reader = open_reader(pattern, None, "train", tmp_path)
+        reader = open_reader(pattern)
         assert isinstance(reader, SeveralFiles)
         results.append(as_plain(index_of(reader, with_keys=with_keys)))
     assert results[0] == results[1]

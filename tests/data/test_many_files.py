@@ -23,8 +23,8 @@ def lines(records: list[dict[str, str]]) -> bytes:
     return "".join(json.dumps(one) + "\n" for one in records).encode()
 
 
-def opened(path: str, cache: Path, **options: object) -> ExampleStore:
-    return open_examples(config(**options), path, cache_dir=cache)
+def opened(path: str) -> ExampleStore:
+    return open_examples(config(), path)
 
 
 def queries(store: ExampleStore) -> list[str | None]:
@@ -55,7 +55,7 @@ def test_files_of_a_folder_or_pattern_are_one_source(
     path = (
         str(tmp_path / "data") if form == "folder" else f"{tmp_path}/d*/part-*.{ending}"
     )
-    store = opened(path, tmp_path / "cache")
+    store = opened(path)
     assert queries(store) == [one["query"] for one in RECORDS]
     assert store.sizes == (7,)
     assert store[4].where.startswith(str(tmp_path / "data" / f"part-2.{ending}"))
@@ -67,18 +67,20 @@ def test_bad_records_are_named_by_their_own_file(tmp_path: Path) -> None:
         gzip.compress(lines(RECORDS[:1]) + b"{\n")
     )
     with pytest.raises(UserError, match=r"part-3\.jsonl\.gz:2: not JSON"):
-        opened(str(tmp_path / "data"), tmp_path / "cache")
+        opened(str(tmp_path / "data"))
 
 
-def test_a_packed_file_is_unpacked_once_for_each_version(tmp_path: Path) -> None:
+def test_a_packed_file_is_unpacked_once_for_each_version(
+    tmp_path: Path, cache_home: Path
+) -> None:
     path = tmp_path / "data.jsonl.gz"
     for part in PARTS[:2]:
         path.write_bytes(gzip.compress(lines(part)))
-        assert queries(opened(str(path), tmp_path)) == [one["query"] for one in part]
-        copies = list((tmp_path / "unpacked").rglob("*.jsonl"))
+        assert queries(opened(str(path))) == [one["query"] for one in part]
+        copies = list(cache_home.rglob("unpacked/*/*.jsonl"))
         assert len(copies) == 1
         before = copies[0].stat().st_mtime_ns
-        opened(str(path), tmp_path)
+        opened(str(path))
         assert copies[0].stat().st_mtime_ns == before
 
 
@@ -86,11 +88,11 @@ def test_addresses_are_fetched_into_the_cache(tmp_path: Path) -> None:
     files = fsspec.filesystem("memory")
     for number, part in enumerate(PARTS):
         files.pipe(f"/bucket/part-{number}.jsonl", lines(part))
-    store = opened("memory://bucket/*.jsonl", tmp_path)
+    store = opened("memory://bucket/*.jsonl")
     assert queries(store) == [one["query"] for one in RECORDS]
     assert store[4].where == "memory:///bucket/part-2.jsonl:1"
     write(tmp_path / "data", "parquet")
-    assert queries(opened(f"file://{tmp_path}/data/part-0.parquet", tmp_path)) == [
+    assert queries(opened(f"file://{tmp_path}/data/part-0.parquet")) == [
         "query 0",
         "query 1",
         "query 2",
@@ -106,9 +108,7 @@ def test_addresses_are_fetched_into_the_cache(tmp_path: Path) -> None:
         ("unknown://bucket/a.jsonl", "unknown"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(
-    tmp_path: Path, path: str, said: str
-) -> None:
+def test_what_is_not_there_is_one_sentence(path: str, said: str) -> None:
     with pytest.raises(UserError, match=said) as found:
-        opened(path, tmp_path)
+        opened(path)
     assert "\n" not in str(found.value)

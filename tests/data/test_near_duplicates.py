@@ -11,7 +11,6 @@ from tests.tiny import WORDS
 from vembed.data.near_duplicates import (
     NearIndex,
     containment,
-    feature_arrays,
     near_links,
     ngrams,
     words,
@@ -49,7 +48,7 @@ def test_the_pairs_are_those_of_a_full_comparison(
         for first, second in combinations(range(len(texts)), 2)
         if containment(grams[first], grams[second]) >= threshold
     }
-    index = NearIndex(feature_arrays(grams), threshold)
+    index = NearIndex(list(grams), threshold)
     pairs = set()
     for number in range(len(texts)):
         pairs |= {(other, number) for other in index.near(number)}
@@ -59,9 +58,7 @@ def test_the_pairs_are_those_of_a_full_comparison(
 
 
 def test_short_texts_are_not_near_and_an_empty_index_finds_nothing() -> None:
-    arrays = feature_arrays(
-        map(ngrams, ["one two three four", "one two three four", ""])
-    )
+    arrays = list(map(ngrams, ["one two three four", "one two three four", ""]))
     index = NearIndex(arrays, 0.9)
     assert list(index.near(0)) == []
     for number in range(3):
@@ -71,7 +68,7 @@ def test_short_texts_are_not_near_and_an_empty_index_finds_nothing() -> None:
 
 def test_a_large_group_of_copies_takes_linear_time() -> None:
     text = " ".join(sentence(random.Random(1), 60))
-    copies = feature_arrays(ngrams(f"{text} number {n} here") for n in range(3000))
+    copies = [ngrams(f"{text} number {n} here") for n in range(3000)]
     index = NearIndex(copies, 0.85)
     compared = 0
     is_near = index._is_near
@@ -91,13 +88,13 @@ def test_a_large_group_of_copies_takes_linear_time() -> None:
 
 def test_a_chain_is_one_group() -> None:
     letters = [set(range(start, start + 10)) for start in range(0, 6, 2)]
-    arrays = feature_arrays([*letters, set(range(100, 110))])
+    arrays = [*letters, set(range(100, 110))]
     assert list(near_links(arrays, threshold=0.8)) == [(0, 1), (1, 2)]
     assert not list(near_links(arrays, threshold=0.9))
 
 
 def test_size_ratio_and_smallest_size() -> None:
-    arrays = feature_arrays([range(6), range(20)])
+    arrays = [range(6), range(20)]
     assert list(near_links(arrays, threshold=0.9)) == [(0, 1)]
     for options in ({"min_size_ratio": 0.5}, {"min_features": 7}):
         assert not list(near_links(arrays, threshold=0.9, **options)), options

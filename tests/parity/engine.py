@@ -34,7 +34,7 @@ from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import plain_name
 from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
-from vembed.teachers.supply import Teachers
+from vembed.teachers import Teachers
 from vembed.training.frozen import InputSource
 from vembed.training.optimizer import synchronise
 from vembed.training.step import (
@@ -123,7 +123,7 @@ def examples(case: Case) -> list[Example]:
 
 def build(
     config: TrainConfig, teacher_dims: Mapping[str, int] | None = None
-) -> tuple[EmbeddingModel, EmbeddingLoss, BaseFeaturiser[Any]]:
+) -> tuple[EmbeddingModel, EmbeddingLoss, BaseFeaturiser]:
     """Model and loss in float64, the same on every call; adapters are not left at zero."""
     description = described(config)
     model = model_of(
@@ -148,7 +148,7 @@ def build(
 def step_of(
     model: nn.Module,
     loss: EmbeddingLoss,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     rows: list[Example],
     budget: Budget,
@@ -233,7 +233,7 @@ def reference(case: Case, world_size: int) -> dict[str, Tensor]:
 
 
 def plain_batch(
-    case: Case, model: EmbeddingModel, featuriser: BaseFeaturiser[Any]
+    case: Case, model: EmbeddingModel, featuriser: BaseFeaturiser
 ) -> LossBatch:
     """Every occurrence of every text in one padded batch."""
     units: list[Any] = []
@@ -283,7 +283,7 @@ def gives_scores(model: EmbeddingModel) -> bool:
 
 
 def drawn_batch(
-    case: Case, model: EmbeddingModel, featuriser: BaseFeaturiser[Any], world_size: int
+    case: Case, model: EmbeddingModel, featuriser: BaseFeaturiser, world_size: int
 ) -> LossBatch:
     """With dropout the draws depend on the micro-batches: the same ones, with graphs kept, of all ranks in turn."""
     rows, budget = examples(case), case.budget()

@@ -17,7 +17,7 @@ from vembed.data.examples import Example, Item, ReadAs
 from vembed.data.row_store import RowStore
 from vembed.errors import UserError
 from vembed.parallel.session import start_session
-from vembed.teachers.supply import Teachers
+from vembed.teachers import Teachers
 
 LOSSES = [
     {"loss": "kl", "distill_candidates": "batch", "teacher": "bert"},
@@ -165,7 +165,7 @@ def vectors_of(config: TrainConfig, cache: Path, items: list[Item]) -> np.ndarra
         teachers = Teachers(config.objective, config.data, config.model, session, cache)
         asked = []
         for item in items:
-            key, question = teachers.by_name["bert"].model.question(item, "query")
+            key, question = teachers.by_name["bert"].question(item, "query")
             asked.append(teachers.by_name["bert"].answers([key], [question]))
     return np.concatenate(asked)
 

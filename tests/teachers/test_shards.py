@@ -27,8 +27,7 @@ from vembed.data.row_store import RowStore
 from vembed.errors import UserError
 from vembed.inference.reranker import Reranker
 from vembed.parallel.session import start_session
-from vembed.teachers.models import PairTeacher, is_sharded
-from vembed.teachers.supply import Teachers, teacher_kind
+from vembed.teachers import PairTeacher, Teachers, is_sharded, teacher_kind
 
 
 def yes_no_decoder(folder: Path) -> Path:
@@ -70,7 +69,7 @@ def answer(config: TrainConfig, cache: Path, data: list[list[Example]]) -> list[
         teachers = Teachers(config.objective, config.data, config.model, session, cache)
         for number, examples in enumerate(data):
             teachers.prepare(Data(examples, str(number)))
-        return [type(teacher.model) for teacher in teachers.by_name.values()]
+        return [type(teacher) for teacher in teachers.by_name.values()]
 
 
 def kept(cache: Path) -> dict[str, dict[bytes, np.ndarray]]:
@@ -129,7 +128,7 @@ def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
             config.objective, config.data, config.model, session, tmp_path / "cache"
         )
         teachers.prepare(Data([example], "data"))
-        found = teachers.by_name[str(folder)].model.compute(
+        found = teachers.by_name[str(folder)].compute(
             [(example.query, example.negatives[0])]
         )
     text = f"<Instruct>: Do they match\n<Query>: {example.query.text}\n<Document>: {example.negatives[0].text}"
@@ -162,7 +161,13 @@ def test_a_rank_without_pairs_runs_a_decoder_whose_tokenizer_makes_nothing_of_an
     config = config_of(shared(tiny_qwen3))
     with start_session(config) as session:
         judge = PairTeacher(
-            teacher, "reranker", tmp_path, session, trust_remote_code=False
+            teacher,
+            "reranker",
+            tmp_path,
+            session,
+            tmp_path,
+            arithmetic="float32",
+            trust_remote_code=False,
         )
         assert judge.compute([]).shape == (0, 1)
         assert tokenizer("", "")["input_ids"] == []

@@ -484,12 +484,20 @@ class DataSection(Section, title="data"):
 
     def sources(self) -> list[DataSource]:
         """Return an entry for each source of `data_path`."""
-        paths = self.data_path if isinstance(self.data_path, list) else [self.data_path]
-        sources = []
-        for path in paths:
-            source = DataSource(path=path) if isinstance(path, str) else path
-            sources.append(source)
-        return sources
+        return sources_of(self.data_path)
+
+
+def sources_of(paths: str | Sequence[str | DataSource]) -> list[DataSource]:
+    """Return an entry for each source of data. Raise UserError for an empty list."""
+    sources = []
+    for path in [paths] if isinstance(paths, str) else paths:
+        source = DataSource(path=path) if isinstance(path, str) else path
+        sources.append(source)
+    if not sources:
+        raise UserError(
+            "data_path is an empty list: name at least one file, folder or dataset"
+        )
+    return sources
 
 
 class _Objective(Section, title="loss"):
@@ -831,7 +839,7 @@ class TrainConfig(Immutable):
 
 
 @cache
-def _sections_by_option() -> dict[str, tuple[str, type[Section], FieldInfo]]:
+def sections_by_option() -> dict[str, tuple[str, type[Section], FieldInfo]]:
     """Return name and class of the section and the field of every option, in the order of the schema."""
     options: dict[str, tuple[str, type[Section], FieldInfo]] = {}
     for name, field in TrainConfig.model_fields.items():
@@ -848,22 +856,16 @@ def _sections_by_option() -> dict[str, tuple[str, type[Section], FieldInfo]]:
 
 def section_of(option: str) -> str:
     """Return the name of the section that an option belongs to."""
-    if option not in _sections_by_option():
+    if option not in sections_by_option():
         raise ValueError(f"there is no option {option!r}")
-    name, _, _ = _sections_by_option()[option]
+    name, _, _ = sections_by_option()[option]
     return name
-
-
-def section_title(option: str) -> str:
-    """Return the title of the section that an option belongs to."""
-    _, section, _ = _sections_by_option()[option]
-    return str(section.model_config["title"])
 
 
 def option_fields() -> dict[str, FieldInfo]:
     """Return the pydantic field of every option, in the order of the schema."""
     fields = {}
-    for name, (_, _, field) in _sections_by_option().items():
+    for name, (_, _, field) in sections_by_option().items():
         fields[name] = field
     return fields
 

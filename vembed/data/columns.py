@@ -108,12 +108,13 @@ class Columns:
         *,
         may_miss: bool = False,
         texts_alone: bool = False,
+        reads_all: bool = False,
     ) -> None:
         """`mapping`: column_mapping, names in the file -> names in COLUMNS. `may_miss`: the mapping serves several
         sources, and a table need not have all of its names. `texts_alone`: a record may be a single `text`, which is
-        query and positive then."""
-        self.mapping = mapping = dict(mapping or {})
-        self._mapping = _roles(mapping)
+        query and positive then. `reads_all`: columns of a table that are no part of an example are kept."""
+        self._mapping = _roles(mapping or {})
+        self._reads_all = reads_all
         self._texts_alone = texts_alone
         self._layouts: dict[tuple[str, ...], RecordLayout] = {}
         self._unused: dict[str, None] = {}
@@ -171,6 +172,8 @@ class Columns:
 
     def needed(self, columns: Iterable[str]) -> list[str]:
         """Return the columns of a table that are read, in the table's order."""
+        if self._reads_all:
+            return list(columns)
         fields = fields_of(columns)
         read = self.layout(tuple(dict.fromkeys(fields.values()))).read
         return [name for name, field in fields.items() if field in read]

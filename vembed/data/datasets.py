@@ -23,7 +23,6 @@ from vembed.data.example_store import ExampleStore, open_examples
 from vembed.data.examples import Example, Examples, Item, Kind, ReadAs
 from vembed.data.near_duplicates import (
     Groups,
-    feature_arrays,
     near_links,
     ngrams,
     normal_key,
@@ -317,8 +316,7 @@ def _near_links(
         return []
     # In the order of the keys, so that the groups do not depend on that of the records.
     keys = sorted(texts)
-    arrays = feature_arrays(features(texts[key]) for key in keys)
-    links = near_links(arrays, **options)
+    links = near_links((features(texts[key]) for key in keys), **options)
     return [(keys[first], keys[second]) for first, second in links]
 
 

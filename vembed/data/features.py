@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,8 +26,6 @@ from vembed.models.processors import image_placeholder
 
 _ENTRY_BYTES = 400
 """Estimated overhead of one cached entry besides its token ids, in bytes."""
-
-Unit = TypeVar("Unit")
 
 Address = tuple[int, str, int | None]
 """Cache key of an item's features: content, prompt, and the item's own maximum length."""
@@ -54,7 +52,7 @@ class Features:
     """int32, 0 for tokens of a pair's query and 1 for those of its document, where the tokenizer tells."""
 
 
-class BaseFeaturiser(ABC, Generic[Unit]):
+class BaseFeaturiser(ABC):
     """Converter from what a model reads at once (an input, or a pair of them) to features and tensors. Thread-safe."""
 
     def __init__(
@@ -83,11 +81,11 @@ class BaseFeaturiser(ABC, Generic[Unit]):
             self.texts = TextProcessing(description)
 
     @abstractmethod
-    def units(self, example: Example) -> list[Unit]:
+    def units(self, example: Example) -> list[Any]:
         """Return what the model reads of an example, with its positives and hard negatives last, one unit for each."""
 
     @abstractmethod
-    def features(self, units: Sequence[Unit]) -> list[Features]:
+    def features(self, units: Sequence[Any]) -> list[Features]:
         """Return the features of each unit, in order. Reads only the headers of images."""
 
     def dummy(self, modality: Modality) -> Features:
@@ -140,7 +138,7 @@ class BaseFeaturiser(ABC, Generic[Unit]):
             self.pixels.decode_ahead(images)
 
 
-class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
+class Featuriser(BaseFeaturiser):
     """Converter from items in the role of query or document to features and tensors."""
 
     def __init__(
@@ -286,7 +284,7 @@ IMAGE_ANSWER_END = "<|im_end|>\n<|im_start|>assistant\n"
 """The same of Qwen3-VL-Reranker."""
 
 
-class PairFeaturiser(BaseFeaturiser[Pair]):
+class PairFeaturiser(BaseFeaturiser):
     """Converter from pairs of texts (of vision-language models also images) to token ids, and to the tensors of a forward
     pass."""
 
@@ -433,9 +431,7 @@ def pair_template(description: ModelDescription, image_placeholder: str = "") ->
     return "\n".join(lines)
 
 
-def build_featuriser(
-    description: ModelDescription, **options: Any
-) -> BaseFeaturiser[Any]:
+def build_featuriser(description: ModelDescription, **options: Any) -> BaseFeaturiser:
     """Return the featuriser of a model. `options`: those of `Featuriser`."""
     if description.scores is not None:
         return PairFeaturiser(description, **options)

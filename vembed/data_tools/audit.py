@@ -23,7 +23,6 @@ from vembed.data.example_store import Records
 from vembed.data.examples import Example, Item
 from vembed.data.near_duplicates import (
     NearIndex,
-    feature_arrays,
     image_digest,
     ngrams,
 )
@@ -37,7 +36,6 @@ from vembed.mining.inputs import Inputs, Rows, content_key, open_rows, read_inpu
 from vembed.mining.mine import Log, open_session, work_folder
 from vembed.mining.options import AuditConfig, MineConfig, Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.parallel.session import Session
 from vembed.progress import duration
 
 Severity = Literal["error", "warning", "note"]
@@ -91,7 +89,6 @@ def audit(
     source: Source,
     overrides: Sequence[str] = (),
     *,
-    session: Session | None = None,
     log: Log | None = None,
 ) -> AuditResult:
     """Check training data with the options of a YAML file, a dict or an `AuditConfig`. Collective, as `mine`."""
@@ -99,7 +96,7 @@ def audit(
     page = check_audit(config)
     json_path = page.with_suffix(".json")
     began = time.monotonic()
-    with open_session(session, log) as (running, log_line):
+    with open_session(log) as (running, log_line):
         mining = mining_config(config)
         inputs = read_inputs(mining)
         rows = inputs.rows
@@ -451,7 +448,7 @@ class Checks:
             texts.append(
                 f"{example.query.text or ''}\n{example.positives[0].text or ''}"
             )
-        index = NearIndex(feature_arrays(map(ngrams, texts)), threshold)
+        index = NearIndex(map(ngrams, texts), threshold)
         near: dict[int, int] = {}
         for row in range(len(texts)):
             if row in self.rows_to_drop["duplicates"]:
@@ -487,8 +484,7 @@ class Checks:
                 for key, example in zip(rows.query_keys, rows.examples, strict=True):
                     queries[key] = example.query.text or ""
             texts = list(queries.values())
-            features = feature_arrays(map(ngrams, texts))
-            index = NearIndex(features, self.config.near_duplicate)
+            index = NearIndex(map(ngrams, texts), self.config.near_duplicate)
             num_held_out = len(in_validation)
             for number, key in enumerate(queries):
                 if number < num_held_out:

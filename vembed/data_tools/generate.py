@@ -39,7 +39,7 @@ from vembed.mining.inputs import (
     read_corpus,
     read_inputs,
 )
-from vembed.mining.mine import Log, open_session
+from vembed.mining.mine import Log, open_session, work_folder
 from vembed.mining.options import (
     Endpoint,
     GenerateConfig,
@@ -101,16 +101,15 @@ def generate(
     source: Source,
     overrides: Sequence[str] = (),
     *,
-    session: Session | None = None,
     log: Log | None = None,
 ) -> GenerateResult:
     """Make pairs from documents with the options of a YAML file, a dict or a `GenerateConfig`. Collective, as `mine`."""
     config = load_options(GenerateConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()
-    folder = Path(config.work_dir or f"{config.output_path}.work").expanduser()
+    folder = work_folder(config)
     left_out: Counter[str] = Counter()
-    with open_session(session, log) as (running, log_line):
+    with open_session(log) as (running, log_line):
         files = []
         for path in paths_of(config.corpus_path):
             allows = config.allow_image_urls

@@ -19,7 +19,6 @@ from vembed.mining.judges import Cascade, Pair, text_of
 from vembed.mining.mine import Log, open_session
 from vembed.mining.options import JudgeConfig, Source, load_options
 from vembed.mining.output import NEGATIVES_NAME, POSITIVE_NAME, check_output, write_rows
-from vembed.parallel.session import Session
 from vembed.progress import duration
 
 JUDGEMENTS_NAME = "negative_judge_scores"
@@ -92,14 +91,13 @@ def judge(
     source: Source,
     overrides: Sequence[str] = (),
     *,
-    session: Session | None = None,
     log: Log | None = None,
 ) -> JudgeResult:
     """Judge the negatives of training data with the options of a YAML file, a dict or a `JudgeConfig`. Collective, as `mine`."""
     config = load_options(JudgeConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()
-    with open_session(session, log) as (running, log_line):
+    with open_session(log) as (running, log_line):
         data = RowNegatives(config)
         log_line(data.summary())
         cascade = Cascade(config.judges, config, running)

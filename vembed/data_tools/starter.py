@@ -30,11 +30,11 @@ from vembed.data.columns import (
 )
 from vembed.data.examples import BadRecord
 from vembed.data.formats.base import Format
-from vembed.data.formats.opening import SeveralFiles, open_reader
+from vembed.data.formats.table import SeveralFiles, open_reader
 from vembed.data.images.files import IMAGE_PATH, ImageRoot
 from vembed.data.records import Mode, RecordFormat
 from vembed.errors import UserError, printable
-from vembed.files import cache_folder, replace_text
+from vembed.files import replace_text
 from vembed.names import is_address, is_pattern
 
 NUM_RECORDS = 1000
@@ -70,7 +70,7 @@ def read_sample(path: Path) -> FileSample:
     is_local_pattern = is_pattern(str(path)) and not is_address(str(path))
     if not path.exists() and not is_local_pattern:
         return FileSample()
-    reader = open_reader(str(path), None, "train", cache_folder())
+    reader = open_reader(path)
     rows = itertools.islice(reader.rows(), NUM_RECORDS)
     records = []
     for _, line, record in rows:

@@ -23,7 +23,7 @@ from vembed.data.examples import (
     has_lone_surrogate,
 )
 from vembed.data.formats.base import Format
-from vembed.data.formats.opening import data_files, open_document_reader
+from vembed.data.formats.table import data_files, open_document_reader
 from vembed.data.records import (
     DOCUMENT_FIELDS,
     ID_FIELDS,

@@ -127,7 +127,7 @@ def evaluate(
 
 def evaluate_model(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     data: EvalData,
     evaluation: EvaluationSection,
     session: Session | None,

@@ -50,7 +50,7 @@ def default_budget(device: torch.device | str) -> int:
 
 def encode_items(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     items: Sequence[Item],
     kind: Kind,
     *,
@@ -83,7 +83,7 @@ def encode_items(
 
 def encode_chunks(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     contents: Sequence[Item],
     kind: Kind,
     take: Take,
@@ -165,7 +165,7 @@ def encode_chunks(
 
 def encode_features(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     features: Sequence[Features],
     device: torch.device,
     *,

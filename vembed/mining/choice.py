@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from vembed.config.schema import ChoiceOptions
-from vembed.data.near_duplicates import DuplicateFinder
+from vembed.data.near_duplicates import KEPT_TEXTS, containment, ngrams
 from vembed.errors import UserError
 from vembed.mining.candidates import CandidateChunk, CandidateSearch, claimed_limit
 from vembed.mining.inputs import Documents
@@ -134,8 +135,9 @@ class Chooser:
         self._seed = seed
         self._limits = limits
         self._session = session
-        self._near = DuplicateFinder(
-            lambda number: documents.item(number).text, options.near_duplicate
+        # The n-grams of documents that come again are kept.
+        self._ngrams = functools.lru_cache(maxsize=KEPT_TEXTS)(
+            lambda number: ngrams(documents.item(number).text or "")
         )
         names = ("candidates", "skipped", "too_high", "too_low", "near_duplicates")
         self._counts = dict.fromkeys(names, 0)
@@ -164,7 +166,7 @@ class Chooser:
             place = 0
             for column in order:
                 document = int(candidates.documents[query, column])
-                if self._near.is_near(document, compared):
+                if self._is_near(document, compared):
                     self._counts["near_duplicates"] += 1
                     continue
                 documents[row, place] = document
@@ -180,6 +182,17 @@ class Chooser:
             collectives.all_gather_dealt(torch.from_numpy(scores), num_queries).numpy(),
             np.full((num_queries, depth), UNDECIDED, np.float32),
         )
+
+    def _is_near(self, document: int, others: Sequence[int]) -> bool:
+        """Return whether a document is a near-duplicate of one of the others."""
+        threshold = self._options.near_duplicate
+        if threshold is None:
+            return False
+        for other in others:
+            share = containment(self._ngrams(document), self._ngrams(other))
+            if share >= threshold:
+                return True
+        return False
 
     def counts(self) -> dict[str, int]:
         """Candidates by what became of them, of all ranks. Collective."""

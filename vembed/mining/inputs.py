@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from vembed.config.schema import DataSource
+from vembed.config.schema import sources_of
 from vembed.data.columns import Columns
 from vembed.data.example_store import Records, open_records, refuse_bad_records
 from vembed.data.examples import BadRecord, Example, Item, KeyIndex
 from vembed.data.formats.base import Format
-from vembed.data.formats.opening import open_document_reader
+from vembed.data.formats.table import open_document_reader
 from vembed.data.images.files import ImageRoot
 from vembed.data.near_duplicates import casefolded
 from vembed.data.records import (
@@ -35,18 +35,9 @@ from vembed.evaluation.beir import (
     texts_path,
 )
 from vembed.evaluation.top_k import Pairs
-from vembed.files import cache_folder
 from vembed.mining.options import DataOptions, RowOptions, paths_of
 
 SPLITS = ("train", "dev", "validation", "val", "test")
-
-
-class AllColumns(Columns):
-    """Keeps every column of a table, also those that training does not read."""
-
-    def needed(self, columns: Any) -> list[str]:
-        """All columns."""
-        return list(columns)
 
 
 class BeirTable:
@@ -146,30 +137,18 @@ class Rows:
 
 def open_rows(options: RowOptions) -> Rows:
     """Check every record of `data_path`; a `UserError` names the first ten that cannot be used."""
-    entries = (
-        options.data_path
-        if isinstance(options.data_path, list)
-        else [options.data_path]
-    )
-    if not entries:
-        raise UserError(
-            "data_path is an empty list: name at least one file, folder or dataset"
-        )
+    sources = sources_of(options.data_path)
     tables: list[Table] = []
-    for entry in entries:
-        source = DataSource(path=entry) if isinstance(entry, str) else entry
+    for source in sources:
         folder = Path(source.path)
         if is_beir_folder(folder):
             tables.append(BeirTable(folder, options.split))
         else:
-            mapping = source.column_mapping
-            if mapping is None:
-                mapping = options.column_mapping
-            # A mapping for all sources may name columns that one of them lacks. A source's own may not.
-            may_miss = len(entries) > 1 and source.column_mapping is None
-            columns = AllColumns(mapping, may_miss=may_miss)
-            cache = cache_folder()
-            tables.append(open_records(options, source, columns, "train", cache))
+            may_miss = len(sources) > 1
+            records = open_records(
+                options, source, "train", may_miss=may_miss, reads_all=True
+            )
+            tables.append(records)
     refuse_bad_records(
         [table for table in tables if isinstance(table, Records)],
         on_bad_record=options.on_bad_record,

@@ -6,7 +6,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,14 @@ from vembed.mining.inputs import (
     read_inputs,
 )
 from vembed.mining.judges import CandidateJudge
-from vembed.mining.options import BM25, DataOptions, MineConfig, Source, load_options
+from vembed.mining.options import (
+    BM25,
+    DataOptions,
+    GenerateConfig,
+    MineConfig,
+    Source,
+    load_options,
+)
 from vembed.mining.output import RowMaker, check_output, write_rows
 from vembed.mining.retrievers import DenseRetriever
 from vembed.parallel.session import Session, start_command_session
@@ -62,7 +69,6 @@ def mine(
     source: Source,
     overrides: Sequence[str] = (),
     *,
-    session: Session | None = None,
     log: Log | None = None,
 ) -> MineResult:
     """Mine hard negatives with the options of a YAML file, a dict or a `MineConfig`, and `key=value` overrides.
@@ -72,7 +78,7 @@ def mine(
     config = load_options(MineConfig, source, overrides)
     target = check_config(config)
     began = time.monotonic()
-    with open_session(session, log) as (running, log_line):
+    with open_session(log) as (running, log_line):
         inputs = read_inputs(config)
         folder = work_folder(config)
         for line in inputs.summary():
@@ -142,13 +148,9 @@ def mine(
 
 
 @contextmanager
-def open_session(
-    session: Session | None, log_line: Log | None
-) -> Iterator[tuple[Session, Log]]:
-    """Yield the given session, or a new one that ends here, and what prints a line on the first process."""
-    with ExitStack() as stack:
-        if session is None:
-            session = stack.enter_context(start_command_session())
+def open_session(log_line: Log | None) -> Iterator[tuple[Session, Log]]:
+    """Yield the session of a command, and what prints a line on the first process."""
+    with start_command_session() as session:
         log_line = log_line or log.info
         yield session, log_line if session.is_main else lambda _: None
 
@@ -160,7 +162,7 @@ def check_config(config: MineConfig) -> Path:
     return check_output(config.output_path)
 
 
-def work_folder(config: MineConfig) -> Path:
+def work_folder(config: MineConfig | GenerateConfig) -> Path:
     """Folder of vectors and intermediate results."""
     return Path(config.work_dir or f"{config.output_path}.work").expanduser()
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from vembed.config.layers import (
     BLOCKS,
@@ -62,10 +62,16 @@ class Retriever(Immutable):
     """Library that loads the model. `auto`: vembed, and Sentence Transformers for modules that vembed does not know."""
 
 
+def _checked_url(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"base_url: {url} must begin with http:// or https://")
+    return url
+
+
 class Endpoint(Immutable):
     """An OpenAI-compatible endpoint."""
 
-    base_url: str | None = None
+    base_url: Annotated[str, AfterValidator(_checked_url)] | None = None
     """Address of the endpoint, up to `/v1`: http://127.0.0.1:8000/v1."""
     api_key_env: str = "OPENAI_API_KEY"
     """Environment variable that holds the key. The key itself stands in no file."""
@@ -102,12 +108,6 @@ class Judge(Endpoint):
             raise ValueError(f"unsure: {self.unsure} must be [low, high]")
         if (self.kind == "endpoint") and self.base_url is None:
             raise ValueError(f"{self.model}: kind: endpoint needs base_url")
-        if self.base_url is not None and not self.base_url.startswith(
-            ("http://", "https://")
-        ):
-            raise ValueError(
-                f"base_url: {self.base_url} must begin with http:// or https://"
-            )
         return self
 
 
@@ -371,16 +371,6 @@ class Writer(Endpoint):
     """Longest document in tokens that the model reads."""
     batch_size: PositiveInt = 8
     """Documents that a local model reads at once."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Writer:
-        if self.base_url is not None and not self.base_url.startswith(
-            ("http://", "https://")
-        ):
-            raise ValueError(
-                f"base_url: {self.base_url} must begin with http:// or https://"
-            )
-        return self
 
 
 class GenerateConfig(ModelOptions, CommandConfig):

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -384,7 +384,7 @@ class Budget:
 def find_budget(
     options: BatchSection,
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
     optimizer: torch.optim.Optimizer | None = None,
@@ -462,7 +462,7 @@ class PeakMeter:
 
 def measure_demand(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
     meter: PeakMeter,
@@ -514,7 +514,7 @@ def measure_demand(
 
 def bytes_per_token(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
 ) -> int:
@@ -550,7 +550,7 @@ def bytes_per_token(
 
 
 def _demand_of(
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
     num_bytes: Callable[[ModelInputs], int],
@@ -604,8 +604,10 @@ class MemoryGuard:
             # The other ranks are blocked in a layer's all-gather and cannot be notified. Ending this rank ends them.
             raise RunError(advice(self.session, budget))
         # With whole copies no rank is inside a collective here, so that all can agree.
-        if self.session.strategy != "fsdp" and collectives.max_ints([int(failed)])[0]:
-            raise OutOfMemory
+        if self.session.strategy != "fsdp":
+            (any_failed,) = collectives.max_ints([int(failed)])
+            if any_failed:
+                raise OutOfMemory
 
     def smaller(self, budget: Budget) -> Budget:
         """Return half the budget, to replay the step with. Raise RunError if there is no smaller one."""

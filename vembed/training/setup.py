@@ -75,7 +75,7 @@ from vembed.parallel.parameters import (
 )
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
-from vembed.teachers.supply import Teachers
+from vembed.teachers import Teachers
 from vembed.training.fingerprints import of_images, of_option
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.hooks.averaging import WeightAverage
@@ -146,7 +146,7 @@ class TrainingComponents:
     """The model as it is called: replicated or sharded."""
     loss: EmbeddingLoss
     optimizer: torch.optim.Optimizer
-    featuriser: BaseFeaturiser[Any]
+    featuriser: BaseFeaturiser
     source: InputSource
     teachers: Teachers
 
@@ -443,7 +443,7 @@ def configured_hooks(run: Trainer) -> list[Hook]:
 def open_stream(
     options: DataSection,
     data: RunData,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     *,
     encodes_copies: bool,
@@ -491,7 +491,7 @@ def log_truncated_texts(
 
 def start_projection(
     embedder: EmbeddingModel,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     examples: ExampleStore,
     session: Session,
 ) -> None:
@@ -634,7 +634,7 @@ MAX_COSINE_DISTANCE_FLOAT32 = 1e-4
 def check_compiled(
     model: nn.Module,
     embedder: EmbeddingModel,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     features: Sequence[Features],
     session: Session,
 ) -> None:

@@ -65,7 +65,7 @@ from vembed.parallel.devices import is_shortage, matmul_precision, seed_draws
 from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import Budget, MemoryGuard, OutOfMemory
-from vembed.teachers.supply import Teachers
+from vembed.teachers import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, SliceLosses
 from vembed.training.frozen import BatchInputs, InputSource
 

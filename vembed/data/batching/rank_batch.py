@@ -66,7 +66,7 @@ class RankBatch:
 def make_rank_batch(
     examples: Sequence[Example],
     first: int,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     source: int = 0,
     *,
     encodes_copies: bool = False,
@@ -153,7 +153,7 @@ class RankBatchStream:
         self,
         store: Examples,
         batch_schedule: BatchSchedule,
-        featuriser: BaseFeaturiser[Any],
+        featuriser: BaseFeaturiser,
         rank: int,
         world_size: int,
         num_workers: int,
@@ -409,7 +409,7 @@ class Feeder:
 
     def __init__(
         self,
-        featuriser: BaseFeaturiser[Any],
+        featuriser: BaseFeaturiser,
         device: torch.device,
         *,
         packs_texts: bool = False,

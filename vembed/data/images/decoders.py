@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import traceback
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from vembed.data.child_process import answers, send, start_child
+from vembed.data.child_process import Child, answers, send
 from vembed.data.examples import ImageRef
 from vembed.data.images.files import image_name, load_image
 from vembed.errors import RunError, UserError
@@ -74,14 +73,14 @@ class Decoders:
     @property
     def pids(self) -> list[int]:
         """Numbers of the processes."""
-        return sorted(child.pid for child in self._threads.children)
+        return sorted(child.process.pid for child in self._threads.children)
 
 
 class _Threads:
     """What the threads do. Holds no reference to those who want the images."""
 
     def __init__(self, first: FirstHalf, count: int) -> None:
-        self.children: list[subprocess.Popen[bytes]] = []
+        self.children: list[Child] = []
         self._first = first
         self._num_decoded = 0
         # The code of a processor may be in a module that another process does not find.
@@ -93,28 +92,27 @@ class _Threads:
         self._num_decoded += len(images)
         if not self._may_start or self._num_decoded <= DECODED_BY_THREADS:
             return [_decoded(image, self._first) for image in images]
-        child: subprocess.Popen[bytes] | None = getattr(self._of_thread, "child", None)
+        child: Child | None = getattr(self._of_thread, "child", None)
         if child is None:
             # A session of its own: signals for the whole group are answered by this process.
-            child = start_child(
+            child = Child(
                 "from vembed.data.images.decoders import decode_for_parent as run; run()",
-                environment={"OMP_NUM_THREADS": "1"},
+                {**os.environ, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
                 pipesize=PIPE_BYTES,
             )
             self._of_thread.child = child
             self.children.append(child)
-            assert child.stdin is not None
-            send(child.stdin, self._first)
-        assert child.stdin is not None and child.stdout is not None
+            child.send(self._first)
         results: list[Arrays | Exception] = []
         try:
-            send(child.stdin, images)
+            child.send(images)
             for _ in images:
-                results.append(pickle.load(child.stdout))
+                results.append(child.receive())
         except (EOFError, BrokenPipeError):
+            exit_code = child.process.wait()
             error = RunError(
-                f"the process that decoded {image_name(images[len(results)])} ended with exit code {child.wait()}: "
+                f"the process that decoded {image_name(images[len(results)])} ended with exit code {exit_code}: "
                 "take the image out, or scale it down"
             )
             results += [error] * (len(images) - len(results))
@@ -146,9 +144,7 @@ def decode_for_parent() -> None:
 def _close(pool: ThreadPoolExecutor, threads: _Threads) -> None:
     pool.shutdown(wait=False, cancel_futures=True)
     for child in threads.children:
-        child.kill()
-        with child:  # closes the pipes, and waits
-            pass
+        child.close()
 
 
 PIXELS = "pixel_values"
