@@ -13,7 +13,6 @@ from vembed.config.layers import (
     Layer,
     Level,
     as_bool,
-    plain_layer,
     target_of,
 )
 from vembed.config.options import join_words, quoted, yaml_word
@@ -170,14 +169,6 @@ def read_accelerate_file(name: str) -> AccelerateFile:
         gpu_ids=None if gpu_ids in ("all", "None") else gpu_ids,
         notes=tuple(notes),
     )
-
-
-def file_layer(file: AccelerateFile, level: Level) -> Layer:
-    """Return the layer of an Accelerate file. The default preset, which nobody has named, gives the FSDP options alone."""
-    options: dict[str, Any] = {"strategy": file.distribution, **file.options}
-    if level is Level.PRESET:
-        options = {name: options[name] for name in options if name.startswith("fsdp_")}
-    return plain_layer(file.source, level, options)
 
 
 def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:

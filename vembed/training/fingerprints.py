@@ -63,7 +63,8 @@ def of_model(name: str, revision: str | None = None) -> str | None:
         return None
     if not path.is_dir():
         return None
-    if (path / "final").is_dir() and not any((path / top).is_file() for top in _AT_TOP):
+    has_model = any((path / name).is_file() for name in _AT_TOP)
+    if not has_model and (path / "final").is_dir():
         path = path / "final"  # the folder of a run
     return _content(path, MODEL_FILES)
 
