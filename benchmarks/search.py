@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vembed.evaluation.top_k import NO_PAIRS
-from vembed.mining.mine import open_session
+from vembed.mining.inputs import open_session
 from vembed.mining.retrievers import VectorStore
 
 K = 100
