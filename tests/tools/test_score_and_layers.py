@@ -213,7 +213,8 @@ def _assert_as_one_writes(folder, val, out, strategy, ends):
 
 
 def test_pairs_of_sentences_with_given_scores_are_scored(tmp_path):
-    path, output = tmp_path / "sts.csv", tmp_path / "scores.npy"
+    path = tmp_path / "sts.csv"
+    output = tmp_path / "scores.npy"
     lines = ["sentence1,sentence2,score", *(f"{text},bird,0.5" for text in TEXTS)]
     path.write_text("\n".join(lines))
     scoring.score(str(shared(tiny_bert)), str(path), str(output))
