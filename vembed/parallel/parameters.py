@@ -380,10 +380,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 class AllReduceBatchStatistics(_Base):
-    """Batch norm over the inputs of all ranks, for devices that torch's SyncBatchNorm does not support.
-
-    The name avoids "Norm": Accelerate's FSDP2 code looks for a final norm by class names.
-    """
+    """Batch norm over the inputs of all ranks, for devices that torch's SyncBatchNorm does not support."""
 
     def forward(self, values_NC: Tensor) -> Tensor:
         """Normalise [n, channels, ...] by the mean and variance over all ranks; in evaluation, by the running ones."""

@@ -67,19 +67,17 @@ def merge(
     """
     from vembed.weights.merge_rules import check_merge
 
-    shares = numbers("--weights", weights, float) or None
-    points = numbers("--sweep", sweep, float) or None
-    check_merge(
-        # With --last the models are checkpoints, which are counted when they are there.
-        models if last is None else None,
-        method,
-        weights=shares,
-        points=points,
-        has_data=data is not None,
-        interpolate=interpolate,
-        density=density,
-        scale=scale,
-    )
+    options: dict[str, Any] = {
+        "method": method,
+        "weights": numbers("--weights", weights, float) or None,
+        "sweep_points": numbers("--sweep", sweep, float) or None,
+        "data": data,
+        "interpolate": interpolate,
+        "density": density,
+        "scale": scale,
+    }
+    # With --last the models are checkpoints, which are counted when they are there.
+    check_merge(models if last is None else None, **options)
     share(nproc)
     from vembed.parallel.session import start_command_session
     from vembed.weights.merge import merge as merge_models
@@ -88,16 +86,10 @@ def merge(
         result = merge_models(
             models,
             output,
-            method,
-            weights=shares,
+            **options,
             base=base,
             of=of,
-            density=density,
-            scale=scale,
-            interpolate=interpolate,
             last=last,
-            sweep_points=points,
-            data=data,
             metric=metric,
             dtype=dtype,
             seed=seed,
