@@ -264,10 +264,8 @@ def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_images_have_a_graph_of_their_own(
     siglip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, images = (
-        vembed.Embedder(siglip_folder(), device="cpu"),
-        onnx_format.made_images(11),
-    )
+    model = vembed.Embedder(siglip_folder(), device="cpu")
+    images = onnx_format.made_images(11)
     found = onnx_format.OnnxImages(siglip).encode(images)
     np.testing.assert_allclose(found, model.encode(images), atol=1e-5)
     (shape,) = (
