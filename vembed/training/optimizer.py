@@ -23,7 +23,7 @@ from vembed.losses.batch import EmbeddingLoss
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import plain_name
 from vembed.parallel import collectives
-from vembed.parallel.parameters import clip_gradients, global_grad_norm
+from vembed.parallel.parameters import clip_gradients, flat_pieces, global_grad_norm
 from vembed.parallel.session import Session
 from vembed.training.optimizer_kinds import OPTIMIZERS, OptimizerInputs
 
@@ -118,12 +118,7 @@ def trained_parameters(
         for name, parameter in module.named_parameters(prefix=prefix):
             named.append((plain_name(name), parameter))
     # FSDP1 leaves a flat piece of each parameter. FSDP2's DTensors and plain tensors report their whole shape.
-    whole_shapes: dict[int, torch.Size] = {}
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
-        flat = unit._flat_param
-        if flat is not None and flat._params is not None:
-            for piece, whole in zip(flat._params, flat._shapes, strict=True):
-                whole_shapes[id(piece)] = whole
+    whole_shapes = {id(piece): shape for piece, shape in flat_pieces(model)}
     heads = head_prefixes(model)
     trained = []
     for name, parameter in named:

@@ -31,7 +31,13 @@ from vembed.config.decisions import (
     peak_rate,
     run_intervals,
 )
-from vembed.config.schema import FILE_OPTIONS, DataSection, TrainConfig, parse_sampling
+from vembed.config.schema import (
+    FILE_OPTIONS,
+    DataSection,
+    DataSource,
+    TrainConfig,
+    parse_sampling,
+)
 from vembed.config.terms import (
     run_temperature,
     source_batch_sizes,
@@ -240,14 +246,16 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     )
 
 
-def identity_of(config: TrainConfig, data: RunData) -> dict[str, Any]:
+def identity_of(
+    options: Mapping[str, Any], sources: Sequence[DataSource], data: RunData
+) -> dict[str, Any]:
     """Return what besides the options must stay when the run is resumed.
 
     The content of every file and folder that an option names is part of it. A model that is not on this machine yet
     (a Hub name) has no fingerprint.
     """
     tasks = []
-    for source in config.data.sources():
+    for source in sources:
         tasks.append(
             source.model_dump(mode="json", include=TASK_OPTIONS, exclude_none=True)
         )
@@ -259,9 +267,8 @@ def identity_of(config: TrainConfig, data: RunData) -> dict[str, Any]:
     images = of_images(data.examples)
     if images is not None:
         identity["image_files"] = images
-    options = config.to_dict()
     for name, kind in FILE_OPTIONS.items():
-        contents = of_option(name, options[name], config.model.model_revision)
+        contents = of_option(name, options[name], options["model_revision"])
         # The examples have a fingerprint of their own.
         if kind != "data" and contents != options[name]:
             identity[f"{name}_files"] = contents
