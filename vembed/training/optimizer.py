@@ -273,30 +273,24 @@ def synchronise(model: nn.Module, loss: EmbeddingLoss, session: Session) -> None
     collectives.all_reduce_gradients(loss.parameters(), average=False)
 
 
+@dataclass
 class Update:
     """Gradient norm, clipping and the optimizer step."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: EmbeddingLoss,
-        optimizer: torch.optim.Optimizer,
-        session: Session,
-        max_grad_norm: float,
-        scale: GradientScale,
-    ) -> None:
-        """`max_grad_norm`: larger gradients are scaled down to it. 0: no clipping."""
-        self.model = model
-        self.loss = loss
-        self.optimizer = optimizer
-        self.session = session
-        self.max_grad_norm = max_grad_norm
-        self.uses_scale = session.mixed_precision == "fp16"
-        self.scale = scale
+    model: nn.Module
+    loss: EmbeddingLoss
+    optimizer: torch.optim.Optimizer
+    session: Session
+    max_grad_norm: float
+    """Larger gradients are scaled down to it. 0: no clipping."""
+    scale: GradientScale
+
+    def __post_init__(self) -> None:
+        self.uses_scale = self.session.mixed_precision == "fp16"
         # Unless a checkpoint has restored a later value.
-        if self.uses_scale and not scale.is_started:
-            scale.value = FIRST_SCALE
-            scale.is_started = True
+        if self.uses_scale and not self.scale.is_started:
+            self.scale.value = FIRST_SCALE
+            self.scale.is_started = True
 
     def apply(self, loss_share: torch.Tensor) -> Outcome:
         """Take one optimizer step with the current gradients, then clear them. Collective."""
