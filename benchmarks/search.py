@@ -61,7 +61,7 @@ def main() -> None:
     figures: list[dict[str, float]] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        open_session(None, None) as (session, _),
+        open_session(None) as (session, _),
     ):
         keys = np.arange(number)
         store = VectorStore(Path(folder), "random", keys, "float32", session)

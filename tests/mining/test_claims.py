@@ -54,7 +54,7 @@ def test_claims_are_those_of_the_definition(tmp_path):
         exact=np.arange(NUM_DOCUMENTS), num_candidates=NUM_DOCUMENTS
     )
     known = SimpleNamespace(exact=np.arange(NUM_QUERIES))
-    with open_session(None, None) as (session, _):
+    with open_session(None) as (session, _):
         dense = DenseRetriever(tmp_path, "m", documents_of_test, known, session)
         assert dense.queries.encode(lambda numbers: queries[numbers]) == NUM_QUERIES
         dense.documents.encode(lambda numbers: documents[numbers])
