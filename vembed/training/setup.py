@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -160,28 +159,23 @@ class TrainingComponents:
 def open_data(config: TrainConfig, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
     # Rank 0 reads first, then the first rank of each machine, then the others, which find in the cache what it has read.
-    open_here = partial(
-        open_sets,
-        config.data,
-        config.objective,
-        model_name=config.model.model_name,
-        seed=config.run.seed,
-        compares=session.is_main,
-    )
-    message = None
-    if session.is_main:
-        try:
-            sets = open_here()
-        except UserError as error:
-            message = str(error)
-    message = collectives.broadcast_object(message)
-    if message is not None:
-        raise UserError(message)
-    if session.local_rank == 0 and not session.is_main:
-        sets = open_here()
-    session.barrier()
-    if session.local_rank > 0:
-        sets = open_here()
+    turn_of_rank = 0 if session.is_main else 1 + min(session.local_rank, 1)
+    for turn in range(3):
+        problem = None
+        if turn == turn_of_rank:
+            try:
+                sets = open_sets(
+                    config.data,
+                    config.objective,
+                    model_name=config.model.model_name,
+                    seed=config.run.seed,
+                    compares=session.is_main,
+                )
+            except UserError as error:
+                problem = str(error)
+        for rank, reason in enumerate(collectives.gather_objects(problem)):
+            if reason is not None:
+                raise UserError(f"{reason} (rank {rank})" if rank else reason)
 
     store = sets.examples
     is_reranker = config.model.task == "rerank"
