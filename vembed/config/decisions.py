@@ -328,10 +328,6 @@ def resolve_fsdp(
             "fsdp_state_dict_type: LOCAL_STATE_DICT: each process writes its own pieces, as with SHARDED_STATE_DICT; here "
             "any number of processes can read them"
         )
-    if fsdp.state_dict_type == "FULL_STATE_DICT":
-        notes.append(
-            "fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in model/"
-        )
     return fsdp, notes
 
 

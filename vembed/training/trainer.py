@@ -48,7 +48,7 @@ from vembed.training.checkpoint.folders import (
     require_output_folder,
 )
 from vembed.training.checkpoint.tensors import Trained
-from vembed.training.final import ModelWriter, save_final
+from vembed.training.final import WHOLE_MODEL, ModelWriter, save_final
 from vembed.training.fingerprints import of_option
 from vembed.training.frozen import log_feature_use
 from vembed.training.hooks.base import (
@@ -300,6 +300,10 @@ class Trainer:
         )
         log_parameter_summary(components.model)
         self.model_writer = ModelWriter(config, session, components)
+        if self.model_writer.writes_checkpoints:
+            log.info(
+                f"fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in {WHOLE_MODEL}/"
+            )
         self.hooks = Hooks([*configured_hooks(self), *hooks])
         for hook in self.hooks:
             hook.on_build(self)
