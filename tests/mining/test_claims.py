@@ -10,7 +10,7 @@ from tests.mining.data import assert_same_rows, read_lines, run, write_data
 from tests.mining.test_ranks import mined
 from vembed.evaluation.top_k import Pairs
 from vembed.mining.candidates import CONSIDERED, MARGIN, NEAREST, ClaimFinder
-from vembed.mining.mine import open_session
+from vembed.mining.inputs import open_session
 from vembed.mining.options import MineConfig
 from vembed.mining.retrievers import DenseRetriever
 

@@ -18,7 +18,7 @@ from vembed.config.layers import (
 from vembed.config.options import join_words, quoted, yaml_word
 from vembed.config.parsing import Node, read_tree
 from vembed.errors import UserError
-from vembed.names import exists, nearest
+from vembed.names import existing, nearest
 
 Distribution = Literal["single", "ddp", "fsdp"]
 
@@ -87,7 +87,7 @@ def preset_names() -> list[str]:
 def find_accelerate_file(name: str) -> Path:
     """Return the file of a preset name or a path. Raise UserError with the known names if there is none."""
     path = Path(name)
-    if exists(name) and path.is_file() and name not in preset_names():
+    if existing(name) and path.is_file() and name not in preset_names():
         return path
     # `configs/accelerate_fsdp.yaml` names the preset even without a checkout.
     if name in preset_names() or (

@@ -34,7 +34,7 @@ from vembed.config.schema import DataSource, TrainConfig
 from vembed.config.stages import USER_PRESETS, source_layers
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
-from vembed.names import short_name
+from vembed.names import existing, short_name
 
 DEFAULT_PRESET = "accelerate_fsdp"
 """Base of the FSDP options if no file is named."""
@@ -323,12 +323,9 @@ def resolve_paths(
                 return value
             attribute = f":{attribute}"
         beside = file.parent / path
-        try:
-            stays = Path(path).is_absolute() or Path(path).exists()
-            if stays or not beside.exists():
-                return value
-        except (OSError, ValueError):
-            return value  # not a valid file name: the reader of the data reports it
+        stays = Path(path).is_absolute() or existing(path)
+        if stays or not existing(beside):
+            return value
         notes.append(
             f"{name}: {path} is not in the current directory; using the one beside {file.name}"
         )
