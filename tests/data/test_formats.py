@@ -135,6 +135,11 @@ def as_plain(index):
     }
 
 
+@all_formats
+def test_each_format_has_a_writer(form):
+    assert callable(writer_of(form))
+
+
 def test_each_format_is_in_the_table():
     named = unlisted_classes(vembed.data.formats, Format, FORMATS)
     missing = [name for name in named if pydoc.locate(name).endings]
