@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from vembed.config.loading import load_config
     from vembed.data_tools.audit import audit
     from vembed.data_tools.generate import generate
-    from vembed.data_tools.judge import judge
     from vembed.entrypoints.python_train import train
     from vembed.errors import UserError
     from vembed.evaluation.scores import evaluate
     from vembed.inference.embedder import Embedder
     from vembed.inference.reranker import Reranker
+    from vembed.mining.judges import judge
     from vembed.mining.mine import mine
     from vembed.parallel.devices import fsdp_empty_cache, fsdp_print_memory_usage
     from vembed.parallel.parameters import unify_model_dtype_for_fsdp
@@ -50,7 +50,7 @@ _HOME = {
     "fsdp_empty_cache": "vembed.parallel.devices",
     "fsdp_print_memory_usage": "vembed.parallel.devices",
     "generate": "vembed.data_tools.generate",
-    "judge": "vembed.data_tools.judge",
+    "judge": "vembed.mining.judges",
     "load_config": "vembed.config.loading",
     "merge": "vembed.weights.merge",
     "mine": "vembed.mining.mine",

@@ -1,7 +1,5 @@
 """Near-duplicates are found completely: as by a comparison of all texts with all."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations
 
@@ -17,12 +15,12 @@ from vembed.data.near_duplicates import (
 )
 
 
-def sentence(draw: random.Random, length: int) -> list[str]:
+def sentence(draw, length):
     return draw.choices(WORDS, k=length)
 
 
 @pytest.fixture
-def texts() -> list[str]:
+def texts():
     """100 texts, then each of them inside one of twice and of four times its length, and with a word changed."""
     draw = random.Random(0)
     originals = [sentence(draw, draw.randint(30, 60)) for _ in range(100)]
@@ -39,9 +37,7 @@ def texts() -> list[str]:
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.9, 1.0])
-def test_the_pairs_are_those_of_a_full_comparison(
-    texts: list[str], threshold: float
-) -> None:
+def test_the_pairs_are_those_of_a_full_comparison(texts, threshold):
     grams = [ngrams(text) for text in texts]
     wanted = {
         (first, second)
@@ -57,7 +53,7 @@ def test_the_pairs_are_those_of_a_full_comparison(
     assert len(wanted) >= 65, "copies of twice and of four times the length"
 
 
-def test_short_texts_are_not_near_and_an_empty_index_finds_nothing() -> None:
+def test_short_texts_are_not_near_and_an_empty_index_finds_nothing():
     arrays = list(map(ngrams, ["one two three four", "one two three four", ""]))
     index = NearIndex(arrays, 0.9)
     assert list(index.near(0)) == []
@@ -66,19 +62,19 @@ def test_short_texts_are_not_near_and_an_empty_index_finds_nothing() -> None:
     assert list(index.near(1)) == [], "fewer than five 3-grams"
 
 
-def test_a_large_group_of_copies_takes_linear_time() -> None:
+def test_a_large_group_of_copies_takes_linear_time():
     text = " ".join(sentence(random.Random(1), 60))
     copies = [ngrams(f"{text} number {n} here") for n in range(3000)]
     index = NearIndex(copies, 0.85)
     compared = 0
     is_near = index._is_near
 
-    def counted(first: int, second: int) -> bool:
+    def counted(first, second):
         nonlocal compared
         compared += 1
         return is_near(first, second)
 
-    index._is_near = counted  # type: ignore[method-assign]
+    index._is_near = counted
     index.add(0)
     for number in range(1, 3000):
         assert next(index.near(number)) == 0
@@ -86,20 +82,20 @@ def test_a_large_group_of_copies_takes_linear_time() -> None:
     assert len(list(near_links(copies, threshold=0.85))) == 2999, "one group"
 
 
-def test_a_chain_is_one_group() -> None:
+def test_a_chain_is_one_group():
     letters = [set(range(start, start + 10)) for start in range(0, 6, 2)]
     arrays = [*letters, set(range(100, 110))]
     assert list(near_links(arrays, threshold=0.8)) == [(0, 1), (1, 2)]
     assert not list(near_links(arrays, threshold=0.9))
 
 
-def test_size_ratio_and_smallest_size() -> None:
+def test_size_ratio_and_smallest_size():
     arrays = [range(6), range(20)]
     assert list(near_links(arrays, threshold=0.9)) == [(0, 1)]
     for options in ({"min_size_ratio": 0.5}, {"min_features": 7}):
         assert not list(near_links(arrays, threshold=0.9, **options)), options
 
 
-def test_words_of_scripts_without_spaces_are_letters() -> None:
+def test_words_of_scripts_without_spaces_are_letters():
     assert words("\uff28ello World!") == ["hello", "world"]
     assert words("\u65e5\u672c go") == ["\u65e5", "\u672c", "go"]

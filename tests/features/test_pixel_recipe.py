@@ -80,7 +80,8 @@ class Brighter:
     """A processor with an arithmetic of its own: before the scale, or after it."""
 
     def __init__(self, processor: Any, *, late: bool) -> None:
-        self.processor, self.late = processor, late
+        self.processor = processor
+        self.late = late
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.processor.to_dict())
@@ -137,11 +138,10 @@ class AsTorchvision:
 
 def test_the_arithmetic_of_torchvision_has_a_recipe_too() -> None:
     processor = processor_of(tiny.tiny_clip)
-    processor.image_mean, processor.image_std = (
-        [0.48145466, 0.4578275, 0.40821073],
-        [0.26862954, 0.26130258, 0.27577711],
-    )
-    recipe, picture = find_recipe(AsTorchvision(processor)), load_image(image(77, 50))
+    processor.image_mean = [0.48145466, 0.4578275, 0.40821073]
+    processor.image_std = [0.26862954, 0.26130258, 0.27577711]
+    recipe = find_recipe(AsTorchvision(processor))
+    picture = load_image(image(77, 50))
     wanted = AsTorchvision(processor)([picture])[PIXELS]
     assert torch.equal(recipe.finished(recipe.halfway(picture))[PIXELS], wanted)
 

@@ -200,7 +200,8 @@ def count_copy(
 ) -> bool:
     """Record a copy between host and device. Return True for one within the device, which is a kernel."""
     if name == "copy_":
-        destination, source = args[0], args[1]
+        destination = args[0]
+        source = args[1]
         to_host = not isinstance(destination, DeviceTensor)
         does_not_block = (len(args) > 2 and args[2]) or kwargs.get("non_blocking")
     else:

@@ -16,8 +16,14 @@ import torch
 
 import vembed.losses
 from tests.losses import reference
-from tests.losses.batches import SIZES, check, config_of, gradients, make_batch
-from tests.losses.test_ranks import rank_batches
+from tests.losses.batches import (
+    SIZES,
+    check,
+    config_of,
+    gradients,
+    make_batch,
+    rank_batches,
+)
 from tests.parts import unlisted_classes
 from vembed.config.loading import load_config
 from vembed.config.schema import LossTerm, TrainConfig
@@ -96,7 +102,7 @@ def test_it_equals_its_formula(case: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("cuts", [[3], [1, 6], [0, 4]], ids=str)
+@pytest.mark.parametrize("cuts", [[3], [1, 6], [0, 4, 4]], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_shares_of_ranks_add_up(case: dict[str, Any], cuts: list[int]) -> None:
     batch = make_batch(7, max_positives=2, max_negatives=3, num_contents=60, seed=3)
@@ -108,6 +114,13 @@ def test_shares_of_ranks_add_up(case: dict[str, Any], cuts: list[int]) -> None:
     whole = float(loss(batch).detach())
     total = sum(float(loss(part).detach()) for part in parts)
     assert total == pytest.approx(whole, rel=1e-12, abs=1e-14)
+
+
+def test_a_row_split_from_its_example_is_no_different() -> None:
+    batch = make_batch(6, max_positives=3)
+    config = config_of(hard_negatives_scope="own", bidirectional=True)
+    for start in range(batch.num_rows):
+        check(replace(batch, rank_rows=slice(start, start + 1)), config)
 
 
 @pytest.mark.parametrize("name", LOSSES)

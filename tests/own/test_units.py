@@ -130,7 +130,8 @@ def test_from_scratch_draws_weights_by_the_seed():
             "backbone.encoder.layer.0.output.dense.weight"
         ]
 
-    saved, new = weights(), weights(from_scratch=True)
+    saved = weights()
+    new = weights(from_scratch=True)
     assert not torch.equal(saved, new) and torch.equal(new, weights(from_scratch=True))
     assert not torch.equal(new, weights(from_scratch=True, seed=7))
     assert TrainConfig(model_name=folder, data_path="d").model.from_scratch is False

@@ -74,10 +74,12 @@ class Server:
         request = urllib.request.Request(self.address + route, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
-                status, content = answer.status, answer.read()
+                status = answer.status
+                content = answer.read()
         except urllib.error.HTTPError as error:
             with error:
-                status, content = error.code, error.read()
+                status = error.code
+                content = error.read()
         try:
             return status, json.loads(content)
         except ValueError:

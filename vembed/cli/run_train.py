@@ -17,7 +17,7 @@ from vembed.config.loading import render, require_earlier_stage, resolve_run
 from vembed.config.rules import data_paths
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
-from vembed.names import exists
+from vembed.names import existing
 from vembed.parallel.environment import GROUP, RankInfo, read_rank_info
 from vembed.parallel.launch import (
     DEFAULT_PORT,
@@ -100,7 +100,7 @@ def run_train(
         # A mistake in the data is reported after what is known. No data are fetched for a dry run.
         sys.stdout.flush()
         require_output_folder(config.run.output_dir)
-        if all(exists(path) for _, path in data_paths(config.data)):
+        if all(existing(path) for _, path in data_paths(config.data)):
             from vembed.data_tools.data_page import data_facts
 
             sys.stdout.write(f"\n==== data\n{data_facts(config)[0]}")
@@ -224,10 +224,9 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
     names = {"data_path": "data", "val_data_path": "validation data"}
     files = []
     for option, path in data_paths(data):
-        file = Path(path)
+        file = existing(path)
         size = "not here: a name on the Hub, or a path that is missing"
-        # Unlike Path.exists, False for a name that no file can have.
-        if os.path.exists(file):  # noqa: PTH110
+        if file is not None:
             size = f"{file.stat().st_size:,d} bytes" if file.is_file() else "a folder"
         files.append((names[option], path, size))
     words = ["python", "-m", "vembed.entrypoints.train"]

@@ -13,13 +13,12 @@ from vembed.config.layers import (
     Layer,
     Level,
     as_bool,
-    plain_layer,
     target_of,
 )
 from vembed.config.options import join_words, quoted, yaml_word
 from vembed.config.parsing import Node, read_tree
 from vembed.errors import UserError
-from vembed.names import exists, nearest
+from vembed.names import existing, nearest
 
 Distribution = Literal["single", "ddp", "fsdp"]
 
@@ -88,7 +87,7 @@ def preset_names() -> list[str]:
 def find_accelerate_file(name: str) -> Path:
     """Return the file of a preset name or a path. Raise UserError with the known names if there is none."""
     path = Path(name)
-    if exists(name) and path.is_file() and name not in preset_names():
+    if existing(name) and path.is_file() and name not in preset_names():
         return path
     # `configs/accelerate_fsdp.yaml` names the preset even without a checkout.
     if name in preset_names() or (
@@ -170,14 +169,6 @@ def read_accelerate_file(name: str) -> AccelerateFile:
         gpu_ids=None if gpu_ids in ("all", "None") else gpu_ids,
         notes=tuple(notes),
     )
-
-
-def file_layer(file: AccelerateFile, level: Level) -> Layer:
-    """Return the layer of an Accelerate file. The default preset, which nobody has named, gives the FSDP options alone."""
-    options: dict[str, Any] = {"strategy": file.distribution, **file.options}
-    if level is Level.PRESET:
-        options = {name: options[name] for name in options if name.startswith("fsdp_")}
-    return plain_layer(file.source, level, options)
 
 
 def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:

@@ -37,7 +37,7 @@ from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
 from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, SCORES
 from vembed.losses.table import LOSSES, loss_options, read_options
-from vembed.names import exists, is_address, is_hub_model, is_pattern, similar_path
+from vembed.names import existing, is_address, is_hub_model, is_pattern, similar_path
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
 
@@ -501,20 +501,6 @@ def _names(objective: ObjectiveSection, terms: Sequence[Term]) -> str:
 
 # ---- paths that are missing
 
-# user/name:config:split, where the user, the config and the split may be missing.
-_HUB_DATASET = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[^/:]*){0,2}")
-
-
-def is_hub_dataset(path: str) -> bool:
-    """Return whether a path that does not exist can be the name of a data set on the Hub."""
-    from vembed.data.formats.table import ENDINGS  # loads the formats' libraries
-
-    folder = Path(path).parent
-    is_file = Path(path).suffix.lower() in ENDINGS or (
-        folder != Path() and folder.is_dir()
-    )
-    return not is_file and _HUB_DATASET.fullmatch(path) is not None
-
 
 def data_paths(data: DataSection) -> list[tuple[str, str]]:
     """Return the option and the path of each source of data."""
@@ -530,7 +516,11 @@ def data_paths(data: DataSection) -> list[tuple[str, str]]:
 
 def missing_path(option: str, path: str) -> str | None:
     """Return a sentence about data that are not here and no name on the Hub, pattern or address; otherwise None."""
-    if exists(path) or is_hub_dataset(path) or is_pattern(path) or is_address(path):
+    if existing(path) or is_pattern(path) or is_address(path):
+        return None
+    from vembed.data.formats.table import is_hub_dataset  # loads the formats' libraries
+
+    if is_hub_dataset(path):
         return None
     return f"{option}: {path} does not exist (looked from {Path.cwd()}){similar_path(path)}"
 
@@ -561,12 +551,12 @@ def require_paths(
         or RESULT_OF in origins["model_name"]
         or is_inside(folder, made)
     )
-    if not exists(folder) and not is_hub_model(folder) and not is_given_elsewhere:
+    if not existing(folder) and not is_hub_model(folder) and not is_given_elsewhere:
         problems.append(
             f"model_name: {folder} is not a folder (looked from {Path.cwd()}); give an existing folder or a Hub name "
             f"such as org/model{similar_path(folder)}"
         )
-    if data.image_root is not None and not exists(data.image_root):
+    if data.image_root is not None and not existing(data.image_root):
         problems.append(
             f"image_root: {data.image_root} does not exist (looked from {Path.cwd()})"
         )

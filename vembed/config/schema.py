@@ -839,7 +839,7 @@ class TrainConfig(Immutable):
 
 
 @cache
-def _sections_by_option() -> dict[str, tuple[str, type[Section], FieldInfo]]:
+def sections_by_option() -> dict[str, tuple[str, type[Section], FieldInfo]]:
     """Return name and class of the section and the field of every option, in the order of the schema."""
     options: dict[str, tuple[str, type[Section], FieldInfo]] = {}
     for name, field in TrainConfig.model_fields.items():
@@ -856,22 +856,16 @@ def _sections_by_option() -> dict[str, tuple[str, type[Section], FieldInfo]]:
 
 def section_of(option: str) -> str:
     """Return the name of the section that an option belongs to."""
-    if option not in _sections_by_option():
+    if option not in sections_by_option():
         raise ValueError(f"there is no option {option!r}")
-    name, _, _ = _sections_by_option()[option]
+    name, _, _ = sections_by_option()[option]
     return name
-
-
-def section_title(option: str) -> str:
-    """Return the title of the section that an option belongs to."""
-    _, section, _ = _sections_by_option()[option]
-    return str(section.model_config["title"])
 
 
 def option_fields() -> dict[str, FieldInfo]:
     """Return the pydantic field of every option, in the order of the schema."""
     fields = {}
-    for name, (_, _, field) in _sections_by_option().items():
+    for name, (_, _, field) in sections_by_option().items():
         fields[name] = field
     return fields
 

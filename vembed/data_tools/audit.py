@@ -32,8 +32,16 @@ from vembed.evaluation.report.page import render_page
 from vembed.files import replace_text
 from vembed.mining.candidates import CandidateSearch, open_candidates
 from vembed.mining.choice import calibrate
-from vembed.mining.inputs import Inputs, Rows, content_key, open_rows, read_inputs
-from vembed.mining.mine import Log, open_session, work_folder
+from vembed.mining.inputs import (
+    Inputs,
+    Log,
+    Rows,
+    content_key,
+    open_rows,
+    open_session,
+    read_inputs,
+)
+from vembed.mining.mine import work_folder
 from vembed.mining.options import AuditConfig, MineConfig, Source, load_options
 from vembed.mining.output import check_output, write_rows
 from vembed.progress import duration

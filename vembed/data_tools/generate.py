@@ -33,13 +33,15 @@ from vembed.mining.inputs import (
     FILE,
     START,
     CorpusFile,
+    Log,
     content_key,
     distinct_by,
     open_rows,
+    open_session,
     read_corpus,
     read_inputs,
 )
-from vembed.mining.mine import Log, open_session, work_folder
+from vembed.mining.mine import work_folder
 from vembed.mining.options import (
     Endpoint,
     GenerateConfig,

@@ -69,8 +69,7 @@ from vembed.models.families.description import DESCRIPTION_FILE, ModelDescriptio
 from vembed.models.families.model_files import EXPORT_FILE, is_reranker, read_object
 from vembed.models.processors import load_tokenizer, save_processors
 from vembed.saving.card import Card, render_card
-from vembed.saving.files import replaced_folder
-from vembed.saving.layout import write_reranker_layout
+from vembed.saving.files import replaced_folder, write_reranker_layout
 
 MAX_STUDENT_EXAMPLES = 10_000
 """Examples whose texts train a student; of more, as many spread over all."""

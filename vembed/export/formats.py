@@ -70,10 +70,17 @@ class ExportFormat(ABC):
 
     precisions: ClassVar[tuple[WeightPrecision, ...]]
     """Precisions of the weights that the format has."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Modules that writing or checking it imports."""
+    install: ClassVar[str] = ""
+    """The command that installs them."""
 
-    @abstractmethod
     def missing(self) -> str | None:
         """Return what is not installed and how to install it; None if everything is there."""
+        names = [name for name in self.packages if find_spec(name) is None]
+        if not names:
+            return None
+        return f"{', '.join(names)} not installed: {self.install}"
 
     @abstractmethod
     def refusal(self, embedder: Embedder) -> str | None:
@@ -156,15 +163,8 @@ class SafetensorsFormat(ExportFormat):
     """Whole weights, adapters merged, in the layout that Sentence Transformers, TEI, vLLM and infinity read."""
 
     precisions = ("float32", "float16", "bfloat16")
-
-    def missing(self) -> str | None:
-        """Return what is not installed and how to install it; None if everything is there."""
-        if find_spec("sentence_transformers") is None:
-            return (
-                "sentence-transformers, in which this format is checked, is not installed: "
-                "`pip install sentence-transformers`, or --no-check"
-            )
-        return None
+    packages = ("sentence_transformers",)
+    install = "`pip install sentence-transformers`, or --no-check"
 
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +32,7 @@ from vembed.losses.vectors import Relational
 from vembed.models.families.backbones import StaticConfig
 from vembed.models.families.model_files import STATIC
 from vembed.models.processors import load_tokenizer
-from vembed.saving.layout import MODULE
+from vembed.saving.files import MODULE
 
 MAX_DIMS = 256
 """Most dimensions of a student."""
@@ -58,12 +57,8 @@ class StaticFormat(ExportFormat):
     check compares similarities and not vectors."""
 
     precisions = ("float32", "float16")
-
-    def missing(self) -> str | None:
-        """Return what is not installed and how to install it; None if everything is there."""
-        if find_spec("sentence_transformers") is None:
-            return "sentence-transformers is not installed: `pip install sentence-transformers`"
-        return None
+    packages = ("sentence_transformers",)
+    install = "`pip install sentence-transformers`"
 
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""

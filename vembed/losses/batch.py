@@ -187,8 +187,8 @@ class LossBatch:
             self.example, return_inverse=True, return_counts=True
         )[1:]
         # `example` [R]: number of each row's example. `size` [examples]: its number of positives. Scatter the positives
-        # into [examples, width]. The slot of a positive is its place in the sorted order minus that of the first positive
-        # of its example.
+        # into [examples, width]. The slot of a positive is its place in the sorted order minus that of the first
+        # positive of its example.
         order = torch.argsort(example, stable=True)
         first = size.cumsum(0) - size
         slot = torch.arange(order.numel(), device=order.device) - first[example[order]]
@@ -402,8 +402,7 @@ class ListedPairs:
         """Return [K, n + P] the log softmax of logits [K, n + P] within each group."""
         shape = len(logits), self.num_groups
         groups = self.groups.expand(len(logits), -1)
-        # Relative to the largest logit of the group, so that no exp overflows. It cancels,
-        # so it needs no gradient.
+        # Relative to the largest logit of the group, so that no exp overflows. It cancels, so it needs no gradient.
         largest = logits.new_full(shape, -torch.inf).scatter_reduce(
             1, groups, logits.detach(), "amax"
         )
@@ -438,8 +437,7 @@ def join_equal(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     first = torch.searchsorted(ordered, left)
     count = torch.searchsorted(ordered, left, right=True) - first
     i = torch.repeat_interleave(count)
-    # Equal values of `right` are adjacent after sorting: match m of left[i] is at
-    # first[i] + m.
+    # Equal values of `right` are adjacent after sorting: match m of left[i] is at first[i] + m.
     before = (count.cumsum(0) - count)[i]
     match = torch.arange(i.numel(), device=left.device) - before
     return i, order[first[i] + match]
@@ -533,8 +531,7 @@ def with_mixtures(
     return replace(
         batch,
         embeddings=torch.cat((embeddings, mixed)),
-        # Exclusion looks at both parts (`negative_parts`). This only gives each input
-        # an id.
+        # Exclusion looks at both parts (`negative_parts`). This only gives each input an id.
         content=torch.cat((batch.content, batch.content[left])),
         negative=torch.cat((batch.negative, len(embeddings) + numbers)),
         negative_example=torch.cat((batch.negative_example, drawn.example)),

@@ -45,6 +45,7 @@ from vembed.losses.batch import (
     copied_together,
 )
 from vembed.losses.declaration import CandidateLoss
+from vembed.losses.similarity import length_of
 
 NO_KEY_COLUMN = -2
 """Fills the keys of columns up to a rectangle. It is not that of rows, so that unused slots never meet."""
@@ -88,11 +89,6 @@ class ColumnGroup:
     masks: tuple[ExclusionMask, ...]
     direction: int = FORWARD
 
-    @property
-    def num_columns(self) -> int:
-        """Number of columns."""
-        return int(self.columns.stop - self.columns.start)
-
 
 @dataclass(frozen=True, slots=True)
 class ExplicitPairs:
@@ -123,11 +119,6 @@ class LossCandidates:
     column_groups: tuple[ColumnGroup, ...]
     explicit: tuple[ExplicitPairs, ...] = ()
 
-    @property
-    def num_rows(self) -> int:
-        """Number of rows whose loss terms this rank computes."""
-        return int(self.queries.stop - self.queries.start)
-
 
 def find_candidates(
     batch: LossBatch,
@@ -143,8 +134,8 @@ def find_candidates(
     `both_directions`: positives against queries, for a reverse loss.
     """
     device = batch.query.device
-    # The host knows every integer. It makes the table and the keys, which are then copied at once: what is read from a GPU
-    # would have to be waited for.
+    # The host knows every integer. It makes the table and the keys, which are then copied at once: what is read from a
+    # GPU would have to be waited for.
     batch = batch.on_host()
     num_rows = batch.num_rows
     rank_rows = batch.rank_rows
@@ -157,7 +148,7 @@ def find_candidates(
     has_query_columns = query_query or both_directions
     query_rows = slice(0, num_rows) if has_query_columns else rank_rows
     first_query = num_negatives + num_rows
-    first_explicit = first_query + query_rows.stop - query_rows.start
+    first_explicit = first_query + length_of(query_rows)
     documents = slice(0, first_query)
     queries = slice(first_query, first_explicit)
     row_positives = shifted(rank_rows, num_negatives)
@@ -207,8 +198,8 @@ def find_candidates(
     if document_document:
         groups.append(ColumnGroup(row_positives, documents, (document_mask,)))
     if both_directions:
-        # Left out: the queries of examples that have the row's positive as positive or as
-        # query, and queries with the content of the row's query.
+        # Left out: the queries of examples that have the row's positive as positive or as query, and queries with the
+        # content of the row's query.
         masks = (
             ExclusionMask(copies["row_positive_key"], copies["query_row_keys"]),
             ExclusionMask(copies["row_query_key"], copies["query_keys"]),
@@ -230,7 +221,7 @@ def find_candidates(
         occurrence=copies["occurrence"],
         queries=row_queries,
         positives=row_positives,
-        column_groups=tuple(group for group in groups if group.num_columns),
+        column_groups=tuple(group for group in groups if length_of(group.columns)),
         explicit=tuple(explicit),
     )
 

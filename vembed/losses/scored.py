@@ -52,14 +52,15 @@ class CoSENT(Temperature):
     summary = "the order of the scores"
     records = "scores"
     negatives = "unread"
-    # The sum runs over all comparisons of a batch, of which a smaller temperature leaves
-    # the few worst.
+    # The sum runs over all comparisons of a batch, of which a smaller temperature leaves the few worst.
     default_temperature = 0.1
     ranks_pairs = True
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
         import torch
+
+        from vembed.losses.similarity import length_of
 
         scores = self.pair_scores(batch, term.similarity(batch.embeddings))
         labels, order = torch.sort(batch.required_scores(self.name).to(scores.device))
@@ -71,8 +72,7 @@ class CoSENT(Temperature):
         # The zero column is the "1 +" of the formula. [K, 1 + rows with lower ones]
         zero_column = logits.new_zeros(len(logits), 1)
         terms = torch.cat((zero_column, below - logits[:, has_lower]), dim=1)
-        num_rank_rows = batch.rank_rows.stop - batch.rank_rows.start
-        share: float = num_rank_rows / max(1, batch.num_rows)
+        share = length_of(batch.rank_rows) / max(1, batch.num_rows)
         return term.configured.total(terms.logsumexp(dim=1)) * share
 
     def pair_scores(self, batch: LossBatch, similarity: Similarity) -> Tensor:
@@ -255,8 +255,7 @@ class KL(SoftmaxLoss, CandidateLoss):
         targets = self.targets(batch, term, pairs)
         student, teacher = self.log_softmaxes(batch, term, pairs, targets)
         losses = teacher.exp() * (teacher - student)
-        # Divided by the rows of all ranks, of which this rank adds up its own: the
-        # shares of the ranks sum to L.
+        # Divided by the rows of all ranks, of which this rank adds up its own: the shares of the ranks sum to L.
         return term.mean(losses, batch.num_rows)
 
     def _share_over_batch(self, batch: LossBatch, term: TermLoss) -> Tensor:
@@ -387,8 +386,7 @@ class RankNet(ListedLoss, Temperature):
         above, below = lists.ordered(self.labels(batch, term, lists))
         logits = term.scores(batch, lists) * term.scale(batch.embeddings)
         differences = logits[:, below] - logits[:, above]  # [K, M of this rank]
-        # Above 50, log(1 + exp(x)) is x to float64's precision. The default threshold
-        # of torch, 20, is for float32.
+        # Above 50, log(1 + exp(x)) is x to float64's precision. The default threshold of torch, 20, is for float32.
         return term.mean(F.softplus(differences, threshold=50.0), num_pairs)
 
 

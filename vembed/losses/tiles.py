@@ -52,6 +52,7 @@ from vembed.losses.similarity import (
     Similarity,
     arithmetic_dtype,
     chunks,
+    length_of,
     with_known_gradients,
 )
 
@@ -80,9 +81,8 @@ class Tiling:
         tile_mebibytes = 32 if is_cpu else 128
         max_rows = 512 if is_cpu else 4096
         scores_per_mebibyte = MEBIBYTE // arithmetic_dtype(embeddings).itemsize
-        # A block keeps rows * scores_per_row values. A tile is a temporary of rows *
-        # columns values. At least 16 each, or a huge batch would degrade to vector
-        # products.
+        # A block keeps rows * scores_per_row values. A tile is a temporary of rows * columns values. At least 16 each,
+        # or a huge batch would degrade to vector products.
         rows = block_mebibytes * scores_per_mebibyte // max(1, scores_per_row)
         rows = min(max_rows, max(16, rows))
         columns = tile_mebibytes * scores_per_mebibyte // rows
@@ -237,16 +237,16 @@ class _ScorePass:
             self.teacher = _TeacherTable(scoring.teacher, candidates, self.scale)
         # A tile's logits at all sizes, and the teacher's scores where there is one.
         self.num_matrices = self.num_sizes + (self.teacher is not None)
-        widths = [group.num_columns for group in candidates.column_groups]
+        widths = [length_of(group.columns) for group in candidates.column_groups]
         num_columns = sum(widths)
         self.tiling = scoring.tiling or Tiling.for_scores(
             num_columns * self.num_matrices, embeddings
         )
         self.keeps_tiles = with_gradient and not scoring.is_separable
-        # Buffers for the largest row block: the logits of all tiles, or of one where none
-        # is kept, and two temporaries of the size of a tile.
+        # Buffers for the largest row block: the logits of all tiles, or of one where none is kept, and two temporaries
+        # of the size of a tile.
         widest_tile = min(max(widths, default=0), self.tiling.columns)
-        max_rows = min(self.tiling.rows, candidates.num_rows)
+        max_rows = min(self.tiling.rows, length_of(candidates.queries))
         width = num_columns if self.keeps_tiles else widest_tile
         size = self.num_matrices * max_rows * width
         self.logits_buffer = self.scale.new_empty(size)
@@ -257,7 +257,7 @@ class _ScorePass:
 
     def run(self) -> None:
         """Accumulate `loss`, and with gradients also `d_scale`, `d_bias` and the table's gradient."""
-        for rows in chunks(self.candidates.num_rows, self.tiling.rows):
+        for rows in chunks(length_of(self.candidates.queries), self.tiling.rows):
             # The positives first: they start the online softmax and define the ceilings.
             block = self._start(rows)
             explicit = self._score_explicit(rows, block)
@@ -383,14 +383,14 @@ class _ScorePass:
 
         Unless tiles are kept, the next one overwrites the logits.
         """
-        num_rows = rows.stop - rows.start
+        num_rows = length_of(rows)
         offset = 0
         groups = self.candidates.column_groups
         for group, vectors in zip(groups, row_vectors, strict=True):
             # Each mask yields its part of every tile, in the order of the loop below.
             masks = [mask.tiles(rows, self.tiling.columns) for mask in group.masks]
-            for columns in chunks(group.num_columns, self.tiling.columns):
-                num_columns = columns.stop - columns.start
+            for columns in chunks(length_of(group.columns), self.tiling.columns):
+                num_columns = length_of(columns)
                 size = self.num_matrices * num_rows * num_columns
                 buffer = self.logits_buffer[offset : offset + size]
                 matrices = buffer.view(self.num_matrices, num_rows, num_columns)
@@ -665,8 +665,8 @@ class CircleRows(SoftmaxRows):
 
     def grad(self, candidates: CandidateLogits) -> Tensor:
         """See RowLoss."""
-        # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own. Before `out`, which may
-        # be the tile itself, is written.
+        # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own. Before `out`, which
+        # may be the tile itself, is written.
         weights = self._weights(candidates.logits)
         return super().grad(self._weighted(candidates)).mul_(weights)
 

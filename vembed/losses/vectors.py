@@ -116,8 +116,7 @@ class Relational(TeacherLoss):
         rows = batch.rank_occurrences()
         num_occurrences = len(batch.occurrences())
         columns = torch.arange(num_occurrences, device=rows.device)
-        # The key of an occurrence is its number, on both sides. So the diagonal is left
-        # out.
+        # The key of an occurrence is its number, on both sides. So the diagonal is left out.
         diagonal = ExclusionMask(rows[:, None].int(), columns[:, None].int())
         coefficient = 1.0 / max(1, num_occurrences) ** 2
         teacher = batch.teacher_vectors(str(term.teacher), "loss: relational")
@@ -207,8 +206,8 @@ def _squared_errors(
     from vembed.losses.candidates import ColumnGroup, LossCandidates
     from vembed.losses.tiles import Scoring, SquaredErrorRows, tiled_loss
 
-    # The table has this rank's rows first, then all columns. There is no positive pair:
-    # the rows stand in for both sides of it, and the row loss does not count it.
+    # The table has this rank's rows first, then all columns. There is no positive pair: the rows stand in for both
+    # sides of it, and the row loss does not count it.
     occurrence = torch.cat((rows, columns))
     row_entries = slice(0, rows.numel())
     column_entries = slice(rows.numel(), occurrence.numel())
@@ -255,8 +254,7 @@ def _mean_distance(
     d_embeddings = torch.zeros_like(batch.embeddings, dtype=projection.dtype)
     d_projection = torch.zeros_like(projection)
     with torch.autocast(batch.embeddings.device.type, enabled=False):
-        # Autograd for one chunk at a time: the projected vectors [M, E] of all
-        # occurrences never exist at once.
+        # Autograd for one chunk at a time: the projected vectors [M, E] of all occurrences never exist at once.
         for chunk in chunks(index.numel(), OCCURRENCES_AT_ONCE):
             with torch.enable_grad():
                 z = batch.embeddings.detach()[index[chunk]].to(projection.dtype)
@@ -266,8 +264,7 @@ def _mean_distance(
                 loss = _sum_of_distances(z, weight, targets, similarity)
             d_z, d_weight = torch.autograd.grad(loss, (z, weight))
             total += loss.detach()
-            # An input that occurs several times gets the sum of the gradients of its
-            # occurrences.
+            # An input that occurs several times gets the sum of the gradients of its occurrences.
             d_embeddings.index_add_(0, index[chunk], d_z)
             d_projection += d_weight
     total = with_known_gradients(
@@ -287,8 +284,7 @@ def _sum_of_distances(
     projected = vectors.new_zeros(vectors.shape)
     losses = []
     for part in similarity.parts:
-        # The coordinates that this size adds to the one before: W z of every size for
-        # the price of the full one.
+        # The coordinates that this size adds to the one before: W z of every size for the price of the full one.
         projected = projected + z[:, part] @ projection[:, part].T
         squares = projected.square().sum(1)
         # A vector of zeros has the cosine 0 and no gradient.

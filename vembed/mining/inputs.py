@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,8 +38,22 @@ from vembed.evaluation.beir import (
 )
 from vembed.evaluation.top_k import Pairs
 from vembed.mining.options import DataOptions, RowOptions, paths_of
+from vembed.parallel.session import Session, start_command_session
+
+log = logging.getLogger("vembed")
 
 SPLITS = ("train", "dev", "validation", "val", "test")
+
+
+Log = Callable[[str], object]
+
+
+@contextmanager
+def open_session(log_line: Log | None) -> Iterator[tuple[Session, Log]]:
+    """Yield the session of a command, and what prints a line on the first process."""
+    with start_command_session() as session:
+        log_line = log_line or log.info
+        yield session, log_line if session.is_main else lambda _: None
 
 
 class BeirTable:
@@ -377,6 +393,11 @@ def row_value(item: Item, image_folder: str) -> Any:
         return item.text
     value: dict[str, Any] = {} if item.text is None else {"text": item.text}
     return value | {"image": images[0] if len(images) == 1 else images}
+
+
+def row_values(items: Iterable[Item], image_folder: str) -> list[Any]:
+    """Return several items as a row holds them."""
+    return [row_value(item, image_folder) for item in items]
 
 
 QUERY_ID_FIELDS = ("query_id", "qid", "query-id", "_id")

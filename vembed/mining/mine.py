@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,10 @@ from vembed.mining.choice import Calibration, Limits, choose_negatives, columns_
 from vembed.mining.inputs import (
     Documents,
     KnownPositives,
+    Log,
     Rows,
     array_identity,
+    open_session,
     read_inputs,
 )
 from vembed.mining.judges import CandidateJudge
@@ -38,12 +39,10 @@ from vembed.mining.options import (
 )
 from vembed.mining.output import RowMaker, check_output, write_rows
 from vembed.mining.retrievers import DenseRetriever
-from vembed.parallel.session import Session, start_command_session
+from vembed.parallel.session import Session
 from vembed.progress import duration
 
 log = logging.getLogger("vembed")
-
-Log = Callable[[str], object]
 
 
 @dataclass(frozen=True)
@@ -145,14 +144,6 @@ def mine(
         num_encoded=search.num_encoded,
         seconds=seconds,
     )
-
-
-@contextmanager
-def open_session(log_line: Log | None) -> Iterator[tuple[Session, Log]]:
-    """Yield the session of a command, and what prints a line on the first process."""
-    with start_command_session() as session:
-        log_line = log_line or log.info
-        yield session, log_line if session.is_main else lambda _: None
 
 
 def check_config(config: MineConfig) -> Path:

@@ -554,35 +554,27 @@ def load_options(
         del values["model_name"]
     for name, option in options.items():
         if name in values:
+            value = values[name]
             try:
-                option.checked(values[name].value)
+                values[name] = replace(value, value=option.checked(value.value))
             except ValueError as error:
-                problems.append(f"{values[name].place}: {error}")
+                problems.append(f"{value.place}: {error}")
         elif option.is_required:
             problems.append(
                 f"{source_name}: {name} is missing: add `{name}: ...`, or give {name}=..."
             )
     if problems:
         raise UserError("\nalso: ".join(problems))
+    resolve_paths(values, PATH_OPTIONS, file, [])
     try:
-        config = kind.model_validate(
-            {name: each.value for name, each in values.items()}
+        return kind.model_validate(
+            {name: value.value for name, value in values.items()}
         )
     except ValidationError as error:
         # What is left are rules between the options.
         messages = [problem["msg"] for problem in error.errors()]
         rules = [message.removeprefix("Value error, ") for message in messages]
         raise UserError(f"{source_name}: " + "\nalso: ".join(rules)) from error
-    if file is None:
-        return config
-    paths = {
-        name: replace(values[name], value=getattr(config, name))
-        for name in PATH_OPTIONS
-        if name in values
-    }
-    resolve_paths(paths, list(paths), file, [])
-    changes = {name: each.value for name, each in paths.items()}
-    return config.model_copy(update=changes)
 
 
 def describe_options(kind: type[CommandConfig]) -> list[tuple[str, str, str]]:

@@ -19,7 +19,7 @@ from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import replaced_file
 from vembed.mining.candidates import CandidateSearch
 from vembed.mining.choice import UNDECIDED, Chosen, columns_by_row
-from vembed.mining.inputs import Inputs, content_key, row_value
+from vembed.mining.inputs import Inputs, content_key, row_value, row_values
 from vembed.mining.options import MineConfig
 
 SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
@@ -85,13 +85,10 @@ class RowMaker:
         example = table.example(number)
         folder = table.image_folder
 
-        def values_of(items: Sequence[Item]) -> list[Any]:
-            return [row_value(item, folder) for item in items]
-
         if is_conversation(record):  # written as the fields that it is read as
             record = {**as_fields(record), QUERY_NAME: None, POSITIVE_NAME: None}
             if example.negatives:
-                record[NEGATIVES_NAME] = values_of(example.negatives)
+                record[NEGATIVES_NAME] = row_values(example.negatives, folder)
         mapping = config.column_mapping or {}
         # With scores all negatives of the row come in one list: the scores have the order in which they are read.
         joins = config.scores and bool(example.negatives)
@@ -107,11 +104,11 @@ class RowMaker:
                     kept = value if isinstance(value, list) else [value]
             made[name] = value
         if joins and config.keep_negatives:
-            kept = values_of(example.negatives)
+            kept = row_values(example.negatives, folder)
         if made.get(QUERY_NAME) is None:
             made[QUERY_NAME] = row_value(example.query, folder)
         if made.get(POSITIVE_NAME) is None:
-            values = values_of(example.positives)
+            values = row_values(example.positives, folder)
             made[POSITIVE_NAME] = values if len(values) > 1 else values[0]
         added: list[Item] = []
         if example.scores is None:  # a row with scores of its own gets no positives
@@ -121,10 +118,10 @@ class RowMaker:
             positives = made[POSITIVE_NAME]
             if not isinstance(positives, list):
                 positives = [positives]
-            made[POSITIVE_NAME] = positives + values_of(added)
+            made[POSITIVE_NAME] = positives + row_values(added, folder)
         mined = self._chosen.documents[query, columns].tolist()
         items = [self._documents.item(document) for document in mined]
-        made[NEGATIVES_NAME] = kept + values_of(items)
+        made[NEGATIVES_NAME] = kept + row_values(items, folder)
         if self._documents.has_ids:
             ids = [self._documents.identity(document) for document in mined]
             made["negative_ids"] = [None] * len(kept) + ids

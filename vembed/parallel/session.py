@@ -204,7 +204,7 @@ class Session:
         precision = self.mixed_precision if self.fsdp is None else "no"
         on_cpu = self.device.type == "cpu"
         self.accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
-        self.mesh = sharding.hybrid_mesh(layout)
+        self.mesh = None if self.fsdp is None else sharding.hybrid_mesh(layout)
 
     def prepare(
         self, model: nn.Module, layer_classes: tuple[str, ...] = ()

@@ -56,7 +56,8 @@ def hybrid_mesh(layout: Layout) -> DeviceMesh | None:
     None: another strategy, or FSDP1, which makes its groups itself.
     """
     fsdp = layout.fsdp
-    if fsdp is None or fsdp.sharding_strategy != "HYBRID_SHARD":
+    assert fsdp is not None
+    if fsdp.sharding_strategy != "HYBRID_SHARD":
         return None
     if fsdp.version == 1 and layout.device.type == "cpu":
         raise UserError(

@@ -604,8 +604,10 @@ class MemoryGuard:
             # The other ranks are blocked in a layer's all-gather and cannot be notified. Ending this rank ends them.
             raise RunError(advice(self.session, budget))
         # With whole copies no rank is inside a collective here, so that all can agree.
-        if self.session.strategy != "fsdp" and collectives.max_ints([int(failed)])[0]:
-            raise OutOfMemory
+        if self.session.strategy != "fsdp":
+            (any_failed,) = collectives.max_ints([int(failed)])
+            if any_failed:
+                raise OutOfMemory
 
     def smaller(self, budget: Budget) -> Budget:
         """Return half the budget, to replay the step with. Raise RunError if there is no smaller one."""

@@ -98,8 +98,8 @@ def mine(args: ConfigArguments = None) -> Any:
 def judge(args: ConfigArguments = None) -> Any:
     """Judge the negatives of training data by rerankers or endpoints."""
     call = read_call("judge", JudgeConfig, judge.__doc__, args)
-    from vembed.data_tools.judge import RowNegatives
-    from vembed.data_tools.judge import judge as run_judge
+    from vembed.mining.judges import RowNegatives
+    from vembed.mining.judges import judge as run_judge
     from vembed.mining.output import check_output
 
     target = check_output(call.config.output_path)

@@ -146,33 +146,21 @@ def with_in_batch_negatives(
     return replace(example, negatives=(*example.negatives, *documents))
 
 
+@dataclass
 class RankBatchStream:
     """Rank batches of one rank in order, from any starting point, prepared ahead by threads."""
 
-    def __init__(
-        self,
-        store: Examples,
-        batch_schedule: BatchSchedule,
-        featuriser: BaseFeaturiser,
-        rank: int,
-        world_size: int,
-        num_workers: int,
-        pair: Callable[[int, int], Example] | None = None,
-        in_batch_negatives: int = 0,
-        *,
-        encodes_copies: bool = False,
-    ) -> None:
-        """`pair`: the example of a labelled source with another one as its positive. `in_batch_negatives`: positives of
-        other examples of the global batch that each example gets as further negatives."""
-        self.store = store
-        self.batch_schedule = batch_schedule
-        self.featuriser = featuriser
-        self.rank = rank
-        self.world_size = world_size
-        self.num_workers = num_workers
-        self.pair = pair
-        self.in_batch_negatives = in_batch_negatives
-        self.encodes_copies = encodes_copies
+    store: Examples
+    batch_schedule: BatchSchedule
+    featuriser: BaseFeaturiser
+    rank: int
+    world_size: int
+    num_workers: int
+    pair: Callable[[int, int], Example] | None = None
+    """The example of a labelled source with another one as its positive."""
+    in_batch_negatives: int = 0
+    """Positives of other examples of the global batch that each example gets as further negatives."""
+    encodes_copies: bool = False
 
     def rank_batch(self, batch_number: int) -> RankBatch:
         """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""

@@ -556,7 +556,8 @@ class Checkpointer:
 
     def _on_commit(self, final: Path, kept_steps: set[int], start: float) -> None:
         """Log the finished checkpoint and prune the oldest ones. Runs on rank 0."""
-        size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
+        files = [path for path in final.rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
         seconds = time.monotonic() - start
         log.info(f"saved {final.name} ({size / 1e9:.2f} GB, {seconds:.1f} s)")
         limit = self.run.save_total_limit

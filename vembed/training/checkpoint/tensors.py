@@ -320,9 +320,9 @@ def _movable(value: Any) -> Any:
         return value
     shape = value.size()
     shards = value.local_shards()
-    local = (
-        shards[0].tensor if shards else torch.empty(0, *shape[1:], dtype=value.dtype)
-    )
+    local = torch.empty(0, *shape[1:], dtype=value.dtype)
+    if shards:
+        local = shards[0].tensor
     # Without communication: the mesh is made of a group that exists, and `run_check` would compare the ranks.
     mesh = DeviceMesh.from_group(value._process_group, local.device.type)
     stride = torch.empty(shape, device="meta").stride()
@@ -339,7 +339,8 @@ def _check(
 ) -> None:
     """Raise UserError unless the checkpoint holds exactly the tensors that this run trains."""
     missing = sorted(tensors.keys() - stored.keys())
-    if any(_OWN.search(name) for name in missing) and any(map(_OWN.search, stored)):
+    stored_by_rank = [name for name in stored if _OWN.search(name)]
+    if stored_by_rank and any(_OWN.search(name) for name in missing):
         raise UserError(
             f"the checkpoint's optimizer state cannot be divided among {collectives.world_size()} process(es), since its "
             "8-bit blocks follow the shards: resume on as many processes as wrote it (only optim: adamw moves freely), "

@@ -1,4 +1,5 @@
-"""What a run shows and records: metrics of the steps, metrics.jsonl, trackers, set-up lines, progress bar, profile."""
+"""What a run shows, records and checks: metrics of the steps, metrics.jsonl, trackers, set-up lines, progress bar, profile,
+and warnings about the loss, the embeddings and the data files."""
 
 from __future__ import annotations
 
@@ -95,9 +96,11 @@ class Diagnostics(Hook):
             padding.append(1 - counts["useful"] / max(counts["padded"], 1))
             # Without the time in collectives: it includes waiting for the slowest rank, so it would hide which one that
             # is.
-            work.append(sum(entry["seconds"].values()) - entry["seconds"]["wait"])
+            seconds_of_rank = entry["seconds"]
+            work.append(sum(seconds_of_rank.values()) - seconds_of_rank["wait"])
             memory.append({"rank": rank, **entry["memory"]})
         seconds = max(self._seconds, 1e-9)
+        median_work = sorted(work)[len(work) // 2]
         values = {
             "samples_per_second": total["examples"] / seconds,
             "tokens_per_second": total["useful"] / seconds,
@@ -108,7 +111,7 @@ class Diagnostics(Hook):
             "tokens": [entry["counts"]["useful"] for entry in ranks],
             "padding": padding,
             "forwards": [entry["counts"]["forwards"] for entry in ranks],
-            "skew": max(work) / max(sorted(work)[len(work) // 2], 1e-9),
+            "skew": max(work) / max(median_work, 1e-9),
             "slowest_rank": work.index(max(work)),
             "memory": memory,
         }
@@ -177,7 +180,8 @@ class LossMeans(Hook):
         # All ranks have had the same tasks in the same steps, and so the same names in the same order.
         sums = []
         for shares in self._shares.values():
-            sums.append(float(torch.stack(shares).to(torch.float64).sum()))
+            share_sum = torch.stack(shares).to(torch.float64).sum()
+            sums.append(float(share_sum))
         totals = collectives.sum_scalars(sums) if sums else []
         means = {}
         for (name, shares), total in zip(self._shares.items(), totals, strict=True):
