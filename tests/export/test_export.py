@@ -26,7 +26,7 @@ from vembed.cli.main import app
 from vembed.data.examples import Item
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData
-from vembed.export import gguf_format, onnx_format
+from vembed.export import formats, gguf_format, onnx_format
 from vembed.export.check import NUM_TEXTS, bounded, distances, texts_to_compare
 from vembed.export.exporting import MAX_STUDENT_EXAMPLES, student_texts
 from vembed.export.formats import SafetensorsFormat
@@ -304,7 +304,7 @@ def test_images_that_have_no_graph(make, why, tmp_path):
 
 
 def test_a_runtime_that_is_not_there_says_how_to_install_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_format, "find_spec", lambda _: None)
+    monkeypatch.setattr(formats, "find_spec", lambda _: None)
     monkeypatch.setattr(gguf_format.shutil, "which", lambda _: None)
     for form, way in (
         ("openvino", "pip install openvino"),
