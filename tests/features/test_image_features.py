@@ -108,17 +108,17 @@ def test_mixed_items_go_to_their_modalities_in_order():
         (
             tiny.tiny_vit,
             Item(text="a cat"),
-            "embeds images only, and got the text 'a cat'",
+            "embeds one image at a time, and got the text 'a cat': set retrieval_mode",
         ),
         (
             tiny.tiny_clip,
             Item(text="a cat", images=(image(),)),
-            "1 image.* and a text; a vision-language model",
+            "embeds one text or image at a time, and got the text 'a cat' and 1 image.*vision-language model",
         ),
         (
             tiny.tiny_clip,
             Item(images=(image(), image())),
-            "embeds a text or one image, and got an item with 2 image",
+            "embeds one text or image at a time, and got 2 image",
         ),
     ],
 )

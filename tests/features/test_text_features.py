@@ -181,9 +181,9 @@ def test_what_a_text_model_cannot_embed_is_named(tmp_path):
         ["<unk>"], "$A", unk_token="<unk>", pad_token="<unk>"
     ).save_pretrained(tmp_path)
     mine = featuriser(tiny.shared(tiny.tiny_bert))
-    with pytest.raises(UserError, match="texts only, and got an item with an image"):
+    with pytest.raises(UserError, match="embeds one text at a time, and got 1 image"):
         mine.features([(Item(images=(ImageRef(path="x.jpg"),)), "query")])
-    with pytest.raises(UserError, match="neither a text nor an image"):
+    with pytest.raises(UserError, match="and got nothing"):
         mine.features([(Item(), "query")])
     with pytest.raises(UserError, match="the text '' becomes no token at all"):
         Featuriser(description.with_(source=str(tmp_path))).features(
