@@ -213,9 +213,11 @@ class EmbeddingModel(nn.Module):
             output = run_chats(backbone, inputs, mask)
             states = output.last_hidden_state
         elif packs(backbone):
-            # From states [1, all tokens, dim] of one row back to [n, tokens, dim].
+            # From states [1, all tokens, dim] of one row back to [n, tokens, dim]. Not `[0]`, whose derivative is a tensor
+            # of zeros and a copy into it.
             output = run_packed(backbone, inputs, mask)
-            states = padded_states(output.last_hidden_state[0], inputs, mask)
+            tokens = output.last_hidden_state.squeeze(0)
+            states = padded_states(tokens, inputs, mask)
         else:
             output = run_texts(self.description, backbone, inputs, mask)
             states = output.last_hidden_state
