@@ -34,7 +34,6 @@ from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.teachers.supply import Teachers
 from vembed.training.frozen import InputSource
-from vembed.training.optimizer import synchronise
 from vembed.training.step import (
     BatchResult,
     ContrastiveStep,
@@ -203,7 +202,7 @@ def step_on_rank(
         auxiliary,
     )
     result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
-    synchronise(model, loss, session)
+    step.synchronise(0.0)
     return {
         **full_gradients(model),
         **loss_gradients(loss),

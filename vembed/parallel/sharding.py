@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -119,17 +118,24 @@ def use_hybrid_mesh(
     layout = ParallelismConfig(dp_replicate_size=num_machines, dp_shard_size=num_local)
     names = tuple(layout.fsdp_dim_names)
     AcceleratorState._shared_state["parallelism_config"] = layout
-    # Accelerate's own mesh has more dimensions and would have to be sliced.
-    mesh = init_device_mesh(
-        accelerator.device.type, (num_machines, num_local), mesh_dim_names=names
-    )
-    AcceleratorState._shared_state["device_mesh"] = mesh
-    # The mesh creates new process groups with torch's default timeout: set dist_timeout_minutes for them too.
     world_group = dist.group.WORLD
     assert world_group is not None
+    # New groups have torch's timeout by default, not dist_timeout_minutes.
     timeout = world_group._get_backend(accelerator.device).options._timeout
-    for name in names:
-        _set_pg_timeout(timeout, mesh.get_group(name))
+    ranks = torch.arange(num_machines * num_local).view(num_machines, num_local)
+    # Groups made here: a mesh would split the world's group, and torch before 2.13 splits none that has a backend for
+    # each kind of device.
+    groups = []
+    for members in (ranks.T, ranks):
+        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            members.tolist(), timeout=timeout
+        )
+        groups.append(group)
+    # Accelerate's own mesh has more dimensions and would have to be sliced.
+    mesh = DeviceMesh.from_group(
+        groups, accelerator.device.type, mesh=ranks, mesh_dim_names=names
+    )
+    AcceleratorState._shared_state["device_mesh"] = mesh
 
 
 def shard(
