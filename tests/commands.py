@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 from tests.harness import LIMIT, forkserver
 
 PR_SET_PDEATHSIG = 1
-CODE, SCRIPT = "-c", "script"
+CODE = "-c"
+SCRIPT = "script"
 """In place of a module's name: the first word is a program, or the path of one."""
 
 

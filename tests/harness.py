@@ -171,7 +171,8 @@ def rank_outcomes(
         began = (
             time.monotonic()
         )  # not before: the first start waits for the server's imports
-        pending, ending = set(ranks), False
+        pending = set(ranks)
+        ending = False
         while pending:
             left = timeout - (time.monotonic() - began)
             ready = wait(pending, timeout=max(left, 0.0))
@@ -192,7 +193,8 @@ def rank_outcomes(
                 except EOFError:
                     processes[outcome.rank].join(10)
                     outcome.exitcode = processes[outcome.rank].exitcode
-                    ok, value = True, None
+                    ok = True
+                    value = None
                 else:
                     outcome.exitcode = 0 if ok else 1
                 if ok:
@@ -204,7 +206,8 @@ def rank_outcomes(
                 } & set(wait_for)
                 if done or (stop_at_failure and outcome.exitcode != 0):
                     # Others fail because of it, and sometimes before it: leave them a moment to say how.
-                    timeout, ending = min(timeout, outcome.seconds + GRACE), True
+                    timeout = min(timeout, outcome.seconds + GRACE)
+                    ending = True
         for process in processes:
             process.join(10 if not pending else 0)
         return list(ranks.values())
@@ -242,7 +245,8 @@ def free_ports(count: int = 40) -> int:
     They are none of those that the system gives to outgoing connections, nor of those that vembed's launcher chooses
     from, nor those of another worker.
     """
-    first, end = 5_000, 12_000
+    first = 5_000
+    end = 12_000
     if "PYTEST_XDIST_WORKER" in os.environ:
         size = (end - first) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         first += size * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))

@@ -50,7 +50,7 @@ MODULES = [
     "vembed.entrypoints.python_train",
     "vembed.pipelines.stages",
     "vembed.cli.run_train",
-    "vembed.training.run",
+    "vembed.training.trainer",
 ]
 
 logging.getLogger("bitsandbytes").setLevel(

@@ -47,7 +47,8 @@ def test_extras_and_lower_bounds() -> None:
 
 
 def test_the_oldest_versions_that_ci_trains_with_are_the_lower_bounds() -> None:
-    lowest, tried = lower_bounds(), constraints()
+    lowest = lower_bounds()
+    tried = constraints()
     assert (
         lowest.keys()
         == tried.keys()
@@ -178,7 +179,8 @@ def test_one_command_on_two_processes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
-    alone, sharded = metrics(one / "output"), metrics(two / "output")
+    alone = metrics(one / "output")
+    sharded = metrics(two / "output")
     assert [line["step"] for line in sharded] == list(range(1, STEPS + 1))
     for ours, theirs in zip(sharded, alone, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)

@@ -32,7 +32,8 @@ def test_marks_name_promises() -> None:
 
 @pytest.mark.parametrize("row", ROWS)
 def test_every_row_is_shown(row: str) -> None:
-    kind, also = promises()[row]["kind"], promises()[row].get("also", "")
+    kind = promises()[row]["kind"]
+    also = promises()[row].get("also", "")
     if "CFG" in kind or "CPU2" in kind:
         assert row in {marked for marked, _ in marked_tests()} or row == "E37"
     elif "DOC" in kind:

@@ -121,7 +121,8 @@ def test_a_missing_package_ended_every_training(tmp_path: Path) -> None:
     found = {
         (row["part"], row["name"]): row for row in json.loads(out.read_text())["rows"]
     }
-    speed, memory = found["speed", "bert-base"], found["memory", "bert-base"]
+    speed = found["speed", "bert-base"]
+    memory = found["memory", "bert-base"]
     assert (
         speed["samples_per_second"] > 0
         and speed["peer"] == "skipped: datasets is not installed"

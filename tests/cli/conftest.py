@@ -64,7 +64,8 @@ def on_ranks(text: str, *words: str) -> list[Ended]:
 
 
 def _on_rank(words: Sequence[str]) -> Ended:
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = run_process(words[0], words[1:])
     return Ended(code, out.getvalue(), err.getvalue())

@@ -13,8 +13,8 @@ from tests.commands import command
 from tests.tiny import shared, tiny_bert
 from vembed.config.loading import load_config
 from vembed.config.options import all_options
+from vembed.entrypoints.python_train import train
 from vembed.errors import UserError
-from vembed.training.run import train
 
 ROOT = Path(__file__).parents[2]
 STAGES = "model_name: m\ndata_path: d\ntraining_stages:\n  one: {epochs: 1}\n  two: {epochs: 2}\n"

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tests.cli.conftest import Command, losses, on_ranks, write_config
-from vembed.config.entries import DataSource
 from vembed.config.loading import expand_output_dir
-from vembed.training.run import train
+from vembed.config.schema import DataSource
+from vembed.entrypoints.python_train import train
 
 
 @pytest.fixture(scope="module")

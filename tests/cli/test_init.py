@@ -18,12 +18,12 @@ from PIL import Image
 
 from tests.cli.conftest import Command, Ended
 from tests.tiny import shared, tiny_bert, tiny_clip
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import load_config
-from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import TrainConfig
 from vembed.data.language import is_english
-from vembed.data_tools.init import columns, values
-from vembed.data_tools.init.columns import guess
+from vembed.data_tools import starter
+from vembed.data_tools.starter import guess
 from vembed.models.families.table import FAMILIES
 from vembed.parallel import step_memory
 from vembed.pipelines import prediction
@@ -282,7 +282,7 @@ def test_a_terminal_is_asked() -> None:
         asked.append(prompt)
         return next(answers)
 
-    confirmed = columns.confirm(guesses, ["query", "positive"], read)
+    confirmed = starter.confirm(guesses, ["query", "positive"], read)
     assert confirmed == {"a": "query", "b": "positive"}
     assert "1  b: a much longer text about it 0" in asked[0] and "nr" not in asked[0]
     assert asked[1] == "A number from 1 to 2: "
@@ -292,7 +292,7 @@ def test_a_clip_config_fits_the_model(start: Start) -> None:
     write_rows("train.jsonl", [{"query": "a", "positive": {"image": "b.png"}}])
     model = str(shared(tiny_clip))
     config = start("train.jsonl", "--family", "clip", model=model)
-    facts = values.model_facts(model)
+    facts = starter.model_facts(model)
     assert facts is not None and facts.temperature is not None
     assert (config.model.max_length or 1000) <= facts.max_length
     assert config.objective.temperature == facts.temperature
@@ -300,16 +300,16 @@ def test_a_clip_config_fits_the_model(start: Start) -> None:
 
 def test_values_from_the_size_of_the_data() -> None:
     sizes = (0, 5, 100, 1000, 10_000)
-    batches = [values.fitting_batch(size, 64) for size in sizes]
+    batches = [starter.fitting_batch(size, 64) for size in sizes]
     assert batches == [64, 5, 8, 32, 64]
-    epochs = [values.fitting_epochs(size) for size in (100, 3_000, 50_000)]
+    epochs = [starter.fitting_epochs(size) for size in (100, 3_000, 50_000)]
     assert epochs == [6, 4, 1]
-    shares = [values.held_out_share(size) for size in (20, 500, 1_000_000)]
+    shares = [starter.held_out_share(size) for size in (20, 500, 1_000_000)]
     assert shares == [None, 0.1, 0.002]
-    lengths = values.measure(["word " * 30] * 99 + ["word " * 900], None)
+    lengths = starter.measure(["word " * 30] * 99 + ["word " * 900], None)
     assert lengths is not None and not lengths.is_measured
-    assert values.fitting_length(lengths, 512, 512) == 64
-    assert values.fitting_length(lengths, 32, 512) == 32
+    assert starter.fitting_length(lengths, 512, 512) == 64
+    assert starter.fitting_length(lengths, 32, 512) == 32
 
 
 def test_the_data_of_a_config_on_one_page(

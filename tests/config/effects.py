@@ -18,8 +18,8 @@ import vembed
 from tests import tiny
 from tests.losses.batches import SIZES, make_batch
 from vembed.cli.run_train import resolve_launch
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import ResolvedRun
 from vembed.data.examples import ImageRef, Item
 from vembed.losses.build import build_loss
 from vembed.models.families.backbones import layers_of

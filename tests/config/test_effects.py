@@ -42,7 +42,7 @@ from vembed.config.options import all_options
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, Stopped, UserError
 from vembed.losses.table import loss_options
-from vembed.training.checkpoint.resume import candidates
+from vembed.training.checkpoint.folders import candidates
 
 Seen = Callable[[Built], Any] | str
 """A string: an attribute of the trainer."""

@@ -8,8 +8,8 @@ import pytest
 
 from tests.config.conftest import WriteConfig
 from vembed.config.accelerate_file import AccelerateFile, read_accelerate_file
+from vembed.config.decisions import FsdpConfig
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import FsdpConfig
 from vembed.errors import UserError
 
 DOCUMENT_D = """\

@@ -8,7 +8,8 @@ import pytest
 
 from tests.config.conftest import WriteConfig, assert_options
 from tests.guides import STAGE_ONE
-from vembed.config.aliases import (
+from vembed.config.arguments import parse_train_arguments
+from vembed.config.layers import (
     ALIASES,
     BLOCKS,
     PREFIXES,
@@ -17,7 +18,6 @@ from vembed.config.aliases import (
     known_names,
     target_of,
 )
-from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.options import all_options
 from vembed.errors import UserError

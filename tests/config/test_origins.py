@@ -9,10 +9,9 @@ import pytest
 import yaml
 
 from tests.config.conftest import NEEDED, WriteConfig, assert_options
-from vembed.config.entries import DataSource
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import load_config, render, resolve_run, save_config
-from vembed.config.resolved import ResolvedRun
-from vembed.config.schema import TrainConfig, option_fields
+from vembed.config.schema import DataSource, TrainConfig, option_fields
 from vembed.errors import UserError
 
 LAUNCHER = {

@@ -8,9 +8,8 @@ import pytest
 
 from tests.config.conftest import WriteConfig
 from vembed.config import rules
-from vembed.config.entries import DataSource
 from vembed.config.loading import load_config, resolve_run
-from vembed.config.schema import TrainConfig, option_fields
+from vembed.config.schema import DataSource, TrainConfig, option_fields
 from vembed.errors import UserError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vembed.config.options import all_options
-from vembed.training.checkpoint.resume import BATCH, BY_CONTENT, JUDGES, MAY_CHANGE
+from vembed.training.checkpoint.folders import BATCH, BY_CONTENT, JUDGES, MAY_CHANGE
 
 BEGIN = "<!-- options: written by python -m tests.docs.resume_table -->"
 END = "<!-- end of options -->"

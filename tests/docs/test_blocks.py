@@ -25,13 +25,11 @@ from vembed.cli.run_train import run_train
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
-from vembed.config.stages import read_pipeline
-from vembed.data_tools.config import GenerateConfig, JudgeConfig
+from vembed.config.stages import chosen_pipeline, read_pipeline
 from vembed.errors import UserError
-from vembed.mining.config import MineConfig
-from vembed.mining.options import load_options
+from vembed.mining.options import GenerateConfig, JudgeConfig, MineConfig, load_options
 from vembed.parallel.hardware import read_hardware
-from vembed.pipelines.stages import pipeline_of_arguments, run_stages
+from vembed.pipelines.stages import run_stages
 
 OTHER_PROGRAMS = {
     "cd",
@@ -174,7 +172,7 @@ def check_paths(arguments: list[str]) -> None:
 def dry_run(arguments: list[str]) -> None:
     """What `vembed train` would do with these arguments."""
     parsed = parse_train_arguments([*arguments, "--dry-run"])
-    pipeline = pipeline_of_arguments(parsed)
+    pipeline = chosen_pipeline(parsed.source, parsed.overrides, parsed.stage)
     if pipeline is not None:
         assert run_stages(pipeline, parsed, lambda stage: run_train(stage)[0]) == 0
         return

@@ -11,12 +11,11 @@ import yaml
 
 from tests.docs.pages import PAGES, ROOT, anchors, links, spans, text_of
 from vembed.cli.commands.config import options_page
-from vembed.config.aliases import BLOCKS, target_of
-from vembed.config.entries import EpochMining
+from vembed.config.layers import BLOCKS, target_of
+from vembed.config.schema import EpochMining
 from vembed.data.columns import COLUMNS
-from vembed.data_tools.config import AuditConfig, GenerateConfig
 from vembed.losses.table import ENTRY_OPTIONS
-from vembed.mining.config import MineConfig
+from vembed.mining.options import AuditConfig, GenerateConfig, MineConfig
 
 NO_OPTIONS = {"compute_device", "num_processes", "kind", "restartPolicy"}
 """Keys in spans such as `compute_device: gpu` that are not options of ours."""

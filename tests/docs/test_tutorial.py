@@ -70,7 +70,8 @@ def test_the_walk(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    model, port = str(shared(tiny_bert_st)), str(free_port())
+    model = str(shared(tiny_bert_st))
+    port = str(free_port())
     remaining = [(language, text.replace("8080", port)) for language, text in steps()]
     serve = next(
         number

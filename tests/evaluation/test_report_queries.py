@@ -68,7 +68,8 @@ def test_the_results_of_the_queries_are_those_of_the_evaluation(run: Path) -> No
 
 
 def test_the_report_shows_queries_intervals_and_meanings(run: Path) -> None:
-    page, text = (run / "report.html").read_text(), (run / "report.md").read_text()
+    page = (run / "report.html").read_text()
+    text = (run / "report.md").read_text()
     first, last = (read_queries(path_of(run, step)) for step in (0, 11))
     found = compare_results(first, last, "ndcg@10")
     assert found is not None and found.num_queries == 39
@@ -84,7 +85,8 @@ def test_the_report_shows_queries_intervals_and_meanings(run: Path) -> None:
 
 
 def test_the_model_and_its_calls_are_told_as_in_the_card(run: Path) -> None:
-    page, text = (run / "report.html").read_text(), (run / "report.md").read_text()
+    page = (run / "report.html").read_text()
+    text = (run / "report.md").read_text()
     card = (run / "final" / "README.md").read_text()
     calls = calls_of(card, f"{run.name}/final")
     assert (

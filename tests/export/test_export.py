@@ -28,11 +28,11 @@ from vembed.cli.main import app
 from vembed.data.examples import Item
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData
-from vembed.export import gguf_format, onnx_format
+from vembed.export import formats, gguf_format, onnx_format
 from vembed.export.check import NUM_TEXTS, bounded, distances, texts_to_compare
 from vembed.export.exporting import MAX_STUDENT_EXAMPLES, student_texts
+from vembed.export.formats import SafetensorsFormat
 from vembed.export.onnx_format import OnnxFormat
-from vembed.export.safetensors_format import SafetensorsFormat
 from vembed.inference.serve.encoder import ServedInput, open_encoder
 
 QUERY_PROMPT = "red green: "
@@ -264,10 +264,8 @@ def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_images_have_a_graph_of_their_own(
     siglip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, images = (
-        vembed.Embedder(siglip_folder(), device="cpu"),
-        onnx_format.made_images(11),
-    )
+    model = vembed.Embedder(siglip_folder(), device="cpu")
+    images = onnx_format.made_images(11)
     found = onnx_format.OnnxImages(siglip).encode(images)
     np.testing.assert_allclose(found, model.encode(images), atol=1e-5)
     (shape,) = (
@@ -327,7 +325,7 @@ def test_images_that_have_no_graph(
 def test_a_runtime_that_is_not_there_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnx_format, "find_spec", lambda _: None)
+    monkeypatch.setattr(formats, "find_spec", lambda _: None)
     monkeypatch.setattr(gguf_format.shutil, "which", lambda _: None)
     for form, way in (
         ("openvino", "pip install openvino"),

@@ -9,11 +9,12 @@ import numpy as np
 from PIL import Image
 
 from vembed.data.examples import ImageRef
-from vembed.data.images.decoders import Decoders
-from vembed.data.images.picture_bytes import PIXELS, Arrays
+from vembed.data.images.decoders import PIXELS, Arrays, Decoders
 
 SECONDS = 60.0
-SLOW, LARGE, WRONG = (3, 5), (5, 3), (7, 7)
+SLOW = (3, 5)
+LARGE = (5, 3)
+WRONG = (7, 7)
 """Sizes of images that `Sized` is slow with, makes large, and fails on."""
 LARGE_BYTES = 20 * 2**20
 

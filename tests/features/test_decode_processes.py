@@ -31,8 +31,7 @@ from tests.features.test_text_features import featuriser
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.data.images import decoders as module
-from vembed.data.images.decoders import Decoders
-from vembed.data.images.picture_bytes import PIXELS
+from vembed.data.images.decoders import PIXELS, Decoders
 from vembed.errors import RunError, UserError
 
 

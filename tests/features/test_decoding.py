@@ -11,7 +11,7 @@ from PIL import Image
 from tests import tiny
 from tests.features.test_image_features import image, of_images
 from tests.features.test_text_features import featuriser
-from vembed.data.batching.feeding import Feeder
+from vembed.data.batching.rank_batch import Feeder
 from vembed.data.examples import ImageRef
 from vembed.data.features import Featuriser
 from vembed.data.images import decoders
@@ -47,10 +47,8 @@ def test_both_phases_of_a_step_decode_each_image_once_and_in_threads_of_their_ow
         [("image", list(range(start, start + 6)))] for start in range(0, COUNT, 6)
     ]
     feeder = Feeder(mine, torch.device("cpu"))
-    first, second = (
-        list(feeder.feed(micro_batches, features)),
-        list(feeder.feed(micro_batches, features)),
-    )
+    first = list(feeder.feed(micro_batches, features))
+    second = list(feeder.feed(micro_batches, features))
     assert len(seen) == COUNT, "with Gradient Cache nothing is decoded twice"
     assert all(name.startswith("vembed-images") for _, name in seen)
     for one, other in zip(first, second, strict=True):

@@ -59,7 +59,8 @@ def test_an_image_counts_its_patches_and_is_decoded_late(
     make, patches: int, decoded: list[ImageRef]
 ) -> None:
     mine = featuriser(tiny.shared(make))
-    first, second = image(seed=1), image(200, 30, seed=2)
+    first = image(seed=1)
+    second = image(200, 30, seed=2)
     features = mine.features([of_images(first), of_images(second)])  # type: ignore[list-item]
     decoded.clear()  # the blank ones that tell how many patches there are
     assert [(one.modality, one.length, one.token_ids) for one in features] == [
@@ -77,7 +78,8 @@ def test_pixels_are_kept_for_the_second_pass_and_bounded(
     mine = featuriser(tiny.shared(tiny.tiny_vit))
     features = mine.features([of_images(image(seed=seed)) for seed in range(5)])  # type: ignore[misc]
     decoded.clear()
-    first, second = mine.collate(features), mine.collate(features)
+    first = mine.collate(features)
+    second = mine.collate(features)
     assert len(decoded) == 5
     assert torch.equal(first["pixel_values"], second["pixel_values"])
     size = 3 * 32 * 32

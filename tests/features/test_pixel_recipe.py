@@ -19,11 +19,11 @@ from tests.built import described
 from tests.features.test_image_features import image, of_images
 from tests.features.test_text_features import featuriser
 from vembed.config.schema import TrainConfig
-from vembed.data.batching import feeding
-from vembed.data.batching.feeding import Feeder
+from vembed.data.batching import rank_batch
+from vembed.data.batching.rank_batch import Feeder
 from vembed.data.images import decoders
+from vembed.data.images.decoders import PIXELS, Patching, ProcessorCode, Resizing
 from vembed.data.images.files import load_image
-from vembed.data.images.picture_bytes import PIXELS, Patching, ProcessorCode, Resizing
 from vembed.data.images.pixels import find_recipe
 from vembed.models.processors import load_image_processor
 
@@ -80,7 +80,8 @@ class Brighter:
     """A processor with an arithmetic of its own: before the scale, or after it."""
 
     def __init__(self, processor: Any, *, late: bool) -> None:
-        self.processor, self.late = processor, late
+        self.processor = processor
+        self.late = late
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.processor.to_dict())
@@ -137,11 +138,10 @@ class AsTorchvision:
 
 def test_the_arithmetic_of_torchvision_has_a_recipe_too() -> None:
     processor = processor_of(tiny.tiny_clip)
-    processor.image_mean, processor.image_std = (
-        [0.48145466, 0.4578275, 0.40821073],
-        [0.26862954, 0.26130258, 0.27577711],
-    )
-    recipe, picture = find_recipe(AsTorchvision(processor)), load_image(image(77, 50))
+    processor.image_mean = [0.48145466, 0.4578275, 0.40821073]
+    processor.image_std = [0.26862954, 0.26130258, 0.27577711]
+    recipe = find_recipe(AsTorchvision(processor))
+    picture = load_image(image(77, 50))
     wanted = AsTorchvision(processor)([picture])[PIXELS]
     assert torch.equal(recipe.finished(recipe.halfway(picture))[PIXELS], wanted)
 
@@ -154,7 +154,7 @@ def test_pixels_stay_bytes_until_they_are_on_the_device(
     moved = []
 
     class Gpu(Feeder):
-        def _to_device(self, inputs: feeding.ModelInputs) -> feeding.ModelInputs:
+        def _to_device(self, inputs: rank_batch.ModelInputs) -> rank_batch.ModelInputs:
             moved.extend(batch[PIXELS].dtype for _, batch in inputs)
             return [
                 (modality, self.featuriser.finished(batch))
@@ -167,7 +167,7 @@ def test_pixels_stay_bytes_until_they_are_on_the_device(
         threads.append(threading.current_thread().name)
         return tensor
 
-    monkeypatch.setattr(feeding, "pinned", pinned)
+    monkeypatch.setattr(rank_batch, "pinned", pinned)
     fed = list(
         Gpu(mine, torch.device("cuda")).feed(
             [[("image", [0, 1])], [("image", [2, 3])]], features

@@ -13,7 +13,7 @@ from tests.training.test_run import settings
 from vembed import Embedder, train
 from vembed.cli.main import run_process
 from vembed.errors import UserError
-from vembed.saving.checksums import CHECKSUMS
+from vembed.files import CHECKSUMS
 
 
 @pytest.fixture(scope="module")

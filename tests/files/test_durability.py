@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.training.test_run import metrics
-from vembed.saving.durability import refusal, replaced_file, sync, sync_folder, way_out
+from vembed.files import refusal, replaced_file, sync, sync_folder, way_out
 from vembed.saving.files import replaced_folder
-from vembed.training.checkpoint.resume import trim_metrics
+from vembed.training.checkpoint.folders import trim_metrics
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EACCES])

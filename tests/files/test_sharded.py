@@ -58,11 +58,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def test_a_sharded_model_is_saved_whole(case, saved):
     place, found = saved
     assert result_of(found, case) == ["fsdp", "fsdp"]
-    final, source = place / case, tiny.shared(CASES[case][0])
-    stored, before = (
-        load_file(final / "model.safetensors"),
-        load_file(source / "model.safetensors"),
-    )
+    final = place / case
+    source = tiny.shared(CASES[case][0])
+    stored = load_file(final / "model.safetensors")
+    before = load_file(source / "model.safetensors")
     assert stored.keys() == before.keys()
     for name, tensor in before.items():
         torch.testing.assert_close(stored[name], tensor)

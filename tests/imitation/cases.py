@@ -121,6 +121,11 @@ DATA: dict[Data, Callable[[Path], Path]] = {
 }
 
 
+def tiny_qwen3_of_28_layers(folder: Path) -> Path:
+    """A Qwen3 as deep as Qwen3-Embedding-0.6B."""
+    return tiny.tiny_qwen3(folder, layers=28)
+
+
 BF16 = {"mixed_precision": "bf16"}
 LORA = {"use_lora": True, "lora_r": 8}
 CACHE = {"use_gradient_cache": True, "micro_batch_tokens": 144, "mrl_dims": [24, 16, 8]}
@@ -144,6 +149,11 @@ CASES = [
         "qwen3 bf16 lora checkpoints",
         tiny.tiny_qwen3,
         options=BF16 | LORA | {"gradient_checkpointing": True},
+    ),
+    Case(
+        "qwen3 28 layers bf16 lora",
+        tiny_qwen3_of_28_layers,
+        options=BF16 | LORA | {"torch_dtype": "bfloat16"},
     ),
     Case("modernbert bf16", tiny.tiny_modernbert, options=BF16),
     Case("clip bf16", tiny.tiny_clip, "captions", BF16),

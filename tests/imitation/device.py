@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp.decompositions import _fused_rms_norm_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -59,6 +60,13 @@ ALLOCATIONS = {
 }
 COPIES = {"_to_copy", "copy_"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+FUSED_ON_GPUS = ("_fused_rms_norm", "silu_backward")
+"""Operators that CUDA computes in a kernel of their own, and the CPU by several others."""
+KERNELS: dict[str, Callable[..., Any]] = {
+    **attention.KERNELS,
+    "_fused_rms_norm_backward": _fused_rms_norm_backward,
+}
+"""What computes an operator that the CPU does not have, by the operator's name."""
 READS = {"_local_scalar_dense", "equal", "is_nonzero"}
 """Operators whose result is a number on the host."""
 SIZED_BY_VALUES = {
@@ -192,7 +200,8 @@ def count_copy(
 ) -> bool:
     """Record a copy between host and device. Return True for one within the device, which is a kernel."""
     if name == "copy_":
-        destination, source = args[0], args[1]
+        destination = args[0]
+        source = args[1]
         to_host = not isinstance(destination, DeviceTensor)
         does_not_block = (len(args) > 2 and args[2]) or kwargs.get("non_blocking")
     else:
@@ -227,7 +236,7 @@ def compute(
         kwargs = {**kwargs, "non_blocking": False}
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}
-    run: Callable[..., Any] = attention.KERNELS.get(name, operator)
+    run: Callable[..., Any] = KERNELS.get(name, operator)
     return run(*args, **kwargs)
 
 

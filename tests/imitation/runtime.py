@@ -9,12 +9,20 @@ from typing import Any
 
 import torch
 
-from tests.imitation.device import CUDA, RECORDING, Functions, Operators
+from tests.imitation.device import (
+    CUDA,
+    FUSED_ON_GPUS,
+    RECORDING,
+    Functions,
+    Operators,
+)
 
 NAME = "Imitation H100"
 TOTAL_BYTES = 80 * 2**30
 FREE_BYTES = 70 * 2**30
 CAPABILITY = (9, 0)
+CUDA_KERNELS = torch.library.Library("aten", "IMPL", "CUDA")
+"""As long as it lives, torch finds kernels of CUDA for the operators that are registered here."""
 
 
 class Event:
@@ -111,5 +119,8 @@ def install() -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
     # Backward passes in this thread: the modes below are those of a thread.
     torch.autograd.set_multithreading_enabled(False)
+    for name in FUSED_ON_GPUS:
+        # Never called: tensors of the device are dispatched before. Without it torch would take the operator apart.
+        CUDA_KERNELS.impl(name, answer(None))
     Functions().__enter__()
     Operators().__enter__()

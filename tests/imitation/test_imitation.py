@@ -125,6 +125,11 @@ def test_modules_move_to_the_device(probe: str, on_device: Results) -> None:
     assert on_device[probe].error is None, on_device[probe].error
 
 
+def test_layers_of_few_kernels_round_like_plain_ones(on_device: Results) -> None:
+    error = on_device["fuses_within_rounding"].error
+    assert error is None, error
+
+
 def test_kernels_are_counted(on_device: Results) -> None:
     operators = {operator for _, operator in on_device["multiplies"].kernels}
     assert {"ones", "mm", "sum"} <= operators

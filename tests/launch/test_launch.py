@@ -36,7 +36,8 @@ sys.exit(launch.run_ranks([sys.executable, sys.argv[1]], launch.rank_environment
 """
 SHORT_GRACE = 0.5
 """Seconds that ranks which do not end by themselves are given, where nobody else needs them."""
-SETTLE, SAME_REQUEST = 0.3, 1.0
+SETTLE = 0.3
+SAME_REQUEST = 1.0
 """Shorter times than the launcher's own."""
 
 

@@ -28,7 +28,8 @@ def start(
         "--main-process-port",
         str(port),
     ]
-    all_words, errors = [*command, *place, *words], errors_of(config, machine)
+    all_words = [*command, *place, *words]
+    errors = errors_of(config, machine)
     if packages is None:
         return start_command(*all_words, stderr=errors)
     return start_command(
@@ -58,7 +59,8 @@ def test_both_machines_name_what_differs(tmp_path: Path) -> None:
     )
     machines = [start(config, 0, port), start(config, 1, port, *words)]
     for number, machine in enumerate(machines):
-        code, err = machine.wait(100), errors_of(config, number).read_text()
+        code = machine.wait(100)
+        err = errors_of(config, number).read_text()
         assert code == 2, err
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
         assert (

@@ -88,12 +88,36 @@ def make_batch(
         scores=(torch.randint(-4, 5, (num_rows,), generator=draw) / 4).to(
             torch.float64
         ),
-        rank_rows=slice(None),
-        rank_negatives=slice(None),
+        rank_rows=slice(0, num_rows),
+        rank_negatives=slice(0, len(negative)),
         negative_scores=negative_scores,
         number=seed,
     )
     return replace(batch, teachers=teachers_of(batch, draw))
+
+
+def rank_batches(batch: LossBatch, cuts: list[int]) -> list[LossBatch]:
+    """The batch as ranks see it that hold the examples between the cuts."""
+    examples = batch.example.unique().tolist()
+    parts = []
+    for first, last in zip([0, *cuts], [*cuts, len(examples)], strict=True):
+        mine = torch.tensor(examples[first:last], dtype=torch.int64)
+        rows, negatives = (
+            torch.isin(x, mine).nonzero().flatten()
+            for x in (batch.example, batch.negative_example)
+        )
+        row_start, negative_start = (
+            (int(rows[0]) if len(rows) else 0),
+            (int(negatives[0]) if len(negatives) else 0),
+        )
+        parts.append(
+            replace(
+                batch,
+                rank_rows=slice(row_start, row_start + len(rows)),
+                rank_negatives=slice(negative_start, negative_start + len(negatives)),
+            )
+        )
+    return parts
 
 
 def teachers_of(batch: LossBatch, draw: torch.Generator) -> dict[str, Teaching]:

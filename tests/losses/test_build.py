@@ -78,16 +78,6 @@ def test_learned_scales_stay_in_their_range(
         assert float(parameter.detach()) == pytest.approx(clamped)
 
 
-def test_bidirectional_changes_nothing_in_the_sigmoid_loss() -> None:
-    batch = make_batch(6)
-    assert torch.equal(
-        *(
-            build_loss(config_of(loss="sigmoid", bidirectional=both))(batch)
-            for both in (True, False)
-        )
-    )
-
-
 def test_matryoshka_sizes_come_from_the_config_or_the_model() -> None:
     batch = make_batch(6)
     named = build_loss(config_of(mrl_dims=[4, 12]))(batch)

@@ -36,8 +36,8 @@ def batch_of(
         negative=torch.tensor([n for _, n in negatives], dtype=torch.int64),
         negative_example=torch.tensor([e for e, _ in negatives], dtype=torch.int64),
         scores=None,
-        rank_rows=slice(None),
-        rank_negatives=slice(None),
+        rank_rows=slice(0, len(rows)),
+        rank_negatives=slice(0, len(negatives)),
     )
 
 

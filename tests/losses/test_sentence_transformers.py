@@ -47,8 +47,8 @@ def batch_of(embeddings: Columns, teachers: dict[str, Any]) -> LossBatch:
         negative=2 * N + torch.arange(N * num_negatives),
         negative_example=numbers.repeat(num_negatives),
         scores=None,
-        rank_rows=slice(None),
-        rank_negatives=slice(None),
+        rank_rows=slice(0, N),
+        rank_negatives=slice(0, N * num_negatives),
         teachers=teachers,
     )
 

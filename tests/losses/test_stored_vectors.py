@@ -11,11 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.losses.batches import SIZES, assert_close, config_of, gradients, make_batch
-from tests.losses.test_ranks import rank_batches
+from tests.losses.batches import (
+    SIZES,
+    assert_close,
+    config_of,
+    gradients,
+    make_batch,
+    rank_batches,
+)
 from vembed.inference.quantization import quantized
-from vembed.losses.build import build_loss
-from vembed.losses.stored_vectors import EDGE, StoredForm, as_stored
+from vembed.losses.build import EDGE, StoredForm, as_stored, build_loss
 
 CASES: list[dict[str, Any]] = [
     {},

@@ -27,7 +27,7 @@ from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import GPUS
 from vembed.parallel.placement import OPERATIONS_PER_SECOND, Placement, place
 from vembed.parallel.session import start_session
-from vembed.training import compiled
+from vembed.training import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 """The compiler looks at attributes of all tensors."""
@@ -163,7 +163,7 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
                 _own, *given, **named
             )
         inputs = parts_for(model.description)
-        problem = compiled.difference(model, layers, inputs, session)
+        problem = setup.difference(model, layers, inputs, session)
         expected = {
             "same": None,
             "other": "give other embeddings",
@@ -177,13 +177,13 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
 def test_what_the_run_does_after_the_check(monkeypatch, caplog):
     config = config_for(tiny.tiny_bert, mixed_precision="no")
     monkeypatch.setattr(
-        compiled, "difference", lambda *_: "compiled layers give other embeddings"
+        setup, "difference", lambda *_: "compiled layers give other embeddings"
     )
     with start_session(config) as session, caplog.at_level(logging.WARNING, "vembed"):
         session.placement = on_gpu().for_work(1e30)
         model = model_of(config, compiles=True)
         featuriser = Featuriser(model.description)
-        compiled.check_compiled(model, model, featuriser, [], session)
+        setup.check_compiled(model, model, featuriser, [], session)
         assert session.placement.compilation.value is False
         assert all(
             layer._compiled_call_impl is None for layer in layers_of(model.backbone)
@@ -223,9 +223,7 @@ def test_checkpointed_layers_are_compiled_only_where_texts_are_padded(
     with start_session(config) as session, caplog.at_level(logging.INFO, "vembed"):
         model = model_of(config, recompute=True).train()
         loss_of(model(parts_for(model.description))).backward()
-        compiled.check_compiled(
-            model, model, Featuriser(model.description), [], session
-        )
+        setup.check_compiled(model, model, Featuriser(model.description), [], session)
         assert session.placement.compilation.value is is_compiled
     assert bool(graph_calls) is is_compiled
     assert f"compiled layers: {str(is_compiled).lower()}" in caplog.text

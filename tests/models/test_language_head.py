@@ -27,10 +27,10 @@ from tests.parity.engine import (
 from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
+from vembed.models.building import has_language_head
 from vembed.models.heads import (
     IGNORED_TARGET,
     LanguageHead,
-    has_language_head,
 )
 from vembed.parallel.session import start_session
 

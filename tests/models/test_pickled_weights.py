@@ -13,8 +13,8 @@ import vembed
 from tests import tiny
 from vembed.cli.commands.export import copy_model
 from vembed.errors import UserError
-from vembed.mining.config import MineConfig, Retriever
 from vembed.mining.judges import load_judge
+from vembed.mining.options import MineConfig, Retriever
 from vembed.mining.retrievers import load_encoder
 from vembed.weights.sources import open_source
 

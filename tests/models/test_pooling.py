@@ -242,7 +242,7 @@ def test_a_trained_pooling_trains_beside_a_frozen_tower(monkeypatch, tmp_path):
     assert [(one.name, one.learning_rate) for one in trained] == [
         ("pooling.direction", 0.5)
     ]
-    assert model.heads() == [model.pooling]
+    assert model.heads() == {"pooling": model.pooling}
     (vectors,) = model([("text", text_inputs(model.description, TEXTS))])
     vectors.square().sum().backward()
     assert trained[0].parameter.grad.abs().sum() > 0

@@ -177,7 +177,8 @@ def run_script() -> tuple[str, int]:
     draw = torch.Generator().manual_seed(int(os.environ["RANK"]))
     batch = {"input_ids": torch.randint(0, 50, (4, 9), generator=draw)}
     units: list[FullyShardedDataParallel] = []
-    start, wrap = dist.init_process_group, FullyShardedDataParallel.__init__
+    start = dist.init_process_group
+    wrap = FullyShardedDataParallel.__init__
 
     def init(self: FullyShardedDataParallel, *given: Any, **options: Any) -> None:
         units.append(self)

@@ -320,10 +320,8 @@ def test_saved_models_load_elsewhere(trained, place, name):
     from sentence_transformers import SentenceTransformer
 
     del trained
-    folder, some = (
-        place / name / "final",
-        ["a red cat", "two dogs in the snow and a very long pipeline home", "rain"],
-    )
+    folder = place / name / "final"
+    some = ["a red cat", "two dogs in the snow and a very long pipeline home", "rain"]
     with pytest.raises(vembed.UserError, match="trust_remote_code is false"):
         vembed.Embedder(folder)
     mine = vembed.Embedder(folder, trust_remote_code=True).encode(some)

@@ -21,8 +21,8 @@ import vembed
 from tests import tiny
 from tests.built import model_of
 from tests.docs.pages import ROOT
+from vembed.config.decisions import FsdpConfig
 from vembed.config.loading import load_config, resolve_run
-from vembed.config.resolved import FsdpConfig
 from vembed.config.schema import TrainConfig
 from vembed.models.custom.own_code import as_options, find_class
 from vembed.parallel.sharding import choose_units
@@ -130,7 +130,8 @@ def test_from_scratch_draws_weights_by_the_seed():
             "backbone.encoder.layer.0.output.dense.weight"
         ]
 
-    saved, new = weights(), weights(from_scratch=True)
+    saved = weights()
+    new = weights(from_scratch=True)
     assert not torch.equal(saved, new) and torch.equal(new, weights(from_scratch=True))
     assert not torch.equal(new, weights(from_scratch=True, seed=7))
     assert TrainConfig(model_name=folder, data_path="d").model.from_scratch is False

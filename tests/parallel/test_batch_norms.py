@@ -13,7 +13,7 @@ from tests.measure import gradient_errors
 from tests.parallel.steps import config_of, listen
 from tests.tiny import shared, tiny_bert
 from vembed.parallel import collectives
-from vembed.parallel.batch_norms import share_batch_norms
+from vembed.parallel.parameters import share_batch_norms
 from vembed.parallel.session import start_session
 
 INPUTS = torch.randn(7, 3, 5, 5, generator=torch.Generator().manual_seed(1))

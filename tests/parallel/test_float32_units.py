@@ -58,7 +58,7 @@ def seen(strategy: str) -> dict[str, tuple[set[torch.dtype], set[torch.dtype], f
                     for one in (*given, output, *module.parameters(recurse=False))
                 )
 
-            for part in built.heads():
+            for part in built.heads().values():
                 for module in part.modules():
                     if isinstance(module, nn.Linear):
                         module.register_forward_hook(note)

@@ -13,7 +13,7 @@ from torch import nn
 from tests.built import model_of
 from tests.parallel.steps import config_of
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3_vl
-from vembed.config.resolved import FsdpConfig
+from vembed.config.decisions import FsdpConfig
 from vembed.errors import UserError
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel.sharding import (

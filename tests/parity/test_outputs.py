@@ -18,8 +18,7 @@ from tests.measure import gradient_errors
 from tests.parity.engine import SEED, full_gradients
 from tests.tiny import shared, texts, tiny_bert
 from vembed.config.schema import TrainConfig
-from vembed.data.batching.feeding import Feeder
-from vembed.data.batching.rank_batch import make_rank_batch
+from vembed.data.batching.rank_batch import Feeder, make_rank_batch
 from vembed.data.batching.schedule import rank_rows
 from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser

@@ -15,10 +15,10 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 import vembed
 from tests.commands import command
 from tests.tiny import shared, tiny_qwen3_vl
-from vembed.data.pair_features import ANSWER_PROMPT, IMAGE_ANSWER_END
+from vembed.data.features import ANSWER_PROMPT, IMAGE_ANSWER_END
 from vembed.errors import UserError
 from vembed.models.families.description import IMAGE_INSTRUCTION
-from vembed.saving.layout import write_reranker_layout
+from vembed.saving.files import write_reranker_layout
 
 QUERY = "red cat"
 

@@ -33,7 +33,7 @@ from tests.tiny import (
     tiny_roberta,
     tiny_xlmr,
 )
-from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
+from vembed.data.features import ANSWER_END, ANSWER_PROMPT
 from vembed.errors import UserError
 from vembed.models.families.description import RERANK_INSTRUCTION
 from vembed.saving.card import calls_of

@@ -31,8 +31,8 @@ from tests.tiny import shared, tiny_bert_st, tiny_reranker, tiny_vit
 from vembed.cli.commands.serve import serve as run_serve
 from vembed.cli.main import app
 from vembed.errors import UserError
+from vembed.inference.serve.app import bound_socket
 from vembed.inference.serve.encoder import Batcher, ServedInput, open_encoder
-from vembed.inference.serve.server import bound_socket
 from vembed.models.processors import load_tokenizer
 
 TEXTS = ["red", "a small bird in the garden"]
@@ -74,10 +74,12 @@ class Server:
         request = urllib.request.Request(self.address + route, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
-                status, content = answer.status, answer.read()
+                status = answer.status
+                content = answer.read()
         except urllib.error.HTTPError as error:
             with error:
-                status, content = error.code, error.read()
+                status = error.code
+                content = error.read()
         try:
             return status, json.loads(content)
         except ValueError:

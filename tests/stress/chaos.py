@@ -125,7 +125,8 @@ def chaos(
     start = partial(start_run, is_forked=is_forked)
     story = Story.of(folder, seed)
     print(f"chaos: {rounds} rounds, seed {story.seed}, {story.num_rounds} of them done")
-    whole, broken = folder / "whole", folder / "broken"
+    whole = folder / "whole"
+    broken = folder / "broken"
     config = folder / "run.yaml"
     if not config.exists():
         write_run(folder, num_steps=STEPS_PER_ROUND * (rounds + 1))
@@ -170,11 +171,9 @@ def one_round(
 ) -> None:
     """Start the run, let it take some steps, and break it; every fifth time damage its newest checkpoint."""
     number = story.num_rounds
-    nproc, strategy, fault = (
-        draw.choice([1, 2, 3]),
-        draw.choice(["ddp", "fsdp"]),
-        FAULTS[number % len(FAULTS)],
-    )
+    nproc = draw.choice([1, 2, 3])
+    strategy = draw.choice(["ddp", "fsdp"])
+    fault = FAULTS[number % len(FAULTS)]
     process = start(config, broken, nproc, strategy, has_small_disk=fault == "disk")
     wait_for_steps(
         process, broken, last_step(broken) + draw.randint(0, STEPS_PER_ROUND)
@@ -418,7 +417,8 @@ def compare(whole: Path, broken: Path) -> None:
     assert list(evaluations[0]) == list(evaluations[1]), (
         "evaluations are missing or doubled"
     )
-    wanted, found = steps_and_losses(whole), steps_and_losses(broken)
+    wanted = steps_and_losses(whole)
+    found = steps_and_losses(broken)
     assert list(found) == list(wanted), (
         f"steps differ: {sorted(set(wanted) ^ set(found))}"
     )

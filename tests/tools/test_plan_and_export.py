@@ -62,7 +62,8 @@ def test_plan_counts_parameters_and_divides_them() -> None:
 
 
 def test_plan_left_out_the_copies_of_weights_in_bfloat16() -> None:
-    wide, narrow = placed(mixed_precision="no"), placed(mixed_precision="bf16")
+    wide = placed(mixed_precision="no")
+    narrow = placed(mixed_precision="bf16")
     size = measure(wide.run.config)
     assert (
         MemoryEstimate(wide, size).in_step().copies == 0

@@ -14,14 +14,14 @@ from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
 from tests.training.test_run import metrics, settings
 from tests.training.tiny_run import config_for
+from vembed.config.decisions import FsdpConfig
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import FsdpConfig
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError
 from vembed.models.embedding_model import EmbeddingModel
+from vembed.parallel.devices import is_shortage
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import GPUS
-from vembed.parallel.memory import is_shortage
 from vembed.parallel.placement import place
 from vembed.parallel.step_memory import Budget, advice, find_budget
 

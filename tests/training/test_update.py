@@ -11,7 +11,7 @@ from tests.training.test_checkpoint import starting
 from tests.training.tiny_run import assert_same, config_for
 from vembed.errors import RunError
 from vembed.training import optimizer as module
-from vembed.training.hooks.checks import Watch
+from vembed.training.hooks.metrics import Watch
 from vembed.training.optimizer import FIRST_SCALE, GradientScale, Outcome, Update
 from vembed.training.trainer import LoopState
 

@@ -110,7 +110,8 @@ def test_a_search_that_goes_on_tries_nothing_twice(
 def test_an_interrupted_search_says_how_it_goes_on(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nproc: str
 ) -> None:
-    folder, words = tmp_path / "tune", ("epochs=1000", "learning_rate=1e-4")
+    folder = tmp_path / "tune"
+    words = ("epochs=1000", "learning_rate=1e-4")
     given = {
         **yaml.safe_load(config.read_text()),
         "epochs": 1000,

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vembed.config.schema import ModelSection, TrainConfig
+from vembed.data.datasets import open_sets, short_item
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item, Kind
-from vembed.data.held_out import short_item
 from vembed.data.near_duplicates import normal_key
-from vembed.data_tools.datasets import open_sets
-from vembed.data_tools.init.values import local_model
+from vembed.data_tools.starter import local_model
 
 if TYPE_CHECKING:
     from vembed.data.features import Featuriser

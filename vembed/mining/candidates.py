@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from vembed.config.entries import ChoiceOptions
-from vembed.data.cache import short_hash
+from vembed.config.schema import ChoiceOptions
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
-from vembed.mining.config import BM25, MineConfig
+from vembed.files import replaced_file, short_hash
 from vembed.mining.inputs import Inputs, KnownPositives, array_identity
+from vembed.mining.options import BM25, MineConfig
 from vembed.mining.retrievers import (
     DenseRetriever,
     LexicalRetriever,
@@ -22,7 +22,6 @@ from vembed.mining.retrievers import (
     open_dense,
 )
 from vembed.parallel.session import Session
-from vembed.saving.durability import replaced_file
 
 CHUNK = 32_768
 """Queries that are searched for together: what bounds the memory, and what a kill in the search loses."""

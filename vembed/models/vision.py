@@ -55,6 +55,7 @@ def token_positions(
             count = len(list(run))
             here = places[done : done + count]
             if kind:
+                # [3, count] the place of each of the image's tokens. The next text begins behind its longer side.
                 time, height, width = next(images)
                 axes = np.indices((time, height, width)).reshape(3, -1)
                 positions[:, row, here] = axes + start
@@ -80,6 +81,7 @@ def tower_inputs(config: Mapping[str, Any], grid: Tensor) -> dict[str, Tensor]:
         return {}
     vision: Mapping[str, Any] = config["vision_config"]
     merge = int(vision["spatial_merge_size"])
+    # The table of positions is a square grid. An image takes the weighted mean of its nearest places in it.
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
         grid,
         num_grid_per_side=int(vision["num_position_embeddings"] ** 0.5),
@@ -126,6 +128,7 @@ def tower_output(backbone: Any, inputs: Mapping[str, Tensor]) -> Any:
         return backbone.get_image_features(
             inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
         )
+    # A number on the host: kernels need it before the device has caught up.
     arguments["max_seqlen"] = inputs[LONGEST_IMAGE].shape[0]
     output = backbone.visual(
         inputs["pixel_values"].type(backbone.visual.dtype),

@@ -1,6 +1,6 @@
 """Collective operations. All ranks must call each one in the same order; with one rank they are no-ops.
 
-The collectives inside FSDP and Accelerate are not included. Small tensors are sent over the CPU backend if the process
+The collectives inside FSDP are not included. Small tensors are sent over the CPU backend if the process
 group has one, so that they do not wait for the GPU's queue.
 """
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from vembed.errors import UserError
 from vembed.names import nearest
-from vembed.parallel.memory import GIB
+from vembed.parallel.devices import GIB
 
 VISIBLE_SHARE = 0.97
 """Share of a GPU's nominal memory that a process sees: the driver and error correction keep the rest."""

@@ -10,22 +10,21 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 from torch import Tensor, nn
 
 from vembed.config.schema import BatchSection, TrainConfig
-from vembed.data.batching.feeding import ModelInputs
+from vembed.data.batching.rank_batch import ModelInputs
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError
 from vembed.models.building import build_model
 from vembed.models.families.backbones import layers_of, linear_names_inside_layers
 from vembed.models.families.description import describe
 from vembed.parallel import collectives
-from vembed.parallel.devices import seed_draws
-from vembed.parallel.memory import GIB, is_shortage, memory_snapshot
+from vembed.parallel.devices import GIB, is_shortage, memory_snapshot, seed_draws
 from vembed.parallel.parameters import (
     discard_passes,
     forget_forward,
@@ -229,20 +228,14 @@ class MemoryEstimate:
         """Estimate the memory in a step. `tokens` of a micro-batch, `recomputes`, `uses_cache`: instead of what the run
         would do."""
         demand = self.demand(recomputes)
-        micro_batch, kept_tokens = tokens_of(
-            self.placement, demand, self.size.max_length
-        )
-        graph_tokens = self.inputs * self.size.max_length
-        asked = self.placement.run.config.batch.use_gradient_cache
-        fits = tokens is None and graph_tokens <= kept_tokens
-        keeps_all = asked is False or (asked == "auto" and fits)
-        if uses_cache or tokens is not None:
-            kept_tokens = 0  # the least that a step needs
+        longest = self.size.max_length
+        whole_batch = self.inputs * longest
+        micro_batch, fitting = tokens_of(self.placement, demand, longest)
         if tokens is not None:
             micro_batch = tokens
-        if uses_cache or not keeps_all:
-            kept_tokens = self._kept_in_part(micro_batch, kept_tokens)
-            graph_tokens = min(max(micro_batch, kept_tokens), graph_tokens)
+            fitting = 0  # the least that a step needs
+        kept = 0 if uses_cache else self._kept(whole_batch, micro_batch, fitting)
+        graph_tokens = min(max(micro_batch, kept), whole_batch)
         activations = graph_tokens * demand.per_token
         return replace(self._without_graphs(), activations=activations)
 
@@ -258,36 +251,33 @@ class MemoryEstimate:
 
     def describe_graphs(self) -> str:
         """Describe how many tokens keep their graphs at once, and why."""
-        options = self.placement.run.config.batch
         longest = self.size.max_length
-        tokens, kept_tokens = tokens_of(self.placement, self.demand(), longest)
+        tokens, fitting = tokens_of(self.placement, self.demand(), longest)
         batch = self.inputs * longest
-        whole = f"of the whole batch, {batch:,d} padded tokens at most"
-        if options.use_gradient_cache is False:
-            return f"{whole} (use_gradient_cache: false)"
-        if options.use_gradient_cache == "auto" and batch <= kept_tokens:
-            return f"{whole} (graphs of up to {kept_tokens:,d} tokens fit, so that Gradient Cache is off)"
-        kept = self._kept_in_part(tokens, kept_tokens)
+        kept = self._kept(batch, tokens, fitting)
+        if kept == batch:
+            reason = f"graphs of up to {fitting:,d} tokens fit, so that Gradient Cache is off"
+            if self.placement.run.config.batch.use_gradient_cache is False:
+                reason = "use_gradient_cache: false"
+            return f"of the whole batch, {batch:,d} padded tokens at most ({reason})"
         if kept > tokens:
-            return f"of {kept // tokens:,d} micro-batches, {kept:,d} padded tokens at most; Gradient Cache replays the others"
+            return f"of {kept // tokens:,.0f} micro-batches, {kept:,.0f} padded tokens at most; Gradient Cache replays the others"
         return f"of one micro-batch, {min(tokens, batch):,d} padded tokens at most"
 
     def repeated_share(self, batch_tokens: float) -> float:
         """Return the share of a process's batch that passes the model twice."""
-        asked = self.placement.run.config.batch.use_gradient_cache
-        tokens, kept_tokens = tokens_of(
-            self.placement, self.demand(), self.size.max_length
-        )
-        if asked is False or (asked == "auto" and batch_tokens <= kept_tokens):
-            return 0.0
-        return max(1 - self._kept_in_part(tokens, kept_tokens) / batch_tokens, 0.0)
+        longest = self.size.max_length
+        tokens, fitting = tokens_of(self.placement, self.demand(), longest)
+        return max(1 - self._kept(batch_tokens, tokens, fitting) / batch_tokens, 0.0)
 
-    def _kept_in_part(self, micro_batch: int, kept_tokens: int) -> int:
-        """Return the tokens of the micro-batches that keep their graphs where the batch does not fit."""
+    def _kept(self, batch_tokens: float, micro_batch: int, fitting: int) -> float:
+        """Return the tokens of a batch whose graphs are kept, of which `fitting` fit: of all micro-batches or of some."""
         fsdp = self.placement.fsdp
         asked = self.placement.run.config.batch.use_gradient_cache
+        if asked is False or (asked == "auto" and batch_tokens <= fitting):
+            return batch_tokens
         if asked == "auto" and (fsdp is None or fsdp.version == 2):
-            return kept_tokens // micro_batch * micro_batch
+            return fitting // micro_batch * micro_batch
         return 0
 
     def _without_graphs(self) -> Memory:
@@ -394,7 +384,7 @@ class Budget:
 def find_budget(
     options: BatchSection,
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
     optimizer: torch.optim.Optimizer | None = None,
@@ -472,7 +462,7 @@ class PeakMeter:
 
 def measure_demand(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
     meter: PeakMeter,
@@ -524,7 +514,7 @@ def measure_demand(
 
 def bytes_per_token(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
 ) -> int:
@@ -560,7 +550,7 @@ def bytes_per_token(
 
 
 def _demand_of(
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
     num_bytes: Callable[[ModelInputs], int],

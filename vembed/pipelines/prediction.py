@@ -14,19 +14,17 @@ import torch
 
 from vembed.cli.run_train import resolve_launch
 from vembed.config.arguments import TrainArguments
-from vembed.config.auto import decide_epochs
+from vembed.config.decisions import ResolvedRun, decide_epochs
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import DataSection, ModelSection
 from vembed.data.columns import Columns
-from vembed.data_tools.init.sample import read_sample, texts_of
+from vembed.data_tools.starter import read_sample, texts_of
 from vembed.errors import UserError
 from vembed.models.families.description import describe
 from vembed.models.processors import load_tokenizer
-from vembed.parallel.devices import bf16_instructions
+from vembed.parallel.devices import GIB, bf16_instructions
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import Gpu, Hardware
-from vembed.parallel.memory import GIB
 from vembed.parallel.placement import DTYPES, Placement, memory_of_a_process, place
 from vembed.parallel.step_memory import Memory, MemoryEstimate, ModelSize
 from vembed.progress import duration

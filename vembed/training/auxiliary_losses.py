@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from vembed.config.schema import ObjectiveSection
-from vembed.data.batching.feeding import MicroBatch, row_index
-from vembed.data.batching.rank_batch import RankBatch
+from vembed.data.batching.rank_batch import MicroBatch, RankBatch, row_index
 from vembed.errors import UserError
 from vembed.losses.table import LOSSES
 from vembed.parallel import collectives

@@ -47,15 +47,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vembed.config.schema import ObjectiveSection
-from vembed.data.batching.feeding import (
+from vembed.data.batching.rank_batch import (
+    LockstepSplit,
     MicroBatch,
     ModelInputs,
+    RankBatch,
     indices_by_modality,
     row_index,
 )
-from vembed.data.batching.microbatches import LockstepSplit
-from vembed.data.batching.rank_batch import RankBatch
-from vembed.data.pair_features import PairFeaturiser
+from vembed.data.features import PairFeaturiser
 from vembed.losses.batch import (
     INDEX_FIELDS,
     EmbeddingLoss,
@@ -65,12 +65,11 @@ from vembed.losses.batch import (
 from vembed.models.families.family import Modality
 from vembed.models.precision import holding_copies
 from vembed.parallel import collectives
-from vembed.parallel.devices import matmul_precision, seed_draws
-from vembed.parallel.memory import is_shortage
+from vembed.parallel.devices import is_shortage, matmul_precision, seed_draws
 from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import Budget, MemoryGuard, OutOfMemory
-from vembed.teachers.supply import Teachers
+from vembed.teachers import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, SliceLosses
 from vembed.training.frozen import BatchInputs, InputSource
 

@@ -11,11 +11,9 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.data.cache import short_hash, stamp
 from vembed.data.formats.base import READ_BYTES, READ_ROWS, ArrowRows, first_line
-from vembed.data.formats.copies import new_copy
 from vembed.errors import UserError
-from vembed.files import cache_folder
+from vembed.files import cache_folder, new_copy, short_hash, stamp
 
 MAX_HELD_BYTES = 2**20
 """Uncompressed bytes of a file whose copy is held in memory. That of a larger one is in the cache folder."""

@@ -46,9 +46,8 @@ class Family:
     """Traits of one model family."""
 
     name: str
-    model_types: frozenset[str]
-    """Values of `model_type` in config.json that belong to the family. Empty: its models are recognised by their
-    inputs."""
+    model_types: frozenset[str] | None
+    """Values of `model_type` in config.json that belong to the family. None: `describe` tells it by a model's inputs."""
 
     # ---- forward pass -------------------------------------------------------------------------------------------
     forwards: Mapping[Modality, Forward]

@@ -51,7 +51,8 @@ class WeightAverage(Hook):
             return
         self.num_updates += 1
         # A short run must not keep its start for ever: the decay grows with the number of updates.
-        decay = min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
+        short_decay = (1 + self.num_updates) / (10 + self.num_updates)
+        decay = min(self.decay, short_decay)
         with torch.no_grad():
             for name, average in self._averages.items():
                 local = local_tensor(average)
