@@ -18,7 +18,8 @@ from vembed.mining.inputs import open_session
 from vembed.mining.retrievers import VectorStore
 
 K = 100
-DOCUMENT_TILE, QUERY_TILE = 1024, 512
+DOCUMENT_TILE = 1024
+QUERY_TILE = 512
 """Tiles of the bare product, the fastest of those tried: its scores stay in the cache."""
 
 

@@ -97,7 +97,8 @@ def test_shards_answer_as_whole_teachers_do(tmp_path):
         data,
         process_group=False,
     )
-    whole, shards = kept(tmp_path / "whole"), kept(tmp_path / "shards")
+    whole = kept(tmp_path / "whole")
+    shards = kept(tmp_path / "shards")
     assert whole.keys() == shards.keys(), "shards are no part of a teacher's identity"
     assert sorted(map(len, whole.values())) == [19, 19, 29]
     for name, rows_by_key in whole.items():

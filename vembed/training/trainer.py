@@ -48,7 +48,7 @@ from vembed.training.checkpoint.folders import (
     require_output_folder,
 )
 from vembed.training.checkpoint.tensors import Trained
-from vembed.training.final import ModelWriter, save_final
+from vembed.training.final import WHOLE_MODEL, ModelWriter, save_final
 from vembed.training.fingerprints import of_option
 from vembed.training.frozen import log_feature_use
 from vembed.training.hooks.base import (
@@ -61,7 +61,7 @@ from vembed.training.hooks.metrics import log_line, log_setup
 from vembed.training.hooks.publishing import push_final
 from vembed.training.interrupts import Interrupts, StopRequested
 from vembed.training.lock import OutputLock
-from vembed.training.optimizer import GradientScale, Schedule, Update, synchronise
+from vembed.training.optimizer import GradientScale, Schedule, Update
 from vembed.training.run_log import HEADLINE, RunLog, log_scores
 from vembed.training.setup import (
     build_components,
@@ -275,10 +275,11 @@ class Trainer:
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
         data = open_data(config, session)
         self.data = data
-        identity = identity_of(config, data)
+        options = config.to_dict()
+        identity = identity_of(options, config.data.sources(), data)
         if session.world_size > 1:
             require_same_data(identity, data)
-        checkpointer.check(point, config.to_dict(), identity)
+        checkpointer.check(point, options, identity)
         checkpointer.require_steps_left(point, data.total_steps)
 
         # The model, and everything that was left to `auto`. From here on the config does not change.
@@ -299,6 +300,10 @@ class Trainer:
         )
         log_parameter_summary(components.model)
         self.model_writer = ModelWriter(config, session, components)
+        if self.model_writer.writes_checkpoints:
+            log.info(
+                f"fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in {WHOLE_MODEL}/"
+            )
         self.hooks = Hooks([*configured_hooks(self), *hooks])
         for hook in self.hooks:
             hook.on_build(self)
@@ -423,6 +428,8 @@ class Trainer:
                         scale=state.scale.value,
                     )
                     report.add(rank_batch, result)
+                with self.contrastive_step.timer("wait"):
+                    loss = self.contrastive_step.synchronise(report.loss_share)
             except OutOfMemory:
                 ran_out_of_memory = True
             if ran_out_of_memory:
@@ -434,7 +441,7 @@ class Trainer:
                 self.components.loss.zero_grad(set_to_none=True)
                 continue
             step_batches = []
-            self._update_weights(report)
+            self._update_weights(report, loss)
             if self.hooks.on_step(report):
                 interrupts.end_requested = True
             # The ranks decide together, once per step, so that all stop after the same one. After `on_step`, whose wish
@@ -629,16 +636,13 @@ class Trainer:
         for hook in self.hooks:
             hook.before_step(self.state.step + 1)
 
-    def _update_weights(self, report: StepReport) -> None:
-        """Synchronise the gradients that are not reduced yet, take the optimizer step and count it. Collective."""
+    def _update_weights(self, report: StepReport, loss: float) -> None:
+        """Take the optimizer step and count it. Collective."""
         state = self.state
         components = self.components
-        timer = self.contrastive_step.timer
-        with timer("wait"):
-            synchronise(components.model, components.loss, self.session)
-        with timer("optimizer"):
+        with self.contrastive_step.timer("optimizer"):
             report.learning_rate = self.schedule.set(components.optimizer, state.step)
-            report.outcome = self.update.apply(report.loss_share)
+            report.outcome = self.update.apply(loss)
         state.step += 1
         if report.outcome.applied:
             state.skipped_in_a_row = 0
