@@ -108,11 +108,6 @@ class Family:
         return "multimodal" in self.forwards
 
     @property
-    def has_image_encoder(self) -> bool:
-        """True if a tower is a plain image encoder, whose output is pooled here."""
-        return self.forwards.get("image") == "image"
-
-    @property
     def has_untouched_adapters(self) -> bool:
         """True if a run with adapters trains nothing else, so that the adapter alone is the whole result."""
         return not (self.has_scale_and_bias or self.has_two_models)
