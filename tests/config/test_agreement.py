@@ -6,14 +6,12 @@ import os
 import re
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-import vembed
 from tests import tiny
 from tests.built import described, model_of
 from tests.harness import run_ranks
@@ -276,22 +274,3 @@ def test_all_say_what_the_run_says_and_does(
         assert re.search(
             r"fsdp_\w+: \w+ .* has no effect: the strategy is (ddp|single)", points[2]
         )
-
-
-OPTIONS_OF_A_DECISION = (
-    r"\b(?:config|settings)\.(?:strategy|use_fsdp|fsdp_\w+|mixed_precision|gradient_checkpointing|num_processes|"
-    r"num_machines|dist_timeout_minutes|accelerate_config)\b"
-)
-
-
-def test_no_other_room_decides_these_a_second_time() -> None:
-    """They read `ResolvedRun` and `Placement`; the options themselves are read in `vembed/config` alone."""
-    package = Path(vembed.__file__).parent
-    files = [
-        path for path in package.rglob("*.py") if package / "config" not in path.parents
-    ]
-    found = {
-        str(path): re.findall(OPTIONS_OF_A_DECISION, path.read_text(encoding="utf-8"))
-        for path in files
-    }
-    assert {path: names for path, names in found.items() if names} == {}

@@ -328,10 +328,6 @@ def resolve_fsdp(
             "fsdp_state_dict_type: LOCAL_STATE_DICT: each process writes its own pieces, as with SHARDED_STATE_DICT; here "
             "any number of processes can read them"
         )
-    if fsdp.state_dict_type == "FULL_STATE_DICT":
-        notes.append(
-            "fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in model/"
-        )
     return fsdp, notes
 
 
@@ -395,29 +391,6 @@ ones it rises in proportion, up to MAX_INITIAL_RATE."""
 MAX_INITIAL_RATE = 2e-3
 PAIR_RANKING_FACTOR = 0.25
 """Factor of the peak for initial weights with losses that rank pairs."""
-
-EPOCHS_PER_ROOT = 200.0
-"""n examples are seen 200 / sqrt(n) times: 6 times for 300, 4 times for 3,000, once for 30,000."""
-MAX_EPOCHS = 6
-MAX_EPOCHS_TWO_TOWERS = 12
-"""Of CLIP and SigLIP. Both limits hold before the ratios below."""
-FROM_SCRATCH_EPOCH_RATIO = 4
-"""Epochs of initial weights, over those of trained ones."""
-TWO_TOWERS_EPOCH_RATIO = 4
-"""Epochs of CLIP and SigLIP, whose rate is low, over those of models of texts."""
-MAX_EVALUATIONS = 10
-MIN_EVALUATIONS = 3
-MAX_EVALUATION_SHARE = 0.1
-"""Share of a run's computation that its evaluations may take, beyond the fewest."""
-SHORT_RUN_STEPS = 20
-"""Shorter runs do nothing between their first and their last step."""
-MIN_STEPS_FOR_CHECKPOINTS = 200
-"""Length of a run without validation data from which it writes checkpoints."""
-LARGE_CHECKPOINT_BYTES = 20e9
-"""Larger checkpoints are written only if asked for."""
-LOG_LINES_PER_RUN = 100
-MAX_STEPS_PER_LOG_LINE = 50
-AUTO_PATIENCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -526,6 +499,16 @@ def rate_of(optimizer: OptimizerSection) -> float:
 
 # ---- epochs
 
+EPOCHS_PER_ROOT = 200.0
+"""n examples are seen 200 / sqrt(n) times: 6 times for 300, 4 times for 3,000, once for 30,000."""
+MAX_EPOCHS = 6
+MAX_EPOCHS_TWO_TOWERS = 12
+"""Of CLIP and SigLIP. Both limits hold before the ratios below."""
+FROM_SCRATCH_EPOCH_RATIO = 4
+"""Epochs of initial weights, over those of trained ones."""
+TWO_TOWERS_EPOCH_RATIO = 4
+"""Epochs of CLIP and SigLIP, whose rate is low, over those of models of texts."""
+
 
 def has_initial_weights(model: ModelSection) -> bool:
     """Return whether the config says that the weights are initial ones."""
@@ -574,6 +557,20 @@ def decide_epochs(
 
 
 # ---- intervals
+
+MAX_EVALUATIONS = 10
+MIN_EVALUATIONS = 3
+MAX_EVALUATION_SHARE = 0.1
+"""Share of a run's computation that its evaluations may take, beyond the fewest."""
+SHORT_RUN_STEPS = 20
+"""Shorter runs do nothing between their first and their last step."""
+MIN_STEPS_FOR_CHECKPOINTS = 200
+"""Length of a run without validation data from which it writes checkpoints."""
+LARGE_CHECKPOINT_BYTES = 20e9
+"""Larger checkpoints are written only if asked for."""
+LOG_LINES_PER_RUN = 100
+MAX_STEPS_PER_LOG_LINE = 50
+AUTO_PATIENCE = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,15 +134,17 @@ def parse_yaml(text: str, name: str) -> Node:
     return tree
 
 
-def parse_value(text: str, name: str = "command line") -> Any:
+def parse_value(text: str) -> Any:
     """Parse a value of the command line as YAML; return the text itself if it is not valid YAML."""
     if len(text) > MAX_BYTES:
-        raise UserError(f"{name}: a value of {len(text):,d} characters is too long.")
+        raise UserError(
+            f"command line: a value of {len(text):,d} characters is too long."
+        )
     try:
         root = yaml.compose(text, Loader=CoreLoader)
         if root is None:
             return None
-        return _YamlTree(name).node(root, depth=0).plain()
+        return _YamlTree("command line").node(root, depth=0).plain()
     except (yaml.YAMLError, RecursionError, UserError):
         return text
 

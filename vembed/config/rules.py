@@ -501,20 +501,6 @@ def _names(objective: ObjectiveSection, terms: Sequence[Term]) -> str:
 
 # ---- paths that are missing
 
-# user/name:config:split, where the user, the config and the split may be missing.
-_HUB_DATASET = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[^/:]*){0,2}")
-
-
-def is_hub_dataset(path: str) -> bool:
-    """Return whether a path that does not exist can be the name of a data set on the Hub."""
-    from vembed.data.formats.table import ENDINGS  # loads the formats' libraries
-
-    folder = Path(path).parent
-    is_file = Path(path).suffix.lower() in ENDINGS or (
-        folder != Path() and folder.is_dir()
-    )
-    return not is_file and _HUB_DATASET.fullmatch(path) is not None
-
 
 def data_paths(data: DataSection) -> list[tuple[str, str]]:
     """Return the option and the path of each source of data."""
@@ -530,7 +516,11 @@ def data_paths(data: DataSection) -> list[tuple[str, str]]:
 
 def missing_path(option: str, path: str) -> str | None:
     """Return a sentence about data that are not here and no name on the Hub, pattern or address; otherwise None."""
-    if existing(path) or is_hub_dataset(path) or is_pattern(path) or is_address(path):
+    if existing(path) or is_pattern(path) or is_address(path):
+        return None
+    from vembed.data.formats.table import is_hub_dataset  # loads the formats' libraries
+
+    if is_hub_dataset(path):
         return None
     return f"{option}: {path} does not exist (looked from {Path.cwd()}){similar_path(path)}"
 

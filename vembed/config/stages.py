@@ -245,13 +245,14 @@ def _blocks(node: Node, name: str) -> list[tuple[str | None, dict[str, Node]]]:
             where = f"{name}, line {line}" if line else name
             raise UserError(f"{where}: stage {step_name or number} must hold options")
         block = dict(entry.value)
-        own_name = None if step_name else block.pop("name", None)
-        blocks.append((str(own_name.plain()) if own_name else step_name, block))
+        name_node = None if step_name else block.pop("name", None)
+        stage_name = step_name if name_node is None else str(name_node.plain())
+        blocks.append((stage_name, block))
     return blocks
 
 
 def _step(
-    given_name: str | None,
+    stage_name: str | None,
     block: dict[str, Node],
     source: str,
     before: list[Step],
@@ -267,7 +268,7 @@ def _step(
             kind = other
     number = len(before) + 1
     separator = "" if kind == "train" else "-"
-    name = given_name or f"{kind}{separator}{number}"
+    name = stage_name or f"{kind}{separator}{number}"
     earlier = [step.name for step in before]
     if name in earlier:
         raise UserError(

@@ -19,6 +19,7 @@ from vembed.data.images.decoders import PIXELS
 from vembed.data.images.pixels import Pixels, blank_image
 from vembed.data.processing import ChatProcessing, TextProcessing
 from vembed.errors import UserError
+from vembed.models.attention import PREFIX
 from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
@@ -297,6 +298,13 @@ class PairFeaturiser(BaseFeaturiser):
         self._texts = self.texts
         if self.chat is not None:
             self._placeholder = image_placeholder(description)
+        self._template_length = 0
+        if description.scores == "answer" and self.chat is None:
+            instruction, query_mark, _, _ = answer_form(description)
+            begin, instructed = self._texts.tokenize(
+                [ANSWER_PROMPT, instruction + query_mark]
+            )
+            self._template_length = len(begin) + len(instructed)
         self.role = role or description.name
         self._lock = Lock()  # a fast tokenizer keeps the truncation as a state
 
@@ -348,7 +356,15 @@ class PairFeaturiser(BaseFeaturiser):
         return features
 
     def joined(self, features: Sequence[Features]) -> dict[str, Tensor]:
-        """See BaseFeaturiser."""
+        """See BaseFeaturiser. What all questions begin with is there once, as PREFIX."""
+        if self._template_length:
+            rows = [np.asarray(feature.token_ids) for feature in features]
+            # At most the template, because memory is measured with copies of one question.
+            num_shared = shared_length(rows, self._template_length)
+            if num_shared:
+                batch = self._texts.pad([row[num_shared:] for row in rows])
+                batch[PREFIX] = torch.from_numpy(rows[0][:num_shared]).long()
+                return batch
         batch = super().joined(features)
         if features[0].segments is not None:
             segments = torch.zeros_like(batch["input_ids"])
@@ -391,6 +407,17 @@ class PairFeaturiser(BaseFeaturiser):
                 f"{self.role} scores texts, and the data have images: use a vision-language model"
             )
         return item.text
+
+
+def shared_length(rows: Sequence[np.ndarray], limit: int) -> int:
+    """Return how many tokens all rows begin with, at most `limit`, and fewer than any row has. One row shares none."""
+    if len(rows) == 1:
+        return 0
+    shortest = min(map(len, rows))
+    limit = min(limit, shortest - 1)
+    beginnings = np.stack([row[:limit] for row in rows])
+    is_equal = (beginnings == beginnings[0]).all(axis=0)
+    return int(np.logical_and.accumulate(is_equal).sum())
 
 
 def answer_form(description: ModelDescription) -> tuple[str, str, str, str]:

@@ -100,25 +100,27 @@ def log_parameter_summary(model: nn.Module) -> None:
 def num_parameters(model: nn.Module, *, trainable_only: bool = False) -> int:
     """Return the number of parameters of the whole model, also if it is sharded. Shared parameters count once."""
     count = 0
-    units = FullyShardedDataParallel.fsdp_modules(model)
+    pieces = list(flat_pieces(model))
     for parameter in model.parameters():
         if trainable_only and not parameter.requires_grad:
             continue
-        if units and parameter.dim() > 0:  # FSDP1 flattens all but scalars: see below
+        if pieces and parameter.dim() > 0:  # FSDP1 flattens all but scalars: see below
             continue
         # bitsandbytes packs two 4-bit values into a byte and keeps the true shape aside.
         packed = getattr(parameter, "quant_state", None)
         count += parameter.numel() if packed is None else packed.shape.numel()
-    for unit in units:
-        flat = unit._flat_param
-        if flat is None:
-            continue
-        # With use_orig_params the flat tensor keeps the originals, each with its own requires_grad.
-        originals = flat._params or [flat] * len(flat._shapes)
-        for original, shape in zip(originals, flat._shapes, strict=True):
-            if original.requires_grad or not trainable_only:
-                count += shape.numel()
+    for piece, shape in pieces:
+        if piece.requires_grad or not trainable_only:
+            count += shape.numel()
     return count
+
+
+def flat_pieces(model: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Size]]:
+    """Yield FSDP1's piece of each parameter on this rank, and the shape of the whole parameter. None for other models."""
+    for unit in FullyShardedDataParallel.fsdp_modules(model):
+        flat = unit._flat_param
+        if flat is not None and flat._params is not None:
+            yield from zip(flat._params, flat._shapes, strict=True)
 
 
 def local_bytes(model: nn.Module) -> int:

@@ -9,7 +9,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,7 +30,13 @@ from vembed.config.decisions import (
     peak_rate,
     run_intervals,
 )
-from vembed.config.schema import FILE_OPTIONS, DataSection, TrainConfig, parse_sampling
+from vembed.config.schema import (
+    FILE_OPTIONS,
+    DataSection,
+    DataSource,
+    TrainConfig,
+    parse_sampling,
+)
 from vembed.config.terms import (
     run_temperature,
     source_batch_sizes,
@@ -154,28 +159,23 @@ class TrainingComponents:
 def open_data(config: TrainConfig, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
     # Rank 0 reads first, then the first rank of each machine, then the others, which find in the cache what it has read.
-    open_here = partial(
-        open_sets,
-        config.data,
-        config.objective,
-        model_name=config.model.model_name,
-        seed=config.run.seed,
-        compares=session.is_main,
-    )
-    message = None
-    if session.is_main:
-        try:
-            sets = open_here()
-        except UserError as error:
-            message = str(error)
-    message = collectives.broadcast_object(message)
-    if message is not None:
-        raise UserError(message)
-    if session.local_rank == 0 and not session.is_main:
-        sets = open_here()
-    session.barrier()
-    if session.local_rank > 0:
-        sets = open_here()
+    turn_of_rank = 0 if session.is_main else 1 + min(session.local_rank, 1)
+    for turn in range(3):
+        problem = None
+        if turn == turn_of_rank:
+            try:
+                sets = open_sets(
+                    config.data,
+                    config.objective,
+                    model_name=config.model.model_name,
+                    seed=config.run.seed,
+                    compares=session.is_main,
+                )
+            except UserError as error:
+                problem = str(error)
+        for rank, reason in enumerate(collectives.gather_objects(problem)):
+            if reason is not None:
+                raise UserError(f"{reason} (rank {rank})" if rank else reason)
 
     store = sets.examples
     is_reranker = config.model.task == "rerank"
@@ -240,14 +240,16 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     )
 
 
-def identity_of(config: TrainConfig, data: RunData) -> dict[str, Any]:
+def identity_of(
+    options: Mapping[str, Any], sources: Sequence[DataSource], data: RunData
+) -> dict[str, Any]:
     """Return what besides the options must stay when the run is resumed.
 
     The content of every file and folder that an option names is part of it. A model that is not on this machine yet
     (a Hub name) has no fingerprint.
     """
     tasks = []
-    for source in config.data.sources():
+    for source in sources:
         tasks.append(
             source.model_dump(mode="json", include=TASK_OPTIONS, exclude_none=True)
         )
@@ -259,9 +261,8 @@ def identity_of(config: TrainConfig, data: RunData) -> dict[str, Any]:
     images = of_images(data.examples)
     if images is not None:
         identity["image_files"] = images
-    options = config.to_dict()
     for name, kind in FILE_OPTIONS.items():
-        contents = of_option(name, options[name], config.model.model_revision)
+        contents = of_option(name, options[name], options["model_revision"])
         # The examples have a fingerprint of their own.
         if kind != "data" and contents != options[name]:
             identity[f"{name}_files"] = contents

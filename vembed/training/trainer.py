@@ -48,7 +48,7 @@ from vembed.training.checkpoint.folders import (
     require_output_folder,
 )
 from vembed.training.checkpoint.tensors import Trained
-from vembed.training.final import ModelWriter, save_final
+from vembed.training.final import WHOLE_MODEL, ModelWriter, save_final
 from vembed.training.fingerprints import of_option
 from vembed.training.frozen import log_feature_use
 from vembed.training.hooks.base import (
@@ -275,10 +275,11 @@ class Trainer:
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
         data = open_data(config, session)
         self.data = data
-        identity = identity_of(config, data)
+        options = config.to_dict()
+        identity = identity_of(options, config.data.sources(), data)
         if session.world_size > 1:
             require_same_data(identity, data)
-        checkpointer.check(point, config.to_dict(), identity)
+        checkpointer.check(point, options, identity)
         checkpointer.require_steps_left(point, data.total_steps)
 
         # The model, and everything that was left to `auto`. From here on the config does not change.
@@ -299,6 +300,10 @@ class Trainer:
         )
         log_parameter_summary(components.model)
         self.model_writer = ModelWriter(config, session, components)
+        if self.model_writer.writes_checkpoints:
+            log.info(
+                f"fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in {WHOLE_MODEL}/"
+            )
         self.hooks = Hooks([*configured_hooks(self), *hooks])
         for hook in self.hooks:
             hook.on_build(self)

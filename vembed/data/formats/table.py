@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from vembed.config.rules import is_hub_dataset
 from vembed.data.columns import Columns, guess_mapping
 from vembed.data.examples import BadRecord
 from vembed.data.formats.base import FILE_BITS, Format, LineFormat, Row
@@ -36,6 +36,9 @@ from vembed.names import is_address, is_pattern, similar_path
 from vembed.progress import ProgressReport
 
 log = logging.getLogger("vembed")
+
+# user/name:config:split, where the user, the config and the split may be missing.
+_HUB_DATASET = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[^/:]*){0,2}")
 
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 """Endings of packed files, which may follow each of the others, and pyarrow's names of their codecs."""
@@ -74,6 +77,15 @@ def ending_of(path: Path) -> str:
     """Return the ending of a file, of a packed one that of its content."""
     ending = path.suffix.lower()
     return path.with_suffix("").suffix.lower() if ending in CODECS else ending
+
+
+def is_hub_dataset(path: str) -> bool:
+    """Return whether a path that does not exist can be the name of a data set on the Hub."""
+    folder = Path(path).parent
+    is_file = Path(path).suffix.lower() in ENDINGS or (
+        folder != Path() and folder.is_dir()
+    )
+    return not is_file and _HUB_DATASET.fullmatch(path) is not None
 
 
 def described_formats() -> str:

@@ -449,30 +449,23 @@ def newest_checkpoint(output_dir: Path) -> str:
     return checkpoints[-1][1].name if checkpoints else ""
 
 
-def write_manifest(directory: Path, checksums: Mapping[str, str]) -> None:
-    """List every file below a folder with size and checksum. Files named in `checksums` are not read again."""
-    paths = [path for path in directory.rglob("*") if path.is_file()]
-    files = checksums_of(directory, paths, checksums)
+def commit(partial: Path, final: Path, checksums: Mapping[str, str]) -> None:
+    """Turn a written folder into a checkpoint: manifest, flush, rename. It does not count before the rename.
+
+    The manifest lists every file with size and checksum. Files named in `checksums` are not read again.
+    """
+    paths = [path for path in partial.rglob("*") if path.is_file()]
+    files = checksums_of(partial, paths, checksums)
     missing = sorted(set(checksums) - set(files))
     if missing:
         raise OSError(
-            f"{missing[0]} was written by another process but is not in {directory} as this one sees it: output_dir "
+            f"{missing[0]} was written by another process but is not in {partial} as this one sees it: output_dir "
             "must be on a file system that all machines share"
         )
     content = {"format": _FORMAT, "files": files}
     content["sha256"] = _seal(content)
     text = json.dumps(content, indent=1)
-    write_durably(directory / MANIFEST, text.encode())
-
-
-def _seal(content: Mapping[str, Any]) -> str:
-    text = json.dumps(content, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def commit(partial: Path, final: Path, checksums: Mapping[str, str]) -> None:
-    """Turn a written folder into a checkpoint: manifest, flush, rename. It does not count before the rename."""
-    write_manifest(partial, checksums)
+    write_durably(partial / MANIFEST, text.encode())
     # Content first, rename second: after a power cut, a name without `.partial` implies complete files. Files in
     # `checksums` were flushed by the rank that wrote them.
     for path in (partial, *partial.rglob("*")):
@@ -481,6 +474,11 @@ def commit(partial: Path, final: Path, checksums: Mapping[str, str]) -> None:
     partial.rename(final)
     # The rename itself is durable only when the parent's directory entries are on disk.
     sync(final.parent)
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
