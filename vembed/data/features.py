@@ -186,31 +186,23 @@ class Featuriser(BaseFeaturiser):
         return [known[address] for address in addresses]
 
     def _modality(self, item: Item) -> Modality:
-        modalities = self.description.modalities
-        name = self.description.name or self.description.source
-        if item.text is None and not item.images:
-            raise UserError(
-                "an item has neither a text nor an image; give it one of them"
-            )
-        if not item.images:
-            if "text" not in modalities:
-                raise UserError(
-                    f"{name} embeds images only, and got the text {item.text!r:.60}; give it images: "
-                    "retrieval_mode: i2i takes plain strings for their paths"
-                )
-            return "text"
-        if "multimodal" in modalities:
-            return "multimodal"
-        if "image" not in modalities:
-            raise UserError(
-                f"{name} embeds texts only, and got an item with an image; give it texts"
-            )
-        if item.text is not None or len(item.images) > 1:
-            raise UserError(
-                f"{name} embeds a text or one image, and got an item with {len(item.images)} image(s)"
-                f"{' and a text' if item.text is not None else ''}; a vision-language model takes several at once"
-            )
-        return "image"
+        modality: Modality = "text"
+        if item.images:
+            modality = "multimodal" if self.chat is not None else "image"
+        num_contents = (item.text is not None) + len(item.images)
+        is_readable = num_contents == 1 or modality == "multimodal"
+        if is_readable and modality in self.modalities:
+            return modality
+        contents = []
+        if item.text is not None:
+            contents.append(f"the text {item.text!r:.60}")
+        if item.images:
+            contents.append(f"{len(item.images)} image(s)")
+        raise UserError(
+            f"{self.description.name or self.description.source} embeds one {' or '.join(self.modalities)} at a time, "
+            f"and got {' and '.join(contents) or 'nothing'}: set retrieval_mode where plain strings are paths of images (i2i: all "
+            "are), or take a vision-language model, which reads a text and images together"
+        )
 
     def _make(
         self, modality: Modality, items: Mapping[Address, Item]
