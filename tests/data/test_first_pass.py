@@ -16,11 +16,12 @@ from tests.data.files import (
 )
 from tests.data.pictures import write
 from vembed.data import first_pass
+from vembed.data.first_pass import CACHE_AFTER_SECONDS
 
 # ---- the cache of the first pass -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def eager_cache(monkeypatch):
     monkeypatch.setattr(first_pass, "CACHE_AFTER_SECONDS", 0.0)
 
@@ -39,7 +40,6 @@ def passes(monkeypatch):
     return names
 
 
-@pytest.mark.usefixtures("eager_cache")
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "folder"])
 def test_the_first_pass_is_made_once(tmp_path, kind, passes):
     path = write_format(tmp_path, kind, [*RECORDS, {**RECORDS[0], "query": ""}])
@@ -54,7 +54,6 @@ def test_the_first_pass_is_made_once(tmp_path, kind, passes):
     assert "1 of 41 records cannot be used" in refused(path, no_duplicates=True)
 
 
-@pytest.mark.usefixtures("eager_cache")
 def test_a_mapping_that_no_record_matches_is_refused_after_a_run_with_several_sources(
     tmp_path,
 ):
@@ -73,7 +72,6 @@ def test_a_mapping_that_no_record_matches_is_refused_after_a_run_with_several_so
     assert said in refused(one, column_mapping=mapping)
 
 
-@pytest.mark.usefixtures("eager_cache")
 def test_other_options_and_other_content_are_another_pass(tmp_path, passes):
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     open_path(path)
@@ -85,7 +83,6 @@ def test_other_options_and_other_content_are_another_pass(tmp_path, passes):
     assert len(passes) == 4
 
 
-@pytest.mark.usefixtures("eager_cache")
 def test_images_that_change_are_seen(tmp_path, passes):
     for name in ("a.jpg", "b.jpg"):
         write(tmp_path / name)
@@ -102,7 +99,6 @@ def test_images_that_change_are_seen(tmp_path, passes):
     assert f"{path}:2: image" in refused(path)
 
 
-@pytest.mark.usefixtures("eager_cache")
 def test_a_damaged_cache_is_made_again(tmp_path, cache_home, passes):
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     open_path(path)
@@ -113,14 +109,14 @@ def test_a_damaged_cache_is_made_again(tmp_path, cache_home, passes):
     assert len(passes) == 4
 
 
-@pytest.mark.usefixtures("eager_cache")
 def test_a_cache_that_cannot_be_written_costs_time_alone(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
     assert len(open_path(path)) == 40
 
 
-def test_small_data_leave_nothing_behind(tmp_path, cache_home):
+def test_small_data_leave_nothing_behind(tmp_path, cache_home, monkeypatch):
+    monkeypatch.setattr(first_pass, "CACHE_AFTER_SECONDS", CACHE_AFTER_SECONDS)
     open_path(write_jsonl(tmp_path / "a.jsonl", RECORDS))
     assert not list(cache_home.iterdir())
 

@@ -135,6 +135,11 @@ def as_plain(index):
     }
 
 
+@all_formats
+def test_each_format_has_a_writer(form):
+    assert callable(writer_of(form))
+
+
 def test_each_format_is_in_the_table():
     named = unlisted_classes(vembed.data.formats, Format, FORMATS)
     missing = [name for name in named if pydoc.locate(name).endings]
@@ -221,7 +226,7 @@ def test_parts_are_the_whole(form, tmp_path):
     lines = []
     first_line = 0
     for part in parts:
-        for number, line, _ in reader.rows(part.start, part.stop):
+        for number, line, _ in reader.rows(part):
             numbers.append(number)
             lines.append(line + first_line)
         first_line += reader.num_lines(part)

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vembed.data.batching import rank_batch
+from vembed.data.batching.rank_batch import (
+    PRICE_DIVISOR,
+    LockstepSplit,
+    padded_tokens,
+    split_by_length,
+)
 
 LENGTHS = st.lists(st.integers(1, 600), max_size=60)
 BUDGETS = st.integers(1, 5_000)
@@ -21,14 +26,14 @@ def padded_size(lengths, rows):
 
 @given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 80))
 def test_every_index_once_within_the_budget(lengths, budget, max_rows, at_least):
-    split = rank_batch.split_by_length(lengths, budget, max_rows, at_least)
+    split = split_by_length(lengths, budget, max_rows, at_least)
     assert sorted(itertools.chain.from_iterable(split)) == list(range(len(lengths)))
     for rows in split:
         assert len(rows) <= 1 or padded_size(lengths, rows) <= budget
         assert max_rows is None or len(rows) <= max_rows
     in_order = [lengths[row] for rows in split for row in rows]
     assert in_order == sorted(lengths, reverse=True)
-    alone = len(rank_batch.split_by_length(lengths, budget, max_rows))
+    alone = len(split_by_length(lengths, budget, max_rows))
     assert len(split) == max(alone, at_least)
     num_empty = max(0, at_least - max(alone, len(lengths)))
     assert [bool(rows) for rows in split] == [
@@ -38,11 +43,9 @@ def test_every_index_once_within_the_budget(lengths, budget, max_rows, at_least)
 
 @given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 40))
 def test_splitting_finer_never_pads_more(lengths, budget, max_rows, at_least):
-    coarse = rank_batch.split_by_length(lengths, budget, max_rows, at_least)
-    finer = rank_batch.split_by_length(lengths, budget, max_rows, at_least + 3)
-    assert rank_batch.padded_tokens(lengths, finer) <= rank_batch.padded_tokens(
-        lengths, coarse
-    )
+    coarse = split_by_length(lengths, budget, max_rows, at_least)
+    finer = split_by_length(lengths, budget, max_rows, at_least + 3)
+    assert padded_tokens(lengths, finer) <= padded_tokens(lengths, coarse)
 
 
 def best_cost(ordered, budget, max_rows, per_micro_batch):
@@ -70,9 +73,9 @@ def best_cost(ordered, budget, max_rows, per_micro_batch):
     st.none() | st.integers(1, 5),
 )
 def test_no_cut_is_cheaper(lengths, budget, max_rows):
-    price = min(budget, max(lengths) * (max_rows or budget)) // rank_batch.PRICE_DIVISOR
-    split = rank_batch.split_by_length(lengths, budget, max_rows)
-    cost = rank_batch.padded_tokens(lengths, split) + price * len(split)
+    price = min(budget, max(lengths) * (max_rows or budget)) // PRICE_DIVISOR
+    split = split_by_length(lengths, budget, max_rows)
+    cost = padded_tokens(lengths, split) + price * len(split)
     assert cost == best_cost(sorted(lengths, reverse=True), budget, max_rows, price)
 
 
@@ -88,7 +91,7 @@ def test_no_cut_is_cheaper(lengths, budget, max_rows):
     ],
 )
 def test_splits(lengths, budget, at_least, expected):
-    assert rank_batch.split_by_length(lengths, budget, at_least=at_least) == expected
+    assert split_by_length(lengths, budget, at_least=at_least) == expected
 
 
 def test_fast_enough_for_every_step():
@@ -96,7 +99,7 @@ def test_fast_enough_for_every_step():
         np.random.default_rng(0).lognormal(4.0, 0.8, 8192), 5, 512
     ).astype(int)
     start = time.process_time()
-    rank_batch.split_by_length(lengths, 16_384)
+    split_by_length(lengths, 16_384)
     assert time.process_time() - start < 2
 
 
@@ -108,8 +111,7 @@ def test_ranks_agree_on_the_micro_batches_of_each_group():
         {"text": [], "image": [], "both": []},
     ]
     ranks = [
-        rank_batch.LockstepSplit(own, of, 10, 2)
-        for own, of in zip(lengths, places, strict=True)
+        LockstepSplit(own, of, 10, 2) for own, of in zip(lengths, places, strict=True)
     ]
     counts = [
         max(column) for column in zip(*(rank.counts for rank in ranks), strict=True)

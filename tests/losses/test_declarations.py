@@ -30,7 +30,14 @@ def method(_: object) -> None:
         (OptimizerKind, Sgd, {"train_half": True}, "trains_half"),
         (Tracker, TensorBoard, {"spelings": "tb"}, "spellings"),
     ],
-    ids=str,
+    ids=[
+        "needs_order",
+        "refusal",
+        "numbers_are_text",
+        "start_values",
+        "trains_half",
+        "spellings",
+    ],
 )
 def test_a_misspelt_attribute_is_named(
     base: type, part: type, misspelt: dict[str, Any], declared: str

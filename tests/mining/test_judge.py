@@ -165,7 +165,7 @@ def test_the_command_and_two_ranks(options, tmp_path, capsys):
         (
             {"judges": [{"model": "m"}], "output_path": "x.csv"},
             ROWS,
-            r"write .jsonl or .parquet",
+            r"must end in .jsonl or .*.parquet",
         ),
     ],
 )

@@ -375,7 +375,7 @@ def open_examples(
             reads_scores=reads_scores(terms),
         )
         sources.append(source)
-    refuse_bad_records(
+    refuse_bad_sources(
         sources,
         on_bad_record=data.on_bad_record,
         purpose="train" if is_training else "evaluate",
@@ -470,30 +470,48 @@ def open_records(
     return Records(entry.name or entry.path, reader, form, index, images.folder, files)
 
 
-def refuse_bad_records(
+def refuse_bad_sources(
     sources: Sequence[Records], *, on_bad_record: str, purpose: str
 ) -> None:
     """Raise UserError with the first bad records, unless they are left out; and for a source without a good one."""
-    num_bad = sum(source.index.num_bad for source in sources)
-    num_good = sum(map(len, sources))
     problems: list[str] = []
     for source in sources:
         problems += source.index.problems
-    problems = problems[:NUM_NAMED]
-    if num_bad and (on_bad_record == "stop" or not num_good):
-        lines = joined(problems)
-        if num_bad > len(problems):
-            lines.append(f"and {num_bad - len(problems):,d} more")
-        way_out = "fix them, or set on_bad_record: skip to leave them out"
-        if not num_good:
-            way_out = f"there is nothing to {purpose} on"
-        raise UserError(
-            f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, {way_out}:\n  "
-            + "\n  ".join(lines)
-        )
+    refuse_bad_records(
+        problems,
+        num_bad=sum(source.index.num_bad for source in sources),
+        num_good=sum(map(len, sources)),
+        on_bad_record=on_bad_record,
+        purpose=purpose,
+    )
     for source in sources:
         if not len(source):
             reason = "no records"
             if source.index.problems:
                 reason = f"no record that can be used: {source.index.problems[0]}"
             raise UserError(f"{source.reader.name} holds {reason}")
+
+
+def refuse_bad_records(
+    problems: Sequence[str],
+    *,
+    num_bad: int,
+    num_good: int,
+    on_bad_record: str,
+    purpose: str,
+) -> None:
+    """Raise UserError if there are bad records, unless they are left out and others are good. `problems`: of at least
+    the first ones."""
+    if not num_bad or (num_good and on_bad_record != "stop"):
+        return
+    named = problems[:NUM_NAMED]
+    lines = joined(named)
+    if num_bad > len(named):
+        lines.append(f"and {num_bad - len(named):,d} more")
+    way_out = "fix them, or set on_bad_record: skip to leave them out"
+    if not num_good:
+        way_out = f"there is nothing to {purpose} on"
+    raise UserError(
+        f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, {way_out}:\n  "
+        + "\n  ".join(lines)
+    )

@@ -19,6 +19,7 @@ from vembed.data.images.decoders import PIXELS
 from vembed.data.images.pixels import Pixels, blank_image
 from vembed.data.processing import ChatProcessing, TextProcessing
 from vembed.errors import UserError
+from vembed.models.attention import PREFIX
 from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
@@ -185,31 +186,23 @@ class Featuriser(BaseFeaturiser):
         return [known[address] for address in addresses]
 
     def _modality(self, item: Item) -> Modality:
-        modalities = self.description.modalities
-        name = self.description.name or self.description.source
-        if item.text is None and not item.images:
-            raise UserError(
-                "an item has neither a text nor an image; give it one of them"
-            )
-        if not item.images:
-            if "text" not in modalities:
-                raise UserError(
-                    f"{name} embeds images only, and got the text {item.text!r:.60}; give it images: "
-                    "retrieval_mode: i2i takes plain strings for their paths"
-                )
-            return "text"
-        if "multimodal" in modalities:
-            return "multimodal"
-        if "image" not in modalities:
-            raise UserError(
-                f"{name} embeds texts only, and got an item with an image; give it texts"
-            )
-        if item.text is not None or len(item.images) > 1:
-            raise UserError(
-                f"{name} embeds a text or one image, and got an item with {len(item.images)} image(s)"
-                f"{' and a text' if item.text is not None else ''}; a vision-language model takes several at once"
-            )
-        return "image"
+        modality: Modality = "text"
+        if item.images:
+            modality = "multimodal" if self.chat is not None else "image"
+        num_contents = (item.text is not None) + len(item.images)
+        is_readable = num_contents == 1 or modality == "multimodal"
+        if is_readable and modality in self.modalities:
+            return modality
+        contents = []
+        if item.text is not None:
+            contents.append(f"the text {item.text!r:.60}")
+        if item.images:
+            contents.append(f"{len(item.images)} image(s)")
+        raise UserError(
+            f"{self.description.name or self.description.source} embeds one {' or '.join(self.modalities)} at a time, "
+            f"and got {' and '.join(contents) or 'nothing'}: set retrieval_mode where plain strings are paths of images (i2i: all "
+            "are), or take a vision-language model, which reads a text and images together"
+        )
 
     def _make(
         self, modality: Modality, items: Mapping[Address, Item]
@@ -297,6 +290,13 @@ class PairFeaturiser(BaseFeaturiser):
         self._texts = self.texts
         if self.chat is not None:
             self._placeholder = image_placeholder(description)
+        self._template_length = 0
+        if description.scores == "answer" and self.chat is None:
+            instruction, query_mark, _, _ = answer_form(description)
+            begin, instructed = self._texts.tokenize(
+                [ANSWER_PROMPT, instruction + query_mark]
+            )
+            self._template_length = len(begin) + len(instructed)
         self.role = role or description.name
         self._lock = Lock()  # a fast tokenizer keeps the truncation as a state
 
@@ -348,7 +348,15 @@ class PairFeaturiser(BaseFeaturiser):
         return features
 
     def joined(self, features: Sequence[Features]) -> dict[str, Tensor]:
-        """See BaseFeaturiser."""
+        """See BaseFeaturiser. What all questions begin with is there once, as PREFIX."""
+        if self._template_length:
+            rows = [np.asarray(feature.token_ids) for feature in features]
+            # At most the template, because memory is measured with copies of one question.
+            num_shared = shared_length(rows, self._template_length)
+            if num_shared:
+                batch = self._texts.pad([row[num_shared:] for row in rows])
+                batch[PREFIX] = torch.from_numpy(rows[0][:num_shared]).long()
+                return batch
         batch = super().joined(features)
         if features[0].segments is not None:
             segments = torch.zeros_like(batch["input_ids"])
@@ -391,6 +399,17 @@ class PairFeaturiser(BaseFeaturiser):
                 f"{self.role} scores texts, and the data have images: use a vision-language model"
             )
         return item.text
+
+
+def shared_length(rows: Sequence[np.ndarray], limit: int) -> int:
+    """Return how many tokens all rows begin with, at most `limit`, and fewer than any row has. One row shares none."""
+    if len(rows) == 1:
+        return 0
+    shortest = min(map(len, rows))
+    limit = min(limit, shortest - 1)
+    beginnings = np.stack([row[:limit] for row in rows])
+    is_equal = (beginnings == beginnings[0]).all(axis=0)
+    return int(np.logical_and.accumulate(is_equal).sum())
 
 
 def answer_form(description: ModelDescription) -> tuple[str, str, str, str]:

@@ -223,7 +223,7 @@ def index_part(
 ) -> PartIndex:
     """Check the records of a part. `with_keys`: keep the content keys."""
     index = PartIndex()
-    rows = reader.rows(part.start, part.stop)
+    rows = reader.rows(part)
     with ThreadPoolExecutor(IMAGE_THREADS) as pool:
         while block := list(itertools.islice(rows, BLOCK_ROWS)):
             numbers, lines, records = zip(*block, strict=True)

@@ -144,7 +144,10 @@ def audit(
             num_cleaned = len(rows) - len(dropped)
             if running.is_main:
                 kept = (row for row in range(len(rows)) if row not in dropped)
-                write_rows(check_output(config.cleaned_path), map(rows.record, kept))
+                write_rows(
+                    check_output(config.cleaned_path, option="cleaned_path"),
+                    map(rows.record, kept),
+                )
             log_line(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
         findings = checks.findings
         name = f"{len(data.names)} sources"
@@ -177,17 +180,9 @@ def audit(
 
 def check_audit(config: AuditConfig) -> Path:
     """Refuse what cannot be written before anything is read; returns the page's path."""
-    page = Path(config.output_path).expanduser()
-    if page.suffix.lower() not in (".html", ".htm"):
-        raise UserError(
-            f"output_path: {config.output_path} must end in .html; the JSON is written beside it"
-        )
-    if not page.absolute().parent.is_dir():
-        raise UserError(
-            f"{page.absolute().parent} is no folder, so {page.name} cannot be written there"
-        )
+    page = check_output(config.output_path, (".html", ".htm"))
     if config.cleaned_path is not None:
-        check_output(config.cleaned_path)
+        check_output(config.cleaned_path, option="cleaned_path")
     return page
 
 

@@ -15,8 +15,14 @@ import numpy as np
 
 from vembed.config.schema import sources_of
 from vembed.data.columns import Columns
-from vembed.data.example_store import Records, open_records, refuse_bad_records
+from vembed.data.example_store import (
+    Records,
+    open_records,
+    refuse_bad_records,
+    refuse_bad_sources,
+)
 from vembed.data.examples import BadRecord, Example, Item, KeyIndex
+from vembed.data.first_pass import NUM_NAMED
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import open_document_reader
 from vembed.data.images.files import ImageRoot
@@ -165,7 +171,7 @@ def open_rows(options: RowOptions) -> Rows:
                 options, source, "train", may_miss=may_miss, reads_all=True
             )
             tables.append(records)
-    refuse_bad_records(
+    refuse_bad_sources(
         [table for table in tables if isinstance(table, Records)],
         on_bad_record=options.on_bad_record,
         purpose="work",
@@ -192,7 +198,6 @@ def _objects(reader: Format) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, record
 
 
-NUM_SHOWN = 10
 NUM_COLUMNS = 6
 FILE, START, SLOT, KEY, EXACT, ID = range(NUM_COLUMNS)
 """Columns of a table of documents, which has a row for each: number of the file, or ROWS; offset of the record in its
@@ -260,17 +265,19 @@ def read_corpus(
                 item = file.item(record)
             except BadRecord as error:
                 num_bad += 1
-                if len(problems) < NUM_SHOWN:
+                if len(problems) < NUM_NAMED:
                     problems.append(f"{file.reader.where(line)}: {error}")
                 continue
             identity = document_id(record)
             key = 0 if identity is None else id_key(identity)
             table.extend((number, start, 0, content_key(item), item.key(), key))
-    if num_bad and (on_bad_record == "stop" or not table):
-        raise UserError(
-            f"{num_bad:,d} documents of corpus_path cannot be used, fix them, or set on_bad_record: skip to leave "
-            "them out:\n  " + "\n  ".join(problems)
-        )
+    refuse_bad_records(
+        problems,
+        num_bad=num_bad,
+        num_good=len(table) // NUM_COLUMNS,
+        on_bad_record=on_bad_record,
+        purpose="work",
+    )
     if not table:
         names = ", ".join(file.reader.name for file in files)
         raise UserError(f"{names} holds no documents")

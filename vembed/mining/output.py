@@ -159,13 +159,13 @@ ENDINGS = (".jsonl", ".ndjson", ".parquet", ".pq")
 ROWS_PER_GROUP = 4096
 
 
-def check_output(path: str) -> Path:
+def check_output(
+    path: str, endings: Sequence[str] = ENDINGS, option: str = "output_path"
+) -> Path:
     """The path of a file that can be written, by its ending and its folder."""
     target = Path(path).expanduser()
-    if target.suffix.lower() not in ENDINGS:
-        raise UserError(
-            f"output_path: {path} ends in {target.suffix or 'nothing'}; write .jsonl or .parquet, which data_path reads"
-        )
+    if target.suffix.lower() not in endings:
+        raise UserError(f"{option}: {path} must end in {' or '.join(endings)}")
     if not target.absolute().parent.is_dir():
         raise UserError(
             f"{target.absolute().parent} is no folder, so {target.name} cannot be written there"

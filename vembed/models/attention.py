@@ -43,6 +43,8 @@ CPU_ATTENTION = "vembed_cpu"
 """Name of `attention` for padded inputs on CPUs."""
 IMAGE_ATTENTION = "vembed_packed_flash_images"
 """Name of `attention` for image towers. With "flash" in it, they hand over cumulative lengths."""
+PREFIX = "prefix_ids"
+"""Input key: [p] token ids that precede each text of `input_ids`, which are without them."""
 TOKEN_INDEX = "token_index"
 """Input key: [real tokens], their positions in the flattened input_ids. Computed on the host to avoid a GPU sync."""
 MODEL_TYPES = (
@@ -231,6 +233,44 @@ class Packed:
     starts: Tensor
     """int32 [n + 1]: start of each text, and the end of the last one."""
     longest: int
+    shared: Shared | None = None
+    """Set where the texts begin with the same tokens, which the row holds once. `starts` and `longest` are those of the
+    whole texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Indices of causal texts with a shared prefix: a row [prefix, rest of each text], and whole texts end to end.
+
+    The layers compute the row. Only attention computes the whole texts, so that every kernel takes them.
+    """
+
+    whole: Tensor
+    """int64 [tokens of the whole texts]: where each token is in the row."""
+    row: Tensor
+    """int64 [tokens of the row]: where each token is in the whole texts. The prefix is that of the first text, which
+    sees nothing behind it, as in all others."""
+
+
+def shared_indices(starts: Tensor, texts: Tensor, prefix: int) -> Shared:
+    """Return the indices for a prefix of so many tokens.
+
+    starts: [n + 1] start of the rest of each text among all rests, end to end. texts: [tokens of the rests], the
+    number of each token's text.
+    """
+    num_texts = len(starts) - 1
+    num_tokens = len(texts)
+    device = starts.device
+    tokens = torch.arange(num_tokens, device=device)
+    prefix_tokens = torch.arange(prefix, device=device)
+    # Behind the prefix of its own text and of each text before it.
+    rest_at = tokens + prefix * (texts + 1)
+    whole_starts = starts[:-1] + prefix * torch.arange(num_texts, device=device)
+    prefixes_at = whole_starts[:, None] + prefix_tokens
+    whole = tokens.new_empty(num_tokens + num_texts * prefix)
+    whole[prefixes_at] = prefix_tokens.expand(num_texts, -1)
+    whole[rest_at] = prefix + tokens
+    return Shared(whole, torch.cat([prefix_tokens, rest_at]))
 
 
 def attention(
@@ -288,6 +328,11 @@ def attention(
     narrow = half_dtype(query, key, value)
     if narrow is not None:
         query, key, value = (tensor.to(narrow) for tensor in (query, key, value))
+    shared = None if packed is None else packed.shared
+    if shared is not None:
+        query, key, value = (
+            tensor.index_select(0, shared.whole) for tensor in (query, key, value)
+        )
     score_bytes = num_heads * query.dtype.itemsize
     pieces: Sequence[Piece]
     if packed is None:
@@ -309,6 +354,8 @@ def attention(
             output = by_kernel(
                 query, key, value, packed, dropout, scaling, causal, window
             )
+            if shared is not None:
+                output = output.index_select(0, shared.row)
             return output[None], None
         # A limit on the scores of all heads together, so that a piece stays in the caches.
         starts = tuple(packed.starts.tolist())
@@ -318,6 +365,8 @@ def attention(
         output = _DroppedAttention.apply(query, key, value, pieces, dropout, scaling)  # type: ignore[no-untyped-call]
     else:
         output = sdpa_by_piece(query, key, value, pieces, dropout, scaling)
+    if shared is not None:
+        output = output.index_select(0, shared.row)
     return output.view(num_rows, length, num_heads, -1), None
 
 

@@ -27,7 +27,14 @@ from transformers import PreTrainedModel
 
 from vembed.errors import UserError
 from vembed.models import precision
-from vembed.models.attention import TOKEN_INDEX, Packed, packs, real_tokens
+from vembed.models.attention import (
+    PREFIX,
+    TOKEN_INDEX,
+    Packed,
+    packs,
+    real_tokens,
+    shared_indices,
+)
 from vembed.models.custom.modeling import OwnConfig, OwnModel
 from vembed.models.families.backbones import (
     POSITIONS_AFTER_PADDING,
@@ -192,6 +199,8 @@ class EmbeddingModel(nn.Module):
         if family.has_two_models or forward == "pooled_towers":
             (tower,) = TOWERS_OF_MODALITY[modality]
             backbone = tower_module(backbone, family, tower)
+        if PREFIX in inputs and not packs(backbone):
+            inputs = with_prefix(inputs)
         mask = padding_mask(inputs)
         if forward == "pooled_towers":
             arguments: dict[str, Any] = {**inputs, "attention_mask": mask}
@@ -215,7 +224,10 @@ class EmbeddingModel(nn.Module):
         elif packs(backbone):
             # From states [1, all tokens, dim] of one row back to [n, tokens, dim].
             output = run_packed(backbone, inputs, mask)
-            states = padded_states(output.last_hidden_state[0], inputs, mask)
+            states = output.last_hidden_state[0]
+            if PREFIX in inputs:
+                states = states[len(inputs[PREFIX]) :]
+            states = padded_states(states, inputs, mask)
         else:
             output = run_texts(self.description, backbone, inputs, mask)
             states = output.last_hidden_state
@@ -372,6 +384,20 @@ def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
     # RoBERTa and models derived from it count positions from the padding token's id + 1.
     if backbone.config.model_type in POSITIONS_AFTER_PADDING:
         positions = positions + backbone.config.pad_token_id + 1
+    shared = None
+    if PREFIX in inputs:
+        # The row begins with the prefix, and each text continues its positions.
+        prefix = inputs[PREFIX]
+        num_shared = len(prefix)
+        slots = index
+        if slots is None:
+            slots = torch.arange(len(tokens), device=device)
+        shared = shared_indices(starts, slots // longest, num_shared)
+        tokens = torch.cat([prefix, tokens])
+        prefix_positions = torch.arange(num_shared, device=device)
+        positions = torch.cat([prefix_positions, positions + num_shared])
+        starts = starts + num_shared * torch.arange(num_texts + 1, device=device)
+        longest += num_shared
     starts = starts.to(torch.int32)
     if backbone.config.model_type == OwnConfig.model_type:
         return backbone(input_ids=tokens[None], cu_seqlens=starts)
@@ -380,7 +406,7 @@ def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
         "position_ids": positions[None],
         # Transformers passes a 4D mask on unchanged instead of building one. The attention of vembed ignores it.
         "attention_mask": tokens.new_zeros(1, 1, 1, 1),
-        "packed": Packed(starts, longest),
+        "packed": Packed(starts, longest, shared),
     }
     if SEGMENTS in inputs:
         segments = inputs[SEGMENTS].flatten()
@@ -390,6 +416,18 @@ def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
     if is_decoder_only(backbone.config):
         arguments["use_cache"] = False
     return backbone(**arguments)
+
+
+def with_prefix(inputs: Inputs) -> Inputs:
+    """Put the shared prefix back before each text. Padding on the left stays between the two: it is masked, and no
+    position counts it."""
+    inputs = dict(inputs)
+    prefix = inputs.pop(PREFIX).expand(len(inputs["input_ids"]), -1)
+    inputs["input_ids"] = torch.cat([prefix, inputs["input_ids"]], dim=1)
+    if "attention_mask" in inputs:
+        mask = torch.cat([torch.ones_like(prefix), inputs["attention_mask"]], dim=1)
+        inputs["attention_mask"] = mask
+    return inputs
 
 
 def token_index(inputs: Inputs, mask: Tensor) -> Tensor:

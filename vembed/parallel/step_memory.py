@@ -597,25 +597,16 @@ class OutOfMemory(Exception):  # noqa: N818 - the name of the event
 
 
 class MemoryGuard:
-    """Detection of out-of-memory errors of any rank, at points that every rank reaches."""
+    """What follows when a step runs out of device memory."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        # Host memory does not fail with an exception: the kernel ends the process.
-        self.active = session.device.type == "cuda"
 
-    def agree(self, failed: bool, budget: Budget) -> None:
-        """Raise OutOfMemory on every rank if it happened on any. Collective."""
-        if not self.active:
-            return
-        if failed and self.session.strategy == "fsdp":
-            # The other ranks are blocked in a layer's all-gather and cannot be notified. Ending this rank ends them.
+    def require_whole_copies(self, budget: Budget) -> None:
+        """Raise RunError under FSDP. The other ranks are blocked in a layer's all-gather and cannot be notified: ending
+        this rank ends them. With whole copies no rank is inside a collective, so that all can agree."""
+        if self.session.strategy == "fsdp":
             raise RunError(advice(self.session, budget))
-        # With whole copies no rank is inside a collective here, so that all can agree.
-        if self.session.strategy != "fsdp":
-            (any_failed,) = collectives.max_ints([int(failed)])
-            if any_failed:
-                raise OutOfMemory
 
     def smaller(self, budget: Budget) -> Budget:
         """Return half the budget, to replay the step with. Raise RunError if there is no smaller one."""

@@ -256,6 +256,7 @@ def split_by_length(
     return parts + [[] for _ in range(at_least - len(parts))]
 
 
+@dataclass
 class LockstepSplit:
     """Micro-batches of the inputs of each modality, of which every rank must run equally many.
 
@@ -263,25 +264,23 @@ class LockstepSplit:
     and a rank below the maximum of a modality splits its micro-batches further, or adds empty ones.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int],
-        places_of: Mapping[Modality, Sequence[int]],
-        budget: int,
-        max_rows: int | None = None,
-    ) -> None:
-        """`lengths`: of all inputs of the rank. `places_of`: the inputs of each modality, as positions in `lengths`."""
-        self.lengths = lengths
-        self.places_of = places_of
-        self.budget = budget
-        self.max_rows = max_rows
-        self.splits = {name: self._split(places) for name, places in places_of.items()}
-        self.counts = list(map(len, self.splits.values()))
-        """Number of this rank's micro-batches of each modality, in the order of `places_of`."""
+    lengths: Sequence[int]
+    """Of all inputs of the rank."""
+    places_of: Mapping[Modality, Sequence[int]]
+    """The inputs of each modality, as positions in `lengths`."""
+    budget: int
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        self.splits: dict[Modality, list[list[int]]] = {}
         self.padded_tokens = 0
         """Padded tokens of this rank before the ranks have agreed."""
-        for micro_batches in self.splits.values():
-            self.padded_tokens += padded_tokens(lengths, micro_batches)
+        for modality, places in self.places_of.items():
+            micro_batches = self._split(places)
+            self.splits[modality] = micro_batches
+            self.padded_tokens += padded_tokens(self.lengths, micro_batches)
+        self.counts = list(map(len, self.splits.values()))
+        """Number of this rank's micro-batches of each modality, in the order of `places_of`."""
 
     def agreed(self, counts: Sequence[int]) -> dict[Modality, list[list[int]]]:
         """Return micro-batches of positions in `lengths`, exactly `counts` of each modality: the maxima over the ranks.

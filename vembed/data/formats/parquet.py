@@ -57,11 +57,11 @@ class ParquetFile(ArrowRows):
         starts = range(0, max(self.stop, 1), step)
         return [range(start, min(start + step, self.stop)) for start in starts]
 
-    def batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+    def batches(self, part: range) -> Iterator[pa.RecordBatch]:
         """Yield rows of the copy. All rows in their order need none."""
-        if (start, stop) == (0, self.stop) and self._copy is None:
+        if part == self.numbers and self._copy is None:
             return self._read()
-        return super().batches(start, stop)
+        return super().batches(part)
 
     def table(self) -> pa.Table:
         """Return the copy, made once for each version of the Parquet file."""

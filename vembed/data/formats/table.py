@@ -138,17 +138,20 @@ class SeveralFiles(Format):
                 parts.append(range(part.start + shift, part.stop + shift))
         return parts
 
-    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
-        """Yield the rows of a part of one file; without `start` those of all files."""
-        if start is None or stop is None:
-            for file, reader in enumerate(self.readers):
-                shift = file << FILE_BITS
-                for number, line, record in reader.rows():
-                    yield number + shift, line + shift, record
-            return
-        reader, start, shift = self._located(start)
-        for number, line, record in reader.rows(start, stop - shift):
-            yield number + shift, line + shift, record
+    def rows(self, part: range | None = None) -> Iterator[Row]:
+        """Yield the rows of a part of one file; without one those of all files."""
+        readers = self.readers
+        file = 0
+        if part is not None:
+            file = part.start >> FILE_BITS
+            readers = readers[file : file + 1]
+        for reader in readers:
+            shift = file << FILE_BITS
+            if part is not None:
+                part = range(part.start - shift, part.stop - shift)
+            for number, line, record in reader.rows(part):
+                yield number + shift, line + shift, record
+            file += 1
 
     def where(self, line: int) -> str:
         """Return the name of a record for messages."""
