@@ -210,13 +210,14 @@ def _loss_rules(
     if SCORES in labels:
         yield f"teachers: the name {SCORES!r} stands for scores in the data: choose another"
     # Without those of single sources.
-    run_losses = [entry.loss for entry in objective.losses or []] or [objective.loss]
-    for name in dict.fromkeys(run_losses):
+    run_losses = [entry.loss for entry in objective.losses or []]
+    for name in dict.fromkeys(run_losses or [objective.loss]):
         if data.max_negatives == 0 and LOSSES[name].negatives == "each":
             yield f"loss: {name} needs hard negatives in every record, and max_negatives: 0 leaves none: raise it"
     for term in terms:
         yield from _term_rules(term, mrl_dims)
-    if data.mine is not None and all(term.loss.negatives == "unread" for term in terms):
+    reads_negatives = any(term.loss.negatives != "unread" for term in terms)
+    if data.mine is not None and not reads_negatives:
         yield f"mine adds hard negatives, and {_names(objective, terms)} reads none: use loss: infonce, or leave mine out"
     if any(term.teacher == SCORES for term in terms):
         for option in ("mine", "in_batch_negatives"):

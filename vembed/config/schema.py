@@ -709,7 +709,8 @@ class EvaluationSection(Section, title="evaluation"):
         metric = re.fullmatch(
             r"\S*(?:ndcg|mrr|recall|map)@([1-9]\d{0,5})", self.eval_metric
         )
-        return sorted({1, 5, 10, 100, int(metric[1]) if metric else 10})
+        of_metric = int(metric[1]) if metric else 10
+        return sorted({1, 5, 10, 100, of_metric})
 
     def listed_guards(self) -> list[Guard]:
         """Return an entry for each of `guards`."""
