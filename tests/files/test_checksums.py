@@ -1,7 +1,5 @@
 """Checksums of weights: written with a model, compared where the weights are used."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Flushing to disks that refuse it, and what is said about it."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
@@ -28,7 +26,7 @@ def test_file_systems_that_cannot_flush_folders(code, tmp_path, monkeypatch):
 
 
 def test_a_saved_model_is_flushed_before_it_has_its_name(tmp_path, monkeypatch):
-    flushed: list[str] = []
+    flushed = []
     monkeypatch.setattr(
         os,
         "fsync",

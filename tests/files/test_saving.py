@@ -1,7 +1,5 @@
 """The folder of a saved model: complete or not there, plain names, safetensors alone, a card without secrets."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,9 +1,5 @@
 """Small functions on the imitation device, which show that it sees what it should."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -17,56 +13,56 @@ LARGEST_BF16_ERROR = 0.05
 NUM_COMPARED_MODELS = 4
 
 
-def reads_a_number() -> None:
+def reads_a_number():
     torch.ones(3, device="cuda").sum().item()
 
 
-def indexes_by_a_mask() -> None:
+def indexes_by_a_mask():
     values = torch.arange(3.0, device="cuda")
     values[values > 1]
 
 
-def finds_distinct_values() -> None:
+def finds_distinct_values():
     torch.arange(3, device="cuda").unique()
 
 
-def copies_pageable_memory() -> None:
+def copies_pageable_memory():
     torch.ones(3).to("cuda", non_blocking=True)
 
 
-def copies_with_blocking() -> None:
+def copies_with_blocking():
     torch.ones(3).pin_memory().to("cuda")
 
 
-def copies_pinned_memory() -> None:
+def copies_pinned_memory():
     torch.ones(3).pin_memory()[1:].to("cuda", non_blocking=True)
 
 
-def multiplies() -> None:
+def multiplies():
     weight = torch.nn.Parameter(torch.ones(3, 3, device="cuda"))
     (torch.ones(2, 3, device="cuda") @ weight).sum().backward()
     assert weight.grad is not None
     assert weight.grad.device == torch.device("cuda", 0)
 
 
-def uses_autocast() -> None:
+def uses_autocast():
     layer = torch.nn.Linear(3, 3).to("cuda")
     with torch.autocast("cuda", torch.bfloat16):
         assert layer(torch.ones(2, 3, device="cuda")).dtype is torch.bfloat16
 
 
-def mixes_devices() -> None:
+def mixes_devices():
     torch.ones(3, device="cuda") + torch.ones(3)
 
 
-def keeps_tied_weights() -> None:
+def keeps_tied_weights():
     layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     layers[1].weight = layers[0].weight
     layers.to("cuda")
     assert layers[1].weight is layers[0].weight
 
 
-def fuses_within_rounding() -> None:
+def fuses_within_rounding():
     """A Qwen3 with adapters in bfloat16: layers of few kernels are as near to float32 as the plain ones."""
     exact = adapter_gradients(torch.device("cpu"), torch.float32)
     with pytest.MonkeyPatch.context() as patch:
@@ -84,7 +80,7 @@ def fuses_within_rounding() -> None:
     assert float(fused_errors.mean()) < 1.1 * float(plain_errors.mean()), errors
 
 
-def adapter_gradients(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def adapter_gradients(device, dtype):
     """Return the gradients of all adapters of several models with frozen weights in bfloat16, one row for each model."""
     options = {"use_lora": True, "lora_r": 4, "torch_dtype": "bfloat16"}
     config = config_for(tiny.tiny_qwen3, **options, padding_free=True)
@@ -114,7 +110,7 @@ def adapter_gradients(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(rows)
 
 
-PROBES: dict[str, Callable[[], None]] = {
+PROBES = {
     function.__name__: function
     for function in (
         reads_a_number,

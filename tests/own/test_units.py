@@ -1,11 +1,8 @@
 """FSDP units of own models, and torch's own FSDP objects in a config."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -37,7 +34,7 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def free() -> Any:
+def free():
     """The module of the example."""
     find_class(
         f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"
@@ -45,7 +42,7 @@ def free() -> Any:
     return sys.modules["free_transformer.model"]
 
 
-def fsdp_of(config: dict[str, Any]) -> FsdpConfig:
+def fsdp_of(config):
     """The settings of a sharded run."""
     found = resolve_run(
         {"model_name": "m", "data_path": "d", "strategy": "fsdp", **as_options(config)},
@@ -55,11 +52,7 @@ def fsdp_of(config: dict[str, Any]) -> FsdpConfig:
     return found
 
 
-def units(
-    module: torch.nn.Module,
-    fsdp: FsdpConfig,
-    names: tuple[str, ...] = ("DecoderBlock",),
-) -> dict[str, int]:
+def units(module, fsdp, names=("DecoderBlock",)):
     """Classes of the units, and how many there are of each."""
     return dict(
         Counter(type(unit).__name__ for unit in choose_units(module, fsdp, names))

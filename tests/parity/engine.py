@@ -36,7 +36,6 @@ from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.teachers import Teachers
 from vembed.training.frozen import InputSource
-from vembed.training.optimizer import synchronise
 from vembed.training.step import (
     BatchResult,
     ContrastiveStep,
@@ -205,7 +204,7 @@ def step_on_rank(
         auxiliary,
     )
     result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
-    synchronise(model, loss, session)
+    step.synchronise(0.0)
     return {
         **full_gradients(model),
         **loss_gradients(loss),

@@ -26,7 +26,6 @@ from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
-from vembed.training.optimizer import synchronise
 from vembed.training.step import ContrastiveStep
 
 NUM_EXAMPLES = 5
@@ -120,7 +119,7 @@ def step_on_rank(strategy: str, cache: bool) -> dict[str, Tensor]:
         )
         batch = replace(batch, features=features)
         result = step.accumulate(batch, 3, weight=1.0, last=True)
-        synchronise(model, loss, session)
+        step.synchronise(0.0)
         return {**full_gradients(model), "loss": result.loss_share}
 
 

@@ -10,7 +10,7 @@ import platform
 import re
 import resource
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -42,13 +42,19 @@ def choose_device(rank_info: RankInfo) -> torch.device:
     return device
 
 
-def enable_expandable_segments(env: MutableMapping[str, str] = os.environ) -> None:
+def enable_expandable_segments() -> None:
     """Enable expandable segments of the CUDA allocator: micro-batches differ in shape and would fragment fixed ones.
 
-    The allocator reads the variable at the first use of the GPU. Settings of the user are kept.
+    Settings of the user are kept.
     """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys():
-        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return
+    settings = "expandable_segments:True"
+    # The allocator reads the variable at the first use of a GPU, and processes that this one starts inherit it.
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # A notebook has used the GPU before.
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def seed_draws(seed: int, device: torch.device) -> None:

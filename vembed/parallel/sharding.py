@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -77,15 +76,22 @@ def hybrid_mesh(layout: Layout) -> DeviceMesh | None:
     if fsdp.version == 1:
         return None
     names = ("replicate", "shard")
-    shape = (layout.num_machines, num_local)
-    mesh = init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
-    # The mesh creates new process groups with torch's default timeout: set dist_timeout_minutes for them too.
     world_group = dist.group.WORLD
     assert world_group is not None
+    # New groups have torch's timeout by default, not dist_timeout_minutes.
     timeout = world_group._get_backend(layout.device).options._timeout
-    for name in names:
-        _set_pg_timeout(timeout, mesh.get_group(name))
-    return mesh
+    ranks = torch.arange(layout.ranks.world_size).view(layout.num_machines, num_local)
+    # Groups made here: a mesh would split the world's group, and torch before 2.13 splits none that has a backend for
+    # each kind of device.
+    groups = []
+    for members in (ranks.T, ranks):
+        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            members.tolist(), timeout=timeout
+        )
+        groups.append(group)
+    return DeviceMesh.from_group(
+        groups, layout.device.type, mesh=ranks, mesh_dim_names=names
+    )
 
 
 def shard(
@@ -247,7 +253,7 @@ def shard_for_use(
         model,
         FsdpConfig(),
         device,
-        [module for module in reversed(list(model.modules())) if module in chosen],
+        _inner_first(model, chosen),
         policy=MixedPrecisionPolicy(),
         only_rank0_reads=only_rank0_reads,
     )
@@ -453,8 +459,13 @@ def choose_units(
         for unit in units:
             if model.language_head.lends(unit, model.backbone):
                 chosen.discard(unit)
+    return _inner_first(model, chosen)
+
+
+def _inner_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
     # modules() lists outer modules first.
-    return [module for module in reversed(list(model.modules())) if module in chosen]
+    modules = reversed(list(model.modules()))
+    return [module for module in modules if module in chosen]
 
 
 def describe_units(units: Sequence[nn.Module]) -> str:

@@ -16,6 +16,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from vembed.config.decisions import FsdpConfig
 from vembed.config.schema import BatchSection, TrainConfig
 from vembed.data.batching.rank_batch import ModelInputs
 from vembed.data.features import BaseFeaturiser, Features
@@ -277,11 +278,10 @@ class MemoryEstimate:
 
     def _kept(self, batch_tokens: float, micro_batch: int, fitting: int) -> float:
         """Return the tokens of a batch whose graphs are kept, of which `fitting` fit: of all micro-batches or of some."""
-        fsdp = self.placement.fsdp
         asked = self.placement.run.config.batch.use_gradient_cache
         if asked is False or (asked == "auto" and batch_tokens <= fitting):
             return batch_tokens
-        if asked == "auto" and (fsdp is None or fsdp.version == 2):
+        if asked == "auto" and not _is_fsdp1(self.placement.fsdp):
             return fitting // micro_batch * micro_batch
         return 0
 
@@ -342,6 +342,10 @@ def tokens_of(
     return micro_batch, kept_tokens
 
 
+def _is_fsdp1(fsdp: FsdpConfig | None) -> bool:
+    return fsdp is not None and fsdp.version == 1
+
+
 @contextmanager
 def quiet() -> Iterator[None]:
     """Drop log lines of the with-block: the model is built once more for training, and says then what there is."""
@@ -374,7 +378,7 @@ class Budget:
         `padded_tokens` of the batch and tokens of its `longest` input are maxima over the ranks, so that the result is
         the same on every rank.
         """
-        if session.fsdp is not None and session.fsdp.version == 1 and num_forwards > 1:
+        if _is_fsdp1(session.fsdp) and num_forwards > 1:
             return 0  # FSDP1 frees a unit's parameters after the first of several pending backward passes
         if self.use_gradient_cache is not None:
             return 0 if self.use_gradient_cache else num_forwards
@@ -399,7 +403,7 @@ def find_budget(
     Nothing is tried out: memory that runs out on one rank would leave the others waiting for it.
     """
     cache = None if options.use_gradient_cache == "auto" else options.use_gradient_cache
-    if cache is False and session.fsdp is not None and session.fsdp.version == 1:
+    if cache is False and _is_fsdp1(session.fsdp):
         log.warning(
             "use_gradient_cache: false holds only for steps of one micro-batch under fsdp_version: 1, which frees a "
             "unit's parameters after the first of several backward passes: larger steps use Gradient Cache (the same "
@@ -488,8 +492,8 @@ def measure_demand(
         return meter.peak()
 
     # Whole gradients between micro-batches, as in a step. FSDP1 would keep them where `discard_passes` cannot see them.
-    is_fsdp1 = session.fsdp is not None and session.fsdp.version == 1
-    set_gradient_sync(model, session.reduces_each_micro_batch or is_fsdp1)
+    reduces_each = session.reduces_each_micro_batch or _is_fsdp1(session.fsdp)
+    set_gradient_sync(model, reduces_each)
     if session.keeps_gathered:
         set_keep_gathered(model, True)
     try:
@@ -544,14 +548,16 @@ def bytes_per_token(
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         ):
             outputs = model(inputs)
-        num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+        storages = [tensor.untyped_storage() for tensor in saved.values()]
+        num_bytes = sum(storage.nbytes() for storage in storages)
         del outputs
         forget_forward(model)
         saved.clear()
         return num_bytes
 
     demand = _demand_of(featuriser, session, sample, graph_bytes)
-    return max(collectives.max_ints([int(demand.per_token)])[0], 1)
+    (per_token,) = collectives.max_ints([int(demand.per_token)])
+    return max(per_token, 1)
 
 
 def _demand_of(
@@ -577,7 +583,9 @@ def _demand_of(
         sizes = []
         for count in (num_rows, 2 * num_rows):
             batch = featuriser.collate([longest] * count)
-            tensors = {name: part.to(session.device) for name, part in batch.items()}
+            tensors = {}
+            for name, part in batch.items():
+                tensors[name] = part.to(session.device)
             sizes.append(num_bytes([(modality, tensors)]))
         tokens = num_rows * longest.length
         slope = max(sizes[1] - sizes[0], 0) / tokens
@@ -594,25 +602,16 @@ class OutOfMemory(Exception):  # noqa: N818 - the name of the event
 
 
 class MemoryGuard:
-    """Detection of out-of-memory errors of any rank, at points that every rank reaches."""
+    """What follows when a step runs out of device memory."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        # Host memory does not fail with an exception: the kernel ends the process.
-        self.active = session.device.type == "cuda"
 
-    def agree(self, failed: bool, budget: Budget) -> None:
-        """Raise OutOfMemory on every rank if it happened on any. Collective."""
-        if not self.active:
-            return
-        if failed and self.session.strategy == "fsdp":
-            # The other ranks are blocked in a layer's all-gather and cannot be notified. Ending this rank ends them.
+    def require_whole_copies(self, budget: Budget) -> None:
+        """Raise RunError under FSDP. The other ranks are blocked in a layer's all-gather and cannot be notified: ending
+        this rank ends them. With whole copies no rank is inside a collective, so that all can agree."""
+        if self.session.strategy == "fsdp":
             raise RunError(advice(self.session, budget))
-        # With whole copies no rank is inside a collective here, so that all can agree.
-        if self.session.strategy != "fsdp":
-            (any_failed,) = collectives.max_ints([int(failed)])
-            if any_failed:
-                raise OutOfMemory
 
     def smaller(self, budget: Budget) -> Budget:
         """Return half the budget, to replay the step with. Raise RunError if there is no smaller one."""
@@ -644,10 +643,9 @@ def advice(session: Session, budget: Budget) -> str:
     now = estimate.in_step(tokens=tokens)
     recomputed = estimate.in_step(tokens=tokens, recomputes=True)
     fsdp = placement.fsdp
-    is_fsdp1 = fsdp is not None and fsdp.version == 1
     has_adapters = config.adapters.use_lora
     # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
-    can_use_8_bit = config.optimizer.optim == "adamw" and not is_fsdp1
+    can_use_8_bit = config.optimizer.optim == "adamw" and not _is_fsdp1(fsdp)
     num_shards = placement.num_shards
     num_ranks = session.world_size
 

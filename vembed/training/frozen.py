@@ -146,6 +146,8 @@ class BatchInputs:
         self._keeps_images = False
         self._images: list[Tensor | None] = []
         """Features of the images of each micro-batch, from the first feeding on."""
+        self._tokens: dict[int, ModelInputs] = {}
+        """Texts of micro-batches that will be fed again, on the device."""
 
     def encode_frozen(
         self, splits: Mapping[Modality, list[list[int]]], *, keeps_images: bool
@@ -156,18 +158,34 @@ class BatchInputs:
         self._keeps_images = keeps_images
 
     def feed(
-        self, micro_batches: Sequence[MicroBatch], first: int = 0
+        self,
+        micro_batches: Sequence[MicroBatch],
+        first: int = 0,
+        first_replayed: int | None = None,
     ) -> Iterator[ModelInputs]:
-        """Yield the model's input for each forward pass, from the micro-batch `first` on."""
+        """Yield the model's input for each forward pass, from the micro-batch `first` on. Those from `first_replayed` on
+        will be fed again."""
         towers = self.source.towers
         # Frozen slices are not collated: they are rows of the tables [n, width] that `encode_frozen` has made.
         trained = []
-        for micro_batch in micro_batches[first:]:
-            trained.append(
-                [part for part in micro_batch if part[0] not in towers.modalities]
-            )
+        for micro_index in range(first, len(micro_batches)):
+            if micro_index not in self._tokens:
+                micro_batch = micro_batches[micro_index]
+                trained.append(
+                    [part for part in micro_batch if part[0] not in towers.modalities]
+                )
         fed = self.source.feeder.feed(trained, self.features)
-        for micro_index, inputs in enumerate(fed, start=first):
+        for micro_index in range(first, len(micro_batches)):
+            inputs = self._tokens.pop(micro_index, None)
+            if inputs is None:
+                inputs = next(fed)
+            # Pixels are not kept: they take far more memory than token ids.
+            has_images = any(modality != "text" for modality, _ in inputs)
+            is_replayed = first_replayed is not None and micro_index >= first_replayed
+            if is_replayed and not has_images:
+                self._tokens[micro_index] = [
+                    (modality, dict(tensors)) for modality, tensors in inputs
+                ]
             for part in micro_batches[micro_index]:
                 if part[0] in towers.modalities:
                     inputs.append(towers.inputs(part, self._tables))

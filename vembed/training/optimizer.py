@@ -22,7 +22,6 @@ from vembed.errors import UserError
 from vembed.losses.batch import EmbeddingLoss
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import plain_name
-from vembed.parallel import collectives
 from vembed.parallel.parameters import clip_gradients, flat_pieces, global_grad_norm
 from vembed.parallel.session import Session
 from vembed.training.optimizer_kinds import OPTIMIZERS, OptimizerInputs
@@ -264,15 +263,6 @@ class Outcome:
     """True if the step was skipped because of a float16 overflow, and the scale could be halved."""
 
 
-def synchronise(model: nn.Module, loss: EmbeddingLoss, session: Session) -> None:
-    """Synchronise gradients that FSDP did not reduce: replicas under DDP, and loss parameters. Call it after the
-    last backward."""
-    if session.strategy == "ddp":
-        collectives.all_reduce_gradients(model.parameters())
-    # Each rank's gradient of a loss parameter comes from its own rows, and L is the sum over the rows: sum, not mean.
-    collectives.all_reduce_gradients(loss.parameters(), average=False)
-
-
 @dataclass
 class Update:
     """Gradient norm, clipping and the optimizer step."""
@@ -292,12 +282,11 @@ class Update:
             self.scale.value = FIRST_SCALE
             self.scale.is_started = True
 
-    def apply(self, loss_share: torch.Tensor) -> Outcome:
-        """Take one optimizer step with the current gradients, then clear them. Collective."""
+    def apply(self, loss: float) -> Outcome:
+        """Take one optimizer step with the current gradients, then clear them. Collective. `loss`: of all ranks."""
         parameters = [*self.model.parameters(), *self.loss.parameters()]
         # The loss's parameters are copies on every rank, also where the model is sharded.
         norm_tensor = global_grad_norm(self.model, list(self.loss.parameters()))
-        loss = collectives.sum_scalars([float(loss_share)])[0]
         # The norm is measured on scaled gradients and divided afterwards. Unscaling and clipping then share one
         # multiplication below.
         norm = float(norm_tensor) / self.scale.value

@@ -61,7 +61,7 @@ from vembed.training.hooks.metrics import log_line, log_setup
 from vembed.training.hooks.publishing import push_final
 from vembed.training.interrupts import Interrupts, StopRequested
 from vembed.training.lock import OutputLock
-from vembed.training.optimizer import GradientScale, Schedule, Update, synchronise
+from vembed.training.optimizer import GradientScale, Schedule, Update
 from vembed.training.run_log import HEADLINE, RunLog, log_scores
 from vembed.training.setup import (
     build_components,
@@ -428,6 +428,8 @@ class Trainer:
                         scale=state.scale.value,
                     )
                     report.add(rank_batch, result)
+                with self.contrastive_step.timer("wait"):
+                    loss = self.contrastive_step.synchronise(report.loss_share)
             except OutOfMemory:
                 ran_out_of_memory = True
             if ran_out_of_memory:
@@ -439,7 +441,7 @@ class Trainer:
                 self.components.loss.zero_grad(set_to_none=True)
                 continue
             step_batches = []
-            self._update_weights(report)
+            self._update_weights(report, loss)
             if self.hooks.on_step(report):
                 interrupts.end_requested = True
             # The ranks decide together, once per step, so that all stop after the same one. After `on_step`, whose wish
@@ -634,16 +636,13 @@ class Trainer:
         for hook in self.hooks:
             hook.before_step(self.state.step + 1)
 
-    def _update_weights(self, report: StepReport) -> None:
-        """Synchronise the gradients that are not reduced yet, take the optimizer step and count it. Collective."""
+    def _update_weights(self, report: StepReport, loss: float) -> None:
+        """Take the optimizer step and count it. Collective."""
         state = self.state
         components = self.components
-        timer = self.contrastive_step.timer
-        with timer("wait"):
-            synchronise(components.model, components.loss, self.session)
-        with timer("optimizer"):
+        with self.contrastive_step.timer("optimizer"):
             report.learning_rate = self.schedule.set(components.optimizer, state.step)
-            report.outcome = self.update.apply(report.loss_share)
+            report.outcome = self.update.apply(loss)
         state.step += 1
         if report.outcome.applied:
             state.skipped_in_a_row = 0

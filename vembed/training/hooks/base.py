@@ -28,7 +28,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from vembed.data.batching.rank_batch import RankBatch
@@ -66,11 +65,11 @@ class StepReport:
         self.batches.append((rank_batch, result))
 
     @property
-    def loss_share(self) -> Tensor:
-        """This rank's part of the loss of the step, float64: the mean over its global batches."""
-        total = torch.zeros((), dtype=torch.float64, device=self.embeddings.device)
+    def loss_share(self) -> float:
+        """This rank's part of the loss of the step: the mean over its global batches."""
+        total = 0.0
         for _, result in self.batches:
-            total += result.loss_share / len(self.batches)
+            total += float(result.loss_copy.read() / len(self.batches))
         return total
 
     @property
