@@ -222,9 +222,10 @@ class EmbeddingModel(nn.Module):
             output = run_chats(backbone, inputs, mask)
             states = output.last_hidden_state
         elif packs(backbone):
-            # From states [1, all tokens, dim] of one row back to [n, tokens, dim].
+            # From states [1, all tokens, dim] of one row back to [n, tokens, dim]. Not `[0]`, whose derivative is a tensor
+            # of zeros and a copy into it.
             output = run_packed(backbone, inputs, mask)
-            states = output.last_hidden_state[0]
+            states = output.last_hidden_state.squeeze(0)
             if PREFIX in inputs:
                 states = states[len(inputs[PREFIX]) :]
             states = padded_states(states, inputs, mask)
