@@ -37,15 +37,15 @@ def cases(batch_size: int) -> list[Case]:
 
 def row(name: str, rates: dict[str, list[float]], more: str) -> str:
     """Return a line of the table: samples per second, and the ratios of vembed to the others."""
-    medians = {side: statistics.median(found) for side, found in rates.items()}
+    medians = {side: statistics.median(speeds) for side, speeds in rates.items()}
     ratios = [
-        f"{statistics.median(a / b for a, b in zip(rates['vembed'], found, strict=True)):.2f}"
-        for side, found in rates.items()
+        f"{statistics.median(a / b for a, b in zip(rates['vembed'], speeds, strict=True)):.2f}"
+        for side, speeds in rates.items()
         if side != "vembed"
     ]
     return (
         f"| {name} | "
-        + " | ".join([*(f"{one:.2f}" for one in medians.values()), *ratios])
+        + " | ".join([*(f"{median:.2f}" for median in medians.values()), *ratios])
         + f" | {more} |"
     )
 
@@ -58,10 +58,10 @@ def encode(
         for side, worker in workers.items():
             folder = Path(name) / side
             folder.mkdir()
-            found = worker.ask(
+            result = worker.ask(
                 {"num_texts": num_texts, "max_length": 256, "folder": str(folder)}
             )
-            rates[side].append(found["samples_per_second"])
+            rates[side].append(result["samples_per_second"])
         ours, exact = (
             np.load(Path(name) / side / "embeddings.npy").astype(np.float64)
             for side in SIDES[:2]

@@ -80,8 +80,8 @@ def characters(num_train: int, num_val: int) -> Collection:
     """The Unicode names of two characters and how near these are: half for the script, half for the kind."""
     draw = random.Random(0)
     known = [
-        (name, name.split()[0], unicodedata.category(one))
-        for one, name in _named_characters()
+        (name, name.split()[0], unicodedata.category(character))
+        for character, name in _named_characters()
     ]
     draw.shuffle(known)
     half = len(known) // 2  # no character is on both sides
@@ -190,7 +190,8 @@ def _by_hash(pairs: Iterator[tuple[str, str]], source: Path) -> list[Row]:
     seen: set[str] = set()
     rows: list[Row] = []
     for short, long in pairs:
-        query, positive = " ".join(short.split()), " ".join(long.split()[:MOST_WORDS])
+        query = " ".join(short.split())
+        positive = " ".join(long.split()[:MOST_WORDS])
         is_long = len(query.split()) >= 3 and len(positive.split()) >= 8
         if (
             is_long
@@ -266,29 +267,29 @@ def _plain(text: str) -> str:
 def _package_pairs() -> Iterator[tuple[str, str]]:
     if PACKAGES.is_file():
         for block in PACKAGES.read_text(encoding="utf-8").split("\n\n"):
-            found = re.search(r"^Description: (.+)\n((?: .+\n?)+)", block, re.MULTILINE)
-            if found is not None:
+            match = re.search(r"^Description: (.+)\n((?: .+\n?)+)", block, re.MULTILINE)
+            if match is not None:
                 yield (
-                    found.group(1),
-                    re.split(r"^ \.$", found.group(2), flags=re.MULTILINE)[0],
+                    match.group(1),
+                    re.split(r"^ \.$", match.group(2), flags=re.MULTILINE)[0],
                 )
-    for one in metadata.distributions():
-        text = one.metadata.get_payload()
+    for package in metadata.distributions():
+        text = package.metadata.get_payload()
         parts = [" ".join(part.split()) for part in str(text).split("\n\n")]
         long = next(
             (part for part in parts if len(part.split()) >= 12 and part[:1].isalpha()),
             "",
         )
-        if one.metadata["Summary"] and long:
-            yield one.metadata["Summary"], long
+        if package.metadata["Summary"] and long:
+            yield package.metadata["Summary"], long
 
 
 def _named_characters() -> list[tuple[str, str]]:
     characters = [chr(code) for code in range(0x20, 0x3000)]
     return [
-        (one, unicodedata.name(one))
-        for one in characters
-        if unicodedata.name(one, "").count(" ") >= 2
+        (character, unicodedata.name(character))
+        for character in characters
+        if unicodedata.name(character, "").count(" ") >= 2
     ]
 
 
@@ -297,23 +298,23 @@ def _near(
 ) -> list[Row]:
     """Return as many pairs of each score."""
     of_script: defaultdict[str, list[tuple[str, str, str]]] = defaultdict(list)
-    for one in known:
-        of_script[one[1]].append(one)
+    for first in known:
+        of_script[first[1]].append(first)
     rows: dict[float, list[Row]] = {0.0: [], 0.5: [], 1.0: []}
     while min(map(len, rows.values())) < (count + 2) // 3:
-        one = draw.choice(known)
+        first = draw.choice(known)
         # Two of one script are rare among all, so that every other pair is drawn from one.
-        near = of_script[one[1]] if draw.random() < 0.7 else known
-        other = draw.choice(near)
-        score = 0.5 * (one[1] == other[1]) + 0.5 * (one[2] == other[2])
-        if one != other and len(rows[score]) < (count + 2) // 3:
+        near = of_script[first[1]] if draw.random() < 0.7 else known
+        second = draw.choice(near)
+        score = 0.5 * (first[1] == second[1]) + 0.5 * (first[2] == second[2])
+        if first != second and len(rows[score]) < (count + 2) // 3:
             rows[score].append(
                 {
-                    "sentence1": one[0].lower(),
-                    "sentence2": other[0].lower(),
+                    "sentence1": first[0].lower(),
+                    "sentence2": second[0].lower(),
                     "score": score,
                 }
             )
-    found = [row for same in rows.values() for row in same]
-    draw.shuffle(found)
-    return found[:count]
+    pairs = [row for same in rows.values() for row in same]
+    draw.shuffle(pairs)
+    return pairs[:count]

@@ -23,13 +23,13 @@ from benchmarks.cases import CASES, Case, rows_of, write_rows
 from benchmarks.work import useful_work
 from vembed.cli.commands.demo import demo_model
 from vembed.config.schema import TrainConfig
+from vembed.entrypoints.python_train import train
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
 from vembed.models import embedding_model
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel import collectives
 from vembed.training.optimizer import Update
-from vembed.training.run import train
 from vembed.training.step import ContrastiveStep
 
 NUM_RANKS = 2
@@ -133,7 +133,9 @@ def count(
     use_gradient_cache: bool,
 ) -> dict[str, Any]:
     """Return counts per step of a run on this process and its group."""
-    reads, forwards, steps = Reads(), list[int](), list[Counter[str]]()
+    reads = Reads()
+    forwards = list[int]()
+    steps = list[Counter[str]]()
     name = f"{micro_batch_tokens}-{use_gradient_cache}"
     with counting(reads, forwards, steps):
         train(
@@ -259,13 +261,13 @@ def main() -> None:
     if arguments.worker:
         worker(arguments.worker)
         return
-    found = counts()
+    counted = counts()
     print(
-        f"tokens per useful token: {1 / (1 - found['runs'][0]['padding']):.2f}; in models that need padding "
-        f"{1 / (1 - found['padding_if_padded']):.2f}, and padded column by column "
-        f"{1 / (1 - found['padding_by_column']):.2f}"
+        f"tokens per useful token: {1 / (1 - counted['runs'][0]['padding']):.2f}; in models that need padding "
+        f"{1 / (1 - counted['padding_if_padded']):.2f}, and padded column by column "
+        f"{1 / (1 - counted['padding_by_column']):.2f}"
     )
-    for run in found["runs"]:
+    for run in counted["runs"]:
         sent = ", ".join(
             f"{name} {total}" for name, total in run["collectives_per_step"].items()
         )
@@ -274,7 +276,7 @@ def main() -> None:
             f"step and rank: {run['forwards_per_step']:g} forwards, {run['reads_per_step']:g} reads of a number from "
             f"the device, collectives: {sent}"
         )
-    for rows, elements in found["loss_elements"].items():
+    for rows, elements in counted["loss_elements"].items():
         print(
             f"loss of {int(rows):,d} rows: the largest tensor has {elements:,d} elements"
         )

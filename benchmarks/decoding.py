@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from tests.tiny import save_image_processor, tiny_vit
 from vembed.config.schema import ModelSection, TrainConfig
-from vembed.data.batching.feeding import Feeder
-from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.rank_batch import Feeder, RankBatchStream
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.features import Featuriser
@@ -105,8 +104,8 @@ def one_by_one(folder: Path, paths: list[Path]) -> float:
     references = [ImageRef(path=str(path)) for path in paths]
     pixels.alone(references[0])
     start = time.perf_counter()
-    for one in references:
-        pixels.alone(one)
+    for reference in references:
+        pixels.alone(reference)
     return len(paths) / (time.perf_counter() - start)
 
 
@@ -124,8 +123,8 @@ def in_processes(folder: Path, paths: list[Path], cores: int) -> float:
     with ProcessPoolExecutor(
         cores, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
-        each = [pool.submit(one_by_one, folder, paths) for _ in range(cores)]
-        return sum(one.result() for one in each)
+        futures = [pool.submit(one_by_one, folder, paths) for _ in range(cores)]
+        return sum(future.result() for future in futures)
 
 
 @dataclass
@@ -148,8 +147,8 @@ def in_steps(
     featuriser = Featuriser(description, decoders=cores)
     items = [Item(images=(ImageRef(path=str(path)),)) for path in paths]
     pairs = [
-        Example(one, (other,), (), None)
-        for one, other in zip(items[::2], items[1::2], strict=True)
+        Example(query, (positive,), (), None)
+        for query, positive in zip(items[::2], items[1::2], strict=True)
     ]
     config = TrainConfig(model_name=str(folder), data_path="-", mixed_precision="no")
     schedule = BatchSchedule([len(pairs)], batch_size, 0)
@@ -212,7 +211,7 @@ def rows(
         model.mkdir()
         for number in range(rounds):
             alone = one_by_one(model, paths)
-            found = {
+            measured = {
                 "round": number,
                 "images": count,
                 "cores": cores,
@@ -223,18 +222,18 @@ def rows(
                     model, paths, cores, cache=cache, batch_size=batch_size
                 )
                 key = "with_cache" if cache else "without_cache"
-                found |= {
+                measured |= {
                     f"cold_{key}": speeds.cold,
                     key: speeds.warm,
                     f"share_{key}": speeds.warm / (alone * cores),
                 }
-                found[f"processes_{key}"] = speeds.num_processes
-            found["processes"] = in_processes(model, paths, cores)
-            found["share_processes"] = found["processes"] / (alone * cores)
-            found["published_processor"] = by_published_processor(
+                measured[f"processes_{key}"] = speeds.num_processes
+            measured["processes"] = in_processes(model, paths, cores)
+            measured["share_processes"] = measured["processes"] / (alone * cores)
+            measured["published_processor"] = by_published_processor(
                 model, paths[: max(count // 4, 1)]
             )
-            yield found
+            yield measured
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -246,9 +245,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cores", type=int, default=num_cores())
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    for row in rows(given.images, given.cores, given.batch_size, given.rounds):
+    for row in rows(options.images, options.cores, options.batch_size, options.rounds):
         print(
             json.dumps({key: round(value, 3) for key, value in row.items()}), flush=True
         )

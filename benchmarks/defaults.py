@@ -39,7 +39,7 @@ from benchmarks.defaults_table import print_tables
 from benchmarks.tiny_models import INITIAL, MODELS, made
 from benchmarks.train import machine
 from vembed.cli.commands.demo import demo_model
-from vembed.config.auto import epochs_for
+from vembed.config.decisions import epochs_for
 
 Options = dict[str, Any]
 
@@ -70,7 +70,7 @@ class Runs:
         self.path = path
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
         self.done: dict[str, Options] = {
-            self.key(one["run"]): one for one in map(json.loads, lines)
+            self.key(entry["run"]): entry for entry in map(json.loads, lines)
         }
 
     @staticmethod
@@ -78,11 +78,11 @@ class Runs:
         """Return the name of a run."""
         return json.dumps(run, sort_keys=True)
 
-    def add(self, run: Options, **found: Any) -> Options:
+    def add(self, run: Options, **results: Any) -> Options:
         """Store the result of a run, and print it."""
         line = {
             "run": run,
-            **found,
+            **results,
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         }
         print(json.dumps(line), flush=True)
@@ -102,19 +102,23 @@ class Trial:
     """Time at which no further run begins."""
 
     def __post_init__(self) -> None:
-        given = self.arguments
+        arguments = self.arguments
         self.folder = Path(tempfile.mkdtemp())
         self.data, self.tests = parts(
-            given.collection, given.size, given.val, given.tests, given.max_length
+            arguments.collection,
+            arguments.size,
+            arguments.val,
+            arguments.tests,
+            arguments.max_length,
         )
-        self.model = made(given.family, given.models or self.folder / "models")
+        self.model = made(arguments.family, arguments.models or self.folder / "models")
         self.about: Options = {
-            "what": given.what,
-            "collection": given.collection,
-            "family": given.family,
-            "size": given.size,
-            "max_length": given.max_length,
-            **({"given": dict(given.option)} if given.option else {}),
+            "what": arguments.what,
+            "collection": arguments.collection,
+            "family": arguments.family,
+            "size": arguments.size,
+            "max_length": arguments.max_length,
+            **({"given": dict(arguments.option)} if arguments.option else {}),
         }
 
     def before(self) -> float:
@@ -122,10 +126,10 @@ class Trial:
         run = {**self.about, "what": "before"}
         run.pop("given", None)
         known = self.runs.done.get(self.runs.key(run))
-        found = known or self.runs.add(
+        entry = known or self.runs.add(
             run, score=score(self.model, self.tests, self.folder)
         )
-        return float(found["score"])
+        return float(entry["score"])
 
     def score(self, options: Options, seed: int) -> float:
         """Return the score after training with options, of this or an earlier call."""
@@ -135,18 +139,21 @@ class Trial:
             if time.monotonic() > self.ends:
                 raise TimeoutError
             began = time.monotonic()
-            own = self.folder / "run"
-            given = {
+            run_folder = self.folder / "run"
+            settings = {
+                **dict(self.arguments.option),
                 **({"from_scratch": True} if self.arguments.family in INITIAL else {}),
                 **options,
             }
-            given = {**dict(self.arguments.option), **given}
-            model, rate = train(self.data, own, self.model, given, seed)
-            found = score(model, self.tests, self.folder)
+            model, rate = train(self.data, run_folder, self.model, settings, seed)
+            mean_score = score(model, self.tests, self.folder)
             known = self.runs.add(
-                run, score=found, rate=rate, seconds=round(time.monotonic() - began)
+                run,
+                score=mean_score,
+                rate=rate,
+                seconds=round(time.monotonic() - began),
             )
-            shutil.rmtree(own)
+            shutil.rmtree(run_folder)
         return float(known["score"])
 
     def default_rate(self) -> float:
@@ -165,7 +172,8 @@ def parts(
     """Return a collection, and test sets of the size of its validation set. Texts are cut to so many tokens here, so
     that a model reads the same before and after its training."""
     both = COLLECTIONS[name](size, (1 + num_tests) * num_val)
-    train, held_out = shortened(both.train, max_length), shortened(both.val, max_length)
+    train = shortened(both.train, max_length)
+    held_out = shortened(both.val, max_length)
     random.Random(0).shuffle(held_out)
     data, *tests = (
         Collection(train, held_out[first : first + num_val], both.loss)
@@ -214,8 +222,8 @@ def train(
         **options,
     }
     rates: list[float] = []
-    found = vembed.train(config, on_step=lambda step: rates.append(step.learning_rate))
-    return found.model_dir, float(f"{max(rates):.3g}")
+    result = vembed.train(config, on_step=lambda step: rates.append(step.learning_rate))
+    return result.model_dir, float(f"{max(rates):.3g}")
 
 
 def train_with_peer(
@@ -270,11 +278,11 @@ def score(model: Path, tests: Sequence[Collection], folder: Path) -> float:
     """Return the mean score on test sets."""
     import vembed
 
-    found = []
+    scores = []
     for data in tests:
         _, file = data.write(folder / "test")
-        found.append(float(vembed.evaluate(model, file)[data.metric]))
-    return statistics.mean(found)
+        scores.append(float(vembed.evaluate(model, file)[data.metric]))
+    return statistics.mean(scores)
 
 
 def peers(arguments: argparse.Namespace, known: Sequence[Options]) -> Iterator[Options]:
@@ -288,56 +296,62 @@ def peers(arguments: argparse.Namespace, known: Sequence[Options]) -> Iterator[O
     )
     model = made(arguments.family, arguments.models or Path(tempfile.mkdtemp()))
     for seed in range(arguments.seeds):
-        found: Options = {
+        entry: Options = {
             "collection": arguments.collection,
             "size": arguments.size,
             "seed": seed,
         }
-        if any(found.items() <= one.items() for one in known):
+        if any(entry.items() <= earlier.items() for earlier in known):
             continue
         folder = Path(tempfile.mkdtemp())
         if seed == 0:
-            found["before"] = score(model, tests, folder)
+            entry["before"] = score(model, tests, folder)
         ours, _ = train(data, folder / "ours", model, dict(arguments.option), seed)
-        found["vembed"] = score(ours, tests, folder)
+        entry["vembed"] = score(ours, tests, folder)
         theirs = train_with_peer(
             data, folder / "theirs", model, arguments.max_length, seed
         )
-        found["sentence-transformers"] = score(theirs, tests, folder)
+        entry["sentence-transformers"] = score(theirs, tests, folder)
         shutil.rmtree(folder)
-        yield found
+        yield entry
 
 
 def search(trial: Trial) -> None:
     """Try each value with the first seed, the better third with the next, and so on; the best one with other seeds."""
-    given = trial.arguments
+    arguments = trial.arguments
     trial.before()
-    seeds = range(given.seeds)
+    seeds = range(arguments.seeds)
     kept = searched(trial)
     for seed in seeds:
         confirm(trial, [{}, *kept], [seed])
-        kept.sort(key=lambda one: _mean(trial, one, range(seed + 1)), reverse=True)
+        kept.sort(
+            key=lambda options: _mean(trial, options, range(seed + 1)), reverse=True
+        )
         kept = kept[: -(-len(kept) // 3)]
     if kept and _mean(trial, kept[0], seeds) > _mean(trial, {}, seeds):
-        confirm(trial, [{}, kept[0]], range(given.seeds, 2 * given.seeds))
+        confirm(trial, [{}, kept[0]], range(arguments.seeds, 2 * arguments.seeds))
 
 
 def searched(trial: Trial) -> list[Options]:
     """Return the values to try."""
-    given = trial.arguments
-    has_adapters = dict(given.option).get("use_lora", False)
-    rates = given.rates or [
-        float(f"{times * trial.default_rate():.2g}") for times in given.times
+    arguments = trial.arguments
+    has_adapters = dict(arguments.option).get("use_lora", False)
+    rates = arguments.rates or [
+        float(f"{times * trial.default_rate():.2g}") for times in arguments.times
     ]
     epochs = epochs_for(
-        given.size,
-        from_scratch=given.family in INITIAL,
-        has_scale="clip" in given.family,
+        arguments.size,
+        from_scratch=arguments.family in INITIAL,
+        has_scale="clip" in arguments.family,
     )
     tried: list[Options] = [{"learning_rate": rate} for rate in rates]
     tried += [{"epochs": times * epochs} for times in PASSES]
     tried += SEARCHED + OF_LOSS[trial.data.loss] + (OF_ADAPTERS if has_adapters else [])
-    return [one for one in tried if not given.only or set(one) & set(given.only)]
+    return [
+        options
+        for options in tried
+        if not arguments.only or set(options) & set(arguments.only)
+    ]
 
 
 def _mean(trial: Trial, options: Options, seeds: Iterable[int]) -> float:
@@ -346,23 +360,24 @@ def _mean(trial: Trial, options: Options, seeds: Iterable[int]) -> float:
 
 def adapters(trial: Trial) -> None:
     """Train adapters and all weights in so many steps, with and without other rates."""
-    given = trial.arguments
+    arguments = trial.arguments
     trial.before()
-    for steps in given.steps:
-        own: Options = {"max_steps": steps, "eval_steps": None, "eval_before": False}
-        tried = [own, {**own, "use_lora": True}]
+    for steps in arguments.steps:
+        shared: Options = {"max_steps": steps, "eval_steps": None, "eval_before": False}
+        tried = [shared, {**shared, "use_lora": True}]
         tried += [
-            {**own, "use_lora": True, "learning_rate": value} for value in given.rates
+            {**shared, "use_lora": True, "learning_rate": value}
+            for value in arguments.rates
         ]
-        tried += [{**own, "learning_rate": value} for value in given.full_rates]
-        confirm(trial, tried, range(given.seeds))
+        tried += [{**shared, "learning_rate": value} for value in arguments.full_rates]
+        confirm(trial, tried, range(arguments.seeds))
 
 
 def confirm(trial: Trial, options: Sequence[Options], seeds: Sequence[int]) -> None:
     """Run options with each seed."""
-    for one in options:
+    for choice in options:
         for seed in seeds:
-            trial.score(one, seed)
+            trial.score(choice, seed)
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -436,7 +451,7 @@ def main() -> None:
         known = (
             output.read_text(encoding="utf-8").splitlines() if output.is_file() else []
         )
-        for line in peers(arguments, [json.loads(one) for one in known]):
+        for line in peers(arguments, [json.loads(entry) for entry in known]):
             print(json.dumps(line), flush=True)
             with output.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")

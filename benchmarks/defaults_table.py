@@ -17,19 +17,19 @@ def print_tables(lines: Sequence[Run], num_seeds: int) -> None:
     """Print the shares of the defaults in the best gain, and those of adapters in the gain of all weights.
     `num_seeds`: those of a search, which chose the best value; it is compared with the defaults on the others."""
     before = {
-        _place(one["run"]): float(one["score"])
-        for one in lines
-        if one["run"]["what"] == "before"
+        _place(entry["run"]): float(entry["score"])
+        for entry in lines
+        if entry["run"]["what"] == "before"
     }
     groups: defaultdict[tuple[str, ...], Scores] = defaultdict(
         lambda: defaultdict(dict)
     )
-    for one in lines:
-        run = one["run"]
+    for entry in lines:
+        run = entry["run"]
         if "options" in run:
             place = (run["what"], *_place(run))
             groups[place][json.dumps(run["options"], sort_keys=True)][run["seed"]] = (
-                float(one["score"])
+                float(entry["score"])
             )
     print(
         "| model, collection, rows | before | tried | best of the search | defaults, by seed | the best, by seed "
@@ -51,12 +51,12 @@ def search_row(
 ) -> str:
     """Return the row of one model on one collection."""
     means = {
-        one: statistics.mean(found[seed] for seed in range(num_seeds))
-        for one, found in scores.items()
-        if found.keys() >= set(range(num_seeds))
+        options: statistics.mean(by_seed[seed] for seed in range(num_seeds))
+        for options, by_seed in scores.items()
+        if by_seed.keys() >= set(range(num_seeds))
     }
     start = f"| {', '.join(place[:3])} | {before:.4f} | {len(scores) - 1:,d} |"
-    best = max(means, key=lambda one: means[one], default="{}")
+    best = max(means, key=lambda options: means[options], default="{}")
     others = {
         seed: score
         for seed, score in scores[best].items()
@@ -66,8 +66,8 @@ def search_row(
     if best not in means or not ours:
         return f"{start} the search has not ended | | | |"
     gain, most = (
-        statistics.mean(found[seed] for seed in ours) - before
-        for found in (ours, others)
+        statistics.mean(by_seed[seed] for seed in ours) - before
+        for by_seed in (ours, others)
     )
     return (
         f"{start} {_named(best)} | {_by_seed(ours)} | "
@@ -75,8 +75,8 @@ def search_row(
     )
 
 
-def _by_seed(found: Mapping[int, float]) -> str:
-    return ", ".join(f"{score:.4f}" for _, score in sorted(found.items()))
+def _by_seed(scores: Mapping[int, float]) -> str:
+    return ", ".join(f"{score:.4f}" for _, score in sorted(scores.items()))
 
 
 def adapter_rows(
@@ -84,8 +84,8 @@ def adapter_rows(
 ) -> list[str]:
     """Return a row for each rate, as a share of what all weights gain at their default in the same steps."""
     rows = []
-    for one, found in scores.items():
-        options = json.loads(one)
+    for key, by_seed in scores.items():
+        options = json.loads(key)
         steps = options["max_steps"]
         whole = scores[
             json.dumps(
@@ -93,7 +93,7 @@ def adapter_rows(
                 sort_keys=True,
             )
         ]
-        gains = [value - before for _, value in sorted(found.items())]
+        gains = [value - before for _, value in sorted(by_seed.items())]
         most = statistics.mean(whole.values()) - before
         trained = "adapters" if options.get("use_lora") else "all weights"
         rows.append(
@@ -113,12 +113,12 @@ def _place(run: Run) -> tuple[str, ...]:
 
 
 def _named(options: str) -> str:
-    given = json.loads(options)
-    said = {
+    values = json.loads(options)
+    named = {
         name: f"{value:g}" if isinstance(value, float) else json.dumps(value)
-        for name, value in given.items()
+        for name, value in values.items()
     }
     return (
-        ", ".join(f"`{name}: {value}`" for name, value in said.items())
+        ", ".join(f"`{name}: {value}`" for name, value in named.items())
         or "the defaults"
     )

@@ -138,7 +138,8 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(words)
     print(machine() + "\n", flush=True)
-    teacher, few = str(demo_model()), arguments.steps // 3
+    teacher = str(demo_model())
+    few = arguments.steps // 3
     functions, val = split_by_module(standard_library_pairs(), NUM_FUNCTIONS, NUM_VAL)
     plain: list[Row] = [
         {"query": pair.query, "positive": pair.positive}
@@ -151,7 +152,11 @@ def main(words: Sequence[str] | None = None) -> None:
         folder = Path(name)
         student = str(student_of(Path(teacher), folder / "student"))
         write(
-            [{"text": text} for one in functions for text in (one.query, one.positive)],
+            [
+                {"text": text}
+                for pair in functions
+                for text in (pair.query, pair.positive)
+            ],
             folder / "texts.jsonl",
         )
         variants: dict[str, tuple[list[Row], dict[str, Any]]] = {

@@ -139,10 +139,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
         if not lines:
             raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-        found = json.loads(lines[-1].removeprefix(MARK))
+        measured = json.loads(lines[-1].removeprefix(MARK))
         print(
-            f"| {num_documents:,d} | {4 * WIDTH * num_documents / GIB:.2f} | {found['open']:.1f} | "
-            f"{found['evaluate']:.1f} | {found['gib']:.2f} |",
+            f"| {num_documents:,d} | {4 * WIDTH * num_documents / GIB:.2f} | {measured['open']:.1f} | "
+            f"{measured['evaluate']:.1f} | {measured['gib']:.2f} |",
             flush=True,
         )
 

@@ -53,37 +53,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     pairs = standard_library_pairs()
-    texts = [one.positive for one in pairs[:: max(len(pairs) // arguments.texts, 1)]][
+    texts = [pair.positive for pair in pairs[:: max(len(pairs) // arguments.texts, 1)]][
         : arguments.texts
     ]
     seconds: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        found = sides(arguments.model or str(demo_model()), Path(folder))
-        for encode in found.values():
+        encoders = sides(arguments.model or str(demo_model()), Path(folder))
+        for encode in encoders.values():
             encode(texts[:16])
         for _ in range(arguments.rounds):
-            for name, encode in found.items():
+            for name, encode in encoders.items():
                 began = time.perf_counter()
                 encode(texts)
                 seconds.setdefault(name, []).append(time.perf_counter() - began)
             print(
                 json.dumps(
                     {
-                        name: round(len(texts) / own[-1], 1)
-                        for name, own in seconds.items()
+                        name: round(len(texts) / times[-1], 1)
+                        for name, times in seconds.items()
                     }
                 ),
                 flush=True,
             )
-    median = {name: statistics.median(own) for name, own in seconds.items()}
-    times = ", ".join(
+    median = {name: statistics.median(times) for name, times in seconds.items()}
+    all_rates = ", ".join(
         f"{median[name] / median['export']:.2f} x {name}"
         for name in median
         if name != "export"
     )
     print(
         f"{len(texts)} texts, {torch.get_num_threads()} threads, median of {arguments.rounds}: "
-        f"{len(texts) / median['export']:.1f} texts per second, {times}"
+        f"{len(texts) / median['export']:.1f} texts per second, {all_rates}"
     )
 
 

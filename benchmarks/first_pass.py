@@ -24,9 +24,9 @@ import pyarrow.parquet as pq
 
 from benchmarks.train import machine
 from vembed.config.schema import TrainConfig
-from vembed.cores import num_cores
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import open_examples
+from vembed.parallel.environment import num_cores
 
 GIB = 2**30
 RECORDS_OF_A_GROUP = 50_000
@@ -62,14 +62,15 @@ def write_table(num_records: int, num_bytes: int, path: Path) -> None:
     left = records(num_records, num_bytes)
     schema = pa.schema([("query", pa.string()), ("positive", pa.string())])
     with pq.ParquetWriter(path, schema) as writer:
-        while some := list(itertools.islice(left, RECORDS_OF_A_GROUP)):
-            writer.write_table(pa.Table.from_pylist(some, schema))
+        while group := list(itertools.islice(left, RECORDS_OF_A_GROUP)):
+            writer.write_table(pa.Table.from_pylist(group, schema))
 
 
 def parse(arguments: tuple[str, int, int]) -> int:
     """Read and parse the lines of a byte range with Python's own parser, and do nothing with them."""
     path, start, stop = arguments
-    decode, found = json.JSONDecoder().raw_decode, 0
+    decode = json.JSONDecoder().raw_decode
+    count = 0
     with Path(path).open("rb") as file:
         file.seek(start)
         left = stop - start
@@ -80,14 +81,14 @@ def parse(arguments: tuple[str, int, int]) -> int:
                 break
             left -= len(line)
             decode(line.decode())
-            found += 1
-    return found
+            count += 1
+    return count
 
 
 def processor_time() -> float:
     """Return the processor seconds of this process and of those that it has started and that have ended."""
-    own = os.times()
-    return own.user + own.system + own.children_user + own.children_system
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ class Parsing:
 
 def parsing_of(path: Path) -> Parsing:
     """Read and parse a file on all cores."""
-    size, cores = path.stat().st_size, num_cores()
+    size = path.stat().st_size
+    cores = num_cores()
     bounds = [size * number // (4 * cores) for number in range(4 * cores + 1)]
     parts = [(str(path), start, stop) for start, stop in itertools.pairwise(bounds)]
     processor = processor_time()
@@ -144,17 +146,20 @@ def peak_of(process: str) -> float:
 def peaks_of_children() -> Iterator[dict[int, float]]:
     """Collect the peaks of the processes that this one starts, again and again until they end."""
     # The last one of each counts: before a process runs its own program it is a copy of this one.
-    peaks, done = dict[int, float](), threading.Event()
+    peaks = dict[int, float]()
+    done = threading.Event()
 
     def look() -> None:
         while not done.wait(0.05):
             for task in Path("/proc/self/task").iterdir():
                 with contextlib.suppress(OSError):
-                    found = {
-                        int(one): peak_of(one)
-                        for one in (task / "children").read_text().split()
+                    measured = {
+                        int(process): peak_of(process)
+                        for process in (task / "children").read_text().split()
                     }
-                    peaks.update({one: peak for one, peak in found.items() if peak})
+                    peaks.update(
+                        {process: peak for process, peak in measured.items() if peak}
+                    )
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -168,21 +173,24 @@ def peaks_of_children() -> Iterator[dict[int, float]]:
 def opened(path: Path, cache: Path, processes: int) -> Opened:
     """Open the data, and draw the first batch of a shuffled epoch."""
     config = TrainConfig(model_name="none", data_path=str(path))
-    began, processor = time.perf_counter(), processor_time()
+    began = time.perf_counter()
+    processor = processor_time()
     with (
         mock.patch("vembed.data.first_pass.num_cores", return_value=processes),
         peaks_of_children() as others,
     ):
-        store = open_examples(config.data, str(path), cache_dir=cache)
-    there, processor = time.perf_counter(), processor_time() - processor
+        os.environ["XDG_CACHE_HOME"] = str(cache)
+        store = open_examples(config.data, str(path))
+    opened_at = time.perf_counter()
+    processor = processor_time() - processor
     schedule = BatchSchedule([len(store)], 64, 0)
     for index in schedule.batch(0, 0):
         store[int(index)]
     drawn = time.perf_counter()
     return Opened(
-        there - began,
+        opened_at - began,
         processor,
-        drawn - there,
+        drawn - opened_at,
         peak_of("self"),
         max(others.values(), default=0.0),
     )
@@ -220,7 +228,8 @@ def processor_seconds(
 
     def first_pass(number: int) -> None:
         with mock.patch("vembed.data.first_pass.num_cores", return_value=1):
-            open_examples(config.data, str(path), cache_dir=cache / str(number))
+            os.environ["XDG_CACHE_HOME"] = str(cache / str(number))
+            open_examples(config.data, str(path))
 
     gc.disable()  # as in the processes of the first pass
     best = [float("inf")] * 3
@@ -228,7 +237,7 @@ def processor_seconds(
         ways = (
             lambda: parse((str(path), 0, path.stat().st_size)),
             loads,
-            lambda one=number: first_pass(one),
+            lambda number=number: first_pass(number),
         )
         for place, way in enumerate(
             ways if path.suffix == ".jsonl" else (None, None, ways[2])
@@ -242,7 +251,8 @@ def processor_seconds(
 
 def by_processor_time(number: int, arguments: argparse.Namespace, folder: Path) -> None:
     """Print the microseconds of each record in one process."""
-    path, table = folder / "data.jsonl", folder / "data.parquet"
+    path = folder / "data.jsonl"
+    table = folder / "data.parquet"
     write_lines(number, arguments.bytes, path)
     parsing, loads, here = processor_seconds(
         path, folder / "cache", arguments.processor_time
@@ -263,7 +273,8 @@ def by_processor_time(number: int, arguments: argparse.Namespace, folder: Path) 
 
 def by_the_clock(number: int, arguments: argparse.Namespace, folder: Path) -> None:
     """Print the seconds on all cores, and the memory of each process."""
-    lines, processes = folder / "data.jsonl", arguments.processes or num_cores()
+    lines = folder / "data.jsonl"
+    processes = arguments.processes or num_cores()
     writers = {lines: write_lines} | (
         {folder / "data.parquet": write_table} if arguments.parquet else {}
     )
@@ -283,12 +294,12 @@ def by_the_clock(number: int, arguments: argparse.Namespace, folder: Path) -> No
                 # Parsing before and after: the machine may have become slower.
                 parsing.append(parsing_of(lines))
                 second = opened_anew(path, Path(cache), processes)
-            one, other = parsing[-2:]
+            parsed_before, parsed_after = parsing[-2:]
             print(
-                f"{path.suffix}, {path.stat().st_size / GIB:.2f} GiB: reading and parsing JSON {one.seconds:.1f} and "
-                f"{other.seconds:.1f} s, {min(one.seconds, other.seconds) / first.seconds:.0%} of that speed; "
-                f"processor time {one.processor:.1f} and {other.processor:.1f} s, "
-                f"{min(one.processor, other.processor) / first.processor:.0%}; {line_of(first, second)}",
+                f"{path.suffix}, {path.stat().st_size / GIB:.2f} GiB: reading and parsing JSON {parsed_before.seconds:.1f} and "
+                f"{parsed_after.seconds:.1f} s, {min(parsed_before.seconds, parsed_after.seconds) / first.seconds:.0%} of that speed; "
+                f"processor time {parsed_before.processor:.1f} and {parsed_after.processor:.1f} s, "
+                f"{min(parsed_before.processor, parsed_after.processor) / first.processor:.0%}; {line_of(first, second)}",
                 flush=True,
             )
 

@@ -34,7 +34,7 @@ from benchmarks.gpu_record import (
     require,
     train,
 )
-from vembed.config.resolved import Decision, ResolvedRun, Strategy
+from vembed.config.decisions import Decision, ResolvedRun, Strategy
 from vembed.config.schema import TrainConfig
 from vembed.models import attention
 from vembed.parallel import placement
@@ -111,7 +111,8 @@ def attention_errors(
 ) -> Values:
     """Return the relative differences of the output and the gradients."""
     lengths = [3, 70, 1, 40] if record.is_small else [5, 300, 1, 128, 511, 64]
-    heads, dtype = 4, torch.bfloat16 if record.device.type == "cuda" else torch.float32
+    heads = 4
+    dtype = torch.bfloat16 if record.device.type == "cuda" else torch.float32
     if record.device.type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
         raise NotMeasuredError("the GPU is older than flash attention allows")
     torch.manual_seed(0)
@@ -138,15 +139,17 @@ def attention_errors(
     output = output[0]
     reference = _reference(query, key, value, lengths, groups, causal, window)
     weight = torch.randn_like(reference)
-    found = torch.autograd.grad((output.float() * weight).sum(), (query, key, value))
-    wanted = torch.autograd.grad((reference * weight).sum(), (query, key, value))
+    gradients = torch.autograd.grad(
+        (output.float() * weight).sum(), (query, key, value)
+    )
+    expected = torch.autograd.grad((reference * weight).sum(), (query, key, value))
     pairs = {
         "forward": (output, reference),
-        **dict(zip("qkv", zip(found, wanted, strict=True), strict=True)),
+        **dict(zip("qkv", zip(gradients, expected, strict=True), strict=True)),
     }
     values = {
-        name: _difference(one.detach().float(), other.detach().float())
-        for name, (one, other) in pairs.items()
+        name: _difference(ours.detach().float(), exact.detach().float())
+        for name, (ours, exact) in pairs.items()
     }
     limit = HALF_TOLERANCE if dtype == torch.bfloat16 else TOLERANCE
     require(
@@ -167,10 +170,10 @@ def _reference(
     """Return plain attention, [tokens, heads, size] in float32."""
     parts = []
     for queries, keys, values in zip(
-        *(one.split(lengths, dim=2) for one in (query, key, value)), strict=True
+        *(states.split(lengths, dim=2) for states in (query, key, value)), strict=True
     ):
         keys, values = (  # noqa: PLW2901
-            one.float().repeat_interleave(groups, dim=1) for one in (keys, values)
+            states.float().repeat_interleave(groups, dim=1) for states in (keys, values)
         )
         scores = queries.float() @ keys.transpose(2, 3) * queries.shape[-1] ** -0.5
         place = torch.arange(queries.shape[2], device=query.device)
@@ -185,8 +188,8 @@ def _reference(
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
 
 
-def _difference(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
+def _difference(ours: Tensor, exact: Tensor) -> float:
+    return float((ours - exact).norm() / exact.norm())
 
 
 # ---- equal gradients -----------------------------------------------------------------------------------------------
@@ -221,21 +224,24 @@ def gradient_rows(record: Record, run: Run, model: Path, folder: Path) -> None:
     }
 
     def same(name: str, options: Values) -> Values:
-        wanted = reference("float32", exact)
+        exact_run = reference("float32", exact)
         place = folder / f"same-{name.replace(' ', '-')}"
         with (
             quick_compiler(record),
             sharded_alone() if options.get("strategy") == "fsdp" else nullcontext(),
         ):
-            found = run(place, **{**exact, **options})
+            narrow_run = run(place, **{**exact, **options})
         if options.get("strategy") == "fsdp":
             require(
                 "strategy: fsdp" in (place / "training_log.txt").read_text(),
                 "the model was not sharded",
             )
-        off = relative(found.weights(), wanted.weights(), start)
+        off = relative(narrow_run.weights(), exact_run.weights(), start)
         require(off < TOLERANCE, f"gradients are off by {off:.1e}")
-        return {"gradients": off, "losses": _largest(found.losses, wanted.losses)}
+        return {
+            "gradients": off,
+            "losses": _largest(narrow_run.losses, exact_run.losses),
+        }
 
     for name, options in variants.items():
         record.row(
@@ -272,15 +278,13 @@ def gradient_rows(record: Record, run: Run, model: Path, folder: Path) -> None:
     def narrow() -> Values:
         if record.device.type != "cuda":
             raise NotMeasuredError("bfloat16 kernels of GPUs need CUDA")
-        wanted = reference("float32", exact)
+        exact_run = reference("float32", exact)
         bf16 = {**exact, "mixed_precision": "bf16"}
-        found, padded = (
-            run(folder / "bf16", **bf16),
-            run(folder / "padded", **bf16, padding_free=False),
-        )
+        packed = run(folder / "bf16", **bf16)
+        padded = run(folder / "padded", **bf16, padding_free=False)
         values = {
-            "packed to float32": relative(found.weights(), wanted.weights(), start),
-            "packed to padded": relative(found.weights(), padded.weights(), start),
+            "packed to float32": relative(packed.weights(), exact_run.weights(), start),
+            "packed to padded": relative(packed.weights(), padded.weights(), start),
         }
         require(
             max(values.values()) < 2 * HALF_TOLERANCE, f"gradients are off by {values}"
@@ -320,8 +324,8 @@ def sharded_alone() -> Iterator[None]:
 
 def _largest(ones: list[float], others: list[float]) -> float:
     return max(
-        abs(one - other) / max(abs(other), 1e-9)
-        for one, other in zip(ones, others, strict=True)
+        abs(loss - expected) / max(abs(expected), 1e-9)
+        for loss, expected in zip(ones, others, strict=True)
     )
 
 
@@ -359,7 +363,7 @@ def qlora(record: Record, folder: Path) -> Values:
         "max_length": shape.max_length,
         "learning_rate": 1e-3,
     }
-    found = train(
+    result = train(
         record,
         model,
         data,
@@ -369,8 +373,8 @@ def qlora(record: Record, folder: Path) -> Values:
         max_steps=4,
         **options,
     )
-    require(all(map(math.isfinite, found.losses)), f"losses {found.losses}")
-    return {"losses": found.losses}
+    require(all(map(math.isfinite, result.losses)), f"losses {result.losses}")
+    return {"losses": result.losses}
 
 
 def float16(record: Record, run: Run, folder: Path) -> Values:
@@ -414,16 +418,16 @@ def out_of_memory(record: Record, folder: Path) -> Values:
         "global_batch_size": shape.batch,
         "max_length": shape.max_length,
     }
-    wanted = train(
+    reference_run = train(
         record, model, data, folder / "medium-fits", micro_batch_tokens=4096, **options
     )
     record.free()
     total = torch.cuda.get_device_properties(record.device).total_memory
     torch.cuda.set_per_process_memory_fraction(
-        min((wanted.peak_bytes + 2**30) / total, 1.0)
+        min((reference_run.peak_bytes + 2**30) / total, 1.0)
     )
     try:
-        found = train(
+        limited_run = train(
             record,
             model,
             data,
@@ -433,13 +437,15 @@ def out_of_memory(record: Record, folder: Path) -> Values:
         )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    log = (found.folder / "training_log.txt").read_text()
+    log = (limited_run.folder / "training_log.txt").read_text()
     require(
         "out of memory" in log.lower(),
         "the run did not run out of memory, so nothing was shown",
     )
     off = relative(
-        found.weights(), wanted.weights(), load_file(model / "model.safetensors")
+        limited_run.weights(),
+        reference_run.weights(),
+        load_file(model / "model.safetensors"),
     )
     require(off < TOLERANCE, f"gradients are off by {off:.1e}")
     return {"gradients": off}
@@ -465,15 +471,16 @@ def host_waits(record: Record, run: Run, folder: Path) -> Values:
             if event.key in HOST_WAITS:
                 counts[f"{stage}: {event.key}"] = event.count
 
-    encode, backward = ContrastiveStep.encode, ContrastiveStep.backward
+    encode = ContrastiveStep.encode
+    backward = ContrastiveStep.backward
 
-    def watched_encode(self: ContrastiveStep, *given: Any) -> None:
+    def watched_encode(self: ContrastiveStep, *arguments: Any) -> None:
         with counted("encode"):
-            encode(self, *given)
+            encode(self, *arguments)
 
-    def watched_backward(self: ContrastiveStep, *given: Any) -> None:
+    def watched_backward(self: ContrastiveStep, *arguments: Any) -> None:
         with counted("backward"):
-            backward(self, *given)
+            backward(self, *arguments)
 
     ContrastiveStep.encode, ContrastiveStep.backward = watched_encode, watched_backward  # type: ignore[method-assign]
     try:

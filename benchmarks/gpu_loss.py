@@ -48,26 +48,28 @@ def loss_alone_row(record: Record) -> None:
 def compare(record: Record, rows: int) -> Values:
     """Return seconds, and memory beyond the embeddings, of both; out of memory is a result too."""
     config = TrainConfig(model_name="", data_path="")
-    batch, loss = on_device(record, rows), build_loss(config).to(record.device)
+    batch = on_device(record, rows)
+    loss = build_loss(config).to(record.device)
     makers: dict[str, Callable[[], Tensor]] = {
         "tiled": lambda: loss(batch),
         "plain": lambda: plain_loss(batch, config),
     }
     values: Values = {}
-    found: dict[str, tuple[float, Tensor]] = {}
+    results: dict[str, tuple[float, Tensor]] = {}
     for name, make in makers.items():
         try:
             seconds, beyond, value, gradient = _measured(record, batch, make)
-            found[name] = value, gradient
+            results[name] = value, gradient
             values |= {f"{name}_seconds": seconds, f"{name}_gb": beyond}
         except torch.OutOfMemoryError:
             values[f"{name}_seconds"] = "out of memory"
         record.free()
-    require("tiled" in found, f"{rows:,d} rows do not fit in tiles")
-    if "plain" in found:
-        (tiled, gradient), (plain, wanted) = found["tiled"], found["plain"]
+    require("tiled" in results, f"{rows:,d} rows do not fit in tiles")
+    if "plain" in results:
+        (tiled, gradient), (plain, expected) = results["tiled"], results["plain"]
         off = max(
-            abs(tiled / plain - 1), float((gradient - wanted).norm() / wanted.norm())
+            abs(tiled / plain - 1),
+            float((gradient - expected).norm() / expected.norm()),
         )
         require(
             off < SAME,
@@ -110,7 +112,8 @@ def _measured(
 ) -> tuple[float, float | None, float, Tensor]:
     """Return the least seconds, the GiB beyond embeddings and gradient, the loss and the gradient."""
     on_gpu = record.device.type == "cuda"
-    best, before = float("inf"), 0
+    best = float("inf")
+    before = 0
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

@@ -53,7 +53,8 @@ def run_memory(record: Record, folder: Path) -> None:
 
 def peak(record: Record, shape: Shape, folder: Path) -> Values:
     """Compare the prediction with the peak of a training in micro-batches of a fixed size."""
-    steps, room = 2, folder / shape.name
+    steps = 2
+    room = folder / shape.name
     # A few micro-batches show the peak; a whole batch of the speed part would only take longer.
     shape = replace(shape, batch=min(shape.batch, 64))
     options = {

@@ -181,13 +181,13 @@ def count_parameters(folder: Path) -> tuple[int, int]:
     with torch.device("meta"):
         model = model_class(config_class.from_pretrained(folder))
     text = vision = 0
-    for name, one in model.named_parameters():
+    for name, parameter in model.named_parameters():
         if "embed" in name or "lm_head" in name:
             continue
         if "vision" in name or "visual" in name:
-            vision += one.numel()
+            vision += parameter.numel()
         else:
-            text += one.numel()
+            text += parameter.numel()
     return text, vision
 
 

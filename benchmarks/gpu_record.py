@@ -94,12 +94,12 @@ class Record:
             "row_seconds": round(time.monotonic() - began, 2),
         }
         self.rows.append(values)
-        shown = ", ".join(
+        cells = ", ".join(
             f"{key}={_short(value)}"
             for key, value in values.items()
             if key not in ("part", "name")
         )
-        print(f"{part}: {name}: {shown}", flush=True)
+        print(f"{part}: {name}: {cells}", flush=True)
         self.write()
         self.free()
         return values
@@ -167,10 +167,10 @@ def machine(device: torch.device) -> Values:
         "date": time.strftime("%Y-%m-%d"),
     }
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
+        properties = torch.cuda.get_device_properties(device)
         values |= {
-            "device": found.name,
-            "memory_gb": round(found.total_memory / 2**30, 1),
+            "device": properties.name,
+            "memory_gb": round(properties.total_memory / 2**30, 1),
             "cuda": torch.version.cuda,
         }
     return values | {"versions": versions}
@@ -190,10 +190,10 @@ class Trained:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights of the trained model, or of its adapter, on the CPU."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for path in sorted((self.folder / "final").glob("*.safetensors")):
-            found |= load_file(path)
-        return found
+            tensors |= load_file(path)
+        return tensors
 
 
 def train(
@@ -233,17 +233,18 @@ def train(
 
 
 def relative(
-    one: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor]
+    trained: dict[str, Tensor], other: dict[str, Tensor], start: dict[str, Tensor]
 ) -> float:
     """Return the relative difference of two updates from the same start. With SGD it is that of the gradients."""
     square = whole = 0.0
-    for name, value in one.items():
+    for name, value in trained.items():
         base = (
             start[name].double()
             if name in start
             else torch.zeros_like(value, dtype=torch.float64)
         )
-        first, second = value.double() - base, other[name].double() - base
+        first = value.double() - base
+        second = other[name].double() - base
         square += float((first - second).square().sum())
         whole += float(second.square().sum())
     if whole == 0.0:

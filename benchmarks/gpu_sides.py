@@ -125,12 +125,12 @@ def _train(
     class Clock(TrainerCallback):  # type: ignore[misc]
         began = 0.0
 
-        def on_step_begin(self, *given: Any, **options: Any) -> None:
+        def on_step_begin(self, *arguments: Any, **options: Any) -> None:
             if on_gpu:
                 torch.cuda.synchronize()
             self.began = time.perf_counter()
 
-        def on_step_end(self, *given: Any, **options: Any) -> None:
+        def on_step_end(self, *arguments: Any, **options: Any) -> None:
             if on_gpu:
                 torch.cuda.synchronize()
             clock.seconds.append(time.perf_counter() - self.began)
@@ -146,7 +146,7 @@ def _train(
     columns = Dataset.from_dict(
         {
             "anchor": [row["query"] for row in rows],
-            "positive": [str(images / str(one)) for one in positives]
+            "positive": [str(images / str(image)) for image in positives]
             if shape.images
             else positives,
         }

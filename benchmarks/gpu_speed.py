@@ -37,7 +37,8 @@ from vembed.data.examples import ImageRef, Item, Kind
 from vembed.data.features import Featuriser
 from vembed.models.families.description import describe
 
-STEPS, WARM_UP = 6, 2
+STEPS = 6
+WARM_UP = 2
 SAME_LOSS = 0.03
 """Largest relative difference of the first losses of the two sides, both in 16 bits and without dropout."""
 
@@ -170,19 +171,19 @@ def useful_work(shape: Shape, model: Path, rows: list[Row], images: Path) -> Val
     passes = 4.0 if dict(shape.options).get("use_lora") else 6.0
     patches = (shape.image_size // 16) ** 2
     tokens = flops = 0.0
-    for one in {
+    for features in {
         feature.key: feature for feature in featuriser.features(items)
     }.values():
-        tokens += one.length
-        if one.modality == "image":
-            flops += passes * one.length * vision + _attention(
-                one.length, *shape.vision[:2], passes
+        tokens += features.length
+        if features.modality == "image":
+            flops += passes * features.length * vision + _attention(
+                features.length, *shape.vision[:2], passes
             )
             continue
-        flops += passes * one.length * text + _attention(
-            one.length, shape.layers, shape.heads * shape.head, passes
+        flops += passes * features.length * text + _attention(
+            features.length, shape.layers, shape.heads * shape.head, passes
         )
-        if one.modality == "multimodal":
+        if features.modality == "multimodal":
             flops += passes * patches * vision + _attention(
                 patches, *shape.vision[:2], passes
             )

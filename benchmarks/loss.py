@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vembed.config.entries import LossTerm
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import LossTerm, TrainConfig
 from vembed.losses.batch import LossBatch, TeacherVectors
 from vembed.losses.build import build_loss
 
@@ -84,7 +83,8 @@ def timed(
     batch: LossBatch, make: Callable[[], Tensor]
 ) -> tuple[Seconds, float, Tensor]:
     """Return the time of loss and gradient, the loss and the gradient."""
-    clock, processor = time.perf_counter(), time.process_time()
+    clock = time.perf_counter()
+    processor = time.process_time()
     loss = make()
     (gradient,) = torch.autograd.grad(loss, batch.embeddings)
     return (
@@ -99,7 +99,8 @@ def compare_times(num_rows: int, dim: int, dims: list[int], repeats: int) -> Non
     config = TrainConfig(
         model_name="", data_path="", mrl_dims=dims if len(dims) > 1 else None
     )
-    batch, loss = make_batch(num_rows, dim), build_loss(config)
+    batch = make_batch(num_rows, dim)
+    loss = build_loss(config)
     tiled_times: list[Seconds] = []
     plain_times: list[Seconds] = []
     for repeat in range(repeats + 1):
@@ -119,7 +120,7 @@ def compare_times(num_rows: int, dim: int, dims: list[int], repeats: int) -> Non
     for what in Seconds._fields:
         tiled = [getattr(seconds, what) for seconds in tiled_times]
         plain = [getattr(seconds, what) for seconds in plain_times]
-        ratios = [one / other for one, other in zip(tiled, plain, strict=True)]
+        ratios = [ours / theirs for ours, theirs in zip(tiled, plain, strict=True)]
         print(
             f"{num_rows:,d} rows, {dim:,d} dims, sizes {dims}, {what} time: tiled {statistics.median(tiled):.2f} s, "
             f"plain {statistics.median(plain):.2f} s, ratio {statistics.median(ratios):.2f} "

@@ -30,9 +30,12 @@ from vembed.cli.commands.demo import (
 
 NUM_NEGATIVES = 5
 BATCH_SIZE = 16
-MIN_LINES, MIN_SENTENCES, MIN_WORDS = 6, 2, 12
+MIN_LINES = 6
+MIN_SENTENCES = 2
+MIN_WORDS = 12
 MAX_LENGTH = 128
-NUM_VAL, NUM_VAL_PACKAGES = 400, 150
+NUM_VAL = 400
+NUM_VAL_PACKAGES = 150
 
 
 @dataclass(frozen=True)
@@ -93,42 +96,44 @@ def collection(
         Pair("", query, text)
         for query, text in pairs[:: len(pairs) // NUM_VAL_PACKAGES]
     ]
-    there = {pair.query for pair in val}
-    return [(query, in_sentences(text)) for query, text in pairs if query not in there][
-        :num_rows
-    ], val
+    val_queries = {pair.query for pair in val}
+    return [
+        (query, in_sentences(text)) for query, text in pairs if query not in val_queries
+    ][:num_rows], val
 
 
 def package_texts() -> list[tuple[str, str]]:
     """Return (line about itself, description) of Debian's and Python's packages that are installed here."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for block in (
         PACKAGES.read_text(encoding="utf-8").split("\n\n") if PACKAGES.is_file() else ()
     ):
         about = re.search(r"^Description: (.+)\n((?: .+\n?)+)", block, re.MULTILINE)
         if about is not None:
-            found.setdefault(
+            texts.setdefault(
                 about.group(1), " ".join(about.group(2).replace("\n .\n", "\n").split())
             )
-    for one in metadata.distributions():
+    for package in metadata.distributions():
         parts = [
             " ".join(part.split())
-            for part in str(one.metadata.get_payload()).split("\n\n")
+            for part in str(package.metadata.get_payload()).split("\n\n")
         ]
         long = [
             part
             for part in parts
             if len(part.split()) >= MIN_WORDS and part[:1].isalpha()
         ][:2]
-        if one.metadata["Summary"] and long:
-            found.setdefault(one.metadata["Summary"], " ".join(long))
-    return list(found.items())
+        if package.metadata["Summary"] and long:
+            texts.setdefault(package.metadata["Summary"], " ".join(long))
+    return list(texts.items())
 
 
 def case(texts: list[tuple[str, list[str]]], seed: int) -> Case:
     """Return each text in halves; which half is known is drawn."""
     draw = random.Random(seed)
-    rows, corpus, hidden = [], dict[str, None](), {}
+    rows = []
+    corpus = dict[str, None]()
+    hidden = {}
     for query, halves in texts:
         if len(set(halves)) < 2 or query in hidden:
             continue
@@ -139,13 +144,14 @@ def case(texts: list[tuple[str, list[str]]], seed: int) -> Case:
     return Case(rows, list(corpus), hidden)
 
 
-def by_vembed(one: Case, folder: Path, options: dict[str, Any]) -> Mined:
+def by_vembed(task: Case, folder: Path, options: dict[str, Any]) -> Mined:
     """`vembed.mine` on files, as a user calls it."""
     from vembed.mining.mine import mine
 
-    write(folder / "rows.jsonl", one.rows)
-    write(folder / "corpus.jsonl", [{"text": text} for text in one.corpus])
-    began, worked = time.perf_counter(), time.process_time()
+    write(folder / "rows.jsonl", task.rows)
+    write(folder / "corpus.jsonl", [{"text": text} for text in task.corpus])
+    began = time.perf_counter()
+    worked = time.process_time()
     result = mine(
         {
             "model_name": demo_model(),
@@ -157,30 +163,31 @@ def by_vembed(one: Case, folder: Path, options: dict[str, Any]) -> Mined:
             **options,
         }
     )
-    seconds, processor_seconds = (
-        time.perf_counter() - began,
-        time.process_time() - worked,
-    )
+    seconds = time.perf_counter() - began
+    processor_seconds = time.process_time() - worked
     lines = result.output_path.read_text(encoding="utf-8").splitlines()
     return Mined(
         [json.loads(line)["negatives"] for line in lines], seconds, processor_seconds
     )
 
 
-def by_sentence_transformers(one: Case, folder: Path, options: dict[str, Any]) -> Mined:
+def by_sentence_transformers(
+    task: Case, folder: Path, options: dict[str, Any]
+) -> Mined:
     """`mine_hard_negatives` on the same model, texts and length."""
     from datasets import Dataset
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.util import mine_hard_negatives
 
-    began, worked = time.perf_counter(), time.process_time()
+    began = time.perf_counter()
+    worked = time.process_time()
     model = SentenceTransformer(str(demo_model()), device="cpu")
     model.max_seq_length = MAX_LENGTH
-    data = Dataset.from_list(one.rows)
-    found = mine_hard_negatives(
+    data = Dataset.from_list(task.rows)
+    mined_rows = mine_hard_negatives(
         data,
         model,
-        corpus=one.corpus,
+        corpus=task.corpus,
         num_negatives=NUM_NEGATIVES,
         output_format="n-tuple",
         range_max=100,
@@ -190,9 +197,9 @@ def by_sentence_transformers(one: Case, folder: Path, options: dict[str, Any]) -
     )
     by_query = {
         row["query"]: [row[f"negative_{n}"] for n in range(1, NUM_NEGATIVES + 1)]
-        for row in found
+        for row in mined_rows
     }
-    negatives = [by_query.get(row["query"], []) for row in one.rows]
+    negatives = [by_query.get(row["query"], []) for row in task.rows]
     return Mined(negatives, time.perf_counter() - began, time.process_time() - worked)
 
 
@@ -214,46 +221,46 @@ TRAINED = (
 )
 
 
-def all_mined(one: Case, sides: list[str], kept: Path | None) -> dict[str, Mined]:
+def all_mined(task: Case, sides: list[str], kept: Path | None) -> dict[str, Mined]:
     """Mine on all sides, or read what was mined before."""
     if kept is not None and kept.is_file():
         return {
-            name: Mined(*found)
-            for name, found in json.loads(kept.read_text(encoding="utf-8")).items()
+            name: Mined(*values)
+            for name, values in json.loads(kept.read_text(encoding="utf-8")).items()
         }
     mined = {}
     for name in sides:
         mine, options = SIDES[name]
         with tempfile.TemporaryDirectory() as folder:
-            mined[name] = mine(one, Path(folder), options)
+            mined[name] = mine(task, Path(folder), options)
         print(
             f"{name}: mined in {mined[name].seconds:.1f} s ({mined[name].processor_seconds:.1f} of a processor)",
             flush=True,
         )
     if kept is not None:
-        found = {
+        values = {
             name: [side.negatives, side.seconds, side.processor_seconds]
             for name, side in mined.items()
         }
-        kept.write_text(json.dumps(found), encoding="utf-8")
+        kept.write_text(json.dumps(values), encoding="utf-8")
     return mined
 
 
 def measure(
-    one: Case, mined: Mined, scores: dict[tuple[str, str], float]
+    task: Case, mined: Mined, scores: dict[tuple[str, str], float]
 ) -> dict[str, float]:
     """Share of the negatives that are hidden positives, of the hidden positives that were mined, and the mean score."""
     pairs = [
         (row["query"], negative)
-        for row, negatives in zip(one.rows, mined.negatives, strict=True)
+        for row, negatives in zip(task.rows, mined.negatives, strict=True)
         for negative in negatives
     ]
-    num_false = sum(one.hidden[query] == negative for query, negative in pairs)
-    of_true = [scores[pair] for pair in pairs if one.hidden[pair[0]] != pair[1]]
+    num_false = sum(task.hidden[query] == negative for query, negative in pairs)
+    of_true = [scores[pair] for pair in pairs if task.hidden[pair[0]] != pair[1]]
     return {
         "negatives": len(pairs),
         "false": num_false / max(len(pairs), 1),
-        "hidden_mined": num_false / len(one.hidden),
+        "hidden_mined": num_false / len(task.hidden),
         "mean_score": statistics.fmean(scores[pair] for pair in pairs)
         if pairs
         else 0.0,
@@ -263,26 +270,26 @@ def measure(
     }
 
 
-def all_scores(one: Case, sides: list[Mined]) -> dict[tuple[str, str], float]:
+def all_scores(task: Case, sides: list[Mined]) -> dict[tuple[str, str], float]:
     """The model's similarity of every mined pair."""
     import vembed
 
     embedder = vembed.Embedder(demo_model(), device="cpu")
-    place = {text: number for number, text in enumerate(one.corpus)}
-    documents = embedder.encode(one.corpus)
-    queries = embedder.encode([row["query"] for row in one.rows], kind="query")
-    found = {}
+    place = {text: number for number, text in enumerate(task.corpus)}
+    documents = embedder.encode(task.corpus)
+    queries = embedder.encode([row["query"] for row in task.rows], kind="query")
+    scores = {}
     for mined in sides:
         for number, negatives in enumerate(mined.negatives):
             for negative in negatives:
-                found[one.rows[number]["query"], negative] = float(
+                scores[task.rows[number]["query"], negative] = float(
                     queries[number] @ documents[place[negative]]
                 )
-    return found
+    return scores
 
 
 def train_and_score(
-    one: Case,
+    task: Case,
     negatives: list[list[str]],
     val: list[Pair],
     folder: Path,
@@ -293,7 +300,8 @@ def train_and_score(
     import vembed
 
     rows = [
-        {**row, "negatives": own} for row, own in zip(one.rows, negatives, strict=True)
+        {**row, "negatives": row_negatives}
+        for row, row_negatives in zip(task.rows, negatives, strict=True)
     ]
     write(folder / "train.jsonl", rows)
     write(
@@ -362,23 +370,26 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     arguments = parser.parse_args()
     texts, val = collection(arguments.collection, arguments.rows)
-    one = case(texts, seed=0)
+    task = case(texts, seed=0)
     print(
-        f"{len(one.rows):,d} queries, {len(one.corpus):,d} documents, {len(one.hidden):,d} hidden positives"
+        f"{len(task.rows):,d} queries, {len(task.corpus):,d} documents, {len(task.hidden):,d} hidden positives"
     )
-    mined = all_mined(one, arguments.sides, arguments.mined)
+    mined = all_mined(task, arguments.sides, arguments.mined)
     figures: dict[str, dict[str, Any]] = {}
     if not arguments.train_only:
-        scores = all_scores(one, list(mined.values()))
-        figures = {name: measure(one, found, scores) for name, found in mined.items()}
+        scores = all_scores(task, list(mined.values()))
+        figures = {
+            name: measure(task, negatives_of_side, scores)
+            for name, negatives_of_side in mined.items()
+        }
     sides = {name: mined[name].negatives for name in TRAINED if name in mined} | {
-        "no mining": [[] for _ in one.rows]
+        "no mining": [[] for _ in task.rows]
     }
     for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
         for name, negatives in sides.items():
             with tempfile.TemporaryDirectory() as folder:
                 score = train_and_score(
-                    one, negatives, val, Path(folder), seed, arguments
+                    task, negatives, val, Path(folder), seed, arguments
                 )
             figures.setdefault(name, {}).setdefault("ndcg@10", []).append(score)
             print(f"seed {seed}, {name}: ndcg@10 {score:.4f}", flush=True)
@@ -386,7 +397,7 @@ def main() -> None:
         print(name, json.dumps(values))
     if arguments.json:
         data = {
-            "case": {key: len(value) for key, value in asdict(one).items()},
+            "case": {key: len(value) for key, value in asdict(task).items()},
             "sides": figures,
         }
         arguments.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -32,8 +32,10 @@ WARM_UP = 1
 @contextmanager
 def profiled_step(number: int) -> Iterator[profile]:
     """Profile the step of that number, from 0, with its update, of the training inside the with-block."""
-    accumulate, apply = ContrastiveStep.accumulate, Update.apply
-    profiler, seen = profile(activities=[ProfilerActivity.CPU]), 0
+    accumulate = ContrastiveStep.accumulate
+    apply = Update.apply
+    profiler = profile(activities=[ProfilerActivity.CPU])
+    seen = 0
 
     def begin(*args: Any, **options: Any) -> Any:
         nonlocal seen
@@ -58,13 +60,13 @@ def profiled_step(number: int) -> Iterator[profile]:
 def seconds_by_operator(case: Case, precision: str) -> dict[str, float]:
     """Return the seconds that a step of vembed spends in each operator itself, not in those that it calls."""
     steps = WARM_UP + 1
-    with tempfile.TemporaryDirectory() as name, profiled_step(WARM_UP) as found:
+    with tempfile.TemporaryDirectory() as name, profiled_step(WARM_UP) as profiled:
         run_vembed(
             case, demo_model(), Path(name), rows_of(case, steps), steps, precision
         )
     return {
-        one.key.removeprefix("aten::"): one.self_cpu_time_total / 1e6
-        for one in found.key_averages()
+        operator.key.removeprefix("aten::"): operator.self_cpu_time_total / 1e6
+        for operator in profiled.key_averages()
     }
 
 
@@ -90,9 +92,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     case = Case("products", 192, batch_size=arguments.batch_size, uniform=True)
-    found = seconds_by_operator(case, arguments.precision)
+    seconds = seconds_by_operator(case, arguments.precision)
     print(
-        f"A step of {case.batch_size} pairs of {case.max_length} tokens, {arguments.threads} threads: {shares(found)}"
+        f"A step of {case.batch_size} pairs of {case.max_length} tokens, {arguments.threads} threads: {shares(seconds)}"
     )
 
 

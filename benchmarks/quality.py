@@ -29,7 +29,7 @@ NUM_VAL = 600
 MARK = "RESULT "
 
 
-def one(side: str, seed: int) -> float:
+def score_of_run(side: str, seed: int) -> float:
     """Return nDCG@10 on modules outside the training data, after training with one seed."""
     import vembed
 
@@ -71,20 +71,20 @@ def main() -> None:
     if others:
         parser.error(f"unknown arguments: {' '.join(others)}")
     if arguments.one:
-        print(MARK + json.dumps(one(arguments.one[0], int(arguments.one[1]))))
+        print(MARK + json.dumps(score_of_run(arguments.one[0], int(arguments.one[1]))))
         return
     print(machine() + "\n", flush=True)
-    found: dict[str, list[float]] = {
+    scores_by_side: dict[str, list[float]] = {
         side: [] for side in arguments.side or SIDES_BY_DEFAULT
     }
     print(
         "| seed | "
-        + " | ".join(f"{side} nDCG@10" for side in found)
+        + " | ".join(f"{side} nDCG@10" for side in scores_by_side)
         + " |\n|---|"
-        + "---|" * len(found)
+        + "---|" * len(scores_by_side)
     )
     for seed in range(arguments.seeds):
-        for side, scores in found.items():
+        for side, scores in scores_by_side.items():
             command = [
                 sys.executable,
                 "-m",
@@ -101,14 +101,19 @@ def main() -> None:
         print(
             "| "
             + " | ".join(
-                [str(seed), *(f"{scores[-1]:.4f}" for scores in found.values())]
+                [
+                    str(seed),
+                    *(f"{scores[-1]:.4f}" for scores in scores_by_side.values()),
+                ]
             )
             + " |",
             flush=True,
         )
     print(
         "| mean | "
-        + " | ".join(f"{statistics.mean(scores):.4f}" for scores in found.values())
+        + " | ".join(
+            f"{statistics.mean(scores):.4f}" for scores in scores_by_side.values()
+        )
         + " |"
     )
 

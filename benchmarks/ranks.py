@@ -26,8 +26,7 @@ from benchmarks.scale import write_data
 from vembed.cli.commands.demo import demo_model
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.data.batching.feeding import Feeder
-from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.rank_batch import Feeder, RankBatchStream
 from vembed.data.batching.schedule import BatchSchedule
 from vembed.data.example_store import open_examples
 from vembed.data.features import Featuriser
@@ -60,9 +59,12 @@ class Integers(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for one in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(one, Tensor) and one.dtype in (torch.int64, torch.int32):
-                self.largest = max(self.largest, one.numel() * one.element_size())
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor) and tensor.dtype in (
+                torch.int64,
+                torch.int32,
+            ):
+                self.largest = max(self.largest, tensor.numel() * tensor.element_size())
         return result
 
 
@@ -91,19 +93,23 @@ def as_one_of(world_size: int, seconds: dict[str, float]) -> Iterator[None]:
 
     def distinct(columns: dict[str, Column]) -> dict[str, Tensor]:
         """Let other ranks' rows be other examples, with inputs and contents of their own."""
-        found = gather_columns(columns)
-        own = world_size // 2
-        for name, one in list(found.items()):
+        gathered = gather_columns(columns)
+        sampled_rank = world_size // 2
+        for name, column in list(gathered.items()):
+            if name == "failed":
+                continue
             rank = torch.arange(world_size).repeat_interleave(
                 torch.tensor(columns[name].counts)
             )
             if name in ("query", "positive", "negative"):
-                found[name] = one + (rank - own) * columns["content"].counts[0]
+                gathered[name] = (
+                    column + (rank - sampled_rank) * columns["content"].counts[0]
+                )
             else:
-                found[name] = one + rank * (
+                gathered[name] = column + rank * (
                     1_000_003 if name == "content" else ROWS * world_size
                 )
-        return found
+        return gathered
 
     fakes: dict[str, Any] = {
         "world_size": lambda: world_size,
@@ -147,7 +153,7 @@ def measure(
     )
     store = open_examples(config.data, str(config.data.data_path))
     schedule = BatchSchedule([len(store)], rows * world_size, 0)
-    found: dict[str, list[float]] = defaultdict(list)
+    times: dict[str, list[float]] = defaultdict(list)
     with start_session(resolve_run(config, env={})) as session:
         description = describe(config.model)
         model = session.prepare(
@@ -158,7 +164,8 @@ def measure(
         stream = RankBatchStream(
             store, schedule, featuriser, world_size // 2, world_size, 0
         )
-        session.world_size, session.rank = world_size, world_size // 2
+        session.world_size = world_size
+        session.rank = world_size // 2
         source = InputSource(model, Feeder(featuriser, session.device), session)
         budget = Budget(4096, 10**9, use_gradient_cache=False)
         stages = ContrastiveStep(
@@ -178,10 +185,11 @@ def measure(
                     continue
                 stages.accumulate(batch, repeat, weight=1.0, last=True)
             for name, value in seconds.items():
-                found[name].append(value)
-        session.world_size, session.rank = 1, 0
+                times[name].append(value)
+        session.world_size = 1
+        session.rank = 0
     return {
-        **{name: statistics.median(values) for name, values in found.items()},
+        **{name: statistics.median(values) for name, values in times.items()},
         "bytes": float(integers.largest),
     }
 
@@ -199,17 +207,17 @@ def main() -> None:
         "candidates": "candidates",
     }
     print(
-        f"| ranks | rows | {' | '.join(f'{one}, ms' for one in stages.values())} | together, ms | largest table |"
+        f"| ranks | rows | {' | '.join(f'{stage}, ms' for stage in stages.values())} | together, ms | largest table |"
     )
     print("|---|---|" + "---|" * (len(stages) + 2))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_data(max(arguments.ranks) * arguments.rows, folder / "data.jsonl")
         for world_size in arguments.ranks:
-            found = measure(world_size, folder, arguments.rows)
-            cells = " | ".join(f"{1000 * found[one]:.1f}" for one in stages)
-            total = 1000 * sum(found[one] for one in stages)
-            table = f"{found['bytes'] / 2**20:.2f} MiB"
+            times = measure(world_size, folder, arguments.rows)
+            cells = " | ".join(f"{1000 * times[stage]:.1f}" for stage in stages)
+            total = 1000 * sum(times[stage] for stage in stages)
+            table = f"{times['bytes'] / 2**20:.2f} MiB"
             print(
                 f"| {world_size:,d} | {world_size * arguments.rows:,d} | {cells} | {total:.1f} | {table} |",
                 flush=True,

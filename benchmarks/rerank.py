@@ -275,7 +275,8 @@ def ask(side: str, case: RerankCase) -> dict[str, Any]:
 
 def compare(case: RerankCase, peer: str, repeats: int) -> str:
     """Run both sides alternately and return the row of the table."""
-    ours, theirs = [], []
+    ours = []
+    theirs = []
     for _ in range(repeats):
         ours.append(ask("vembed", case))
         theirs.append(ask(peer, case))
@@ -292,8 +293,8 @@ def compare(case: RerankCase, peer: str, repeats: int) -> str:
     ratios = [a["samples_per_second"] / b["samples_per_second"] for a, b in pairs]
     cells = [case.name, str(case.queries * case.documents)]
     for side in (ours, theirs):
-        rate = statistics.median(one["samples_per_second"] for one in side)
-        cells.append(f"{rate:.1f}, {max(one['peak_gb'] for one in side):.2f} GB")
+        rate = statistics.median(answer["samples_per_second"] for answer in side)
+        cells.append(f"{rate:.1f}, {max(answer['peak_gb'] for answer in side):.2f} GB")
     return f"| {' | '.join([*cells, ratio_cell(ratios), f'{off:.0e}'])} |"
 
 

@@ -89,8 +89,8 @@ def apart(**task: Any) -> dict[str, float]:
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    found: dict[str, float] = json.loads(lines[-1].removeprefix(MARK))
-    return found
+    result: dict[str, float] = json.loads(lines[-1].removeprefix(MARK))
+    return result
 
 
 def print_loss(most: int) -> None:
@@ -100,9 +100,10 @@ def print_loss(most: int) -> None:
     )
     print("|---|---|---|")
     for rows in (rows for rows in LOSS_ROWS if rows <= most):
-        found = apart(loss=rows)
+        measured = apart(loss=rows)
         print(
-            f"| {rows:,d} | {found['seconds']:.2f} | {found['gib']:.2f} |", flush=True
+            f"| {rows:,d} | {measured['seconds']:.2f} | {measured['gib']:.2f} |",
+            flush=True,
         )
 
 
@@ -117,10 +118,8 @@ def print_data(most: int) -> None:
         with tempfile.TemporaryDirectory() as name:
             path = Path(name) / "data.jsonl"
             write_data(rows, path)
-            first, again = (
-                apart(path=str(path), rows=rows),
-                apart(path=str(path), rows=rows),
-            )
+            first = apart(path=str(path), rows=rows)
+            again = apart(path=str(path), rows=rows)
         print(
             f"| {rows:,d} | {first['open']:.1f} | {again['open']:.1f} | {1000 * again['per_batch']:.1f} "
             f"| {first['gib']:.2f} |",
@@ -138,9 +137,9 @@ def print_ranks() -> None:
     print("| processes | samples/s | peak GB of the first |")
     print("|---|---|---|")
     for ranks in (1, 2, 3):
-        found = train_once(ask_once, "vembed", replace(case, ranks=ranks), 1)
+        measured = train_once(ask_once, "vembed", replace(case, ranks=ranks), 1)
         print(
-            f"| {ranks} | {found['samples_per_second']:.1f} | {found['peak_gb']:.2f} |",
+            f"| {ranks} | {measured['samples_per_second']:.1f} | {measured['peak_gb']:.2f} |",
             flush=True,
         )
 
@@ -155,12 +154,12 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.task:
         task = json.loads(arguments.task)
-        found = (
+        result = (
             loss_result(task["loss"])
             if "loss" in task
             else data_result(Path(task["path"]), task["rows"])
         )
-        print(MARK + json.dumps(found), flush=True)
+        print(MARK + json.dumps(result), flush=True)
         return
     print(machine() + "\n", flush=True)
     if arguments.only in (None, "loss"):

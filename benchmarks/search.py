@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from vembed.evaluation.top_k import NO_PAIRS
-from vembed.mining.mine import open_session
-from vembed.mining.vectors import VectorStore
+from vembed.mining.inputs import open_session
+from vembed.mining.retrievers import VectorStore
 
 K = 100
-DOCUMENT_TILE, QUERY_TILE = 1024, 512
+DOCUMENT_TILE = 1024
+QUERY_TILE = 512
 """Tiles of the bare product, the fastest of those tried: its scores stay in the cache."""
 
 
@@ -61,7 +62,7 @@ def main() -> None:
     figures: list[dict[str, float]] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        open_session(None, None) as (session, _),
+        open_session(None) as (session, _),
     ):
         keys = np.arange(number)
         store = VectorStore(Path(folder), "random", keys, "float32", session)

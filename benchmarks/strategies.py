@@ -99,7 +99,7 @@ def run(
     lines = [line for line in lines if "loss" in line]
     return {
         "rate": statistics.median(line["samples_per_second"] for line in lines[1:]),
-        "peak": max(one["peak_gb"] for one in lines[-1]["memory"]),
+        "peak": max(process["peak_gb"] for process in lines[-1]["memory"]),
         "losses": [line["loss"] for line in lines],
     }
 
@@ -124,15 +124,17 @@ def main() -> None:
             standard_library_pairs(), arguments.batch * arguments.steps, 10
         )
         write_pairs(pairs, folder / "train.jsonl")
-        found: dict[str, list[dict[str, Any]]] = {label: [] for label in STRATEGIES}
+        by_strategy: dict[str, list[dict[str, Any]]] = {
+            label: [] for label in STRATEGIES
+        }
         for turn in range(arguments.repeats):
             for number, (label, options) in enumerate(STRATEGIES.items()):
                 more = {**options, "global_batch_size": arguments.batch}
                 place = turn * len(STRATEGIES) + number
-                found[label].append(
+                by_strategy[label].append(
                     run(folder, place, more, arguments.nproc, arguments.steps)
                 )
-    plain = found["ddp"]
+    plain = by_strategy["ddp"]
     print(
         f"{size:,d} parameters, {arguments.nproc} processes, {arguments.batch} examples per step\n"
     )
@@ -140,19 +142,20 @@ def main() -> None:
         "| strategy | samples/s (each run) | of ddp's | peak GB of a process | largest difference of losses |"
     )
     print("|---|---|---|---|---|")
-    for name, runs in found.items():
-        rates = [one["rate"] for one in runs]
+    for name, runs in by_strategy.items():
+        rates = [result["rate"] for result in runs]
         share = statistics.median(
-            one["rate"] / other["rate"] for one, other in zip(runs, plain, strict=True)
+            result["rate"] / reference["rate"]
+            for result, reference in zip(runs, plain, strict=True)
         )
         worst = max(
             abs(a - b)
-            for one in runs
-            for a, b in zip(one["losses"], plain[0]["losses"], strict=True)
+            for result in runs
+            for a, b in zip(result["losses"], plain[0]["losses"], strict=True)
         )
         print(
             f"| {name} | {', '.join(f'{rate:.2f}' for rate in rates)} | {share:.2f} | "
-            f"{max(one['peak'] for one in runs):.2f} | {worst:.0e} |"
+            f"{max(result['peak'] for result in runs):.2f} | {worst:.0e} |"
         )
 
 

@@ -18,7 +18,7 @@ from tests.families.pictures import words_and_pictures
 from tests.families.scratch import small_clip
 from tests.tiny import WORDS
 from vembed.cli.commands.demo import demo_model, standard_library_pairs
-from vembed.data_tools.init.new_tokenizer import train_tokenizer
+from vembed.data_tools.new_tokenizer import train_tokenizer
 
 VOCABULARY = 4096
 NUM_PAIRS = 2000
@@ -28,7 +28,8 @@ OF_EMBEDDING_MODELS = (
     "sentence_bert_config.json",
     "vembed.json",
 )
-NUM_LINES, MOST_LINES = 4, 16
+NUM_LINES = 4
+MOST_LINES = 16
 """Lines of a piece of a function, and of a function in all."""
 
 
@@ -109,16 +110,16 @@ def _trained(model: Path, data: Path, folder: Path, **options: Any) -> Path:
     that it is an embedding model already."""
     import vembed
 
-    own = {
+    settings = {
         "model_name": str(model),
         "from_scratch": True,
         "data_path": str(data),
         "report_to": "none",
     }
     with tempfile.TemporaryDirectory() as name:
-        found = vembed.train(
+        result = vembed.train(
             {
-                **own,
+                **settings,
                 "output_dir": str(Path(name, "run")),
                 "console": "quiet",
                 "seed": 0,
@@ -126,7 +127,7 @@ def _trained(model: Path, data: Path, folder: Path, **options: Any) -> Path:
             }
         )
         folder.mkdir(parents=True, exist_ok=True)
-        for file in found.model_dir.iterdir():
+        for file in result.model_dir.iterdir():
             if file.is_file() and file.name not in OF_EMBEDDING_MODELS:
                 shutil.copy(file, folder)
     return folder
@@ -146,8 +147,8 @@ INITIAL = ("decoder", "clip")
 
 def made(family: str, folder: Path) -> Path:
     """Return the model's folder below `folder`, where it is made if it is not there."""
-    own = folder / family
-    if not (own / "config.json").is_file():
-        own.mkdir(parents=True, exist_ok=True)
-        return MODELS[family](own)
-    return own
+    model_folder = folder / family
+    if not (model_folder / "config.json").is_file():
+        model_folder.mkdir(parents=True, exist_ok=True)
+        return MODELS[family](model_folder)
+    return model_folder

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-BEGIN, END = (
-    "<!-- tables: python -m benchmarks.traffic writes them -->\n",
-    "<!-- end of the tables -->\n",
-)
+BEGIN = "<!-- tables: python -m benchmarks.traffic writes them -->\n"
+END = "<!-- end of the tables -->\n"
 GB = 1e9
 GPU_MEMORY = 80 * GB
 GPU_FLOPS = 400e12
@@ -20,7 +18,9 @@ BETWEEN = 50 * GB
 """The same between machines: 400 Gbit/s for each GPU."""
 LATENCY = 10e-6
 """Seconds of one message between two GPUs of different machines."""
-ROWS, TOKENS, INPUTS = 64, 256, 2
+ROWS = 64
+TOKENS = 256
+INPUTS = 2
 """Rows of a GPU, tokens of an input, inputs of a row."""
 STATES = 16
 """Bytes per parameter: float32 weight, gradient, and the two moments of AdamW."""
@@ -73,7 +73,7 @@ def joined(*parts: Moved) -> Moved:
     """Return the sum."""
     return Moved(
         *(
-            sum(getattr(one, name) for one in parts)
+            sum(getattr(sizes, name) for sizes in parts)
             for name in ("inside", "between", "messages")
         )
     )
@@ -81,7 +81,8 @@ def joined(*parts: Moved) -> Moved:
 
 def of_parameters(strategy: str, model: Model, gpus: int) -> Moved:
     """Return what weights and gradients move in one step, whose units stay gathered (see keeps_gathered)."""
-    gradients, weights = 4 * model.parameters, 2 * model.parameters
+    gradients = 4 * model.parameters
+    weights = 2 * model.parameters
     if strategy == "ddp":  # all-reduce: reduce-scatter and all-gather
         return joined(all_gather(gradients, gpus), all_gather(gradients, gpus))
     if strategy == "fsdp":
@@ -132,10 +133,8 @@ def strategy_table() -> str:
             for strategy in ("ddp", "fsdp", "hsdp"):
                 if strategy == "hsdp" and gpus == PER_MACHINE:
                     continue
-                need, moved = (
-                    states(strategy, model, gpus),
-                    of_parameters(strategy, model, gpus),
-                )
+                need = states(strategy, model, gpus)
+                moved = of_parameters(strategy, model, gpus)
                 need_said = f"{need / GB:,.1f}" + (
                     "" if need < GPU_MEMORY else " (does not fit)"
                 )

@@ -83,7 +83,7 @@ def compare(
 def medians(answers: list[Answer]) -> dict[str, float]:
     """Return the median of each figure."""
     return {
-        key: statistics.median(one[key] for one in answers)
+        key: statistics.median(answer[key] for answer in answers)
         for key, value in answers[0].items()
         if not isinstance(value, list)
     }
@@ -96,13 +96,14 @@ def table(results: list[dict[str, Any]], peer: str) -> str:
         "| padding: vembed, by column | peak GB: vembed, peer | share of matrix peak | loss difference |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for one in results:
-        ours, theirs = one["ours"], one["theirs"]
+    for result in results:
+        ours = result["ours"]
+        theirs = result["theirs"]
         lines.append(
-            f"| {one['case']} | {ours['samples_per_second']:.1f} | {theirs['samples_per_second']:.1f} "
-            f"| {ratio_cell(one['ratios'])} | {one['tokens_per_second']:,.0f} "
-            f"| {one['padding'][0]:.0%}, {one['padding'][1]:.0%} | {ours['peak_gb']:.2f}, {theirs['peak_gb']:.2f} "
-            f"| {one['share_of_peak']:.0%} | {one['difference']:.0e} |"
+            f"| {result['case']} | {ours['samples_per_second']:.1f} | {theirs['samples_per_second']:.1f} "
+            f"| {ratio_cell(result['ratios'])} | {result['tokens_per_second']:,.0f} "
+            f"| {result['padding'][0]:.0%}, {result['padding'][1]:.0%} | {ours['peak_gb']:.2f}, {theirs['peak_gb']:.2f} "
+            f"| {result['share_of_peak']:.0%} | {result['difference']:.0e} |"
         )
     return "\n".join(lines)
 
@@ -119,14 +120,16 @@ def matryoshka_line(ask: Ask, case: Case, repeats: int, agreement_steps: int) ->
     """Return the cost of four Matryoshka sizes against one on the same batches. Of each step the fastest run counts."""
     runs: dict[bool, list[list[float]]] = {False: [], True: []}
     for _ in range(repeats):
-        for mrl, found in runs.items():
-            found.append(
+        for mrl, seconds in runs.items():
+            seconds.append(
                 train_once(ask, "vembed", replace(case, mrl=mrl), agreement_steps)[
                     "each_step"
                 ]
             )
-    one, four = (sum(map(min, zip(*found, strict=True))) for found in runs.values())
-    return f"Four Matryoshka sizes take {four / one:.3f} times the time of one."
+    whole, cut = (
+        sum(map(min, zip(*seconds, strict=True))) for seconds in runs.values()
+    )
+    return f"Four Matryoshka sizes take {cut / whole:.3f} times the time of one."
 
 
 def start_up_line(peer: str, repeats: int, warm_up: int = 1) -> str:
@@ -148,10 +151,13 @@ def encoding_line(
     ask: Ask, peer: str, repeats: int, num_texts: int, max_length: int
 ) -> str:
     """Return the speed of `Embedder.encode` against the peer's."""
-    ratios, rates, cosines = [], [], []
+    ratios = []
+    rates = []
+    cosines = []
     for _ in range(repeats):
         with tempfile.TemporaryDirectory() as name:
-            answers, embeddings = [], []
+            answers = []
+            embeddings = []
             for side in ("vembed", peer):
                 folder = Path(name) / side
                 folder.mkdir()
@@ -169,7 +175,7 @@ def encoding_line(
             raise SystemExit(
                 f"embeddings of both sides have a cosine of {cosines[-1]:.6f}; this is not the same work"
             )
-        rates.append([one["samples_per_second"] for one in answers])
+        rates.append([answer["samples_per_second"] for answer in answers])
         ratios.append(rates[-1][0] / rates[-1][1])
     ours, theirs = (statistics.median(rate[side] for rate in rates) for side in (0, 1))
     return (
@@ -265,25 +271,24 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    peer, repeats = arguments.peer, arguments.repeats
+    peer = arguments.peer
+    repeats = arguments.repeats
     began = time.time()
     print(f"{machine()}. Ratios above 1: vembed is faster.\n", flush=True)
     if arguments.quick:
         quick(peer)
     else:
-        wanted = arguments.case or [*names, *others]
-        cases = [case for case in CASES if case.name in wanted]
+        selected = arguments.case or [*names, *others]
+        cases = [case for case in CASES if case.name in selected]
         if peer == "plain":
-            cases, wanted = (
-                [
-                    case
-                    for case in cases
-                    if not (case.cached or case.mrl or case.ranks > 1)
-                ],
-                [],
-            )
+            cases = [
+                case
+                for case in cases
+                if not (case.cached or case.mrl or case.ranks > 1)
+            ]
+            selected = []
         full(peer, cases, repeats)
-        if "matryoshka" in wanted:
+        if "matryoshka" in selected:
             print(
                 matryoshka_line(
                     ask_once,
@@ -292,9 +297,9 @@ def main() -> None:
                     AGREEMENT_STEPS,
                 )
             )
-        if "encoding" in wanted:
+        if "encoding" in selected:
             print(encoding_line(ask_once, peer, repeats, 1000, 256))
-        if "start-up" in wanted:
+        if "start-up" in selected:
             print(start_up_line(peer, repeats))
     print(f"\n{(time.time() - began) / 60:.1f} minutes", flush=True)
 

@@ -10,7 +10,7 @@ import torch
 from benchmarks.cases import Case, rows_of
 from vembed.cli.commands.demo import demo_model
 from vembed.config.schema import ModelSection
-from vembed.data.batching import microbatches
+from vembed.data.batching import rank_batch
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Featuriser
 from vembed.models.families.description import describe
@@ -28,10 +28,8 @@ def precision() -> Precision:
 
 def matrix_peak(dtype: torch.dtype = torch.float32) -> float:
     """Return the FLOP/s of a matrix product of the model's feed-forward size; the best of a few runs."""
-    left, right = (
-        torch.randn(4096, 384, dtype=dtype),
-        torch.randn(384, 1536, dtype=dtype),
-    )
+    left = torch.randn(4096, 384, dtype=dtype)
+    right = torch.randn(384, 1536, dtype=dtype)
     best = float("inf")
     for _ in range(30):
         began = time.perf_counter()
@@ -45,11 +43,9 @@ def useful_work(case: Case, skip: int = 0) -> tuple[float, float, tuple[float, f
     backward, and with Gradient Cache's extra forward; the fraction of padding in sorted micro-batches, for models
     that pad, and in whole columns."""
     settings = json.loads((demo_model() / "config.json").read_text())
-    hidden, inner, layers = (
-        settings["hidden_size"],
-        settings["intermediate_size"],
-        settings["num_hidden_layers"],
-    )
+    hidden = settings["hidden_size"]
+    inner = settings["intermediate_size"]
+    layers = settings["num_hidden_layers"]
     featuriser = Featuriser(
         describe(
             ModelSection(
@@ -72,17 +68,18 @@ def useful_work(case: Case, skip: int = 0) -> tuple[float, float, tuple[float, f
             ],
         ]
         lengths = [
-            [one.length for one in featuriser.features(column)] for column in columns
+            [features.length for features in featuriser.features(column)]
+            for column in columns
         ]
         by_column += sum(len(column) * max(column) for column in lengths)
         distinct = {
-            one.key: one.length
+            features.key: features.length
             for column in columns
-            for one in featuriser.features(column)
+            for features in featuriser.features(column)
         }
         flat = list(distinct.values())
-        padded += microbatches.padded_tokens(
-            flat, microbatches.split(flat, CPU_MICRO_BATCH_TOKENS)
+        padded += rank_batch.padded_tokens(
+            flat, rank_batch.split_by_length(flat, CPU_MICRO_BATCH_TOKENS)
         )
         tokens += sum(flat)
         per_token = 2 * (4 * hidden * hidden + 2 * hidden * inner)

@@ -39,8 +39,8 @@ def train_task(side: str, case: Case, agreement_steps: int, folder: Path) -> Ans
     rows = rows_of(case, case.steps, skip=agreement_steps)
     try:
         trained = SIDES[side](case, demo_model(), folder / "timed", rows, case.steps)
-    except FirstBatch as found:
-        return {"first_batch_after": found.args[0] - _process_began()}
+    except FirstBatch as first:
+        return {"first_batch_after": first.args[0] - _process_began()}
     seconds = (trained.ends[-1] - trained.ends[0]) / (case.steps - 1)
     return {
         "losses": agreed.losses,
@@ -110,8 +110,8 @@ class Worker:
         self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith(MARK):
-                found: Answer = json.loads(line.removeprefix(MARK))
-                return found
+                result: Answer = json.loads(line.removeprefix(MARK))
+                return result
         self.errors.seek(0)
         raise SystemExit(f"a worker ended:\n{self.errors.read()[-3000:]}")
 
@@ -148,8 +148,8 @@ def ask_once(side: str, task: dict[str, Any], ranks: int = 1) -> Answer:
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
         raise SystemExit(f"{' '.join(words)} failed:\n{done.stderr[-3000:]}")
-    found: Answer = json.loads(lines[-1].removeprefix(MARK))
-    return found
+    result: Answer = json.loads(lines[-1].removeprefix(MARK))
+    return result
 
 
 def _environment() -> dict[str, str]:
@@ -173,9 +173,9 @@ def main() -> None:
     parser.add_argument("--task")
     arguments = parser.parse_args()
     for line in [arguments.task] if arguments.task else sys.stdin:
-        found = answer(arguments.side, json.loads(line))
+        result = answer(arguments.side, json.loads(line))
         if os.environ.get("RANK", "0") == "0":
-            print("\n" + MARK + json.dumps(found), flush=True)
+            print("\n" + MARK + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,10 @@ from vembed.cli.commands.demo import (
     standard_library_pairs,
     write_pairs,
 )
-from vembed.data_tools.init.new_tokenizer import train_tokenizer
+from vembed.data_tools.new_tokenizer import train_tokenizer
 from vembed.parallel.environment import RankInfo, read_rank_info
 from vembed.parallel.launch_check import LaunchCheck
-from vembed.training.hooks.callbacks import StepInfo
+from vembed.training.hooks.base import StepInfo
 from vembed.training.trainer import TrainResult
 
 NUM_VALIDATION = 200
@@ -63,25 +63,25 @@ def main() -> None:
     parser.add_argument(
         "--pairs", type=int, default=3000, help="number of training pairs"
     )
-    given, options = parser.parse_known_args()
+    arguments, options = parser.parse_known_args()
     ranks = read_rank_info()
-    config = yaml.safe_load(Path(given.config).read_text(encoding="utf-8"))
-    sizes = {**config["model_config"], "use_latent": not given.baseline}
+    config = yaml.safe_load(Path(arguments.config).read_text(encoding="utf-8"))
+    sizes = {**config["model_config"], "use_latent": not arguments.baseline}
     output = Path(
-        given.output
-        or ("checkpoints/baseline" if given.baseline else "checkpoints/free")
+        arguments.output
+        or ("checkpoints/baseline" if arguments.baseline else "checkpoints/free")
     )
     data = output / "data"
-    prepare_once(ranks, data, sizes["vocab_size"], given.pairs)
+    prepare_once(ranks, data, sizes["vocab_size"], arguments.pairs)
     options = [
         f"tokenizer_name={data / 'tokenizer'}",
         f"val_data_path={data / 'validation.jsonl'}",
         "overwrite=true",
         *options,
     ]
-    if given.use_fsdp:
+    if arguments.use_fsdp:
         options.append("use_fsdp=true")
-    if given.baseline:
+    if arguments.baseline:
         options.append(f"model_config={json.dumps(sizes)}")
     results: dict[str, TrainResult] = {}
     for name, stage in config["training_stages"].items():
@@ -94,12 +94,12 @@ def main() -> None:
         if results:  # each stage goes on with the model of the one before
             stage_options.append(f"model_name={list(results.values())[-1].model_dir}")
         weights = stage.get("auxiliary_losses", {})
-        if given.baseline:  # without Z there is no kl
+        if arguments.baseline:  # without Z there is no kl
             stage_options.append(
                 f"auxiliary_losses={json.dumps({loss: weights[loss] for loss in weights if loss != 'kl'})}"
             )
         results[name] = vembed.train(
-            given.config,
+            arguments.config,
             [*stage_options, *options],
             on_step=show if ranks.rank == 0 else None,
         )
@@ -109,10 +109,8 @@ def main() -> None:
             )
     if ranks.rank == 0:
         trained = list(results.values())
-        before, after = (
-            trained[0].metrics["before/ndcg@10"],
-            trained[-1].metrics["ndcg@10"],
-        )
+        before = trained[0].metrics["before/ndcg@10"]
+        after = trained[-1].metrics["ndcg@10"]
         print(f"embedding: nDCG@10 {after:.4f}, and {before:.4f} before all training")
         print(f"model: {trained[-1].model_dir}")
 
@@ -130,7 +128,7 @@ def losses_on_other_texts(folder: Path, sizes: dict[str, Any], data: Path) -> st
     model = FreeTransformer(ModelConfig(**sizes))
     weights = load_file(folder / "model.safetensors")
     model.load_state_dict(
-        {name.removeprefix("own."): one.float() for name, one in weights.items()}
+        {name.removeprefix("own."): tensor.float() for name, tensor in weights.items()}
     )
     lines = (data / "validation_texts.jsonl").read_text(encoding="utf-8").splitlines()
     # Not in their order: neighbours are of one function, and another text's Z would be of a similar text.
@@ -141,12 +139,13 @@ def losses_on_other_texts(folder: Path, sizes: dict[str, Any], data: Path) -> st
     batch = AutoTokenizer.from_pretrained(data / "tokenizer")(
         texts, padding=True, return_tensors="pt"
     )
-    ids, mask = batch["input_ids"], batch["attention_mask"]
+    ids = batch["input_ids"]
+    mask = batch["attention_mask"]
 
-    def loss(given: torch.Tensor | None) -> float:
-        sums, counts = model.losses(model.decode(ids, mask, given)[0], None, ids, mask)[
-            "next_token"
-        ]
+    def loss(latent_states: torch.Tensor | None) -> float:
+        sums, counts = model.losses(
+            model.decode(ids, mask, latent_states)[0], None, ids, mask
+        )["next_token"]
         return float(sums.sum() / counts.sum())
 
     torch.manual_seed(0)
@@ -158,9 +157,10 @@ def losses_on_other_texts(folder: Path, sizes: dict[str, Any], data: Path) -> st
             return f"next-token loss {loss(None):.3f} without Z"
         latent = model.mapper(z_logits)
         kl = float((kl_to_uniform(z_logits) * mask).sum() / mask.sum())
-        own, other = loss(latent), loss(latent.roll(1, dims=0))
+        own_loss = loss(latent)
+        other = loss(latent.roll(1, dims=0))
     return (
-        f"KL {kl:.3f} nats per token ({model.config.free_bits:.3f} are free); next-token loss {own:.3f} with "
+        f"KL {kl:.3f} nats per token ({model.config.free_bits:.3f} are free); next-token loss {own_loss:.3f} with "
         f"Z, {other:.3f} with the Z of another text"
     )
 

@@ -1,16 +1,10 @@
 """Models from whole configs, as commands and the trainer make them."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from vembed.config.schema import TrainConfig
 from vembed.models.building import build_model
-from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.families.description import ModelDescription, describe
+from vembed.models.families.description import describe
 
 
-def described(config: TrainConfig, *, for_inference: bool = False) -> ModelDescription:
+def described(config, *, for_inference=False):
     """Return the description of a config's model."""
     return describe(
         config.model,
@@ -21,9 +15,7 @@ def described(config: TrainConfig, *, for_inference: bool = False) -> ModelDescr
     )
 
 
-def model_of(
-    config: TrainConfig, description: ModelDescription | None = None, **options: Any
-) -> EmbeddingModel:
+def model_of(config, description=None, **options):
     """Return a config's model."""
     return build_model(
         description or described(config),

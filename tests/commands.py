@@ -5,11 +5,8 @@ of `tests.harness`. Arguments, environment, folder, standard streams, session, s
 real process. Tests of what starting itself does (other launchers, no torch, an installed script) use the real command.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
-import multiprocessing
 import os
 import resource
 import runpy
@@ -20,53 +17,53 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from tests.harness import LIMIT, forkserver
 
 PR_SET_PDEATHSIG = 1
-CODE, SCRIPT = "-c", "script"
+CODE = "-c"
+SCRIPT = "script"
 """In place of a module's name: the first word is a program, or the path of one."""
 
 
 class Started:
     """A running command, with the part of `subprocess.Popen` that tests use."""
 
-    def __init__(self, process: multiprocessing.Process) -> None:
+    def __init__(self, process):
         self._process = process
-        self.pid: int = process.pid  # type: ignore[assignment]
+        self.pid = process.pid
 
     @property
-    def returncode(self) -> int | None:
+    def returncode(self):
         return self._process.exitcode
 
-    def poll(self) -> int | None:
+    def poll(self):
         return self._process.exitcode
 
-    def wait(self, timeout: float | None = None) -> int:
+    def wait(self, timeout=None):
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("vembed", timeout or 0.0)
         return self._process.exitcode
 
-    def send_signal(self, number: int) -> None:
+    def send_signal(self, number):
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 def start(
-    *words: str,
-    module: str = "vembed",
-    stdout: Path | None = None,
-    stderr: Path | None = None,
-    folder: Path | None = None,
-    env: Mapping[str, str] | None = None,
-    max_file_bytes: int | None = None,
-    has_streams: bool = True,
-) -> Started:
+    *words,
+    module="vembed",
+    stdout=None,
+    stderr=None,
+    folder=None,
+    env=None,
+    max_file_bytes=None,
+    has_streams=True,
+):
     """Start `python -m MODULE WORDS` in a folder, the current one by default, and in a session of its own. Output is
     appended to the files.
 
@@ -97,13 +94,7 @@ def start(
     return Started(process)
 
 
-def command(
-    *words: str,
-    module: str = "vembed",
-    folder: Path | None = None,
-    env: Mapping[str, str] | None = None,
-    timeout: float = LIMIT,
-) -> subprocess.CompletedProcess[str]:
+def command(*words, module="vembed", folder=None, env=None, timeout=LIMIT):
     """Run the command as `start` does, wait for its end, and return its exit code and output."""
     with tempfile.TemporaryDirectory(prefix="vembed-command-") as place:
         out, err = (Path(place, name) for name in ("stdout", "stderr"))
@@ -121,14 +112,7 @@ def command(
         )
 
 
-def _main(
-    module: str,
-    words: Sequence[str],
-    folder: str,
-    environment: Mapping[str, str],
-    streams: Sequence[str],
-    max_file_bytes: int | None,
-) -> NoReturn:
+def _main(module, words, folder, environment, streams, max_file_bytes):
     """Become the command. Runs in a process that the server has forked."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import (
         subprocess_handler,  # torchrun's own Popen
@@ -150,34 +134,34 @@ def _main(
         _use_streams(os.open(os.devnull, os.O_RDONLY), *numbers)
     else:
         os.closerange(0, 3)
-        sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment]
-    subprocess.Popen = subprocess_handler.Popen = _ForkingPopen  # type: ignore[misc]
+        sys.stdin = sys.stdout = sys.stderr = None
+    subprocess.Popen = subprocess_handler.Popen = _ForkingPopen
     _run(module, words)
 
 
 class _ForkingPopen(subprocess.Popen[Any]):
     """`subprocess.Popen` that forks this process where the command is Python's, as for a rank or a worker."""
 
-    def _execute_child(  # type: ignore[override]
+    def _execute_child(
         self,
-        args: Any,
-        executable: Any,
-        preexec_fn: Callable[[], None] | None,
-        close_fds: bool,
-        pass_fds: Any,
-        cwd: str | None,
-        env: Mapping[str, str] | None,
-        startupinfo: Any,
-        creationflags: int,
-        shell: bool,
-        p2cread: int,
-        p2cwrite: int,
-        c2pread: int,
-        c2pwrite: int,
-        errread: int,
-        errwrite: int,
-        *others: Any,
-    ) -> None:
+        args,
+        executable,
+        preexec_fn,
+        close_fds,
+        pass_fds,
+        cwd,
+        env,
+        startupinfo,
+        creationflags,
+        shell,
+        p2cread,
+        p2cwrite,
+        c2pread,
+        c2pwrite,
+        errread,
+        errwrite,
+        *others,
+    ):
         *_, start_new_session, _ = others  # the last one is process_group
         words = (
             []
@@ -185,7 +169,7 @@ class _ForkingPopen(subprocess.Popen[Any]):
             else [one for one in map(os.fspath, args) if one != "-u"]
         )
         if words[:1] != [sys.executable]:
-            super()._execute_child(  # type: ignore[misc]
+            super()._execute_child(
                 args,
                 executable,
                 preexec_fn,
@@ -223,17 +207,10 @@ class _ForkingPopen(subprocess.Popen[Any]):
             finally:
                 os._exit(1)
         self._child_created = True
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
     @staticmethod
-    def _become(
-        words: Sequence[str],
-        preexec_fn: Callable[[], None] | None,
-        cwd: str | None,
-        env: Mapping[str, str] | None,
-        start_new_session: bool,
-        *pipes: int,
-    ) -> NoReturn:
+    def _become(words, preexec_fn, cwd, env, start_new_session, *pipes):
         for number in (
             signal.valid_signals()
         ):  # as exec does: what was handled has its default again
@@ -261,15 +238,15 @@ class _ForkingPopen(subprocess.Popen[Any]):
         _run(*_first_and_rest(flags.get(words[1], [SCRIPT, *words[1:]])))
 
 
-def _first_and_rest(words: Sequence[str]) -> tuple[str, Sequence[str]]:
+def _first_and_rest(words):
     return words[0], words[1:]
 
 
-def _die_with_parent() -> None:
+def _die_with_parent():
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
-def _use_streams(*numbers: int) -> None:
+def _use_streams(*numbers):
     """Make the open files the standard streams."""
     for own, number in enumerate(numbers):
         os.dup2(number, own)
@@ -281,7 +258,7 @@ def _use_streams(*numbers: int) -> None:
     )
 
 
-def _run(module: str, words: Sequence[str]) -> NoReturn:
+def _run(module, words):
     """Run a module as `python -m` does, and end this process as Python does."""
     code = 0
     try:
@@ -307,7 +284,7 @@ def _run(module: str, words: Sequence[str]) -> NoReturn:
         traceback.print_exc()
         code = 1
     with suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):

@@ -1,7 +1,5 @@
 """What holds for all tests."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import logging
@@ -45,7 +43,7 @@ LONG = (
 """Files that take longest, which several workers begin with: a long one at the end would leave the others idle."""
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """Let hypothesis draw the same examples on every machine, unless a seed or a longer search asks for others; let
     the workers take the files in our order, and share the folder of tiny models."""
     searches = (
@@ -64,16 +62,14 @@ def pytest_configure(config: pytest.Config) -> None:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     """Add --promise ROW."""
     parser.addoption(
         "--promise", help="run the tests of one row of tests/acceptance/README.md alone"
     )
 
 
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
+def pytest_collection_modifyitems(config, items):
     """Keep the tests whose mark names the row of --promise, and begin with the long files."""
     row = config.getoption("--promise")
     if row is not None:
@@ -86,7 +82,7 @@ def pytest_collection_modifyitems(
     items.sort(key=lambda one: places.get(one.nodeid.partition("::")[0], len(LONG)))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish():
     """Leave the modules that are loaded now out of every later garbage collection, and let collections of all objects
     be ten times as rare: tests load more modules, and each collection passes them all (a third of the time of some
     files)."""
@@ -96,7 +92,7 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(700, 10, 100)
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
+def pytest_sessionstart(session):
     """Prepare signals, and the connection of --reruns.
 
     A shell that runs tests in the background lets them ignore Ctrl-C and the closing of its terminal; the processes
@@ -113,7 +109,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _logger_as_at_the_start() -> None:
+def _logger_as_at_the_start():
     """Reset the logger "vembed", which an earlier test may have left as a run sets it."""
     log = logging.getLogger("vembed")
     log.setLevel(logging.NOTSET)

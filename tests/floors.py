@@ -5,8 +5,6 @@
 Needs nothing but vembed and its dependencies, so no pytest.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -21,13 +19,13 @@ NEWER_THAN_ITS_FLOOR = "torch"
 """The CPU build that CI may install is of one version."""
 
 
-def constraints() -> dict[str, str]:
+def constraints():
     """Return name -> version of constraints-min.txt."""
     lines = (ROOT / "constraints-min.txt").read_text().splitlines()
     return dict(found.groups() for line in lines if (found := NAME.match(line)))
 
 
-def lower_bounds() -> dict[str, str]:
+def lower_bounds():
     """Return name -> lowest version of pyproject.toml's dependencies."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return dict(
@@ -37,7 +35,7 @@ def lower_bounds() -> dict[str, str]:
     )
 
 
-def main() -> None:
+def main():
     """Train an adapter for two steps, load what was saved, and check that these are the oldest versions."""
     os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     import vembed

@@ -15,16 +15,21 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp2": {"strategy": "fsdp"},
+    "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},
+}
+"""Options of each way to train on several ranks."""
 
 LIMIT = 300.0
 """Seconds that ranks may take, for a machine that is slow or busy: it is there for those that hang."""
@@ -47,13 +52,7 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = LIMIT,
-    process_group: bool = True,
-) -> list[Any]:
+def run_ranks(fn, world_size, *args, timeout=LIMIT, process_group=True):
     """Call `fn(*args)` on every rank and return the results by rank; the first rank that fails ends all.
 
     `fn`, its arguments and its result must be picklable: a function at the top of a module. Each rank has torch's
@@ -83,12 +82,7 @@ def run_ranks(
     return [outcome.result for outcome in outcomes]
 
 
-def run_cases(
-    fn: Callable[..., Any],
-    world_size: int,
-    cases: Mapping[str, tuple[Any, ...]],
-    process_group: bool = True,
-) -> dict[str, Any]:
+def run_cases(fn, world_size, cases, process_group=True):
     """Call `fn(*args)` for the arguments of each case, one after the other on the same ranks: starting ranks, and what
     a process does when it shards its first model, take longer than a small case.
 
@@ -112,16 +106,14 @@ def run_cases(
     return {name: [found[name] for found in by_rank] for name in cases}
 
 
-def result_of(results: Mapping[str, Any], name: str) -> Any:
+def result_of(results, name):
     """Return a case's results by rank, or raise why it has none."""
     if isinstance(results[name], RankFailed):
         raise results[name]
     return results[name]
 
 
-def _all_cases(
-    fn: Callable[..., Any], cases: Mapping[str, tuple[Any, ...]], process_group: bool
-) -> dict[str, Any]:
+def _all_cases(fn, cases, process_group):
     found = {}
     for name, args in cases.items():
         if not process_group:  # the case starts a group of its own
@@ -130,9 +122,7 @@ def _all_cases(
     return found
 
 
-def _alone(
-    fn: Callable[..., Any], world_size: int, args: tuple[Any, ...], process_group: bool
-) -> Any:
+def _alone(fn, world_size, args, process_group):
     try:
         return run_ranks(fn, world_size, *args, process_group=process_group)
     except RankFailed as failure:
@@ -140,21 +130,21 @@ def _alone(
 
 
 def rank_outcomes(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = LIMIT,
-    process_group: bool = True,
-    stop_at_failure: bool = False,
-    wait_for: Sequence[int] | None = None,
-) -> list[Outcome]:
+    fn,
+    world_size,
+    *args,
+    timeout=LIMIT,
+    process_group=True,
+    stop_at_failure=False,
+    wait_for=None,
+):
     """As `run_ranks`, but tell how each rank ended instead of raising; only running past the time limit raises.
 
     `wait_for`: the ranks to wait for, if not all; the others are ended soon after.
     """
     context = forkserver()
     port = free_ports()
-    ranks: dict[Connection, Outcome] = {}
+    ranks = {}
     processes = []
     try:
         for rank in range(world_size):
@@ -171,7 +161,8 @@ def rank_outcomes(
         began = (
             time.monotonic()
         )  # not before: the first start waits for the server's imports
-        pending, ending = set(ranks), False
+        pending = set(ranks)
+        ending = False
         while pending:
             left = timeout - (time.monotonic() - began)
             ready = wait(pending, timeout=max(left, 0.0))
@@ -192,7 +183,8 @@ def rank_outcomes(
                 except EOFError:
                     processes[outcome.rank].join(10)
                     outcome.exitcode = processes[outcome.rank].exitcode
-                    ok, value = True, None
+                    ok = True
+                    value = None
                 else:
                     outcome.exitcode = 0 if ok else 1
                 if ok:
@@ -204,7 +196,8 @@ def rank_outcomes(
                 } & set(wait_for)
                 if done or (stop_at_failure and outcome.exitcode != 0):
                     # Others fail because of it, and sometimes before it: leave them a moment to say how.
-                    timeout, ending = min(timeout, outcome.seconds + GRACE), True
+                    timeout = min(timeout, outcome.seconds + GRACE)
+                    ending = True
         for process in processes:
             process.join(10 if not pending else 0)
         return list(ranks.values())
@@ -218,7 +211,7 @@ def rank_outcomes(
 
 
 @cache
-def forkserver() -> ForkServerContext:
+def forkserver():
     """The server from which processes are forked: it has imported `tests.preloaded`, and nothing has run in it."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preloaded"])
@@ -236,13 +229,14 @@ def forkserver() -> ForkServerContext:
     return context
 
 
-def free_ports(count: int = 40) -> int:
+def free_ports(count=40):
     """The first of so many TCP ports in a row that nobody uses now: a test may start one session after the other.
 
     They are none of those that the system gives to outgoing connections, nor of those that vembed's launcher chooses
     from, nor those of another worker.
     """
-    first, end = 5_000, 12_000
+    first = 5_000
+    end = 12_000
     if "PYTEST_XDIST_WORKER" in os.environ:
         size = (end - first) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
         first += size * int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
@@ -255,15 +249,7 @@ def free_ports(count: int = 40) -> int:
             return start
 
 
-def _rank_main(
-    sender: Connection,
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    rank: int,
-    world_size: int,
-    port: int,
-    process_group: bool,
-) -> None:
+def _rank_main(sender, fn, args, rank, world_size, port, process_group):
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(world_size),

@@ -5,14 +5,8 @@ bias, for one, is zero, since softmax ignores a shift of all its scores: what is
 Weight and bias of one layer are sums over the same terms, so the larger of the two is the measure of both.
 """
 
-from __future__ import annotations
 
-from torch import Tensor
-
-
-def gradient_errors(
-    found: dict[str, Tensor], wanted: dict[str, Tensor]
-) -> dict[str, float]:
+def gradient_errors(found, wanted):
     """Return the norm of each gradient's error, relative to the largest gradient in its layer.
 
     A layer whose gradients are all below a millionth of the whole gradient is measured by that millionth.
@@ -21,7 +15,7 @@ def gradient_errors(
     norms = {name: float(one.double().norm()) for name, one in wanted.items()}
     whole = sum(norm**2 for norm in norms.values()) ** 0.5
     assert whole > 1e-4, "there is no gradient worth comparing"
-    terms: dict[str, float] = {}
+    terms = {}
     for name, norm in norms.items():
         layer = name.rpartition(".")[0]
         terms[layer] = max(terms.get(layer, 1e-6 * whole), norm)

@@ -1,7 +1,5 @@
 """Imports of the server from which `tests.harness` forks ranks and commands. No thread may be started here."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import logging
@@ -50,7 +48,7 @@ MODULES = [
     "vembed.entrypoints.python_train",
     "vembed.pipelines.stages",
     "vembed.cli.run_train",
-    "vembed.training.run",
+    "vembed.training.trainer",
 ]
 
 logging.getLogger("bitsandbytes").setLevel(

@@ -4,22 +4,17 @@ Each `tiny_*` takes the target folder and returns it; `shared(tiny_bert, ...)` m
 tests that only read. Weights are a pure function of the options, and drawn wide enough that texts differ.
 """
 
-from __future__ import annotations
-
 import atexit
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from tests.tiny_tokenizers import (
     CHAT_TEMPLATE,
@@ -40,7 +35,7 @@ __all__ = ["CHAT_TEMPLATE", "MAX_POSITIONS", "WORDS", "shared", "texts"]
 
 
 @cache
-def _shared_root() -> Path:
+def _shared_root():
     """The folder of this session of tests, whose workers and ranks share it; outside of one, of this process."""
     given = os.environ.get("VEMBED_TINY_MODELS")
     if given is not None:
@@ -51,7 +46,7 @@ def _shared_root() -> Path:
 
 
 @cache
-def shared(make: Callable[..., Path], *args: Any, **options: Any) -> Path:
+def shared(make, *args, **options):
     """The folder that `make(folder, *args, **options)` filled, made once per session; nobody may write to it."""
     name = f"{make.__module__}.{make.__qualname__} {args} {sorted(options.items())}"
     if (
@@ -76,11 +71,7 @@ def shared(make: Callable[..., Path], *args: Any, **options: Any) -> Path:
     return folder
 
 
-def _save(
-    directory: Path,
-    tokenizer: PreTrainedTokenizerFast | None,
-    make: Callable[[], PreTrainedModel],
-) -> Path:
+def _save(directory, tokenizer, make):
     """Weights drawn from a fixed seed, without touching the generator of the test."""
     directory = Path(directory)
     with torch.random.fork_rng(devices=[]):
@@ -96,17 +87,17 @@ def _save(
 
 
 def add_sentence_transformers_files(
-    directory: Path,
+    directory,
     *,
-    pooling: str = "mean",
-    normalize: bool = True,
-    max_seq_length: int | None = None,
-    prompts: dict[str, str] | None = None,
-    similarity: str | None = None,
-    hidden_dim: int = 32,
-    dense_dim: int | None = None,
-    include_prompt: bool = True,
-) -> Path:
+    pooling="mean",
+    normalize=True,
+    max_seq_length=None,
+    prompts=None,
+    similarity=None,
+    hidden_dim=32,
+    dense_dim=None,
+    include_prompt=True,
+):
     """What a model saved by Sentence Transformers has beside its weights; `dense_dim` adds a Dense module."""
     from safetensors.torch import save_file
 
@@ -175,7 +166,7 @@ def add_sentence_transformers_files(
     return directory
 
 
-def write_json(path: Path, values: Any) -> None:
+def write_json(path, values):
     """A JSON file, with its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(values, indent=2))
@@ -184,9 +175,7 @@ def write_json(path: Path, values: Any) -> None:
 # ---- text encoders ---------------------------------------------------------------------------------------------
 
 
-def tiny_bert(
-    directory: Path, *, layers: int = 2, hidden: int = 32, dropout: float = 0.0
-) -> Path:
+def tiny_bert(directory, *, layers=2, hidden=32, dropout=0.0):
     """A BERT, as Transformers saves it."""
     from transformers import BertConfig, BertModel
 
@@ -206,7 +195,7 @@ def tiny_bert(
     return _save(directory, tokenizer, lambda: BertModel(config))
 
 
-def tiny_qwen3_reranker(directory: Path) -> Path:
+def tiny_qwen3_reranker(directory):
     """A Qwen3 whose tokenizer has `yes` and `no`, as Qwen3-Reranker is published."""
     from transformers import AutoConfig, AutoTokenizer, Qwen3ForCausalLM
 
@@ -219,7 +208,7 @@ def tiny_qwen3_reranker(directory: Path) -> Path:
     return _save(directory, tokenizer, lambda: Qwen3ForCausalLM(config))
 
 
-def tiny_reranker(directory: Path, *, hidden: int = 16, dropout: float = 0.0) -> Path:
+def tiny_reranker(directory, *, hidden=16, dropout=0.0):
     """A BERT that scores pairs of texts, as Transformers saves it."""
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -240,16 +229,14 @@ def tiny_reranker(directory: Path, *, hidden: int = 16, dropout: float = 0.0) ->
     return _save(directory, tokenizer, lambda: BertForSequenceClassification(config))
 
 
-def tiny_bert_st(
-    directory: Path, *, layers: int = 2, dropout: float = 0.0, **files: Any
-) -> Path:
+def tiny_bert_st(directory, *, layers=2, dropout=0.0, **files):
     """A BERT as Sentence Transformers saves it (mean pooling and normalisation unless said otherwise)."""
     return add_sentence_transformers_files(
         tiny_bert(directory, layers=layers, dropout=dropout), **files
     )
 
 
-def tiny_distilbert(directory: Path) -> Path:
+def tiny_distilbert(directory):
     """A DistilBERT."""
     from transformers import DistilBertConfig, DistilBertModel
 
@@ -269,7 +256,7 @@ def tiny_distilbert(directory: Path) -> Path:
     return _save(directory, tokenizer, lambda: DistilBertModel(config))
 
 
-def tiny_roberta(directory: Path) -> Path:
+def tiny_roberta(directory):
     """A RoBERTa: positions start behind the pad index."""
     from transformers import RobertaConfig, RobertaModel
 
@@ -292,7 +279,7 @@ def tiny_roberta(directory: Path) -> Path:
     return _save(directory, tokenizer, lambda: RobertaModel(config))
 
 
-def tiny_xlmr(directory: Path) -> Path:
+def tiny_xlmr(directory):
     """An XLM-RoBERTa (multilingual E5 and BGE-M3 are of this kind)."""
     from transformers import XLMRobertaConfig, XLMRobertaModel
 
@@ -315,7 +302,7 @@ def tiny_xlmr(directory: Path) -> Path:
     return _save(directory, tokenizer, lambda: XLMRobertaModel(config))
 
 
-def tiny_mpnet(directory: Path) -> Path:
+def tiny_mpnet(directory):
     """An MPNet."""
     from transformers import MPNetConfig, MPNetModel
 
@@ -335,7 +322,7 @@ def tiny_mpnet(directory: Path) -> Path:
     return _save(directory, tokenizer, lambda: MPNetModel(config))
 
 
-def tiny_modernbert(directory: Path, *, layers: int = 3) -> Path:
+def tiny_modernbert(directory, *, layers=3):
     """A ModernBERT with global and local attention."""
     from transformers import ModernBertConfig, ModernBertModel
 
@@ -359,7 +346,7 @@ def tiny_modernbert(directory: Path, *, layers: int = 3) -> Path:
     return _save(directory, tokenizer, lambda: ModernBertModel(config))
 
 
-def tiny_t5(directory: Path) -> Path:
+def tiny_t5(directory):
     """A T5, of which the encoder alone embeds (sentence-t5 and GTR are of this kind)."""
     from transformers import T5Config, T5EncoderModel
 
@@ -385,7 +372,7 @@ def tiny_t5(directory: Path) -> Path:
 # ---- decoder-only text models ----------------------------------------------------------------------------------
 
 
-def tiny_qwen3(directory: Path, *, layers: int = 2, hidden: int = 32) -> Path:
+def tiny_qwen3(directory, *, layers=2, hidden=32):
     """A Qwen3 without language-model head."""
     from transformers import Qwen3Config, Qwen3Model
 
@@ -407,14 +394,14 @@ def tiny_qwen3(directory: Path, *, layers: int = 2, hidden: int = 32) -> Path:
     return _save(directory, tokenizer, lambda: Qwen3Model(config))
 
 
-def tiny_qwen3_st(directory: Path, **files: Any) -> Path:
+def tiny_qwen3_st(directory, **files):
     """As Qwen3-Embedding is published: last token, an instruction before queries."""
     prompts = {"query": "Instruct: find the text\nQuery:", "document": ""}
     settings = {"pooling": "last", "prompts": prompts, "similarity": "cosine"} | files
     return add_sentence_transformers_files(tiny_qwen3(directory), **settings)
 
 
-def tiny_qwen2(directory: Path) -> Path:
+def tiny_qwen2(directory):
     """A Qwen2 without language-model head."""
     from transformers import Qwen2Config, Qwen2Model
 
@@ -435,7 +422,7 @@ def tiny_qwen2(directory: Path) -> Path:
     return _save(directory, tokenizer, lambda: Qwen2Model(config))
 
 
-def tiny_llama(directory: Path) -> Path:
+def tiny_llama(directory):
     """A Llama with language-model head, whose tokenizer has no pad token and adds no end token."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -455,7 +442,7 @@ def tiny_llama(directory: Path) -> Path:
     return _save(directory, tokenizer, lambda: LlamaForCausalLM(config))
 
 
-def tiny_mistral(directory: Path) -> Path:
+def tiny_mistral(directory):
     """A Mistral without language-model head (E5-mistral is of this kind), with a sliding window."""
     from transformers import MistralConfig, MistralModel
 
@@ -477,7 +464,7 @@ def tiny_mistral(directory: Path) -> Path:
     return _save(directory, tokenizer, lambda: MistralModel(config))
 
 
-def tiny_gemma(directory: Path) -> Path:
+def tiny_gemma(directory):
     """A Gemma 3 text model: local and global attention."""
     from transformers import Gemma3TextConfig, Gemma3TextModel
 
@@ -507,7 +494,7 @@ def tiny_gemma(directory: Path) -> Path:
     return _save(directory, tokenizer, lambda: Gemma3TextModel(config))
 
 
-def tiny_gpt2(directory: Path) -> Path:
+def tiny_gpt2(directory):
     """A GPT-2: learned positions, and linear layers that are stored the other way round."""
     from transformers import GPT2Config, GPT2Model
 
@@ -533,9 +520,7 @@ def tiny_gpt2(directory: Path) -> Path:
 IMAGE_SIZE = 32
 
 
-def save_image_processor(
-    directory: Path, kind: str = "ViTImageProcessor", size: Any = None, **options: Any
-) -> None:
+def save_image_processor(directory, kind="ViTImageProcessor", size=None, **options):
     """A preprocessor_config.json as the Hub has it, for images of IMAGE_SIZE pixels in each direction."""
     settings = {
         "image_processor_type": kind,
@@ -552,9 +537,7 @@ def save_image_processor(
     write_json(directory / "preprocessor_config.json", settings | options)
 
 
-def tiny_vit(
-    directory: Path, *, layers: int = 2, hidden: int = 32, dropout: float = 0.0
-) -> Path:
+def tiny_vit(directory, *, layers=2, hidden=32, dropout=0.0):
     """A ViT: 16 patches and a class token."""
     from transformers import ViTConfig, ViTModel
 
@@ -573,7 +556,7 @@ def tiny_vit(
     return _save(directory, None, lambda: ViTModel(config))
 
 
-def tiny_dinov2(directory: Path) -> Path:
+def tiny_dinov2(directory):
     """A DINOv2."""
     from transformers import Dinov2Config, Dinov2Model
 
@@ -590,7 +573,7 @@ def tiny_dinov2(directory: Path) -> Path:
     return _save(directory, None, lambda: Dinov2Model(config))
 
 
-def tiny_dinov3(directory: Path) -> Path:
+def tiny_dinov3(directory):
     """A DINOv3 with rotary positions and register tokens."""
     from transformers import DINOv3ViTConfig, DINOv3ViTModel
 
@@ -608,7 +591,7 @@ def tiny_dinov3(directory: Path) -> Path:
     return _save(directory, None, lambda: DINOv3ViTModel(config))
 
 
-def tiny_convnext(directory: Path) -> Path:
+def tiny_convnext(directory):
     """A ConvNeXt: two stages of one and two layers."""
     from transformers import ConvNextConfig, ConvNextModel
 
@@ -629,7 +612,7 @@ def tiny_convnext(directory: Path) -> Path:
     return _save(directory, None, lambda: ConvNextModel(config))
 
 
-def tiny_resnet(directory: Path) -> Path:
+def tiny_resnet(directory):
     """A ResNet: two stages of one layer, whose output is a feature map."""
     from transformers import ResNetConfig, ResNetModel
 
@@ -645,7 +628,7 @@ def tiny_resnet(directory: Path) -> Path:
     return _save(directory, None, lambda: ResNetModel(config))
 
 
-def tiny_vitmae(directory: Path) -> Path:
+def tiny_vitmae(directory):
     """A masked auto-encoder, with the mask ratio that it is published with."""
     from transformers import ViTMAEConfig, ViTMAEModel
 
@@ -663,7 +646,7 @@ def tiny_vitmae(directory: Path) -> Path:
     )
     save_image_processor(directory)
 
-    def make() -> PreTrainedModel:
+    def make():
         model = ViTMAEModel(config)
         torch.nn.init.normal_(
             model.embeddings.cls_token, std=0.2
@@ -673,7 +656,7 @@ def tiny_vitmae(directory: Path) -> Path:
     return _save(directory, None, make)
 
 
-def tiny_clip(directory: Path, *, layers: int = 2, dropout: float = 0.0) -> Path:
+def tiny_clip(directory, *, layers=2, dropout=0.0):
     """A CLIP whose towers have different widths."""
     from transformers import CLIPConfig, CLIPModel
 
@@ -718,7 +701,7 @@ def tiny_clip(directory: Path, *, layers: int = 2, dropout: float = 0.0) -> Path
     return _save(directory, None, lambda: CLIPModel(config))
 
 
-def tiny_siglip(directory: Path, *, layers: int = 2) -> Path:
+def tiny_siglip(directory, *, layers=2):
     """A SigLIP: texts are padded to its 16 positions, and it learns scale and bias."""
     from transformers import SiglipConfig, SiglipModel
 
@@ -732,7 +715,7 @@ def tiny_siglip(directory: Path, *, layers: int = 2) -> Path:
     return _save(directory, tokenizer, lambda: SiglipModel(config))
 
 
-def tiny_siglip2(directory: Path) -> Path:
+def tiny_siglip2(directory):
     """A SigLIP 2 for images of any shape: patches with a mask and their grid."""
     from transformers import Siglip2Config, Siglip2Model
 
@@ -745,7 +728,7 @@ def tiny_siglip2(directory: Path) -> Path:
     return _save(directory, tokenizer, lambda: Siglip2Model(config))
 
 
-def _siglip_towers(vocab_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _siglip_towers(vocab_size):
     shared = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -766,7 +749,7 @@ def _siglip_towers(vocab_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
 # ---- vision-language models ------------------------------------------------------------------------------------
 
 
-def _qwen_vl_ids() -> dict[str, int]:
+def _qwen_vl_ids():
     names = (
         "vision_start_token_id",
         "vision_end_token_id",
@@ -776,7 +759,7 @@ def _qwen_vl_ids() -> dict[str, int]:
     return {name: 3 + index for index, name in enumerate(names)}
 
 
-def _qwen_vl_text(vocab_size: int, **options: Any) -> dict[str, Any]:
+def _qwen_vl_text(vocab_size, **options):
     return {
         "vocab_size": vocab_size,
         "hidden_size": 32,
@@ -792,7 +775,7 @@ def _qwen_vl_text(vocab_size: int, **options: Any) -> dict[str, Any]:
     } | options
 
 
-def tiny_qwen3_vl(directory: Path, *, padding_side: str = "right") -> Path:
+def tiny_qwen3_vl(directory, *, padding_side="right"):
     """A Qwen3-VL as Qwen3-VL-Embedding is published: language-model head, chat template, patches of 16 pixels."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -829,7 +812,7 @@ def tiny_qwen3_vl(directory: Path, *, padding_side: str = "right") -> Path:
     return _save(directory, tokenizer, lambda: Qwen3VLForConditionalGeneration(config))
 
 
-def tiny_qwen2_vl(directory: Path, *, padding_side: str = "left") -> Path:
+def tiny_qwen2_vl(directory, *, padding_side="left"):
     """A Qwen2-VL (GME is of this kind)."""
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
@@ -859,7 +842,7 @@ def tiny_qwen2_vl(directory: Path, *, padding_side: str = "left") -> Path:
     return _save(directory, tokenizer, lambda: Qwen2VLForConditionalGeneration(config))
 
 
-def tiny_qwen2_5_vl(directory: Path, *, padding_side: str = "left") -> Path:
+def tiny_qwen2_5_vl(directory, *, padding_side="left"):
     """A Qwen2.5-VL: windowed attention in its vision tower."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -893,9 +876,7 @@ def tiny_qwen2_5_vl(directory: Path, *, padding_side: str = "left") -> Path:
     )
 
 
-def _save_qwen_vl_processor(
-    directory: Path, *, patch_size: int, kind: str, processor: str
-) -> None:
+def _save_qwen_vl_processor(directory, *, patch_size, kind, processor):
     cell = (2 * patch_size) ** 2
     write_json(
         directory / "preprocessor_config.json",

@@ -1,10 +1,7 @@
 """Small tokenizers of every kind, trained on sentences of a few known words."""
 
-from __future__ import annotations
-
 import itertools
 import random
-from typing import Any
 
 from tokenizers import (
     Tokenizer,
@@ -27,20 +24,18 @@ _VOCABULARY = [*WORDS, "find", "look", "for", "doc"]
 MAX_POSITIONS = 256
 
 
-def texts(
-    count: int, *, seed: int = 0, shortest: int = 2, longest: int = 12
-) -> list[str]:
+def texts(count, *, seed=0, shortest=2, longest=12):
     """Sentences of known words, all different, of many lengths."""
     draw = random.Random(seed)
-    found: dict[str, None] = {}
+    found = {}
     while len(found) < count:
         found[" ".join(draw.choices(WORDS, k=draw.randint(shortest, longest)))] = None
     return list(found)
 
 
-def _joined(words: list[str], end: str = "") -> tuple[list[str], list[tuple[str, str]]]:
+def _joined(words, end=""):
     """Tokens and merges that make every word one token; a trainer's ties would fall differently in each process."""
-    merges: dict[tuple[str, str], None] = {}
+    merges = {}
     for word in words:
         pieces = [*word[:-1], word[-1] + end]
         while len(pieces) > 1:
@@ -58,7 +53,7 @@ def _joined(words: list[str], end: str = "") -> tuple[list[str], list[tuple[str,
     return ["".join(pair) for pair in merges], list(merges)
 
 
-def wordpiece_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+def wordpiece_tokenizer(**options):
     """BERT's kind: lower case, [CLS] text [SEP]."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     alphabet = [chr(code) for code in range(33, 127)]
@@ -87,9 +82,7 @@ def wordpiece_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
     )
 
 
-def byte_tokenizer(
-    special: list[str], template: str, **options: Any
-) -> PreTrainedTokenizerFast:
+def byte_tokenizer(special, template, **options):
     """GPT's kind: byte-level pairs, the special tokens first, `template` around the text."""
     tokens, merges = _joined([*_VOCABULARY, *("Ġ" + word for word in _VOCABULARY)])
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -113,7 +106,7 @@ def byte_tokenizer(
     )
 
 
-def roberta_tokenizer() -> PreTrainedTokenizerFast:
+def roberta_tokenizer():
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     return byte_tokenizer(
         special,
@@ -128,7 +121,7 @@ def roberta_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def qwen_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+def qwen_tokenizer(**options):
     """Qwen3-Embedding's kind: the text, then end-of-text, which is the pad token too; padded on the left."""
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     settings = {
@@ -139,13 +132,13 @@ def qwen_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
     return byte_tokenizer(special, "$A <|endoftext|>", **settings)
 
 
-def llama_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+def llama_tokenizer(**options):
     """Llama's kind: a start token, no end token and no padding token."""
     special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
     return byte_tokenizer(list(special.values()), "<s> $A", **special, **options)
 
 
-def clip_tokenizer() -> Any:
+def clip_tokenizer():
     special = ["<|startoftext|>", "<|endoftext|>"]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens, merges = _joined(_VOCABULARY, end="</w>")
@@ -157,7 +150,7 @@ def clip_tokenizer() -> Any:
     return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77)
 
 
-def siglip_tokenizer() -> PreTrainedTokenizerFast:
+def siglip_tokenizer():
     special = ["<pad>", "<eos>", "<bos>", "<unk>"]
     tokenizer = byte_tokenizer(
         special,
@@ -182,7 +175,7 @@ _QWEN_VL_TOKENS = [
 ]
 
 
-def qwen_vl_tokenizer(padding_side: str) -> PreTrainedTokenizerFast:
+def qwen_vl_tokenizer(padding_side):
     tokenizer = byte_tokenizer(
         _QWEN_VL_TOKENS,
         "$A",

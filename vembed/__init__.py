@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from vembed.config.loading import load_config
     from vembed.data_tools.audit import audit
     from vembed.data_tools.generate import generate
-    from vembed.data_tools.judge import judge
     from vembed.entrypoints.python_train import train
     from vembed.errors import UserError
     from vembed.evaluation.scores import evaluate
     from vembed.inference.embedder import Embedder
     from vembed.inference.reranker import Reranker
+    from vembed.mining.judges import judge
     from vembed.mining.mine import mine
-    from vembed.parallel.memory import fsdp_empty_cache, fsdp_print_memory_usage
+    from vembed.parallel.devices import fsdp_empty_cache, fsdp_print_memory_usage
     from vembed.parallel.parameters import unify_model_dtype_for_fsdp
     from vembed.weights.edit import edit
     from vembed.weights.merge import merge
@@ -47,10 +47,10 @@ _HOME = {
     "audit": "vembed.data_tools.audit",
     "edit": "vembed.weights.edit",
     "evaluate": "vembed.evaluation.scores",
-    "fsdp_empty_cache": "vembed.parallel.memory",
-    "fsdp_print_memory_usage": "vembed.parallel.memory",
+    "fsdp_empty_cache": "vembed.parallel.devices",
+    "fsdp_print_memory_usage": "vembed.parallel.devices",
     "generate": "vembed.data_tools.generate",
-    "judge": "vembed.data_tools.judge",
+    "judge": "vembed.mining.judges",
     "load_config": "vembed.config.loading",
     "merge": "vembed.weights.merge",
     "mine": "vembed.mining.mine",

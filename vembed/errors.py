@@ -1,4 +1,8 @@
-"""Exceptions that end a run: user errors, run errors and requested stops."""
+"""Exceptions that end a run: user errors, run errors and requested stops. Names and values as messages write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 
 class UserError(Exception):
@@ -20,3 +24,43 @@ class Stopped(Exception):  # noqa: N818 - not an error: the run was asked to sto
     def exit_code(self) -> int:
         """Exit code of the process."""
         return 128 + self.signum if self.signum else 0
+
+
+LONGEST_LIST = 12
+
+
+def printable(name: str, longest: int = 40) -> str:
+    """Return a name shortened and with only printable characters; two quotes for an empty one."""
+    if not name:
+        return "''"
+    cut = name if len(name) <= longest else f"{name[:longest]}..."
+    return "".join(letter if letter.isprintable() else "?" for letter in cut)
+
+
+def joined(problems: Sequence[str]) -> list[str]:
+    """Return problems of the form "place: reason", with consecutive equal reasons merged."""
+    lines: list[str] = []
+    last = None
+    for problem in problems:
+        place, _, reason = problem.partition(": ")
+        if reason != last:
+            lines.append(problem)
+            repeats: list[str] = []
+        else:
+            if repeats:
+                lines.pop()
+            repeats.append(place)
+            lines.append(f"{', '.join(repeats)}: the same")
+        last = reason
+    return lines
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return names as a comma-separated list, shortened after LONGEST_LIST."""
+    all_names = [printable(name) for name in names]
+    more = (
+        f" and {len(all_names) - LONGEST_LIST:,d} more"
+        if len(all_names) > LONGEST_LIST
+        else ""
+    )
+    return ", ".join(all_names[:LONGEST_LIST]) + more

@@ -1,16 +1,21 @@
-"""The cache folder, and state files: small files that vembed writes and reads again. All are read here.
+"""Files that vembed writes and reads again: the cache folder, state files, durable writing, checksums and versions.
 
-A state file is a regular file of bounded size. A pipe would be waited for, a device has
+State files are small. A state file is a regular file of bounded size. A pipe would be waited for, a device has
 no end, and a file of many gigabytes does not fit into memory: each is a UserError, as
 are contents that cannot be parsed.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
+import re
+import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,8 @@ from vembed.errors import UserError
 
 MAX_STATE_BYTES = 2**30
 """Larger state files are refused."""
+CHECKSUMS = "checksums.json"
+"""File in a model's folder with size and checksum of each of its weight files."""
 
 
 def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
@@ -144,3 +151,273 @@ def _kind(mode: int) -> str:
     if stat.S_ISSOCK(mode):
         return "a socket"
     return "a device"
+
+
+# ---- Files that must survive a power cut, and what to do when the disk refuses ---------------
+
+
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EACCES, errno.ENOTSUP)
+"""Answers of file systems that cannot flush folders."""
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Write a new file and flush it to disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file as a whole or not at all: a full disk leaves the earlier one. What UTF-8 cannot hold (lone
+    surrogates, as in paths under LANG=C) is escaped."""
+    with replaced_file(path) as partial:
+        write_durably(partial, text.encode("utf-8", "backslashreplace"))
+
+
+@contextmanager
+def replaced_file(target: Path) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces `target` when the block ends without an exception."""
+    partial = target.with_name(target.name + ".part")
+    try:
+        yield partial
+        partial.replace(target)
+    except OSError as error:
+        error.add_note(str(target))  # errors of a full disk name no file
+        raise
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Flush a file's content, or a folder's directory entries, to disk. Some file systems cannot flush folders."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in _NO_FOLDER_SYNC:
+            raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush all files and folders of a folder to disk."""
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+_REFUSALS = {
+    errno.ENOSPC: "make room there, or choose another place",
+    errno.EDQUOT: "make room there, or choose another place",
+    errno.EFBIG: "raise the limit on the size of files (ulimit -f), or choose another disk",
+    errno.EROFS: "choose another place",
+    errno.EACCES: "choose another place, or change its permissions",
+    errno.EPERM: "choose another place, or change its permissions",
+}
+"""What to do where the system refuses to write a file."""
+
+
+def refusal(error: Exception) -> str | None:
+    """Return a sentence about a full disk, or a place that this user may not write to; None for other errors."""
+    text = str(error)
+    if not isinstance(error, OSError) and "os error" not in text:
+        return None
+    for code, advice in _REFUSALS.items():
+        if not _is_about(text, code):
+            continue
+        path = getattr(error, "filename", None)
+        for note in getattr(error, "__notes__", [])[:1]:
+            path = note
+        is_denied = code in (errno.EACCES, errno.EPERM)
+        if path is None and is_denied:
+            return None  # of a socket or a process, not of a file
+        action = "opened" if is_denied else "written"  # reading may be denied, too
+        return (
+            f"{path or 'a file'} could not be {action} ({os.strerror(code)}): {advice}"
+        )
+    return None
+
+
+def _is_about(problem: str, code: int) -> bool:
+    # By the text: errors of safetensors are not OSErrors, and Rust writes their number as "(os error 28)".
+    if os.strerror(code) in problem or f"os error {code})" in problem:
+        return True
+    # numpy names only how much it has written.
+    is_cut = re.fullmatch(r"\d+ requested and \d+ written", problem) is not None
+    return code == errno.ENOSPC and is_cut
+
+
+def way_out(problem: str, folder: Path) -> str:
+    """Return what to do about an error of the disk: make room, if that is what is missing."""
+    is_full = any(_is_about(problem, code) for code in (errno.ENOSPC, errno.EDQUOT))
+    return f"make room in {folder}" if is_full else f"check the disk of {folder}"
+
+
+# ---- Checksums: written when a folder is complete, compared before its files are used --------
+#
+# SHA-256 takes 0.6 s for 1 GB, a quarter of the time from opening a model of that size to its first vector.
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 checksum of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checksums_of(
+    folder: Path, paths: Iterable[Path], known: Mapping[str, str] | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return size and checksum of files of a folder, by their names in it. Files in `known` are not read again."""
+    checksums = {}
+    for path in sorted(paths):
+        name = path.relative_to(folder).as_posix()
+        checksum = (known or {}).get(name) or sha256_of(path)
+        checksums[name] = {"bytes": path.stat().st_size, "sha256": checksum}
+    return checksums
+
+
+def damage_of(folder: Path, name: str, checksum: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a file of a folder; None if it has its size and checksum."""
+    path = folder / name
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        num_bytes = path.stat().st_size
+        if num_bytes != checksum["bytes"]:
+            return f"{name} has {num_bytes:,d} bytes instead of {checksum['bytes']:,d}"
+        if sha256_of(path) != checksum["sha256"]:
+            return f"{name} does not match its checksum"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror or error})"
+    return None
+
+
+def write_weight_checksums(folder: Path) -> None:
+    """Write the checksums of all safetensors files of a model's folder. A copied folder keeps those it came with."""
+    if (folder / CHECKSUMS).exists():
+        return
+    checksums = checksums_of(folder, folder.rglob("*.safetensors"))
+    if checksums:
+        write_json(folder / CHECKSUMS, checksums)
+
+
+def check_weights(folder: Path) -> None:
+    """Raise UserError if weights in a folder differ from the model's checksums. Without checksums they pass.
+
+    `folder`: of the model, or of one of its modules, whose checksums are in the folder above.
+    """
+    for root in (folder, folder.parent):
+        path = root / CHECKSUMS
+        checksums = read_json_object(path) if path.exists() else {}
+        for name, checksum in checksums.items():
+            # Loading names the files that are missing.
+            if (root / name).parent != folder or not (root / name).is_file():
+                continue
+            try:
+                damage = damage_of(root, name, checksum)
+            except (KeyError, TypeError, ValueError) as error:
+                raise UserError(
+                    f"{path} is damaged: restore it, or delete it to load the weights unchecked"
+                ) from error
+            if damage is not None:
+                raise UserError(
+                    f"{root}: {damage}: copy the model again; if the weights were changed on purpose, delete {path}"
+                )
+
+
+# ---- Versions of files, and copies in the cache folder ---------------------------------------
+
+
+def stamp(path: Path) -> list[int]:
+    """Return size, modification time and inode of a file, to detect changes."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino]
+
+
+def short_hash(*values: Any) -> str:
+    """Return a short hash of JSON values."""
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=12).hexdigest()
+
+
+def add_content(
+    digest: Any, path: Path, *, pieces: int, piece_bytes: int, whole_bytes: int
+) -> None:
+    """Add a file to a digest of hashlib: whole up to `whole_bytes`, otherwise the first piece, the last one, and those
+    at equal distances between them."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= whole_bytes:
+            while block := file.read(2**20):
+                digest.update(block)
+            return
+        for piece in range(pieces):
+            file.seek(piece * (size - piece_bytes) // (pieces - 1))
+            digest.update(file.read(piece_bytes))
+
+
+@contextmanager
+def written_aside(target: Path) -> Iterator[Path]:
+    """Yield a path beside the target. What is written there becomes the target when the with-block ends well."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def change_since(path: Path, before: os.stat_result) -> str | None:
+    """Return what happened to a data file since it was opened, as a sentence; None if nothing did."""
+    try:
+        now = path.stat()
+    except FileNotFoundError:
+        return f"{path} has been deleted or moved since the run began; the run goes on with what it has open"
+    except OSError as error:
+        return f"{path} can no longer be read ({error.strerror or error})"
+    if not os.path.samestat(now, before):
+        return f"{path} has been replaced since the run began; the run goes on with the file that it has open"
+    if now.st_size == before.st_size and now.st_mtime_ns == before.st_mtime_ns:
+        return None
+    return (
+        f"{path} has been written to since the run began ({before.st_size:,d} bytes then, {now.st_size:,d} now). What "
+        "was added is not read before the next start. If other records changed, start again"
+    )
+
+
+def refuse_truncated(files: Mapping[Path, os.stat_result]) -> None:
+    """Raise UserError if a file is shorter than it was when it was mapped into memory: reading a page behind its end
+    would end the process. A file that was deleted or replaced stays mapped as it was."""
+    for path, before in files.items():
+        try:
+            now = path.stat()
+        except OSError:
+            continue
+        if os.path.samestat(now, before) and now.st_size < before.st_size:
+            raise UserError(
+                f"{path} has been truncated from {before.st_size:,d} to {now.st_size:,d} bytes since it was opened: "
+                "restore it, and start again"
+            )
+
+
+ROOM = "free some space, or set XDG_CACHE_HOME to a folder with more"
+"""End of a message about a disk without room for the cache folder."""
+
+
+@contextmanager
+def new_copy(target: Path, name: str) -> Iterator[Path]:
+    """Yield a path where a copy is written, and remove those of earlier versions. Raise UserError for a full disk."""
+    try:
+        with written_aside(target) as partial:
+            yield partial
+    except OSError as error:
+        if error.errno is None:  # of the source, not of this disk
+            raise
+        raise UserError(
+            f"{name} could not be copied into {target.parent} ({error.strerror or error}): {ROOM}"
+        ) from error
+    for older in target.parent.parent.glob(f"{target.parent.name.partition('-')[0]}-*"):
+        if older != target.parent:
+            shutil.rmtree(older, ignore_errors=True)

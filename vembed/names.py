@@ -28,19 +28,20 @@ def is_address(path: str) -> bool:
     return bool(colon) and scheme.replace("+", "").isalnum()
 
 
-def exists(path: str) -> bool:
-    """Return whether something is at a path, which need not be one that a file can have."""
+def existing(name: str | Path) -> Path | None:
+    """Return the file or folder of a name. None where there is none, or the name is none that a file can have."""
     try:
-        return Path(path).expanduser().exists()
+        path = Path(name).expanduser()
+        return path if path.exists() else None
     except (OSError, ValueError, RuntimeError):
-        return False
+        return None
 
 
 def similar_path(path: str) -> str:
     """Return the end of a sentence that names the most similar path beside one that does not exist; empty without
     one."""
     parts = [word.strip() for word in path.split(",")]
-    if len(parts) > 1 and all(map(exists, parts)):
+    if len(parts) > 1 and all(map(existing, parts)):
         return f"; if these are several, write a list: [{', '.join(parts)}]"
     place = Path(path).expanduser()
     try:

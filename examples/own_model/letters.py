@@ -15,8 +15,12 @@ import torch
 from free_transformer.model import FreeTransformer, ModelConfig, kl_to_uniform
 from torch import Tensor
 
-PLACES, RUN, LETTERS, BATCH = 16, 4, 8, 32
-STEPS, RATE = 1000, 3e-3
+PLACES = 16
+RUN = 4
+LETTERS = 8
+BATCH = 32
+STEPS = 1000
+RATE = 3e-3
 FREE_BITS = math.log(2) / 8
 """Less in all than the start and the noise of a sequence need, so that the KL rises above it."""
 KL_WEIGHT = 0.3
@@ -62,13 +66,13 @@ def main() -> None:
         if (step + 1) % 100 == 0 and z_logits is not None:
             with torch.no_grad():
                 latent = model.mapper(z_logits)
-                own, other = (
+                ours, theirs = (
                     _next_token(model, ids, mask, z)
                     for z in (latent, latent.roll(1, dims=0))
                 )
             kl = float(kl_to_uniform(z_logits).detach().mean()) / math.log(2)
             print(
-                f"step {step + 1}: KL {kl:.2f} bits per token; loss {own:.3f} with its own Z, {other:.3f} with another"
+                f"step {step + 1}: KL {kl:.2f} bits per token; loss {ours:.3f} with its own Z, {theirs:.3f} with another"
             )
 
 

@@ -3,10 +3,7 @@
 python -m tests.acceptance.table    writes README.md
 """
 
-from __future__ import annotations
-
 import ast
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -33,21 +30,18 @@ table is made from `promises.yaml` and the tests' marks by `python -m tests.acce
 
 
 @cache
-def promises() -> dict[str, dict[str, str]]:
+def promises():
     """Return row -> promise, kind, and `also`: what shows it besides tests."""
-    rows: dict[str, dict[str, str]] = yaml.safe_load(
-        PROMISES.read_text(encoding="utf-8")
-    )
-    return rows
+    return yaml.safe_load(PROMISES.read_text(encoding="utf-8"))
 
 
 @cache
-def marked_tests() -> tuple[tuple[str, str], ...]:
+def marked_tests():
     """Return (row, `file::test`) of every mark, without importing the tests."""
     return tuple(_marks())
 
 
-def _marks() -> Iterator[tuple[str, str]]:
+def _marks():
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             for mark in (
@@ -64,9 +58,9 @@ def _marks() -> Iterator[tuple[str, str]]:
                         )
 
 
-def table() -> str:
+def table():
     """Return the text of README.md."""
-    tests: dict[str, list[str]] = {}
+    tests = {}
     for row, test in marked_tests():
         tests.setdefault(row, []).append(f"`{test}`")
     lines = []

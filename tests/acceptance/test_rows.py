@@ -1,13 +1,9 @@
 """Rows of the table that no room of the house shows by itself: packaging, variables, a run on two processes."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -29,7 +25,7 @@ STEPS = 6
 
 
 @pytest.mark.promise("A06", "A07")
-def test_extras_and_lower_bounds() -> None:
+def test_extras_and_lower_bounds():
     extras = {
         name: {Requirement(one).name for one in some}
         for name, some in PROJECT["optional-dependencies"].items()
@@ -46,8 +42,9 @@ def test_extras_and_lower_bounds() -> None:
         assert Version(version(one.name)) in one.specifier, one
 
 
-def test_the_oldest_versions_that_ci_trains_with_are_the_lower_bounds() -> None:
-    lowest, tried = lower_bounds(), constraints()
+def test_the_oldest_versions_that_ci_trains_with_are_the_lower_bounds():
+    lowest = lower_bounds()
+    tried = constraints()
     assert (
         lowest.keys()
         == tried.keys()
@@ -58,7 +55,7 @@ def test_the_oldest_versions_that_ci_trains_with_are_the_lower_bounds() -> None:
 
 
 @pytest.mark.promise("A14", "D35", "E31", "E33")
-def test_variables_reach_every_process() -> None:
+def test_variables_reach_every_process():
     given = {
         "NCCL_DEBUG": "TRACE",
         "NCCL_SOCKET_IFNAME": "eth0",
@@ -70,7 +67,7 @@ def test_variables_reach_every_process() -> None:
 
 
 @pytest.mark.promise("C17")
-def test_the_fourth_preset_of_document_c_is_a_config_of_three_lines() -> None:
+def test_the_fourth_preset_of_document_c_is_a_config_of_three_lines():
     block = {
         "distributed": {
             "strategy": "ddp",
@@ -89,7 +86,7 @@ def test_the_fourth_preset_of_document_c_is_a_config_of_three_lines() -> None:
 
 
 @pytest.mark.promise("A26")
-def test_the_claim_about_speed_is_a_measured_table() -> None:
+def test_the_claim_about_speed_is_a_measured_table():
     section = (
         text_of(ROOT / "docs" / "benchmarks.md")
         .split("## DDP against FSDP")[1]
@@ -109,7 +106,7 @@ def test_the_claim_about_speed_is_a_measured_table() -> None:
 # ---- runs ----------------------------------------------------------------------------------------------------------
 
 
-def write_config(folder: Path, **more: Any) -> Path:
+def write_config(folder, **more):
     texts = tiny.texts(64, longest=20)
     rows = [
         {"query": " ".join(text.split()[:3]), "positive": f"found: {text}"}
@@ -138,7 +135,7 @@ def write_config(folder: Path, **more: Any) -> Path:
     return path
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
+def metrics(folder):
     lines = [
         json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
@@ -163,7 +160,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     "E35",
     "E38",
 )
-def test_one_command_on_two_processes(tmp_path: Path) -> None:
+def test_one_command_on_two_processes(tmp_path):
     one = tmp_path / "one"
     vembed.train(write_config(one, global_batch_size=16))
     two = tmp_path / "two"
@@ -178,7 +175,8 @@ def test_one_command_on_two_processes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
-    alone, sharded = metrics(one / "output"), metrics(two / "output")
+    alone = metrics(one / "output")
+    sharded = metrics(two / "output")
     assert [line["step"] for line in sharded] == list(range(1, STEPS + 1))
     for ours, theirs in zip(sharded, alone, strict=True):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
@@ -220,7 +218,7 @@ def test_one_command_on_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("C28")
-def test_accumulated_batches_have_only_their_own_negatives(tmp_path: Path) -> None:
+def test_accumulated_batches_have_only_their_own_negatives(tmp_path):
     large = vembed.train(
         write_config(tmp_path / "large", batch_size=16, max_steps=1, save_steps=None)
     )
@@ -241,10 +239,8 @@ def test_accumulated_batches_have_only_their_own_negatives(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.promise("C12", "D22", "E16")
-def test_a_run_recomputes_layers_and_drops_out(
-    checkpointing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
+def test_a_run_recomputes_layers_and_drops_out(checkpointing, tmp_path, monkeypatch):
+    calls = []
     real = precision.checkpoint
     monkeypatch.setattr(
         precision,

@@ -1,7 +1,5 @@
 """The table names every promise and what shows it: tests by their marks, pages, commands."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -16,23 +14,24 @@ ROWS = [
 ]
 
 
-def test_every_promise_has_one_row() -> None:
+def test_every_promise_has_one_row():
     assert list(promises()) == ROWS
 
 
-def test_the_table_is_made_from_the_marks() -> None:
+def test_the_table_is_made_from_the_marks():
     assert README.read_text(encoding="utf-8") == table(), (
         "run: python -m tests.acceptance.table"
     )
 
 
-def test_marks_name_promises() -> None:
+def test_marks_name_promises():
     assert [(row, test) for row, test in marked_tests() if row not in ROWS] == []
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_every_row_is_shown(row: str) -> None:
-    kind, also = promises()[row]["kind"], promises()[row].get("also", "")
+def test_every_row_is_shown(row):
+    kind = promises()[row]["kind"]
+    also = promises()[row].get("also", "")
     if "CFG" in kind or "CPU2" in kind:
         assert row in {marked for marked, _ in marked_tests()} or row == "E37"
     elif "DOC" in kind:

@@ -1,7 +1,5 @@
 """Collections of the benchmarks: no picture is in both sets, and one that is not installed says so."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -11,7 +9,7 @@ from benchmarks.collections_here import manual, pictures
 from benchmarks.tiny_models import MODELS, made
 
 
-def test_no_picture_is_in_both_sets() -> None:
+def test_no_picture_is_in_both_sets():
     both = pictures(400, 100)
     train, val = (
         [Path(row["positive"]["image"]).read_bytes() for row in rows]
@@ -23,18 +21,16 @@ def test_no_picture_is_in_both_sets() -> None:
     assert {row["query"] for row in both.train} == {row["query"] for row in both.val}
 
 
-def test_without_manual_pages_the_reason_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_manual_pages_the_reason_is_given(tmp_path, monkeypatch):
     monkeypatch.setattr(collections_here, "MANUAL", tmp_path)
     with pytest.raises(SystemExit, match="holds nothing to make pairs of"):
         manual(300, 100)
 
 
-def test_a_model_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[Path] = []
+def test_a_model_is_made_once(tmp_path, monkeypatch):
+    calls = []
 
-    def small(folder: Path) -> Path:
+    def small(folder):
         calls.append(folder)
         (folder / "config.json").write_text("{}")
         return folder

@@ -1,15 +1,11 @@
 """The table of `python -m benchmarks.defaults table`: shares of the gain of the best value, on other seeds."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from benchmarks.defaults_table import print_tables
 
 
-def lines(scores: dict[str, tuple[float, ...]]) -> list[dict[str, Any]]:
+def lines(scores):
     """Runs of a search: a rate, or none for the defaults -> the score of each seed."""
     place = {
         "collection": "packages",
@@ -17,7 +13,7 @@ def lines(scores: dict[str, tuple[float, ...]]) -> list[dict[str, Any]]:
         "size": 300,
         "max_length": 32,
     }
-    found: list[dict[str, Any]] = [{"run": {"what": "before", **place}, "score": 0.5}]
+    found = [{"run": {"what": "before", **place}, "score": 0.5}]
     for rate, by_seed in scores.items():
         options = {"learning_rate": float(rate)} if rate else {}
         for seed, score in enumerate(by_seed):
@@ -54,12 +50,7 @@ def lines(scores: dict[str, tuple[float, ...]]) -> list[dict[str, Any]]:
         ({"": (0.40, 0.41), "8e-5": (0.40, 0.40)}, "the defaults", "no gain"),
     ],
 )
-def test_share_of_the_best_gain(
-    scores: dict[str, tuple[float, ...]],
-    best: str,
-    share: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_share_of_the_best_gain(scores, best, share, capsys):
     print_tables(lines(scores), num_seeds=2)
     (row,) = [
         line
@@ -70,9 +61,7 @@ def test_share_of_the_best_gain(
     assert row.split(" | ")[3] == best and row.split(" | ")[-1] == f"{share} |"
 
 
-def test_a_search_that_has_not_ended_is_said(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_search_that_has_not_ended_is_said(capsys):
     for scores in ({"": (0.6,)}, {"": (0.60, 0.61), "8e-5": (0.62, 0.63)}):
         print_tables(lines(scores), num_seeds=2)
         (row,) = [

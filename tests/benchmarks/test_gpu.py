@@ -1,13 +1,10 @@
 """`python -m benchmarks.gpu --small` measures its rows on a CPU; a row that fails or has no time leaves the others."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,29 +21,25 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 ROOT = Path(__file__).parents[2]
 
 
-def rows(tmp_path: Path, *options: str) -> dict[str, dict[str, Any]]:
+def rows(tmp_path, *options):
     code = main(["--small", "--out", str(tmp_path / "gpu.json"), *options])
     found = json.loads((tmp_path / "gpu.json").read_text())["rows"]
     assert code == 0, [row for row in found if row["status"] == "failed"]
     return {row["name"]: row for row in found}
 
 
-def test_packed_attention_is_compared_with_plain_attention(tmp_path: Path) -> None:
+def test_packed_attention_is_compared_with_plain_attention(tmp_path):
     found = rows(tmp_path, "--part", "correctness", "--row", "attention")
     assert len(found) == 16 and all(row["status"] == "ok" for row in found.values())
 
 
-def test_4_bit_weights_whose_bits_look_like_no_numbers_are_saved(
-    tmp_path: Path,
-) -> None:
+def test_4_bit_weights_whose_bits_look_like_no_numbers_are_saved(tmp_path):
     # They are stored as 16-bit floats: a run whose packed bits looked like a NaN ended without its model.
     pytest.importorskip("bitsandbytes")
     assert rows(tmp_path, "--row", "QLoRA")["QLoRA"]["status"] == "ok"
 
 
-def test_compiled_layers_give_the_same_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compiled_layers_give_the_same_gradients(tmp_path, monkeypatch):
     # Compiling takes seconds for each layer.
     monkeypatch.setattr(
         gpu_correctness, "small", lambda shape: replace(small(shape), layers=1)
@@ -55,14 +48,14 @@ def test_compiled_layers_give_the_same_gradients(
     assert found["equal gradients: compiled"]["gradients"] < 1e-3
 
 
-def test_speed_and_memory_on_tiny_models(tmp_path: Path) -> None:
+def test_speed_and_memory_on_tiny_models(tmp_path):
     found = rows(tmp_path, "--row", "clip")
     assert found["clip-vit-b16"]["status"] == "ok"
     spoken = rows(tmp_path, "--part", "memory", "--row", "qwen3-vl")["qwen3-vl-2b"]
     assert spoken["predicted_gb"] > 0
 
 
-def test_one_process_was_left_whole_where_the_row_says_fsdp2(tmp_path: Path) -> None:
+def test_one_process_was_left_whole_where_the_row_says_fsdp2(tmp_path):
     # The row compared a plain run with a plain run. It fails now unless the log tells of shards.
     assert (
         rows(tmp_path, "--row", "FSDP2")["equal gradients: FSDP2 on a mesh of one"][
@@ -72,7 +65,7 @@ def test_one_process_was_left_whole_where_the_row_says_fsdp2(tmp_path: Path) -> 
     )
 
 
-def test_a_replay_with_dropout_gives_the_same_gradients(tmp_path: Path) -> None:
+def test_a_replay_with_dropout_gives_the_same_gradients(tmp_path):
     assert (
         rows(tmp_path, "--row", "with dropout")[
             "equal gradients: Gradient Cache with dropout"
@@ -81,14 +74,14 @@ def test_a_replay_with_dropout_gives_the_same_gradients(tmp_path: Path) -> None:
     )
 
 
-def test_decoders_were_pooled_differently_by_the_two_sides(tmp_path: Path) -> None:
+def test_decoders_were_pooled_differently_by_the_two_sides(tmp_path):
     # A folder without Sentence Transformers' files: the last token here, the mean there, so no ratio at all.
     pytest.importorskip("sentence_transformers")
     found = rows(tmp_path, "--part", "speed", "--row", "qwen3-0.6b")["qwen3-0.6b"]
     assert found["first_losses_differ_by"] < 1e-3 and isinstance(found["ratio"], float)
 
 
-def test_the_loss_is_compared_with_the_plain_matrix(tmp_path: Path) -> None:
+def test_the_loss_is_compared_with_the_plain_matrix(tmp_path):
     found = rows(tmp_path, "--row", "loss")
     assert [row["status"] for row in found.values()] == ["ok"] * 3
     assert (
@@ -101,7 +94,7 @@ MISSING = ("pytrec_eval", "datasets", "bitsandbytes", "flash_attn", "torchao", "
 """Packages that a machine may lack on which the benchmark has to run."""
 
 
-def test_a_missing_package_ended_every_training(tmp_path: Path) -> None:
+def test_a_missing_package_ended_every_training(tmp_path):
     blocked = f"import sys; sys.modules.update(dict.fromkeys({MISSING!r}))"
     out = tmp_path / "gpu.json"
     words = ["--small", "--out", str(out)]
@@ -121,7 +114,8 @@ def test_a_missing_package_ended_every_training(tmp_path: Path) -> None:
     found = {
         (row["part"], row["name"]): row for row in json.loads(out.read_text())["rows"]
     }
-    speed, memory = found["speed", "bert-base"], found["memory", "bert-base"]
+    speed = found["speed", "bert-base"]
+    memory = found["memory", "bert-base"]
     assert (
         speed["samples_per_second"] > 0
         and speed["peer"] == "skipped: datasets is not installed"
@@ -130,15 +124,15 @@ def test_a_missing_package_ended_every_training(tmp_path: Path) -> None:
     assert "QLoRA: status=skipped, reason=bitsandbytes is not installed" in ran.stdout
 
 
-def test_a_row_that_fails_or_has_no_time_leaves_the_others(tmp_path: Path) -> None:
+def test_a_row_that_fails_or_has_no_time_leaves_the_others(tmp_path):
     record = Record(
         tmp_path / "out.json", torch.device("cpu"), is_small=True, seconds=100
     )
 
-    def fails() -> dict[str, Any]:
+    def fails():
         raise RuntimeError("no kernel image")
 
-    def not_here() -> dict[str, Any]:
+    def not_here():
         raise NotMeasuredError("flash-attn is not installed")
 
     record.row("speed", "fails", fails)
@@ -158,9 +152,7 @@ def test_a_row_that_fails_or_has_no_time_leaves_the_others(tmp_path: Path) -> No
     )
 
 
-def test_without_a_gpu_the_small_form_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_gpu_the_small_form_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     out = tmp_path / "gpu.json"
     assert main(["--out", str(out), "--row", "matrix product"]) == 0
@@ -168,12 +160,10 @@ def test_without_a_gpu_the_small_form_runs(
     assert row["size"] == 512
 
 
-def test_a_peer_without_memory_is_tried_with_its_cached_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tried: list[int] = []
+def test_a_peer_without_memory_is_tried_with_its_cached_loss(tmp_path, monkeypatch):
+    tried = []
 
-    def train(*arguments: Any) -> gpu_sides.Elsewhere:
+    def train(*arguments):
         tokens = arguments[-1]
         tried.append(tokens)
         if not tokens:

@@ -1,13 +1,11 @@
 """The share of matrix products in a step."""
 
-from __future__ import annotations
-
 from benchmarks.products import profiled_step, shares
 from vembed.training.optimizer import Update
 from vembed.training.step import ContrastiveStep
 
 
-def test_products_are_told_from_the_rest() -> None:
+def test_products_are_told_from_the_rest():
     found = {"mm": 1.5, "addmm": 1.0, "bmm": 0.5, "gelu": 0.25, "copy_": 0.75}
     assert shares(found) == (
         "products 3.00 s, the rest 1.00 s (25%, with the profiler's own time); "
@@ -15,7 +13,7 @@ def test_products_are_told_from_the_rest() -> None:
     )
 
 
-def test_the_training_is_left_as_it_was() -> None:
+def test_the_training_is_left_as_it_was():
     before = ContrastiveStep.accumulate, Update.apply
     with profiled_step(0):
         assert before != (ContrastiveStep.accumulate, Update.apply)

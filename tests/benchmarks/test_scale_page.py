@@ -1,7 +1,5 @@
 """The tables of docs/scale.md are those of the arithmetic, and a rank's tables grow no faster than the rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from benchmarks.ranks import measure
@@ -18,7 +16,7 @@ from benchmarks.traffic import (
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 
 
-def test_tables_of_the_page() -> None:
+def test_tables_of_the_page():
     page = PAGE.read_text(encoding="utf-8")
     found = page.partition(BEGIN)[2].partition(END)[0]
     assert found.strip() == tables().strip(), (
@@ -26,7 +24,7 @@ def test_tables_of_the_page() -> None:
     )
 
 
-def test_arithmetic_of_a_gather() -> None:
+def test_arithmetic_of_a_gather():
     assert all_gather(800.0, 8).inside == 700.0, (
         "each GPU sends its eighth to seven others"
     )
@@ -35,7 +33,7 @@ def test_arithmetic_of_a_gather() -> None:
     assert of_parameters("ddp", small, 8).inside == 2 * 4 * small.parameters * 7 / 8
 
 
-def test_tables_of_a_rank_grow_with_the_rows(tmp_path: Path) -> None:
+def test_tables_of_a_rank_grow_with_the_rows(tmp_path):
     write_data(32 * 64, tmp_path / "data.jsonl")
     few, many = (
         measure(world_size, tmp_path, rows=64, repeats=1)["bytes"]

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,13 +27,8 @@ class Ended:
     err: str
 
 
-Command = Callable[..., Ended]
-
-
 @pytest.fixture
-def vembed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Command:
+def vembed(tmp_path, monkeypatch, capsys):
     """Runs `vembed TEXT WORDS` in an empty folder, in this process; the text is split into words."""
     monkeypatch.chdir(tmp_path)
     for name in (
@@ -48,7 +42,7 @@ def vembed(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
-    def run(text: str, *words: str) -> Ended:
+    def run(text, *words):
         capsys.readouterr()
         with pytest.raises(SystemExit) as end:
             app([*text.split(), *words])
@@ -58,26 +52,27 @@ def vembed(
     return run
 
 
-def on_ranks(text: str, *words: str) -> list[Ended]:
+def on_ranks(text, *words):
     """Run a verb on two ranks in the current folder, as the processes that a launcher has started."""
     return run_ranks(_on_rank, 2, [*text.split(), *words], process_group=False)
 
 
-def _on_rank(words: Sequence[str]) -> Ended:
-    out, err = io.StringIO(), io.StringIO()
+def _on_rank(words):
+    out = io.StringIO()
+    err = io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = run_process(words[0], words[1:])
     return Ended(code, out.getvalue(), err.getvalue())
 
 
 @pytest.fixture
-def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+def process(tmp_path, monkeypatch):
     """Runs `python WORDS` in an empty folder, with torch out of reach: what runs here may not need it."""
     monkeypatch.chdir(tmp_path)
     Path("no_torch").mkdir()
     Path("no_torch/torch.py").write_text("raise AssertionError('torch was imported')\n")
 
-    def run(*words: str, **env: str) -> Ended:
+    def run(*words, **env):
         environment = {
             name: value
             for name, value in os.environ.items()
@@ -100,13 +95,13 @@ def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
 
 
 @pytest.fixture
-def cfg(vembed: Command) -> str:
+def cfg(vembed):
     """A config of two lines."""
     Path("cfg.yaml").write_text("model_name: some/model\ndata_path: train.jsonl\n")
     return "cfg.yaml"
 
 
-def write_config(folder: Path, more: str) -> Path:
+def write_config(folder, more):
     """Write 16 pairs and a config that trains on them, with further lines."""
     words = texts(32)
     rows = ""
@@ -120,7 +115,7 @@ def write_config(folder: Path, more: str) -> Path:
     return folder / "cfg.yaml"
 
 
-def losses(folder: str) -> list[float]:
+def losses(folder):
     """The losses of a run, step by step."""
     lines = Path(folder, "metrics.jsonl").read_text().splitlines()
     values = [json.loads(line) for line in lines]

@@ -1,26 +1,23 @@
 """The commands as a user meets them: exit codes, messages, dry runs of the documents' commands."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Command
 from tests.commands import command
 from tests.tiny import shared, tiny_bert
 from vembed.config.loading import load_config
 from vembed.config.options import all_options
+from vembed.entrypoints.python_train import train
 from vembed.errors import UserError
-from vembed.training.run import train
 
 ROOT = Path(__file__).parents[2]
 STAGES = "model_name: m\ndata_path: d\ntraining_stages:\n  one: {epochs: 1}\n  two: {epochs: 2}\n"
 
 
-def test_help_loads_nothing_heavy(process: Command) -> None:
+def test_help_loads_nothing_heavy(process):
     code = (
         "import sys\nfrom vembed.cli.main import app\ntry:\n    app(['--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = {'torch', 'pydantic', 'numpy', 'yaml'} & set(sys.modules)\nassert not heavy, heavy\n"
@@ -31,7 +28,7 @@ def test_help_loads_nothing_heavy(process: Command) -> None:
         assert f" {name} " in done.out
 
 
-def test_a_mistyped_key_is_exit_code_2_and_one_sentence(process: Command) -> None:
+def test_a_mistyped_key_is_exit_code_2_and_one_sentence(process):
     Path("cfg.yaml").write_text("model_name: m\ndata_path: d\n\nlearning_rat: 1e-5\n")
     for words in (("vembed", "train"), ("vembed.entrypoints.train",)):
         done = process("-m", *words, "cfg.yaml")
@@ -40,9 +37,7 @@ def test_a_mistyped_key_is_exit_code_2_and_one_sentence(process: Command) -> Non
         assert "cfg.yaml, line 4" in line and "'learning_rate'" in line
 
 
-def test_a_mistyped_path_is_named_with_the_one_that_is_meant(
-    vembed: Command, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mistyped_path_is_named_with_the_one_that_is_meant(vembed, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     Path("my-model").mkdir()
     Path("train.csv").write_text("query,positive\na,b\n")
@@ -55,7 +50,7 @@ def test_a_mistyped_path_is_named_with_the_one_that_is_meant(
         assert "./trian.csv" in done.err and "train.csv?" in done.err
 
 
-def test_usage_and_help(vembed: Command) -> None:
+def test_usage_and_help(vembed):
     for words in ("trian", "train", "eval", "train nowhere.yaml"):
         assert vembed(words).code == 2
     assert "OUTPUT" in vembed("encode model texts.txt").err
@@ -67,7 +62,7 @@ def test_usage_and_help(vembed: Command) -> None:
 
 
 @pytest.mark.promise("D01", "D21", "D22")
-def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
+def test_dry_run_resolves_everything_without_torch(process):
     Path("cfg.yaml").write_text(
         "model_name: Qwen/Qwen3-VL-Embedding-8B\ndata_path: data/train.jsonl\nbatch_size: 16\nuse_fsdp: true\n"
         "use_lora: true\nfsdp_backward_prefetch: BACKWARD_PRE\nlr: 2.0e-5\n"
@@ -140,9 +135,7 @@ def test_dry_run_resolves_everything_without_torch(process: Command) -> None:
     ],
 )
 @pytest.mark.promise("C14", "C15", "C16", "C17", "C18", "C19", "C33", "E26")
-def test_dry_runs_of_the_documents(
-    vembed: Command, cfg: str, words: str, expected: str
-) -> None:
+def test_dry_runs_of_the_documents(vembed, cfg, words, expected):
     before = Path(cfg).read_text()
     done = vembed(f"train {cfg} {words} --dry-run")
     assert done.code == 0, done.err
@@ -162,9 +155,7 @@ def test_dry_runs_of_the_documents(
     ],
 )
 @pytest.mark.promise("C18", "E12", "E26")
-def test_what_cannot_be_started_is_said_first(
-    vembed: Command, cfg: str, words: str, option: str
-) -> None:
+def test_what_cannot_be_started_is_said_first(vembed, cfg, words, option):
     done = vembed(f"train {cfg} {words} --dry-run")
     if done.code == 0:  # a dry run need not know the number of this machine
         done = vembed(f"train {cfg} {words}")
@@ -172,7 +163,7 @@ def test_what_cannot_be_started_is_said_first(
 
 
 @pytest.mark.promise("A08", "A11")
-def test_everything_on_the_command_line(vembed: Command) -> None:
+def test_everything_on_the_command_line(vembed):
     words = "train --use-fsdp true --model some/model --data d.jsonl --nproc 2"
     done = vembed(words, "--dry-run")
     assert done.code == 0, done.err
@@ -183,10 +174,8 @@ def test_everything_on_the_command_line(vembed: Command) -> None:
 
 
 @pytest.mark.promise("B26", "C26")
-def test_machines_in_the_environment(
-    vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def dry_run(words: str = "") -> str:
+def test_machines_in_the_environment(vembed, cfg, monkeypatch):
+    def dry_run(words=""):
         done = vembed(f"train {cfg} {words} --dry-run")
         return done.err if done.code == 2 else done.out
 
@@ -206,9 +195,7 @@ def test_machines_in_the_environment(
     assert "WORLD_SIZE and MASTER_ADDR and MASTER_PORT are not set" in dry_run()
 
 
-def test_accelerate_launch_without_gpus_says_what_to_type(
-    vembed: Command, cfg: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accelerate_launch_without_gpus_says_what_to_type(vembed, cfg, monkeypatch):
     """Accelerate then starts one process, without a rank, however many were asked for."""
     options = "--num_processes 2 --mixed_precision no --num_machines 1 --dynamo_backend no -m vembed.entrypoints.train"
     words = [*options.split(), cfg, "--dry-run"]
@@ -224,7 +211,7 @@ def test_accelerate_launch_without_gpus_says_what_to_type(
 
 
 @pytest.mark.promise("C20")
-def test_a_stage_needs_the_one_before_it(vembed: Command) -> None:
+def test_a_stage_needs_the_one_before_it(vembed):
     Path("cfg.yaml").write_text(STAGES)
     done = vembed("train cfg.yaml --stage two")
     assert done.code == 2 and "output/one/final (cfg.yaml, result of one)" in done.err
@@ -237,7 +224,7 @@ def test_a_stage_needs_the_one_before_it(vembed: Command) -> None:
 
 
 @pytest.mark.promise("D04")
-def test_the_entry_point_works_as_a_file_of_a_checkout(process: Command) -> None:
+def test_the_entry_point_works_as_a_file_of_a_checkout(process):
     Path("cfg.yaml").write_text("model_name: m\ndata_path: d\n")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "vembed", "checkout/vembed", symlinks=True, ignore=ignored)
@@ -252,7 +239,7 @@ def test_the_entry_point_works_as_a_file_of_a_checkout(process: Command) -> None
     assert "the checkout: " in done.out, "not the vembed that is installed"
 
 
-def test_the_entry_point_stays_one_process_unless_asked(process: Command) -> None:
+def test_the_entry_point_stays_one_process_unless_asked(process):
     Path("cfg.yaml").write_text("model_name: m\ndata_path: d\n")
     words = ("-m", "vembed.entrypoints.train", "cfg.yaml", "--dry-run")
     many = (*words, "--devices", "8", "--precision", "bf16-mixed")
@@ -265,7 +252,7 @@ def test_the_entry_point_stays_one_process_unless_asked(process: Command) -> Non
         assert line in done.out
 
 
-def test_config_shows_origins_and_is_a_config_itself(vembed: Command, cfg: str) -> None:
+def test_config_shows_origins_and_is_a_config_itself(vembed, cfg):
     options = ["lr=1e-5", "loss=triplet", "temperature=0.1"]
     done = vembed("config", cfg, *options)
     assert done.code == 2 and "data_path: train.jsonl does not exist" in done.err
@@ -287,7 +274,7 @@ def test_config_shows_origins_and_is_a_config_itself(vembed: Command, cfg: str) 
     assert again == load_config(cfg, options).to_dict()
 
 
-def test_schema_is_json_for_editors(vembed: Command) -> None:
+def test_schema_is_json_for_editors(vembed):
     schema = json.loads(vembed("schema").out)
     assert list(schema["properties"]) == list(all_options())
     assert schema["required"] == ["model_name", "data_path"]
@@ -307,8 +294,6 @@ def test_schema_is_json_for_editors(vembed: Command) -> None:
         ("config model_name=m data_path=d batch_size=1.5", "batch_size"),
     ],
 )
-def test_wrong_values_name_their_option(
-    vembed: Command, words: str, option: str
-) -> None:
+def test_wrong_values_name_their_option(vembed, words, option):
     done = vembed(words)
     assert done.code == 2 and option in done.err

@@ -1,7 +1,5 @@
 """Finished runs: nothing replaces one unasked, and every verb that takes a model finds the one inside a run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -10,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cli.conftest import Command, losses, on_ranks, write_config
-from vembed.config.entries import DataSource
+from tests.cli.conftest import losses, on_ranks, write_config
 from vembed.config.loading import expand_output_dir
-from vembed.training.run import train
+from vembed.config.schema import DataSource
+from vembed.entrypoints.python_train import train
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory):
     """A folder with data, a config and a run of 7 steps with checkpoints after steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("finished")
     more = "batch_size: 8\nmax_steps: 7\nsave_steps: 2\noutput_dir: run\n"
@@ -26,13 +24,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(vembed: Command, finished: Path) -> str:
+def run(vembed, finished):
     """A copy of the finished run in the current folder."""
     shutil.copytree(finished, ".", dirs_exist_ok=True)
     return "cfg.yaml"
 
 
-def contents(folder: str) -> dict[str, str]:
+def contents(folder):
     """Checksums of all files but the log."""
     return {
         str(path): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -44,9 +42,7 @@ def contents(folder: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "words", [("max_steps=5",), ("max_steps=7",), ("max_steps=5", "damaged")]
 )
-def test_resuming_a_finished_run_with_nothing_left_changes_no_file(
-    vembed: Command, run: str, words: tuple[str]
-) -> None:
+def test_resuming_a_finished_run_with_nothing_left_changes_no_file(vembed, run, words):
     if "damaged" in words:
         next(Path("run/checkpoint-6").glob("*.safetensors")).write_bytes(b"")
     before = contents("run")
@@ -57,9 +53,7 @@ def test_resuming_a_finished_run_with_nothing_left_changes_no_file(
     assert contents("run") == before
 
 
-def test_a_finished_run_goes_on_where_more_steps_are_asked_for(
-    vembed: Command, run: str
-) -> None:
+def test_a_finished_run_goes_on_where_more_steps_are_asked_for(vembed, run):
     before = losses("run")
     done = vembed("train", run, "--resume", "max_steps=8", "lr_scheduler_type=linear")
     assert done.code == 0, done.err
@@ -67,7 +61,7 @@ def test_a_finished_run_goes_on_where_more_steps_are_asked_for(
     assert losses("run")[:6] == before[:6]
 
 
-def test_a_finished_run_is_replaced_only_on_request(vembed: Command, run: str) -> None:
+def test_a_finished_run_is_replaced_only_on_request(vembed, run):
     for path in Path("run").glob("checkpoint-*"):
         shutil.rmtree(path)
     before = contents("run")
@@ -89,7 +83,7 @@ def test_a_finished_run_is_replaced_only_on_request(vembed: Command, run: str) -
     assert json.loads(Path("run/run.json").read_text())["num_steps"] == 3
 
 
-def test_output_dir_may_be_a_template(vembed: Command, run: str) -> None:
+def test_output_dir_may_be_a_template(vembed, run):
     done = vembed(
         "train",
         run,
@@ -111,7 +105,7 @@ def test_output_dir_may_be_a_template(vembed: Command, run: str) -> None:
     assert done.code == 2 and "{time} names a new folder at each start" in done.err
 
 
-def test_all_ranks_expand_a_template_to_one_folder(vembed: Command) -> None:
+def test_all_ranks_expand_a_template_to_one_folder(vembed):
     values = {
         "model_name": "org/some-model",
         "data_path": [DataSource(path="a/faq.csv")],
@@ -123,9 +117,7 @@ def test_all_ranks_expand_a_template_to_one_folder(vembed: Command) -> None:
     )
 
 
-def test_a_resumed_run_keeps_its_global_batch_on_more_processes(
-    vembed: Command, run: str
-) -> None:
+def test_a_resumed_run_keeps_its_global_batch_on_more_processes(vembed, run):
     whole = losses("run")
     shutil.rmtree("run/final")
     shutil.rmtree("run/checkpoint-6")
@@ -141,7 +133,7 @@ def test_a_resumed_run_keeps_its_global_batch_on_more_processes(
     assert "give global_batch_size=8" in refused[0].err
 
 
-def test_verbs_take_a_run_and_a_checkpoint(vembed: Command, run: str) -> None:
+def test_verbs_take_a_run_and_a_checkpoint(vembed, run):
     final = vembed("eval run train.jsonl --json run.json")
     assert final.code == 0, final.err
     assert vembed("eval run/final train.jsonl --json final.json").code == 0
@@ -169,7 +161,7 @@ def test_verbs_take_a_run_and_a_checkpoint(vembed: Command, run: str) -> None:
     )
 
 
-def test_a_killed_run_gets_a_report(vembed: Command, run: str) -> None:
+def test_a_killed_run_gets_a_report(vembed, run):
     for name in ("run.json", "report.html", "report.md"):
         Path("run", name).unlink()
     shutil.rmtree("run/final")

@@ -1,29 +1,22 @@
 """`vembed init` on files as they come: other headers, containers and kinds, doubts about them, and their sizes."""
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json
 import logging
 import random
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import datasets
 import pytest
 from PIL import Image
 
-from tests.cli.conftest import Command, Ended
 from tests.tiny import shared, tiny_bert, tiny_clip
 from vembed.config.loading import load_config
-from vembed.config.resolved import ResolvedRun
-from vembed.config.schema import TrainConfig
 from vembed.data.language import is_english
-from vembed.data_tools.init import columns, values
-from vembed.data_tools.init.columns import guess
+from vembed.data_tools import starter
+from vembed.data_tools.starter import guess
 from vembed.models.families.table import FAMILIES
 from vembed.parallel import step_memory
 from vembed.pipelines import prediction
@@ -45,24 +38,23 @@ QUESTIONS = [
 ]
 BERT = str(shared(tiny_bert))
 SIDES = ("messages", "positive_messages")
-Start = Callable[..., TrainConfig]
 
 
-def write_rows(path: str, rows: Sequence[Any]) -> str:
+def write_rows(path, rows):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     Path(path).write_text(lines)
     return path
 
 
-def text() -> str:
+def text():
     return Path("vembed.yaml").read_text(encoding="utf-8")
 
 
 @pytest.fixture
-def start(vembed: Command) -> Start:
+def start(vembed):
     """Writes a config for a data file, and returns it loaded."""
 
-    def run(data: str, *words: str, model: str | None = BERT) -> TrainConfig:
+    def run(data, *words, model=BERT):
         named = () if model is None else ("--model", model)
         done = vembed("init --force --data", data, *named, *words)
         assert done.code == 0, done.err
@@ -72,7 +64,7 @@ def start(vembed: Command) -> Start:
 
 
 @pytest.fixture
-def faq(vembed: Command) -> str:
+def faq(vembed):
     """A German export of a ticket system, with semicolons, a byte order mark, ids and a category."""
     draw = random.Random(0)
     with Path("faq.csv").open("w", newline="", encoding="utf-8-sig") as file:
@@ -87,15 +79,13 @@ def faq(vembed: Command) -> str:
     return "faq.csv"
 
 
-def refused(done: Ended, *parts: str) -> None:
+def refused(done, *parts):
     assert done.code == 2
     for part in parts:
         assert part in done.err, done.err
 
 
-def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(
-    vembed: Command, start: Start, faq: str
-) -> None:
+def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(vembed, start, faq):
     config = start(faq)
     assert config.data.column_mapping == MAPPING
     assert config.data.val_split == 0.1 and config.batch.batch_size == 8
@@ -114,9 +104,7 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(
 
 
 @pytest.mark.parametrize("has_negatives", [True, False])
-def test_a_reranker_is_trained_in_two_commands(
-    vembed: Command, start: Start, faq: str, has_negatives: bool
-) -> None:
+def test_a_reranker_is_trained_in_two_commands(vembed, start, faq, has_negatives):
     """Pairs alone get hard negatives in a stage before the training."""
     pytest.importorskip("bm25s")
     data = faq
@@ -139,13 +127,13 @@ def test_a_reranker_is_trained_in_two_commands(
     assert 0 < scores["first_stage/ndcg@10"] <= 1
 
 
-def test_images_get_no_reranker(vembed: Command) -> None:
+def test_images_get_no_reranker(vembed):
     write_rows("train.jsonl", [{"query": "a", "positive": "b"}] * 3)
     refused(vembed("init --task rerank --family clip"), "--task rerank", "text_encoder")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_config_for_each_family_loads(start: Start, family: str) -> None:
+def test_a_config_for_each_family_loads(start, family):
     write_rows("train.jsonl", [{"query": "a", "positive": "b"}] * 3)
     config = start("train.jsonl", "--family", family, model=None)
     assert config.data.data_path == "train.jsonl"
@@ -154,7 +142,7 @@ def test_a_config_for_each_family_loads(start: Start, family: str) -> None:
     assert all("#" in line for line in text().splitlines() if line.strip())
 
 
-def test_a_file_is_not_written_over(vembed: Command) -> None:
+def test_a_file_is_not_written_over(vembed):
     Path("vembed.yaml").write_text("mine")
     refused(vembed("init"), "vembed.yaml")
     assert text() == "mine"
@@ -199,9 +187,7 @@ def test_a_file_is_not_written_over(vembed: Command) -> None:
         ),
     ],
 )
-def test_columns_are_known_by_their_names(
-    start: Start, name: str, content: str, loss: str, mapping: dict[str, str] | None
-) -> None:
+def test_columns_are_known_by_their_names(start, name, content, loss, mapping):
     Path(name).write_text(content)
     config = start(name, "--val-data", name, model=None)
     assert config.objective.loss == loss
@@ -212,9 +198,7 @@ def test_columns_are_known_by_their_names(
 @pytest.mark.parametrize(
     ("encoding", "name"), [("cp1252", "Windows-1252"), ("utf-16", "UTF-16")]
 )
-def test_a_csv_as_excel_saves_it_is_copied_to_utf8(
-    vembed: Command, faq: str, encoding: str, name: str
-) -> None:
+def test_a_csv_as_excel_saves_it_is_copied_to_utf8(vembed, faq, encoding, name):
     content = Path(faq).read_text(encoding="utf-8-sig")
     Path("export.csv").write_text(content, encoding=encoding)
     done = vembed("init --data export.csv --model", BERT)
@@ -226,7 +210,7 @@ def test_a_csv_as_excel_saves_it_is_copied_to_utf8(
     assert f"export.utf8.csv is a copy of export.csv in UTF-8, read as {name}" in text()
 
 
-def test_a_csv_in_another_encoding_is_refused(vembed: Command, faq: str) -> None:
+def test_a_csv_in_another_encoding_is_refused(vembed, faq):
     damaged = Path(faq).read_bytes().replace("Bestä".encode(), b"Best\xe4", 1)
     line = damaged[: damaged.index(b"Best\xe4")].count(b"\n") + 1
     Path(faq).write_bytes(damaged)
@@ -238,7 +222,7 @@ def test_a_csv_in_another_encoding_is_refused(vembed: Command, faq: str) -> None
     assert not Path("vembed.yaml").exists()
 
 
-def test_columns_can_be_named(vembed: Command, start: Start, faq: str) -> None:
+def test_columns_can_be_named(vembed, start, faq):
     query, positive = MAPPING
     config = start(faq, "--query", positive, "--positive", query, model=None)
     assert config.data.column_mapping == {positive: "query", query: "positive"}
@@ -253,9 +237,7 @@ def test_columns_can_be_named(vembed: Command, start: Start, faq: str) -> None:
     refused(done, "Kundenfrage", "'Kundenfrage (orig)'")
 
 
-def test_texts_that_are_not_english_get_a_model_of_many_languages(
-    vembed: Command, start: Start, faq: str
-) -> None:
+def test_texts_that_are_not_english_get_a_model_of_many_languages(vembed, start, faq):
     model = start(faq, model=None).model.model_name
     assert model == "intfloat/multilingual-e5-base"
     done = vembed("init --force --model demo --data", faq)
@@ -267,7 +249,7 @@ def test_texts_that_are_not_english_get_a_model_of_many_languages(
     assert not is_english(["как дела"])
 
 
-def test_a_terminal_is_asked() -> None:
+def test_a_terminal_is_asked():
     rows = []
     for n in range(9):
         row = {"nr": f"{n}", "a": f"short text {n}"}
@@ -276,45 +258,43 @@ def test_a_terminal_is_asked() -> None:
     assert guesses.mapping == {"a": "query", "b": "positive"}
     assert [column.name for column in guesses.candidates] == ["b", "a"]
     answers = iter(["7", "2", ""])
-    asked: list[str] = []
+    asked = []
 
-    def read(prompt: str) -> str:
+    def read(prompt):
         asked.append(prompt)
         return next(answers)
 
-    confirmed = columns.confirm(guesses, ["query", "positive"], read)
+    confirmed = starter.confirm(guesses, ["query", "positive"], read)
     assert confirmed == {"a": "query", "b": "positive"}
     assert "1  b: a much longer text about it 0" in asked[0] and "nr" not in asked[0]
     assert asked[1] == "A number from 1 to 2: "
 
 
-def test_a_clip_config_fits_the_model(start: Start) -> None:
+def test_a_clip_config_fits_the_model(start):
     write_rows("train.jsonl", [{"query": "a", "positive": {"image": "b.png"}}])
     model = str(shared(tiny_clip))
     config = start("train.jsonl", "--family", "clip", model=model)
-    facts = values.model_facts(model)
+    facts = starter.model_facts(model)
     assert facts is not None and facts.temperature is not None
     assert (config.model.max_length or 1000) <= facts.max_length
     assert config.objective.temperature == facts.temperature
 
 
-def test_values_from_the_size_of_the_data() -> None:
+def test_values_from_the_size_of_the_data():
     sizes = (0, 5, 100, 1000, 10_000)
-    batches = [values.fitting_batch(size, 64) for size in sizes]
+    batches = [starter.fitting_batch(size, 64) for size in sizes]
     assert batches == [64, 5, 8, 32, 64]
-    epochs = [values.fitting_epochs(size) for size in (100, 3_000, 50_000)]
+    epochs = [starter.fitting_epochs(size) for size in (100, 3_000, 50_000)]
     assert epochs == [6, 4, 1]
-    shares = [values.held_out_share(size) for size in (20, 500, 1_000_000)]
+    shares = [starter.held_out_share(size) for size in (20, 500, 1_000_000)]
     assert shares == [None, 0.1, 0.002]
-    lengths = values.measure(["word " * 30] * 99 + ["word " * 900], None)
+    lengths = starter.measure(["word " * 30] * 99 + ["word " * 900], None)
     assert lengths is not None and not lengths.is_measured
-    assert values.fitting_length(lengths, 512, 512) == 64
-    assert values.fitting_length(lengths, 32, 512) == 32
+    assert starter.fitting_length(lengths, 512, 512) == 64
+    assert starter.fitting_length(lengths, 32, 512) == 32
 
 
-def test_the_data_of_a_config_on_one_page(
-    vembed: Command, start: Start, faq: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_data_of_a_config_on_one_page(vembed, start, faq, monkeypatch):
     start(faq)
     done = vembed("data vembed.yaml max_length=16", "query_prompt=find: ")
     assert done.code == 0, done.err
@@ -348,9 +328,7 @@ def test_the_data_of_a_config_on_one_page(
     assert ["negatives", "each", "2.0", "0.0"] in rows
 
 
-def test_a_dry_run_shows_what_is_given_and_the_data(
-    vembed: Command, start: Start, faq: str
-) -> None:
+def test_a_dry_run_shows_what_is_given_and_the_data(vembed, start, faq):
     start(faq)
     done = vembed("train vembed.yaml --dry-run")
     assert done.code == 0, done.err
@@ -366,12 +344,10 @@ def test_a_dry_run_shows_what_is_given_and_the_data(
     assert "world size: 1" in done.out
 
 
-def test_a_config_gets_the_settings_that_memory_needs(
-    start: Start, faq: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_gets_the_settings_that_memory_needs(start, faq, monkeypatch):
     needs = {None: 9.0, True: 3.0}
 
-    def placed(run: ResolvedRun, *_: object) -> SimpleNamespace:
+    def placed(run, *_):
         gigabytes = needs[run.config.model.gradient_checkpointing]
         memory = SimpleNamespace(total=gigabytes * 2**30)
         return SimpleNamespace(memory=4.0 * 2**30, in_step=lambda: memory)
@@ -388,7 +364,7 @@ def test_a_config_gets_the_settings_that_memory_needs(
 # ---- containers and kinds of data ----------------------------------------------------------------------------------
 
 
-def write_container(kind: str) -> None:
+def write_container(kind):
     """Write QUESTIONS in a container of this name."""
     if kind == "saved":
         splits = {"train": QUESTIONS, "test": QUESTIONS[:3]}
@@ -405,9 +381,7 @@ def write_container(kind: str) -> None:
 
 
 @pytest.mark.parametrize("data", ["saved", "a.csv.gz", "parts", "parts/*.jsonl"])
-def test_columns_and_sizes_are_looked_at_in_every_container(
-    vembed: Command, start: Start, data: str
-) -> None:
+def test_columns_and_sizes_are_looked_at_in_every_container(vembed, start, data):
     write_container(data)
     config = start(data)
     assert config.data.data_path == data
@@ -418,10 +392,8 @@ def test_columns_and_sizes_are_looked_at_in_every_container(
 
 
 @pytest.mark.parametrize("kind", ["classes", "scores"])
-def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(
-    vembed: Command, start: Start, kind: str
-) -> None:
-    rows: list[dict[str, Any]] = []
+def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(vembed, start, kind):
+    rows = []
     for n in range(240):
         animal = ("cat", "dog", "cow")[n % 3]
         row = {"text": f"{animal} number {n}", "label": n % 3}
@@ -446,9 +418,7 @@ def test_a_tenth_of_labelled_and_of_scored_data_is_held_out_too(
         ("query,positive,page\na,b,1\nc,d,2\n", None),
     ],
 )
-def test_doubts_are_said_and_stand_in_the_config(
-    vembed: Command, content: str, doubt: str | None
-) -> None:
+def test_doubts_are_said_and_stand_in_the_config(vembed, content, doubt):
     Path("a.csv").write_text(content)
     done = vembed("init --data a.csv")
     assert done.code == 0
@@ -459,7 +429,7 @@ def test_doubts_are_said_and_stand_in_the_config(
 
 
 @pytest.mark.parametrize("kind", ["passages", "conversations", "for_excel"])
-def test_shapes_of_other_programs(vembed: Command, start: Start, kind: str) -> None:
+def test_shapes_of_other_programs(vembed, start, kind):
     passage = "word " * 60
     message = [{"role": "user", "content": passage}]
     name = "a.jsonl"
@@ -480,9 +450,7 @@ def test_shapes_of_other_programs(vembed: Command, start: Start, kind: str) -> N
     assert done.code == 0, done.err
 
 
-def test_bad_records_and_images_are_counted_as_training_counts_them(
-    vembed: Command, start: Start
-) -> None:
+def test_bad_records_and_images_are_counted_as_training_counts_them(vembed, start):
     """35 bad records beyond the first ones, and 5 broken images: the config leaves them out, and trains."""
     rows = [{"query": f"where is {n}?", "positive": f"{n} is here"} for n in range(400)]
     for number in range(200, 235):
@@ -503,9 +471,7 @@ def test_bad_records_and_images_are_counted_as_training_counts_them(
 
 
 @pytest.mark.parametrize(("name", "is_used"), [("validation", True), ("test", False)])
-def test_the_validation_split_of_a_saved_dataset_is_used(
-    vembed: Command, start: Start, name: str, is_used: bool
-) -> None:
+def test_the_validation_split_of_a_saved_dataset_is_used(vembed, start, name, is_used):
     splits = {"train": QUESTIONS[30:], name: QUESTIONS[:30]}
     datasets.DatasetDict(
         {split: datasets.Dataset.from_list(rows) for split, rows in splits.items()}
@@ -530,9 +496,7 @@ def test_the_validation_split_of_a_saved_dataset_is_used(
         ("pictures/a.png", ""),
     ],
 )
-def test_what_cannot_be_trained_on_is_refused(
-    vembed: Command, name: str, content: str
-) -> None:
+def test_what_cannot_be_trained_on_is_refused(vembed, name, content):
     path = Path(name)
     path.parent.mkdir(exist_ok=True)
     path.write_text(content)

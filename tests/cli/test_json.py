@@ -1,20 +1,17 @@
 """`--json`: alone on standard output, or in a file, for every command whose output a program may read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Command, write_config
+from tests.cli.conftest import write_config
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed.cli.support import with_json_target
 
 
 @pytest.fixture
-def folder(vembed: Command) -> str:
+def folder(vembed):
     """Data and a config in the current folder."""
     write_config(Path.cwd(), "batch_size: 8\n")
     return str(shared(tiny_bert_st))
@@ -29,18 +26,18 @@ def folder(vembed: Command) -> str:
         (["run", "--json=out.txt"], ["run", "--json=out.txt"]),
     ],
 )
-def test_a_file_may_follow(words: list[str], value: list[str]) -> None:
+def test_a_file_may_follow(words, value):
     assert with_json_target(words) == value
 
 
-def read(vembed: Command, *words: str, code: int = 0) -> Any:
+def read(vembed, *words, code=0):
     """The JSON of a command; what people read is on standard error."""
     done = vembed(*words, "--json")
     assert done.code == code, done.err
     return json.loads(done.out)
 
 
-def test_versions_config_and_plan(vembed: Command, folder: str) -> None:
+def test_versions_config_and_plan(vembed, folder):
     assert {"vembed", "python", "torch"} <= set(read(vembed, "version"))
     config = read(vembed, "config cfg.yaml epochs=2")
     assert (
@@ -56,7 +53,7 @@ def test_versions_config_and_plan(vembed: Command, folder: str) -> None:
     assert plan["fits"] is False and plan["ways_out"]
 
 
-def test_scores_and_vectors(vembed: Command, folder: str) -> None:
+def test_scores_and_vectors(vembed, folder):
     scores = read(vembed, "eval", folder, "train.jsonl")
     assert 0 < scores["ndcg@10"] <= 1
     assert vembed("eval", folder, "train.jsonl", "--json", "scores.json").code == 0
@@ -77,7 +74,7 @@ def test_scores_and_vectors(vembed: Command, folder: str) -> None:
     )
 
 
-def test_data_training_and_search(vembed: Command, folder: str) -> None:
+def test_data_training_and_search(vembed, folder):
     facts = read(vembed, "data cfg.yaml")
     assert facts["num_examples"] == 16 and facts["sources"][0]["num_examples"] == 16
     assert (
@@ -101,7 +98,7 @@ def test_data_training_and_search(vembed: Command, folder: str) -> None:
     )
 
 
-def test_data_that_are_made(vembed: Command, folder: str) -> None:
+def test_data_that_are_made(vembed, folder):
     mined = read(
         vembed,
         "mine data_path=train.jsonl",

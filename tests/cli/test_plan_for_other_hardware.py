@@ -1,20 +1,17 @@
 """`vembed plan --gpu 2xA100-80GB` and `--memory 80`: hardware that is not here, with an estimate of the hours."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Command
 from tests.tiny import shared, tiny_qwen3
 from vembed.errors import UserError
 from vembed.parallel.hardware import read_hardware
 
 
 @pytest.fixture
-def plan(vembed: Command) -> str:
+def plan(vembed):
     """A config with 1,000 pairs of two short texts."""
     Path("train.jsonl").write_text('{"query": "red", "positive": "green"}\n' * 1000)
     Path("cfg.yaml").write_text(
@@ -23,12 +20,12 @@ def plan(vembed: Command) -> str:
     return "cfg.yaml"
 
 
-def hours(text: str) -> float:
+def hours(text):
     (found,) = re.findall(r"hours: about (\S+) ", text)
     return float(found)
 
 
-def test_hours_on_gpus_that_are_not_here(vembed: Command, plan: str) -> None:
+def test_hours_on_gpus_that_are_not_here(vembed, plan):
     done = vembed(
         "plan", plan, "--gpu", "2xA100-80GB", "epochs=2", "use_gradient_cache=false"
     )
@@ -55,7 +52,7 @@ def test_hours_on_gpus_that_are_not_here(vembed: Command, plan: str) -> None:
     )
 
 
-def test_memory_alone(vembed: Command, plan: str) -> None:
+def test_memory_alone(vembed, plan):
     done = vembed("plan", plan, "--memory", "80", "--nproc", "4")
     assert (
         "of the 77.6 GB of a process (a GPU of 80 GB): fits" in done.out
@@ -89,15 +86,13 @@ def test_memory_alone(vembed: Command, plan: str) -> None:
         ),
     ],
 )
-def test_mistakes(
-    vembed: Command, plan: str, words: tuple[str, ...], sentence: str
-) -> None:
+def test_mistakes(vembed, plan, words, sentence):
     done = vembed("plan", plan, *words)
     assert done.code == 2 and sentence in done.err
 
 
 @pytest.mark.parametrize("name", ["NVIDIA A100 80GB", "8x A100-SXM4-80GB"])
-def test_names_as_people_write_them(name: str) -> None:
+def test_names_as_people_write_them(name):
     found = read_hardware(name, None)
     assert (
         found is not None

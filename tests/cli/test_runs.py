@@ -1,26 +1,22 @@
 """The verbs that load a model, with a tiny one: in this process, and on two processes that the command starts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Command, losses, write_config
+from tests.cli.conftest import losses, write_config
 from tests.commands import command
 
 
 @pytest.fixture
-def run_config(vembed: Command) -> str:
+def run_config(vembed):
     """A config for four steps, with data and a model."""
     write_config(Path.cwd(), "global_batch_size: 8\nmax_steps: 4\n")
     return "cfg.yaml"
 
 
 @pytest.mark.promise("A08", "D43")
-def test_train_here_and_on_two_sharded_processes(
-    vembed: Command, run_config: str
-) -> None:
+def test_train_here_and_on_two_sharded_processes(vembed, run_config):
     here = vembed("train", run_config, "output_dir=one")
     assert here.code == 0, here.err
     there = command(
@@ -36,9 +32,7 @@ def test_train_here_and_on_two_sharded_processes(
     assert losses("three") == losses("one"), "the written config repeats the run"
 
 
-def test_a_mistake_in_the_data_on_two_processes_is_one_sentence(
-    vembed: Command, run_config: str
-) -> None:
+def test_a_mistake_in_the_data_on_two_processes_is_one_sentence(vembed, run_config):
     Path("train.jsonl").write_text('{"query": "a", "positive": "b"}\n{"query": ""}\n')
     done = command("train", run_config, "--nproc", "2")
     assert done.returncode == 2

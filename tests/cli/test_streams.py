@@ -1,9 +1,5 @@
 """Closed standard streams, and variables of the environment that are no numbers."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import yaml
 
@@ -14,7 +10,7 @@ from vembed.errors import UserError
 from vembed.parallel.environment import check_num_threads
 
 
-def test_a_run_without_standard_streams_ends_well(tmp_path: Path) -> None:
+def test_a_run_without_standard_streams_ends_well(tmp_path):
     options = settings(tmp_path, max_steps=2, val_data_path=None)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**options, "report_to": "none"}))
     assert (
@@ -29,7 +25,7 @@ def test_a_run_without_standard_streams_ends_well(tmp_path: Path) -> None:
     )
 
 
-def test_a_full_disk_is_a_sentence_and_leaves_no_half_model(tmp_path: Path) -> None:
+def test_a_full_disk_is_a_sentence_and_leaves_no_half_model(tmp_path):
     err = tmp_path / "err"
     code = start(
         "export",
@@ -46,7 +42,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_no_half_model(tmp_path: Path) -> N
     ] == ["err"]
 
 
-def test_threads_that_are_no_number() -> None:
+def test_threads_that_are_no_number():
     for value in ("abc", "0", "-1", "1.5"):
         with pytest.raises(UserError, match="OMP_NUM_THREADS"):
             check_num_threads({"OMP_NUM_THREADS": value})

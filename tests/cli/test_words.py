@@ -1,7 +1,5 @@
 """The words after `vembed train`: flags in kebab or snake case, key=value, and what only the launcher needs."""
 
-from __future__ import annotations
-
 import pytest
 
 from vembed.config.arguments import (
@@ -37,14 +35,14 @@ from vembed.errors import UserError
     ],
 )
 @pytest.mark.promise("A17", "A18", "B19", "B25")
-def test_flags_become_options(words: str, overrides: list[str]) -> None:
+def test_flags_become_options(words, overrides):
     before = parse_train_arguments(["cfg.yaml", *words.split()])
     after = parse_train_arguments([*words.split(), "cfg.yaml"])
     assert before == after == TrainArguments("cfg.yaml", tuple(overrides))
 
 
 @pytest.mark.promise("A10", "C20")
-def test_what_only_the_launcher_needs() -> None:
+def test_what_only_the_launcher_needs():
     words = "--config cfg.toml --machine-rank 1 --main-process-ip 10.0.0.1 --main_process_port 1234 --stage stage2"
     words += " --run-id a"
     assert parse_train_arguments([*words.split(), "--dry-run"]) == TrainArguments(
@@ -59,7 +57,7 @@ def test_what_only_the_launcher_needs() -> None:
     )
 
 
-def test_the_words_for_other_processes_mean_the_same() -> None:
+def test_the_words_for_other_processes_mean_the_same():
     arguments = parse_train_arguments(
         ["a b.yaml", "query_prompt=--set x=1", "--stage", "two", "--lr", "1e-5"]
     )
@@ -87,7 +85,7 @@ def test_the_words_for_other_processes_mean_the_same() -> None:
         ),
     ],
 )
-def test_mistakes_are_one_sentence(words: list[str], sentence: str) -> None:
+def test_mistakes_are_one_sentence(words, sentence):
     with pytest.raises(UserError) as caught:
         parse_train_arguments(words)
     assert sentence in str(caught.value)

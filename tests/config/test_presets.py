@@ -14,9 +14,9 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from tests.commands import command
 from tests.config.conftest import WriteConfig
 from vembed.config.accelerate_file import (
+    PRESETS_FOLDER,
     TOP_KEYS,
     preset_names,
-    presets_folder,
     read_accelerate_file,
 )
 from vembed.config.loading import resolve_run
@@ -44,7 +44,7 @@ def test_the_presets_there_are() -> None:
 def test_preset_loads_in_accelerate_and_here(
     name: str, write_config: WriteConfig
 ) -> None:
-    theirs = load_config_from_file(str(presets_folder() / f"{name}.yaml"))
+    theirs = load_config_from_file(str(PRESETS_FOLDER / f"{name}.yaml"))
     ours = read_accelerate_file(name)
     assert ours.notes == ()
     machines = ours.options["num_machines"]
@@ -94,7 +94,7 @@ def test_accelerate_launch_counts_processes_by_itself(
     )
     words = [
         "--config_file",
-        str(presets_folder() / f"{name}.yaml"),
+        str(PRESETS_FOLDER / f"{name}.yaml"),
         "--main_process_port",
         "0",
         str(script),

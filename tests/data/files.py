@@ -1,11 +1,7 @@
 """Data files for tests, in every format, and the store that opens them."""
 
-from __future__ import annotations
-
 import csv
 import json
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,10 +9,9 @@ import pytest
 
 from vembed.config.schema import TrainConfig
 from vembed.data import example_store
-from vembed.data.example_store import ExampleStore
 from vembed.errors import UserError
 
-RECORDS: list[dict[str, Any]] = [
+RECORDS = [
     {
         "query": f"question {i}, with a comma",
         "positive": f'answer "{i}"\nin two lines',
@@ -26,16 +21,16 @@ RECORDS: list[dict[str, Any]] = [
 ]
 
 
-def pair(**fields: Any) -> dict[str, Any]:
+def pair(**fields):
     """A record of a query and a positive, with these fields."""
     return {"query": "q", "positive": "p", **fields}
 
 
-def config(**options: Any) -> TrainConfig:
+def config(**options):
     return TrainConfig(model_name="m", data_path="unused", **options)
 
 
-def open_examples(config: TrainConfig, paths: Any, **options: Any) -> ExampleStore:
+def open_examples(config, paths, **options):
     """Open data as the run of a config does."""
     return example_store.open_examples(
         config.data,
@@ -46,24 +41,34 @@ def open_examples(config: TrainConfig, paths: Any, **options: Any) -> ExampleSto
     )
 
 
-def open_path(path: Path | str, **options: Any) -> ExampleStore:
+def open_path(path, **options):
     return open_examples(config(**options), str(path))
 
 
-def refused(path: Path | str, **options: Any) -> str:
+def refused(path, **options):
     with pytest.raises(UserError) as caught:
         open_path(path, **options)
     return str(caught.value)
 
 
-def write_jsonl(path: Path, records: list[Any]) -> Path:
+def pairs_of(store):
+    """The texts of query and first positive of all examples."""
+    examples = [store[number] for number in range(len(store))]
+    return [(example.query.text, example.positives[0].text) for example in examples]
+
+
+def queries_of(store):
+    return [query for query, _ in pairs_of(store)]
+
+
+def write_jsonl(path, records):
     path.write_text(
         "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
     )
     return path
 
 
-def write_lines(path: Path, *lines: str | bytes) -> Path:
+def write_lines(path, *lines):
     path.write_bytes(
         b"".join(
             (line if isinstance(line, bytes) else line.encode()) + b"\n"
@@ -73,7 +78,7 @@ def write_lines(path: Path, *lines: str | bytes) -> Path:
     return path
 
 
-def write_format(folder: Path, kind: str, records: list[dict[str, Any]]) -> Path:
+def write_format(folder, kind, records):
     path = folder / f"data.{kind}"
     if kind in ("jsonl", "ndjson"):
         path.write_text(

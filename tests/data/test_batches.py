@@ -1,7 +1,5 @@
 """The global batch: a pure function of seed, epoch and step, whatever asked for it before."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 
@@ -14,14 +12,14 @@ from vembed.data.batching.schedule import BatchSchedule, ContentKeys, rank_rows
 from vembed.errors import UserError
 
 
-def epoch_of(batch_schedule: BatchSchedule, epoch: int) -> list[np.ndarray]:
+def epoch_of(batch_schedule, epoch):
     return [
         batch_schedule.batch(epoch, step)
         for step in range(batch_schedule.batches_per_epoch)
     ]
 
 
-def make_keys(rows: list[list[int]]) -> ContentKeys:
+def make_keys(rows):
     starts = np.cumsum([0, *map(len, rows)])
     return ContentKeys(
         np.array([key for row in rows for key in row], dtype=np.int64), starts
@@ -31,9 +29,7 @@ def make_keys(rows: list[list[int]]) -> ContentKeys:
 @given(
     st.integers(1, 200), st.integers(1, 40), st.integers(0, 2**40), st.integers(0, 5)
 )
-def test_every_example_once_but_the_last_incomplete_batch(
-    size: int, batch: int, seed: int, epoch: int
-) -> None:
+def test_every_example_once_but_the_last_incomplete_batch(size, batch, seed, epoch):
     batch_schedule = BatchSchedule([size], batch, seed)
     batches = epoch_of(batch_schedule, epoch)
     assert batch_schedule.batches_per_epoch == max(1, size // batch)
@@ -47,7 +43,7 @@ def test_every_example_once_but_the_last_incomplete_batch(
     assert drawn.max() < size
 
 
-def test_pure_function_of_seed_epoch_and_step() -> None:
+def test_pure_function_of_seed_epoch_and_step():
     used, fresh = BatchSchedule([100], 8, seed=3), BatchSchedule([100], 8, seed=3)
     for epoch in (4, 0, 2):
         epoch_of(used, epoch)
@@ -59,7 +55,7 @@ def test_pure_function_of_seed_epoch_and_step() -> None:
     )
 
 
-def test_the_order_is_the_same_in_every_release() -> None:
+def test_the_order_is_the_same_in_every_release():
     # A change here breaks the resuming of runs that an older release has begun.
     assert BatchSchedule([10], 5, seed=42).batch(0, 0).tolist() == [7, 3, 4, 2, 5]
     assert BatchSchedule([6, 4], 5, seed=1, weights=[0.5, 2.0]).batch(
@@ -68,7 +64,7 @@ def test_the_order_is_the_same_in_every_release() -> None:
 
 
 @given(st.integers(1, 100), st.integers(1, 9))
-def test_ranks_share_the_batch(num_rows: int, world_size: int) -> None:
+def test_ranks_share_the_batch(num_rows, world_size):
     parts = [rank_rows(num_rows, rank, world_size) for rank in range(world_size)]
     rows = [row for part in parts for row in range(part.start, part.stop)]
     assert rows == list(range(num_rows))
@@ -86,15 +82,13 @@ def test_ranks_share_the_batch(num_rows: int, world_size: int) -> None:
     st.booleans(),
     st.integers(0, 99),
 )
-def test_weights(
-    sources: list[tuple[int, float]], homogeneous: bool, seed: int
-) -> None:
+def test_weights(sources, homogeneous, seed):
     sizes, weights = [size for size, _ in sources], [weight for _, weight in sources]
     batch_schedule = BatchSchedule(
         sizes, 1, seed, weights=weights, homogeneous=homogeneous
     )
     first = np.cumsum([0, *sizes])
-    counts: Counter[int] = Counter()
+    counts = Counter()
     for epoch in range(4):
         drawn = np.concatenate(epoch_of(batch_schedule, epoch))
         counts.update(drawn.tolist())
@@ -110,14 +104,14 @@ def test_weights(
         )
 
 
-def test_sources_are_mixed() -> None:
+def test_sources_are_mixed():
     batch_schedule = BatchSchedule([1000, 1000], 100, seed=0)
     rank_batches = [(rows < 1000).mean() for rows in epoch_of(batch_schedule, 0)]
     assert min(rank_batches) > 0.3
     assert max(rank_batches) < 0.7
 
 
-def test_homogeneous_batches() -> None:
+def test_homogeneous_batches():
     batch_schedule = BatchSchedule([103, 51, 17], 10, seed=0, homogeneous=True)
     assert batch_schedule.batches_per_epoch == 10 + 5 + 1
     assert batch_schedule.num_left_out == 3 + 1 + 7
@@ -140,9 +134,7 @@ def test_homogeneous_batches() -> None:
     st.integers(0, 9),
     st.booleans(),
 )
-def test_no_duplicates(
-    rows: list[list[int]], batch: int, seed: int, homogeneous: bool
-) -> None:
+def test_no_duplicates(rows, batch, seed, homogeneous):
     sizes = [len(rows) // 2, len(rows) - len(rows) // 2]
     try:
         batch_schedule = BatchSchedule(
@@ -158,7 +150,7 @@ def test_no_duplicates(
     for epoch in range(3):
         batches = epoch_of(batch_schedule, epoch)
         for indices in batches:
-            seen: set[int] = set()
+            seen = set()
             for index in indices:
                 assert seen.isdisjoint(rows[index])
                 seen.update(rows[index])
@@ -177,9 +169,7 @@ def test_no_duplicates(
         ([[i // 7, 10_000 + (7 * i) % 300] for i in range(1077)], 32),
     ],
 )
-def test_no_duplicates_loses_only_the_remainder(
-    rows: list[list[int]], size: int
-) -> None:
+def test_no_duplicates_loses_only_the_remainder(rows, size):
     batch_schedule = BatchSchedule([len(rows)], size, 42, keys=make_keys(rows))
     assert batch_schedule.num_left_out == len(rows) % size
     drawn = []
@@ -200,8 +190,8 @@ def test_no_duplicates_loses_only_the_remainder(
     st.integers(0, 99),
 )
 def test_groups_of_one_content_fill_as_many_batches_as_can_be_filled(
-    groups: list[int], size: int, seed: int
-) -> None:
+    groups, size, seed
+):
     rows = [[number] for number, members in enumerate(groups) for _ in range(members)]
     # So many batches can be filled as each group can give one member to, which Gale and Ryser proved to be enough.
     possible = max(
@@ -219,7 +209,7 @@ def test_groups_of_one_content_fill_as_many_batches_as_can_be_filled(
 
 
 @pytest.mark.parametrize("other", [0, 1000])
-def test_no_duplicates_without_duplicates_changes_nothing(other: int) -> None:
+def test_no_duplicates_without_duplicates_changes_nothing(other):
     """Also where an example has one content twice."""
     plain = BatchSchedule([50], 8, seed=5)
     keys = make_keys([[i, other + i] for i in range(50)])
@@ -227,7 +217,7 @@ def test_no_duplicates_without_duplicates_changes_nothing(other: int) -> None:
     assert np.array_equal(np.stack(epoch_of(plain, 2)), np.stack(epoch_of(distinct, 2)))
 
 
-def test_one_text_in_most_examples_is_left_out_and_counted() -> None:
+def test_one_text_in_most_examples_is_left_out_and_counted():
     rows = [[i, 10_000] if i < 700 else [i] for i in range(1000)]
     batch_schedule = BatchSchedule([1000], 10, seed=0, keys=make_keys(rows))
     assert batch_schedule.batches_per_epoch <= 300 // 9
@@ -235,12 +225,12 @@ def test_one_text_in_most_examples_is_left_out_and_counted() -> None:
     assert batch_schedule.batches_per_epoch >= 28
 
 
-def test_nothing_fits_without_duplicates() -> None:
+def test_nothing_fits_without_duplicates():
     with pytest.raises(UserError, match=r"no_duplicates.*100 of 100"):
         BatchSchedule([100], 2, seed=0, keys=make_keys([[i, 777] for i in range(100)]))
 
 
-def test_the_deferred_do_not_cost_quadratic_time() -> None:
+def test_the_deferred_do_not_cost_quadratic_time():
     rows = [[i, 10**9 + i % 3] for i in range(60_000)]
     start = time.process_time()
     batch_schedule = BatchSchedule([60_000], 3, seed=0, keys=make_keys(rows))
@@ -248,7 +238,7 @@ def test_the_deferred_do_not_cost_quadratic_time() -> None:
     assert time.process_time() - start < 3
 
 
-def test_a_million_examples() -> None:
+def test_a_million_examples():
     start = time.process_time()
     batch_schedule = BatchSchedule([1_000_000], 1024, seed=0)
     for step in range(500):
@@ -264,7 +254,7 @@ def test_a_million_examples() -> None:
         ([103], 10 * [10], "3 of 103"),
     ],
 )
-def test_incomplete_batches(sizes: list[int], expected: list[int], said: str) -> None:
+def test_incomplete_batches(sizes, expected, said):
     schedule = BatchSchedule(sizes, 10, 0, homogeneous=True)
     for epoch in (0, 3):
         assert sorted(len(rows) for rows in epoch_of(schedule, epoch)) == expected

@@ -1,16 +1,13 @@
 """Files that are broken: the bad records named with their lines, the good ones kept."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.data.files import open_path, write_lines
+from tests.data.files import open_path, pairs_of, queries_of, write_lines
 from vembed.errors import UserError
 
-BAD_LINES: list[tuple[str | bytes, str]] = [
+BAD_LINES = [
     (
         '{"query": "a" "positive": "b"}',
         "not JSON .Expecting ',' delimiter at column 15",
@@ -34,7 +31,7 @@ BAD_LINES: list[tuple[str | bytes, str]] = [
 @pytest.mark.parametrize(
     ("line", "message"), BAD_LINES, ids=[str(i) for i in range(len(BAD_LINES))]
 )
-def test_bad_lines_of_json(tmp_path: Path, line: str | bytes, message: str) -> None:
+def test_bad_lines_of_json(tmp_path, line, message):
     good = '{"query": "a", "positive": "b"}'
     path = write_lines(tmp_path / "a.jsonl", good, line, good)
     with pytest.raises(UserError, match=rf"a\.jsonl:2: .*{message}"):
@@ -44,9 +41,7 @@ def test_bad_lines_of_json(tmp_path: Path, line: str | bytes, message: str) -> N
     assert store[1].where == f"{path}:3"
 
 
-def test_a_line_that_does_not_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_does_not_end(tmp_path, monkeypatch):
     for module in ("base", "delimited"):
         monkeypatch.setattr(
             sys.modules[f"vembed.data.formats.{module}"], "MAX_RECORD_BYTES", 1000
@@ -76,7 +71,7 @@ def test_a_line_that_does_not_end(
         "g,h",
     )
     store = open_path(path, on_bad_record="skip")
-    assert [store[i].query.text for i in range(len(store))] == ["a", "c", "e", "g"]
+    assert queries_of(store) == ["a", "c", "e", "g"]
     assert "not closed within 1,000 bytes" in "".join(store.summary())
 
 
@@ -135,9 +130,7 @@ def test_a_line_that_does_not_end(
         ("jsonl.gz", "x", "cannot be unpacked as gzip"),
     ],
 )
-def test_files_that_cannot_be_read(
-    tmp_path: Path, kind: str, text: str | bytes, message: str
-) -> None:
+def test_files_that_cannot_be_read(tmp_path, kind, text, message):
     path = tmp_path / f"a.{kind}"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     for mode in ("stop", "skip"):
@@ -146,7 +139,7 @@ def test_files_that_cannot_be_read(
         assert str(path) in str(caught.value)
 
 
-def test_bad_elements_of_a_json_array_are_records(tmp_path: Path) -> None:
+def test_bad_elements_of_a_json_array_are_records(tmp_path):
     path = write_lines(
         tmp_path / "a.json",
         '[{"query": "a", "positive": "b"},',
@@ -159,7 +152,7 @@ def test_bad_elements_of_a_json_array_are_records(tmp_path: Path) -> None:
     assert store[1].where == f"{path}:3"
 
 
-def test_quotes_in_csv(tmp_path: Path) -> None:
+def test_quotes_in_csv(tmp_path):
     path = write_lines(
         tmp_path / "a.csv",
         "query,positive",
@@ -173,9 +166,7 @@ def test_quotes_in_csv(tmp_path: Path) -> None:
         '"n\nn",o',
     )
     store = open_path(path, on_bad_record="skip")
-    found = [
-        (store[i].query.text, store[i].positives[0].text) for i in range(len(store))
-    ]
+    found = pairs_of(store)
     assert found == [
         ('a "quoted" word', '5" disk'),
         ("b", "c"),
@@ -187,7 +178,7 @@ def test_quotes_in_csv(tmp_path: Path) -> None:
     assert "a.csv:7: the number of cells is 3, and the header has 2" in problems
 
 
-def test_lines_that_end_with_a_carriage_return_alone(tmp_path: Path) -> None:
+def test_lines_that_end_with_a_carriage_return_alone(tmp_path):
     (tmp_path / "a.csv").write_bytes(b"query,positive\ra,b\rc,d\r")
     with pytest.raises(
         UserError,
@@ -226,10 +217,6 @@ def test_lines_that_end_with_a_carriage_return_alone(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_quotes_in_tsv_may_be_letters(
-    tmp_path: Path, lines: list[str], expected: list[tuple[str, str]]
-) -> None:
+def test_quotes_in_tsv_may_be_letters(tmp_path, lines, expected):
     store = open_path(write_lines(tmp_path / "a.tsv", "query\tpositive", *lines))
-    examples = [store[number] for number in range(len(store))]
-    pairs = [(example.query.text, example.positives[0].text) for example in examples]
-    assert pairs == expected
+    assert pairs_of(store) == expected

@@ -1,7 +1,5 @@
 """A folder of images by class is labelled data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -10,13 +8,13 @@ from PIL import Image
 import vembed
 from tests.data.files import config, open_examples
 from tests.tiny import shared, tiny_vit
-from vembed.data.formats.opening import class_records
-from vembed.data_tools.init.sample import read_sample
+from vembed.data.formats.table import class_records
+from vembed.data_tools.starter import read_sample
 from vembed.errors import UserError
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def pictures(tmp_path):
     folder = tmp_path / "pictures"
     for number, name in enumerate(("cat", "dog/small", "dog", "\u9ce5")):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -29,8 +27,8 @@ def pictures(tmp_path: Path) -> Path:
     return folder
 
 
-def test_each_image_has_the_class_of_its_folder(pictures: Path, tmp_path: Path) -> None:
-    store = open_examples(config(), str(pictures), cache_dir=tmp_path / "cache")
+def test_each_image_has_the_class_of_its_folder(pictures, tmp_path):
+    store = open_examples(config(), str(pictures))
     found = {
         Path(store[n].query.images[0].path or "").relative_to(pictures): store[n].label
         for n in range(len(store))
@@ -45,58 +43,39 @@ def test_each_image_has_the_class_of_its_folder(pictures: Path, tmp_path: Path) 
     sample = read_sample(pictures)
     assert sample.num_records == 16 and sample.columns == ("image", "label")
     (pictures / "cat" / "1.PNG").unlink()
-    assert (
-        len(open_examples(config(), str(pictures), cache_dir=tmp_path / "cache")) == 15
-    ), "the folder is looked at anew"
+    assert len(open_examples(config(), str(pictures))) == 15, (
+        "the folder is looked at anew"
+    )
 
 
 @pytest.mark.parametrize("ending", ["ppm", "pgm", "jp2", "jfif", "avif"])
-def test_every_format_that_is_read_is_found_in_folders(
-    pictures: Path, tmp_path: Path, ending: str
-) -> None:
+def test_every_format_that_is_read_is_found_in_folders(pictures, tmp_path, ending):
     Image.new("RGB", (20, 20), (9, 9, 9)).save(pictures / "cat" / f"more.{ending}")
-    assert (
-        len(open_examples(config(), str(pictures), cache_dir=tmp_path / "cache")) == 17
-    )
+    assert len(open_examples(config(), str(pictures))) == 17
     (tmp_path / "a.csv").write_text(f"query,positive\na text,cat/more.{ending}\n")
-    (warning,) = open_examples(
-        config(), str(tmp_path / "a.csv"), cache_dir=tmp_path / "cache"
-    ).warnings()
+    (warning,) = open_examples(config(), str(tmp_path / "a.csv")).warnings()
     assert "retrieval_mode: t2i" in warning
 
 
-def test_splits_are_no_classes(pictures: Path, tmp_path: Path) -> None:
+def test_splits_are_no_classes(pictures, tmp_path):
     (pictures.parent / "all").mkdir()
     pictures.rename(pictures.parent / "all" / "train")
     with pytest.raises(
         UserError, match=r"train is the name of a split.* give .*all/train itself"
     ):
-        open_examples(
-            config(), str(pictures.parent / "all"), cache_dir=tmp_path / "cache"
-        )
-    assert (
-        len(
-            open_examples(
-                config(),
-                str(pictures.parent / "all" / "train"),
-                cache_dir=tmp_path / "cache",
-            )
-        )
-        == 16
-    )
+        open_examples(config(), str(pictures.parent / "all"))
+    assert len(open_examples(config(), str(pictures.parent / "all" / "train"))) == 16
 
 
-def test_a_folder_of_images_without_classes_is_none(
-    pictures: Path, tmp_path: Path
-) -> None:
-    assert class_records(pictures / "cat", tmp_path) is None
+def test_a_folder_of_images_without_classes_is_none(pictures, tmp_path):
+    assert class_records(pictures / "cat") is None
     with pytest.raises(
         UserError, match="cat holds images and nothing that says what they show"
     ):
-        open_examples(config(), str(pictures / "cat"), cache_dir=tmp_path / "cache")
+        open_examples(config(), str(pictures / "cat"))
 
 
-def test_an_image_encoder_learns_from_it(pictures: Path, tmp_path: Path) -> None:
+def test_an_image_encoder_learns_from_it(pictures, tmp_path):
     result = vembed.train(
         {
             "model_name": str(shared(tiny_vit)),

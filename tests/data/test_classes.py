@@ -1,10 +1,6 @@
 """Labelled data: texts or images with a class, of which pairs are made, one of each class in a batch."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,26 +8,25 @@ import pytest
 from tests.data.files import open_examples, pair
 from vembed.config.schema import DataSection, TrainConfig
 from vembed.data.batching.schedule import BatchSchedule
-from vembed.data.example_store import ExampleStore
-from vembed.data.held_out import hold_out
+from vembed.data.datasets import hold_out
 from vembed.errors import UserError
-from vembed.evaluation.dataset import RetrievalData, from_examples, open_eval_data
+from vembed.evaluation.dataset import from_examples, open_eval_data
 
 
-def opened(folder: Path, rows: list[dict[str, Any]], **options: Any) -> ExampleStore:
+def opened(folder, rows, **options):
     path = folder / "labelled.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = TrainConfig(
         model_name="m", data_path=str(path), output_dir=str(folder / "out"), **options
     )
-    return open_examples(config, str(path), cache_dir=folder)
+    return open_examples(config, str(path))
 
 
 @pytest.mark.parametrize(
     "sizes", [[2, 3, 5], [40, 2, 2, 2], [30] * 8, [1, 1, 7, 9, 100]]
 )
 @pytest.mark.parametrize("batch", [2, 3, 8])
-def test_no_class_is_twice_in_a_batch(sizes: list[int], batch: int) -> None:
+def test_no_class_is_twice_in_a_batch(sizes, batch):
     labels = np.random.default_rng(0).permutation(
         np.repeat(np.arange(len(sizes)) + 7, sizes)
     )
@@ -42,31 +37,30 @@ def test_no_class_is_twice_in_a_batch(sizes: list[int], batch: int) -> None:
     size = min(batch, len(eligible))
     assert schedule.smallest_batch == size
     assert schedule.batches_per_epoch == max(1, sum(eligible) // size)
-    drawn: list[int] = []
+    drawn = []
     for epoch in range(6):
         for step in range(schedule.batches_per_epoch):
             one = schedule.batch(epoch, step)
             positives = schedule.positives(epoch, step)
-            assert positives is not None
             assert len(set(labels[one].tolist())) == len(one) == size
             assert np.array_equal(labels[positives], labels[one])
             assert not (positives == one).any()
             drawn += one.tolist()
     last = 5, schedule.batches_per_epoch - 1
     assert np.array_equal(again.batch(*last), schedule.batch(*last))
-    assert np.array_equal(again.positives(*last), schedule.positives(*last))  # type: ignore[arg-type]
+    assert np.array_equal(again.positives(*last), schedule.positives(*last))
     seen = {int(labels[index]) for index in drawn}
     assert seen == {int(label) for label in labels if (labels == label).sum() > 1}
 
 
-def test_classes_are_drawn_by_size_and_examples_in_passes() -> None:
+def test_classes_are_drawn_by_size_and_examples_in_passes():
     labels = np.repeat(np.arange(20), 10)
     schedule = BatchSchedule([200], 5, 1, labels=[labels])
     drawn = np.concatenate([schedule.batch(0, step) for step in range(40)])
     assert np.array_equal(np.sort(drawn), np.arange(200))
 
 
-def test_records_with_a_label_are_pairs_of_their_class(tmp_path: Path) -> None:
+def test_records_with_a_label_are_pairs_of_their_class(tmp_path):
     rows = [{"text": f"text {n}", "label": "ab"[n % 2]} for n in range(6)]
     store = opened(tmp_path, rows)
     assert [one.query.text for one in (store[0], store[5])] == ["text 0", "text 5"]
@@ -83,7 +77,7 @@ def test_records_with_a_label_are_pairs_of_their_class(tmp_path: Path) -> None:
     assert store[1].positives[0].text == "text 4"
 
 
-def test_equal_texts_of_a_class_are_no_pair(tmp_path: Path) -> None:
+def test_equal_texts_of_a_class_are_no_pair(tmp_path):
     # b has red twice, a and b have blue twice.
     texts = ["red", "red", "green", "red", "blue", "green", "blue", "blue"]
     rows = [{"text": text, "label": "ab"[n % 2]} for n, text in enumerate(texts)]
@@ -98,7 +92,6 @@ def test_equal_texts_of_a_class_are_no_pair(tmp_path: Path) -> None:
     for epoch in range(8):
         for step in range(schedule.batches_per_epoch):
             mates = schedule.positives(epoch, step)
-            assert mates is not None
             for index, mate in zip(
                 schedule.batch(epoch, step).tolist(), mates.tolist(), strict=True
             ):
@@ -110,7 +103,7 @@ def test_equal_texts_of_a_class_are_no_pair(tmp_path: Path) -> None:
         BatchSchedule([4], 2, 0, labels=[np.array([5, 5, 6, -4])])
 
 
-def test_a_label_beside_a_pair_is_not_read(tmp_path: Path) -> None:
+def test_a_label_beside_a_pair_is_not_read(tmp_path):
     store = opened(tmp_path, [pair(label="x")])
     assert store.labels == [None]
     assert store[0].positives[0].text == "p"
@@ -136,14 +129,12 @@ def test_a_label_beside_a_pair_is_not_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_labelled_data_that_cannot_be_used(
-    tmp_path: Path, rows: list[Any], options: dict[str, Any], message: str
-) -> None:
+def test_labelled_data_that_cannot_be_used(tmp_path, rows, options, message):
     with pytest.raises(UserError, match=message):
         opened(tmp_path, rows, **options)
 
 
-def test_labels_that_make_no_batches() -> None:
+def test_labels_that_make_no_batches():
     with pytest.raises(UserError, match="labelled data need at least two such classes"):
         BatchSchedule([3], 2, 0, labels=[np.array([1, 1, 2])])
     with pytest.raises(UserError, match="set homogeneous_batches: true"):
@@ -151,12 +142,8 @@ def test_labels_that_make_no_batches() -> None:
 
 
 @pytest.mark.parametrize("name", ["label", "is_duplicate", "Gold-Label", "similarity"])
-def test_pairs_with_a_column_that_says_which_match_are_warned_of(
-    tmp_path: Path, name: str
-) -> None:
-    rows: list[dict[str, Any]] = [
-        {"query": f"q{n}", "positive": "p", name: n % 2} for n in range(4)
-    ]
+def test_pairs_with_a_column_that_says_which_match_are_warned_of(tmp_path, name):
+    rows = [{"query": f"q{n}", "positive": "p", name: n % 2} for n in range(4)]
     (warning,) = opened(tmp_path, rows).warnings()
     assert f"{name} is not read, and every pair is taken for a match" in warning
     assert f"column_mapping: {{{name}: score}} and loss: cosent" in warning
@@ -165,7 +152,7 @@ def test_pairs_with_a_column_that_says_which_match_are_warned_of(
     assert opened(tmp_path, [pair(page=3)]).warnings() == []
 
 
-def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path: Path) -> None:
+def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path):
     rows = [
         {"text": f"{['cat', 'dog', 'cow'][n % 3]} number {n}", "label": n % 3}
         for n in range(90)
@@ -175,7 +162,6 @@ def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path: Path) -
     held = [one for _, one in parts.examples]
     assert len(held) == 27 and len(train) == 63
     data = from_examples(held, "held")
-    assert isinstance(data, RetrievalData)
     classes = [str(item.text).split()[0] for item in data.documents]
     assert len(data.queries) == len(data.documents) == 27
     for query, relevant in zip(data.queries, data.relevance, strict=True):
@@ -185,8 +171,8 @@ def test_held_out_texts_with_a_label_find_those_of_their_class(tmp_path: Path) -
     assert kept.isdisjoint(one.query.text for one in held)
 
 
-def test_labelled_validation_data(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [{"text": f"t{n}", "label": "a"} for n in range(130)]
+def test_labelled_validation_data(tmp_path):
+    rows = [{"text": f"t{n}", "label": "a"} for n in range(130)]
     path = tmp_path / "val.jsonl"
     path.write_text(
         "".join(
@@ -194,7 +180,6 @@ def test_labelled_validation_data(tmp_path: Path) -> None:
         )
     )
     data = open_eval_data(DataSection(data_path="d"), str(path))
-    assert isinstance(data, RetrievalData)
     assert len(data.queries) == 100 and len(data.documents) == 101, (
         "what is alone in its class is a document"
     )

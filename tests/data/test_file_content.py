@@ -1,13 +1,10 @@
 """Digests of files: small ones count whole, of large ones their beginning, their end, and pieces between."""
 
-from __future__ import annotations
-
 import hashlib
-from pathlib import Path
 
 import pytest
 
-from vembed.data.cache import add_content
+from vembed.files import add_content
 
 
 @pytest.mark.parametrize(
@@ -19,9 +16,7 @@ from vembed.data.cache import add_content
         (100, [(0, 10), (45, 55), (90, 100)]),
     ],
 )
-def test_pieces_of_a_file(
-    tmp_path: Path, size: int, read: list[tuple[int, int]]
-) -> None:
+def test_pieces_of_a_file(tmp_path, size, read):
     content = bytes(range(size))
     path = tmp_path / "file"
     path.write_bytes(content)

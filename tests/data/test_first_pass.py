@@ -1,11 +1,7 @@
 """What is kept of the data: unpacked Parquet files, the cache of the first pass, and little memory."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,22 +16,23 @@ from tests.data.files import (
 )
 from tests.data.pictures import write
 from vembed.data import first_pass
+from vembed.data.first_pass import CACHE_AFTER_SECONDS
 
 # ---- the cache of the first pass -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def eager_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def eager_cache(monkeypatch):
     monkeypatch.setattr(first_pass, "CACHE_AFTER_SECONDS", 0.0)
 
 
 @pytest.fixture
-def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def passes(monkeypatch):
     """The sources that were gone through."""
-    names: list[str] = []
+    names = []
     build = first_pass.build_index
 
-    def counted(reader: Any, *arguments: Any, **options: Any) -> Any:
+    def counted(reader, *arguments, **options):
         names.append(reader.name)
         return build(reader, *arguments, **options)
 
@@ -43,11 +40,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-@pytest.mark.usefixtures("eager_cache")
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet", "folder"])
-def test_the_first_pass_is_made_once(
-    tmp_path: Path, kind: str, passes: list[str]
-) -> None:
+def test_the_first_pass_is_made_once(tmp_path, kind, passes):
     path = write_format(tmp_path, kind, [*RECORDS, {**RECORDS[0], "query": ""}])
     first = open_path(path, on_bad_record="skip", no_duplicates=True)
     again = open_path(path, on_bad_record="skip", no_duplicates=True)
@@ -60,10 +54,9 @@ def test_the_first_pass_is_made_once(
     assert "1 of 41 records cannot be used" in refused(path, no_duplicates=True)
 
 
-@pytest.mark.usefixtures("eager_cache")
 def test_a_mapping_that_no_record_matches_is_refused_after_a_run_with_several_sources(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     one = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     named = [
         {"querry" if name == "query" else name: value for name, value in record.items()}
@@ -79,10 +72,7 @@ def test_a_mapping_that_no_record_matches_is_refused_after_a_run_with_several_so
     assert said in refused(one, column_mapping=mapping)
 
 
-@pytest.mark.usefixtures("eager_cache")
-def test_other_options_and_other_content_are_another_pass(
-    tmp_path: Path, passes: list[str]
-) -> None:
+def test_other_options_and_other_content_are_another_pass(tmp_path, passes):
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     open_path(path)
     open_path(path, max_negatives=0)
@@ -93,8 +83,7 @@ def test_other_options_and_other_content_are_another_pass(
     assert len(passes) == 4
 
 
-@pytest.mark.usefixtures("eager_cache")
-def test_images_that_change_are_seen(tmp_path: Path, passes: list[str]) -> None:
+def test_images_that_change_are_seen(tmp_path, passes):
     for name in ("a.jpg", "b.jpg"):
         write(tmp_path / name)
     path = write_jsonl(
@@ -110,10 +99,7 @@ def test_images_that_change_are_seen(tmp_path: Path, passes: list[str]) -> None:
     assert f"{path}:2: image" in refused(path)
 
 
-@pytest.mark.usefixtures("eager_cache")
-def test_a_damaged_cache_is_made_again(
-    tmp_path: Path, cache_home: Path, passes: list[str]
-) -> None:
+def test_a_damaged_cache_is_made_again(tmp_path, cache_home, passes):
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     open_path(path)
     for keep in (-9, 20, 0):
@@ -123,24 +109,19 @@ def test_a_damaged_cache_is_made_again(
     assert len(passes) == 4
 
 
-@pytest.mark.usefixtures("eager_cache")
-def test_a_cache_that_cannot_be_written_costs_time_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_costs_time_alone(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     monkeypatch.setenv("XDG_CACHE_HOME", str(path))
     assert len(open_path(path)) == 40
 
 
-def test_small_data_leave_nothing_behind(tmp_path: Path, cache_home: Path) -> None:
+def test_small_data_leave_nothing_behind(tmp_path, cache_home, monkeypatch):
+    monkeypatch.setattr(first_pass, "CACHE_AFTER_SECONDS", CACHE_AFTER_SECONDS)
     open_path(write_jsonl(tmp_path / "a.jsonl", RECORDS))
     assert not list(cache_home.iterdir())
 
 
-def test_reading_data_needs_no_torch() -> None:
-    modules = ", ".join(
-        f"vembed.data.{name}"
-        for name in ("example_store", "batching.schedule", "batching.microbatches")
-    )
+def test_reading_data_needs_no_torch():
+    modules = "vembed.data.example_store, vembed.data.batching.schedule"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

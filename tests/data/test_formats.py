@@ -4,17 +4,13 @@ A new format in the file NAME.py needs a function `write` in tests/data/test_NAM
 `LINES = (line of the first record, lines of each)` unless that is (1, 1).
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import pickle
 import pydoc
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -22,27 +18,24 @@ import pyarrow.parquet as pq
 import pytest
 
 import vembed.data.formats
-from tests.data.files import open_path, pair
+from tests.data.files import open_path, pair, pairs_of
 from tests.parts import from_its_test, unlisted_classes
 from vembed.data import first_pass
 from vembed.data.columns import Columns
-from vembed.data.example_store import ExampleStore
 from vembed.data.examples import BadRecord
-from vembed.data.first_pass import Index, build_index, index_part
+from vembed.data.first_pass import build_index, index_part
 from vembed.data.formats import base, parquet
 from vembed.data.formats.base import Format, row_values
 from vembed.data.formats.delimited import DelimitedFile, TsvFile
 from vembed.data.formats.json_lines import JsonArray, JsonLines
-from vembed.data.formats.opening import SeveralFiles, open_reader
 from vembed.data.formats.parquet import ParquetFile
-from vembed.data.formats.table import FORMATS, check_formats
+from vembed.data.formats.table import FORMATS, SeveralFiles, check_formats, open_reader
 from vembed.data.images.files import ImageRoot
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 
-Records = list[dict[str, Any]]
 NUM_RECORDS = 300
-RECORDS: Records = [
+RECORDS = [
     {
         "query": f"question {row}, \u00e4\u6f22 " * (1 + row % 7),
         "positive": f'answer "{row}"',
@@ -52,7 +45,7 @@ RECORDS: Records = [
 ]
 
 
-def write_json_lines(path: Path, records: Records) -> None:
+def write_json_lines(path, records):
     lines = [
         json.dumps(record, ensure_ascii=row % 2 == 0)
         for row, record in enumerate(records)
@@ -60,11 +53,11 @@ def write_json_lines(path: Path, records: Records) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def write_json_array(path: Path, records: Records) -> None:
+def write_json_array(path, records):
     path.write_text(json.dumps(records, indent=1), encoding="utf-8")
 
 
-def write_delimited(path: Path, records: Records) -> None:
+def write_delimited(path, records):
     delimiter = "\t" if path.suffix == ".tsv" else ","
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(records[0]), delimiter=delimiter)
@@ -72,11 +65,11 @@ def write_delimited(path: Path, records: Records) -> None:
         writer.writerows(records)
 
 
-def write_parquet(path: Path, records: Records) -> None:
+def write_parquet(path, records):
     pq.write_table(pa.Table.from_pylist(records), path, row_group_size=70)
 
 
-WRITERS: dict[type[Format], Callable[[Path, Records], None]] = {
+WRITERS = {
     JsonLines: write_json_lines,
     JsonArray: write_json_array,
     DelimitedFile: write_delimited,
@@ -85,20 +78,17 @@ WRITERS: dict[type[Format], Callable[[Path, Records], None]] = {
 }
 
 
-def writer_of(form: type[Format]) -> Callable[[Path, Records], None]:
+def writer_of(form):
     """The function that writes a file of a format."""
     module = form.__module__.rpartition(".")[2]
-    writer: Callable[[Path, Records], None] = WRITERS.get(form) or from_its_test(
-        "data", module, "write"
-    )
-    return writer
+    return WRITERS.get(form) or from_its_test("data", module, "write")
 
 
 LINES_OF_WRITERS = {JsonArray: (2, 5), DelimitedFile: (2, 1), TsvFile: (2, 1)}
 """Line of the first record and lines of each, in what the writers of this file write, where that is not (1, 1)."""
 
 
-def line_of(form: type[Format], number: int) -> int:
+def line_of(form, number):
     """The line of a record, counted from 0. The test file of a format may have the constant LINES."""
     module = sys.modules[writer_of(form).__module__]
     lines = LINES_OF_WRITERS.get(form) or getattr(module, "LINES", (1, 1))
@@ -110,18 +100,18 @@ all_formats = pytest.mark.parametrize(
 )
 
 
-def path_of(form: type[Format], folder: Path, name: str = "data") -> Path:
+def path_of(form, folder, name="data"):
     return folder / f"{name}{(form.endings or ('.json',))[0]}"
 
 
-def written(form: type[Format], folder: Path, records: Records = RECORDS) -> Path:
+def written(form, folder, records=RECORDS):
     path = path_of(form, folder)
     writer_of(form)(path, records)
     return path
 
 
 @pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_parts(monkeypatch):
     """Files of these tests have several parts, pieces and batches, and are copied into the cache folder."""
     monkeypatch.setattr(base, "PART_BYTES", 5_000)
     monkeypatch.setattr(base, "READ_ROWS", 7)
@@ -130,18 +120,13 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parquet, "PART_BYTES", 4_000)
 
 
-def texts(store: ExampleStore) -> list[tuple[str | None, str | None]]:
-    examples = [store[number] for number in range(len(store))]
-    return [(one.query.text, one.positives[0].text) for one in examples]
-
-
-def index_of(reader: Format, *, with_keys: bool = False, **options: Any) -> Index:
+def index_of(reader, *, with_keys=False, **options):
     images = ImageRoot(str(reader.folder), allow_urls=False)
     form = RecordFormat(Columns(), images, **options)
     return build_index(reader, form, with_keys=with_keys)
 
 
-def as_plain(index: Any) -> dict[str, Any]:
+def as_plain(index):
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value
         for name, value in vars(index).items()
@@ -149,13 +134,13 @@ def as_plain(index: Any) -> dict[str, Any]:
 
 
 @all_formats
-def test_each_format_has_a_writer(form: type[Format]) -> None:
+def test_each_format_has_a_writer(form):
     assert callable(writer_of(form))
 
 
-def test_each_format_is_in_the_table() -> None:
+def test_each_format_is_in_the_table():
     named = unlisted_classes(vembed.data.formats, Format, FORMATS)
-    missing = [name for name in named if pydoc.locate(name).endings]  # type: ignore[union-attr]
+    missing = [name for name in named if pydoc.locate(name).endings]
     assert not missing, f"list these in vembed/data/formats/table.py: {missing}"
 
 
@@ -191,16 +176,14 @@ class SameEnding(JsonLines):
         (SameEnding, "csv"),
     ],
 )
-def test_what_a_format_does_not_declare_is_named(
-    form: type[Format], missing: str
-) -> None:
+def test_what_a_format_does_not_declare_is_named(form, missing):
     with pytest.raises(TypeError, match=f"{form.__name__} .*{missing}"):
         check_formats((DelimitedFile, form))
 
 
 @all_formats
-def test_records_come_in_order_and_again(form: type[Format], tmp_path: Path) -> None:
-    reader = open_reader(str(written(form, tmp_path)), None, "train", tmp_path)
+def test_records_come_in_order_and_again(form, tmp_path):
+    reader = open_reader(str(written(form, tmp_path)))
     assert type(reader) is form
     rows = list(reader.rows())
     assert [record for _, _, record in rows] == RECORDS
@@ -213,7 +196,7 @@ def test_records_come_in_order_and_again(form: type[Format], tmp_path: Path) -> 
 
 
 @all_formats
-def test_names_are_file_and_line(form: type[Format], tmp_path: Path) -> None:
+def test_names_are_file_and_line(form, tmp_path):
     path = written(form, tmp_path)
     store = open_path(path)
     for number in (0, 1, 20, NUM_RECORDS - 1):
@@ -221,7 +204,7 @@ def test_names_are_file_and_line(form: type[Format], tmp_path: Path) -> None:
 
 
 @all_formats
-def test_a_bad_record_is_named(form: type[Format], tmp_path: Path) -> None:
+def test_a_bad_record_is_named(form, tmp_path):
     records = [dict(record) for record in RECORDS]
     for number in (3, 200):
         records[number]["positive"] = "" if form is not ParquetFile else None
@@ -234,14 +217,14 @@ def test_a_bad_record_is_named(form: type[Format], tmp_path: Path) -> None:
 
 
 @all_formats
-def test_parts_are_the_whole(form: type[Format], tmp_path: Path) -> None:
-    reader = open_reader(str(written(form, tmp_path)), None, "train", tmp_path)
+def test_parts_are_the_whole(form, tmp_path):
+    reader = open_reader(str(written(form, tmp_path)))
     parts = reader.parts()
     numbers = []
     lines = []
     first_line = 0
     for part in parts:
-        for number, line, _ in reader.rows(part.start, part.stop):
+        for number, line, _ in reader.rows(part):
             numbers.append(number)
             lines.append(line + first_line)
         first_line += reader.num_lines(part)
@@ -253,8 +236,8 @@ def test_parts_are_the_whole(form: type[Format], tmp_path: Path) -> None:
 
 
 @all_formats
-def test_another_process_reads_the_same(form: type[Format], tmp_path: Path) -> None:
-    reader = open_reader(str(written(form, tmp_path)), None, "train", tmp_path)
+def test_another_process_reads_the_same(form, tmp_path):
+    reader = open_reader(str(written(form, tmp_path)))
     reader.name = "another name"
     if reader.columns is not None:
         reader.select(reader.columns[:2])
@@ -265,9 +248,7 @@ def test_another_process_reads_the_same(form: type[Format], tmp_path: Path) -> N
 
 
 @all_formats
-def test_another_part_is_another_fingerprint(
-    form: type[Format], tmp_path: Path
-) -> None:
+def test_another_part_is_another_fingerprint(form, tmp_path):
     path = written(form, tmp_path)
     whole = open_path(path).fingerprint
     assert open_path(path).fingerprint == whole
@@ -279,12 +260,12 @@ def test_another_part_is_another_fingerprint(
 
 
 @all_formats
-def test_threads_read_the_same(form: type[Format], tmp_path: Path) -> None:
-    reader = open_reader(str(written(form, tmp_path)), None, "train", tmp_path)
+def test_threads_read_the_same(form, tmp_path):
+    reader = open_reader(str(written(form, tmp_path)))
     numbers = [number for number, _, _ in reader.rows()]
-    results: dict[int, list[Any]] = {}
+    results = {}
 
-    def read_all(thread: int) -> None:
+    def read_all(thread):
         order = np.random.default_rng(thread).permutation(len(numbers))
         records = {row: reader.read(numbers[row]) for row in order.tolist()}
         results[thread] = [records[row] for row in range(len(numbers))]
@@ -300,11 +281,11 @@ def test_threads_read_the_same(form: type[Format], tmp_path: Path) -> None:
 @all_formats
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_several_processes_find_what_one_finds(
-    form: type[Format],
-    with_keys: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    form,
+    with_keys,
+    tmp_path,
+    monkeypatch,
+):
     records = [dict(record) for record in RECORDS]
     records[150]["positive"] = " "
     for name in ("1", "2"):
@@ -313,7 +294,7 @@ def test_several_processes_find_what_one_finds(
     results = []
     for num_cores in (1, 2):
         monkeypatch.setattr(first_pass, "num_cores", lambda count=num_cores: count)
-        reader = open_reader(pattern, None, "train", tmp_path)
+        reader = open_reader(pattern)
         assert isinstance(reader, SeveralFiles)
         results.append(as_plain(index_of(reader, with_keys=with_keys)))
     assert results[0] == results[1]
@@ -356,12 +337,12 @@ ODD = [
 @pytest.mark.parametrize("longest", [150, 2**20])
 @pytest.mark.parametrize("losses", [("infonce",), ("triplet",), ("cosent",)])
 def test_records_checked_together_are_those_checked_alone(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    longest: int,
-    losses: tuple[str, ...],
-) -> None:
-    def results(path: Path) -> dict[str, Any]:
+    tmp_path,
+    monkeypatch,
+    longest,
+    losses,
+):
+    def results(path):
         images = ImageRoot(str(tmp_path), allow_urls=False)
         form = RecordFormat(Columns(), images, losses=losses, max_negatives=1)
         reader = JsonLines(path)
@@ -392,7 +373,7 @@ def test_records_checked_together_are_those_checked_alone(
             assert results(path) == together
 
 
-def test_a_line_over_several_parts(tmp_path: Path) -> None:
+def test_a_line_over_several_parts(tmp_path):
     records = [*RECORDS[:50], pair(query="long " * 3_000)]
     records += RECORDS[50:]
     path = tmp_path / "a.jsonl"
@@ -410,7 +391,7 @@ def test_a_line_over_several_parts(tmp_path: Path) -> None:
         ('["no record"]\n{"query": "a", "positive": "b"}\n', 1),
     ],
 )
-def test_arrays_and_lines(tmp_path: Path, text: str, num_records: int) -> None:
+def test_arrays_and_lines(tmp_path, text, num_records):
     for name in ("a.json", "a.jsonl"):
         path = tmp_path / name
         path.write_text(text, encoding="utf-8")
@@ -435,7 +416,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_texts_that_are_taken_together_are_taken_alone(name: str) -> None:
+def test_texts_that_are_taken_together_are_taken_alone(name):
     records = [pair(query=value) for value in VALUES[name]]
     images = ImageRoot("/", allow_urls=False)
     form = RecordFormat(Columns(), images, losses=("infonce",))
@@ -446,18 +427,18 @@ def test_texts_that_are_taken_together_are_taken_alone(name: str) -> None:
             assert form.example(record, "").query.text == record["query"]
 
 
-def test_values_that_python_cannot_hold_are_bad_records() -> None:
+def test_values_that_python_cannot_hold_are_bad_records():
     broken = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
     rows = row_values(pa.record_batch({"query": broken}))
     assert rows[::2] == [{"query": "a"}, {"query": "c"}]
     assert isinstance(rows[1], BadRecord)
 
 
-def copies(cache_home: Path) -> list[Path]:
+def copies(cache_home):
     return sorted((cache_home / "vembed" / "parquet").rglob("*.arrow"))
 
 
-def dictionaries(table: pa.Table) -> pa.Table:
+def dictionaries(table):
     column = table.column("query").combine_chunks().dictionary_encode()
     return table.set_column(0, "query", column)
 
@@ -465,12 +446,12 @@ def dictionaries(table: pa.Table) -> pa.Table:
 @pytest.mark.parametrize("kind", ["plain", "one group", "dictionaries"])
 @pytest.mark.parametrize("is_held", [True, False])
 def test_copied_rows_are_the_rows(
-    kind: str,
-    is_held: bool,
-    tmp_path: Path,
-    cache_home: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    kind,
+    is_held,
+    tmp_path,
+    cache_home,
+    monkeypatch,
+):
     if is_held:
         monkeypatch.setattr(parquet, "MAX_HELD_BYTES", 2**20)
     path = tmp_path / "a.parquet"
@@ -486,11 +467,11 @@ def test_copied_rows_are_the_rows(
         for group in groups:
             writer.write_table(group)
     store = open_path(path)
-    assert texts(store) == [(row["query"], row["positive"]) for row in RECORDS]
+    assert pairs_of(store) == [(row["query"], row["positive"]) for row in RECORDS]
     assert len(copies(cache_home)) == (0 if is_held else 1)
 
 
-def test_a_copy_serves_until_the_file_changes(tmp_path: Path, cache_home: Path) -> None:
+def test_a_copy_serves_until_the_file_changes(tmp_path, cache_home):
     path = written(ParquetFile, tmp_path)
     open_path(path)
     (copy,) = copies(cache_home)
@@ -504,9 +485,7 @@ def test_a_copy_serves_until_the_file_changes(tmp_path: Path, cache_home: Path) 
 
 
 @pytest.mark.parametrize("damage", ["removed", "cut"])
-def test_a_copy_that_is_gone_or_damaged(
-    damage: str, tmp_path: Path, cache_home: Path
-) -> None:
+def test_a_copy_that_is_gone_or_damaged(damage, tmp_path, cache_home):
     path = written(ParquetFile, tmp_path)
     open_path(path)
     (copy,) = copies(cache_home)
@@ -517,12 +496,10 @@ def test_a_copy_that_is_gone_or_damaged(
     assert len(open_path(path)) == NUM_RECORDS
 
 
-def test_a_full_disk_leaves_nothing(
-    tmp_path: Path, cache_home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_leaves_nothing(tmp_path, cache_home, monkeypatch):
     path = written(ParquetFile, tmp_path)
 
-    def full(*_: Any) -> None:
+    def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ParquetFile, "_write", full)

@@ -3,17 +3,13 @@
 VEMBED_FUZZ says how many inputs are made altogether; 500 by default, 10,000 in the long version.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pyarrow as pa
@@ -22,9 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.data.files import open_examples, pair
+from tests.data.files import open_examples, pair, pairs_of
 from vembed.config.schema import TrainConfig
-from vembed.data.example_store import ExampleStore
 from vembed.data.formats import base, delimited
 from vembed.errors import UserError
 
@@ -33,7 +28,7 @@ LONGEST_LINE = 3000
 SUFFIXES = [".jsonl", ".json", ".csv", ".tsv", ".parquet"]
 
 
-def rank_batch(percent: int) -> settings:
+def rank_batch(percent):
     """So many of all inputs."""
     return settings(
         max_examples=max(1, NUM_INPUTS * percent // 100),
@@ -46,7 +41,7 @@ def rank_batch(percent: int) -> settings:
 
 
 @contextmanager
-def folder() -> Iterator[Path]:
+def folder():
     with (
         tempfile.TemporaryDirectory() as name,
         mock.patch.object(base, "MAX_RECORD_BYTES", LONGEST_LINE),
@@ -55,7 +50,7 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def open_path(path: Path, on_bad_record: str, **options: Any) -> ExampleStore:
+def open_path(path, on_bad_record, **options):
     return open_examples(
         TrainConfig(
             model_name="m", data_path="unused", on_bad_record=on_bad_record, **options
@@ -64,18 +59,14 @@ def open_path(path: Path, on_bad_record: str, **options: Any) -> ExampleStore:
     )
 
 
-def check(
-    path: Path, good: list[tuple[str, str]], num_bad: int, **options: Any
-) -> None:
+def check(path, good, num_bad, **options):
     """The good ones come in order, the bad ones are counted, and with `stop` they are named."""
     if not good:
         with pytest.raises(UserError):
             open_path(path, "skip", **options)
     else:
         store = open_path(path, "skip", **options)
-        assert [
-            (store[i].query.text, store[i].positives[0].text) for i in range(len(store))
-        ] == good
+        assert pairs_of(store) == good
         assert store.num_skipped == num_bad
     if num_bad:
         with pytest.raises(UserError) as caught:
@@ -96,7 +87,7 @@ pairs = st.tuples(good_texts, good_texts)
 broken_texts = st.sampled_from(
     ["", " ", "\n\t ", "\0", "a\0b", "\ud800", "a\udfffb", None]
 )
-wrong_values: st.SearchStrategy[Any] = (
+wrong_values = (
     broken_texts
     | st.integers()
     | st.floats()
@@ -166,7 +157,7 @@ broken_lines = st.one_of(
         max_size=12,
     )
 )
-def test_json_lines(lines: list[tuple[bool, Any]]) -> None:
+def test_json_lines(lines):
     good = [pair for is_good, pair in lines if is_good]
     with folder() as place:
         path = place / "data.jsonl"
@@ -191,16 +182,14 @@ def test_json_lines(lines: list[tuple[bool, Any]]) -> None:
     st.integers(0, 3),
     st.integers(0, 30),
 )
-def test_json_arrays(elements: list[tuple[bool, Any]], indent: int, cut: int) -> None:
+def test_json_arrays(elements, indent, cut):
     good = [pair for is_good, pair in elements if is_good]
     values = [
         {"query": one[0], "positive": one[1]} if is_good else one
         for is_good, one in elements
     ]
     text = json.dumps(values, indent=indent or None)
-    constants: list[
-        str
-    ] = []  # NaN is a mistake in the syntax of JSON, after which an array cannot be read
+    constants = []  # NaN is a mistake in the syntax of JSON, after which an array cannot be read
     json.loads(text, parse_constant=constants.append)
     with folder() as place:
         path = place / "data.json"
@@ -232,7 +221,7 @@ broken_rows = st.sampled_from(
     ),
     st.sampled_from(["\n", "\r\n"]),
 )
-def test_csv(rows: list[tuple[bool, Any]], ending: str) -> None:
+def test_csv(rows, ending):
     good = [pair for is_good, pair in rows if is_good]
     with folder() as place:
         path = place / "data.csv"
@@ -242,7 +231,7 @@ def test_csv(rows: list[tuple[bool, Any]], ending: str) -> None:
         check(path, good, len(rows) - len(good))
 
 
-def _row(row: tuple[bool, Any], delimiter: str, ending: str) -> bytes:
+def _row(row, delimiter, ending):
     is_good, cells = row
     if not is_good:
         return bytes(cells) + ending.encode()
@@ -264,7 +253,7 @@ def _row(row: tuple[bool, Any], delimiter: str, ending: str) -> bytes:
     ),
     st.floats(0, 1),
 )
-def test_damaged_parquet(damage: list[tuple[float, int]], keep: float) -> None:
+def test_damaged_parquet(damage, keep):
     buffer = io.BytesIO()
     pq.write_table(
         pa.table({"query": [f"q{i}" for i in range(50)], "positive": ["p"] * 50}),
@@ -284,11 +273,11 @@ def test_damaged_parquet(damage: list[tuple[float, int]], keep: float) -> None:
     st.binary(max_size=300)
     | st.text(max_size=300).map(lambda text: text.encode("utf-16")),
 )
-def test_any_bytes(suffix: str, content: bytes) -> None:
+def test_any_bytes(suffix, content):
     readable_or_named(suffix, content)
 
 
-def readable_or_named(suffix: str, content: bytes) -> None:
+def readable_or_named(suffix, content):
     with folder() as place:
         path = place / f"data{suffix}"
         path.write_bytes(content)

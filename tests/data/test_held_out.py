@@ -1,9 +1,6 @@
 """Held-out validation data, and validation data that are in the training data."""
 
-from __future__ import annotations
-
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,28 +9,24 @@ from tests.data.files import config, open_examples, write_jsonl
 from tests.data.pictures import write
 from tests.tiny import WORDS
 from vembed.config.loading import load_config
-from vembed.data.example_store import ExampleStore
+from vembed.data.datasets import example_groups, hold_out, open_sets, overlap_warnings
 from vembed.data.examples import Item
-from vembed.data.held_out import example_groups, hold_out, overlap_warnings
 from vembed.data.near_duplicates import normal_text
-from vembed.data_tools.datasets import open_sets
 from vembed.errors import UserError
-from vembed.evaluation.dataset import RetrievalData, from_examples
+from vembed.evaluation.dataset import from_examples
 
 
-def store_of(
-    folder: Path, rows: list[dict[str, object]], name: str = "a.jsonl"
-) -> ExampleStore:
+def store_of(folder, rows, name="a.jsonl"):
     return open_examples(
         config(no_duplicates=True), str(write_jsonl(folder / name, rows))
     )
 
 
 @pytest.fixture
-def rows() -> list[dict[str, object]]:
+def rows():
     """200 records of 100 different queries: each once more in capitals, or with one more word."""
     draw = random.Random(0)
-    found: list[dict[str, object]] = []
+    found = []
     for number in range(100):
         words = draw.choices(WORDS, k=40)
         again = " ".join(words).upper() if number % 2 else " ".join([*words, "now"])
@@ -44,9 +37,7 @@ def rows() -> list[dict[str, object]]:
     return found
 
 
-def test_no_query_and_no_near_duplicate_is_on_both_sides(
-    tmp_path: Path, rows: list[dict[str, object]]
-) -> None:
+def test_no_query_and_no_near_duplicate_is_on_both_sides(tmp_path, rows):
     store = store_of(tmp_path, rows)
     parts = hold_out(store, 0.2, seed=1)
     train, held = parts.train, parts.examples
@@ -69,7 +60,7 @@ def test_no_query_and_no_near_duplicate_is_on_both_sides(
     assert train.all_keys().of(0).tolist() == [item.key() for item in items]
 
 
-def test_a_split_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
+def test_a_split_that_leaves_nothing_is_refused(tmp_path):
     store = store_of(
         tmp_path,
         [{"query": "the same", "positive": str(number)} for number in range(5)],
@@ -81,7 +72,7 @@ def test_a_split_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
         hold_out(store, 0.1, seed=1)
 
 
-def test_overlap_counts_queries_positives_and_pairs(tmp_path: Path) -> None:
+def test_overlap_counts_queries_positives_and_pairs(tmp_path):
     first, second = write(tmp_path / "one.png"), tmp_path / "copy.png"
     second.write_bytes(first.read_bytes())
     train = store_of(
@@ -118,21 +109,21 @@ def test_overlap_counts_queries_positives_and_pairs(tmp_path: Path) -> None:
     assert sentence.startswith("1 of the 994 queries of the validation data (0.1%)")
 
 
-def test_vowel_signs_and_tone_marks_are_part_of_words() -> None:
+def test_vowel_signs_and_tone_marks_are_part_of_words():
     for first, second in (("दिन", "दान"), ("วันนี้", "วันนั้"), ("কি", "কা")):
         assert normal_text(first) != normal_text(second)
     assert normal_text("love ❤️") == normal_text("Love")
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_group_of_most_queries_is_not_held_out(tmp_path: Path, seed: int) -> None:
+def test_a_group_of_most_queries_is_not_held_out(tmp_path, seed):
     draw = random.Random(0)
     similar = [
         f"open the page of your account and choose the number {n} in its list"
         for n in range(140)
     ]
     others = [" ".join(draw.choices(WORDS, k=40)) for _ in range(60)]
-    rows: list[dict[str, object]] = []
+    rows = []
     for number, query in enumerate([*similar, *others]):
         rows.append({"query": query, "positive": f"p{number}"})
     store = store_of(tmp_path, rows)
@@ -142,14 +133,14 @@ def test_a_group_of_most_queries_is_not_held_out(tmp_path: Path, seed: int) -> N
     assert 40 <= len(held) <= 80 and len(train) + len(held) == 200
 
 
-def shuffled_queries(draw: random.Random, count: int) -> list[list[str]]:
+def shuffled_queries(draw, count):
     return [draw.choices(WORDS, k=draw.randint(8, 16)) for _ in range(count)]
 
 
 @pytest.mark.parametrize("change", ["one word", "two in front", "two behind"])
-def test_copies_of_queries_are_on_one_side(tmp_path: Path, change: str) -> None:
+def test_copies_of_queries_are_on_one_side(tmp_path, change):
     draw = random.Random(3)
-    rows: list[dict[str, object]] = []
+    rows = []
     for number, words in enumerate(shuffled_queries(draw, 300)):
         copy = list(words)
         if change == "one word":
@@ -166,11 +157,11 @@ def test_copies_of_queries_are_on_one_side(tmp_path: Path, change: str) -> None:
     assert kept.isdisjoint(held) and len(held) >= 28
 
 
-def test_answers_of_several_queries_are_on_one_side(tmp_path: Path) -> None:
+def test_answers_of_several_queries_are_on_one_side(tmp_path):
     draw = random.Random(4)
     queries = [" ".join(words) for words in shuffled_queries(draw, 400)]
     answers = [" ".join(draw.choices(WORDS, k=30)) for _ in range(250)]
-    rows: list[dict[str, object]] = []
+    rows = []
     for number, query in enumerate(queries):
         rows.append({"query": query, "positive": answers[number % 250]})
     parts = hold_out(store_of(tmp_path, rows), 0.1, seed=1)
@@ -184,14 +175,11 @@ def test_answers_of_several_queries_are_on_one_side(tmp_path: Path) -> None:
         "held",
         documents=[item for _, item in parts.documents],
     )
-    assert isinstance(data, RetrievalData)
     assert {item.text for item in data.documents} == set(answers), "all of the file"
 
 
-def test_a_run_says_which_documents_were_trained_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows: list[dict[str, object]] = []
+def test_a_run_says_which_documents_were_trained_on(tmp_path, caplog):
+    rows = []
     for number, words in enumerate(shuffled_queries(random.Random(6), 60)):
         rows.append({"query": " ".join(words), "positive": f"answer {number % 3}"})
     path = write_jsonl(tmp_path / "a.jsonl", rows)
@@ -204,7 +192,7 @@ def test_a_run_says_which_documents_were_trained_on(
         seed=options.run.seed,
         compares=False,
     )
-    assert sets.evaluation is not None and len(sets.evaluation.notes) == 2
+    assert len(sets.evaluation.notes) == 2
     assert "over 3 documents" in sets.evaluation.summary()
     assert "3 of the 3 documents" in sets.evaluation.summary()
     assert sets.evaluation.summary() in caplog.text

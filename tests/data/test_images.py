@@ -1,15 +1,11 @@
 """Images: references that stay where they may, broken files named before training, pixels as the file means them."""
 
-from __future__ import annotations
-
 import http.server
 import io
 import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +23,7 @@ FORMATS = ["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"]
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def root(tmp_path):
     folder = tmp_path / "images"
     write(folder / "a.jpg")
     write(folder / "deep" / "b.png", "PNG")
@@ -35,7 +31,7 @@ def root(tmp_path: Path) -> Path:
     return folder
 
 
-def test_relative_and_absolute_paths(root: Path) -> None:
+def test_relative_and_absolute_paths(root):
     images = ImageRoot(str(root), allow_urls=False)
     assert images.reference("a.jpg") == ImageRef(path=str(root / "a.jpg"))
     assert images.reference("./deep/../a.jpg") == ImageRef(path=str(root / "a.jpg"))
@@ -48,14 +44,14 @@ def test_relative_and_absolute_paths(root: Path) -> None:
 @pytest.mark.parametrize(
     "path", ["../secret.jpg", "deep/../../secret.jpg", "..", "deep/../../images2/x.jpg"]
 )
-def test_a_relative_path_may_not_lead_out(root: Path, path: str) -> None:
+def test_a_relative_path_may_not_lead_out(root, path):
     with pytest.raises(
         BadRecord, match=r"leads out of image_root .*images.*: set image_root"
     ):
         ImageRoot(str(root), allow_urls=False).reference(path)
 
 
-def test_a_link_may_not_lead_out(root: Path) -> None:
+def test_a_link_may_not_lead_out(root):
     (root / "link.jpg").symlink_to(root.parent / "secret.jpg")
     (root / "folder").symlink_to(root.parent)
     (root / "inside.jpg").symlink_to(root / "a.jpg")
@@ -66,9 +62,7 @@ def test_a_link_may_not_lead_out(root: Path) -> None:
     check_image(images.reference("inside.jpg"))
 
 
-def test_a_root_that_is_a_link_or_relative(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_root_that_is_a_link_or_relative(root, monkeypatch):
     (root.parent / "linked").symlink_to(root)
     monkeypatch.chdir(root.parent)
     references = []
@@ -80,12 +74,12 @@ def test_a_root_that_is_a_link_or_relative(
 
 
 @pytest.mark.parametrize("path", ["", "  ", "a\0.jpg"])
-def test_paths_that_are_none(root: Path, path: str) -> None:
+def test_paths_that_are_none(root, path):
     with pytest.raises(BadRecord, match="empty or has a NUL"):
         ImageRoot(str(root), allow_urls=False).reference(path)
 
 
-def test_addresses_only_where_allowed(root: Path) -> None:
+def test_addresses_only_where_allowed(root):
     address = "https://example.org/a.jpg"
     with pytest.raises(BadRecord, match="allow_image_urls: true"):
         ImageRoot(str(root), allow_urls=False).reference(address)
@@ -98,9 +92,7 @@ def test_addresses_only_where_allowed(root: Path) -> None:
 
 @pytest.mark.parametrize("format_name", FORMATS)
 @pytest.mark.parametrize("keep", [0.3, 0.95])
-def test_truncated_images_are_refused_by_name(
-    root: Path, format_name: str, keep: float
-) -> None:
+def test_truncated_images_are_refused_by_name(root, format_name, keep):
     data = encoded(format_name, size=(120, 90))
     (root / "cut.img").write_bytes(data[: int(len(data) * keep)])
     with pytest.raises(BadRecord, match=r"image .*cut\.img is broken"):
@@ -118,13 +110,13 @@ def test_truncated_images_are_refused_by_name(
         (b"\0" * 64, "unknown"),
     ],
 )
-def test_files_that_are_no_images(root: Path, content: bytes, message: str) -> None:
+def test_files_that_are_no_images(root, content, message):
     (root / "x.jpg").write_bytes(content)
     with pytest.raises(BadRecord, match=rf"image .*x\.jpg .*{message}"):
         check_image(ImageRef(path=str(root / "x.jpg")))
 
 
-def test_missing_image_folder_pipe_and_circle(root: Path) -> None:
+def test_missing_image_folder_pipe_and_circle(root):
     (root / "circle.jpg").symlink_to(root / "circle.jpg")
     os.mkfifo(root / "pipe.jpg")
     (root / "folder.jpg").mkdir()
@@ -139,8 +131,8 @@ def test_missing_image_folder_pipe_and_circle(root: Path) -> None:
             check_image(ImageRef(path=str(root / name)))
 
 
-def test_a_few_bytes_that_unpack_to_gigabytes_are_refused() -> None:
-    def chunk(kind: bytes, body: bytes) -> bytes:
+def test_a_few_bytes_that_unpack_to_gigabytes_are_refused():
+    def chunk(kind, body):
         checksum = struct.pack(">I", zlib.crc32(kind + body))
         return struct.pack(">I", len(body)) + kind + body + checksum
 
@@ -152,7 +144,7 @@ def test_a_few_bytes_that_unpack_to_gigabytes_are_refused() -> None:
             use(ImageRef(data=bomb))
 
 
-def test_formats_that_start_other_programs_are_unknown() -> None:
+def test_formats_that_start_other_programs_are_unknown():
     with pytest.raises(BadRecord, match="unknown format"):
         check_image(ImageRef(data=encode(Image.new("RGB", (4, 4)), "EPS")))
 
@@ -165,9 +157,7 @@ def test_formats_that_start_other_programs_are_unknown() -> None:
     st.floats(0.0, 1.0),
     st.binary(max_size=20),
 )
-def test_damaged_images_are_read_or_named(
-    format_name: str, damage: list[tuple[float, int]], keep: float, end: bytes
-) -> None:
+def test_damaged_images_are_read_or_named(format_name, damage, keep, end):
     data = bytearray(encoded(format_name))
     for place, value in damage:
         data[int(place * len(data))] = value
@@ -179,7 +169,7 @@ def test_damaged_images_are_read_or_named(
             assert str(error).startswith("image of ")
 
 
-def test_transparency_keeps_the_colours() -> None:
+def test_transparency_keeps_the_colours():
     red = encode(Image.new("RGBA", (4, 4), (200, 10, 10, 128)), "PNG")
     assert load_image(ImageRef(data=red)).getpixel((0, 0)) == (200, 10, 10)
     palette = Image.new("RGB", (4, 4), (1, 200, 3)).quantize(4)
@@ -188,7 +178,7 @@ def test_transparency_keeps_the_colours() -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "TIFF"])
-def test_sixteen_bits_are_scaled_not_cut(kind: str) -> None:
+def test_sixteen_bits_are_scaled_not_cut(kind):
     deep = Image.fromarray(np.full((4, 4), 32_896, dtype=np.uint16))
     loaded = load_image(ImageRef(data=encode(deep, kind)))
     assert loaded.getpixel((0, 0)) == (128, 128, 128)
@@ -197,7 +187,7 @@ def test_sixteen_bits_are_scaled_not_cut(kind: str) -> None:
 @pytest.mark.parametrize(
     "dtype, kind", [(np.float32, "floating-point"), (np.int32, "signed or 32-bit")]
 )
-def test_pixels_whose_range_is_unknown_are_refused(dtype: type, kind: str) -> None:
+def test_pixels_whose_range_is_unknown_are_refused(dtype, kind):
     data = encode(Image.fromarray(np.full((4, 4), 200, dtype=dtype)), "TIFF")
     for use, error in ((load_image, UserError), (check_image, BadRecord)):
         with pytest.raises(
@@ -208,7 +198,7 @@ def test_pixels_whose_range_is_unknown_are_refused(dtype: type, kind: str) -> No
 
 @pytest.mark.parametrize("format_name", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(10))
-def test_upright(format_name: str, orientation: int) -> None:
+def test_upright(format_name, orientation):
     picture = Image.fromarray(np.arange(8 * 4 * 3, dtype=np.uint8).reshape(4, 8, 3))
     exif = picture.getexif()
     exif[0x0112] = orientation
@@ -221,7 +211,7 @@ def test_upright(format_name: str, orientation: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*orrupt EXIF data")
-def test_damaged_notes_of_a_camera_do_not_spoil_its_picture() -> None:
+def test_damaged_notes_of_a_camera_do_not_spoil_its_picture():
     data = encode(
         Image.new("RGB", (8, 4)),
         "JPEG",
@@ -233,15 +223,15 @@ def test_damaged_notes_of_a_camera_do_not_spoil_its_picture() -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[str]:
+def server():
     class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             body = encoded("PNG") if self.path == "/good.png" else b""
             self.send_response(200 if body else 404)
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *arguments: object) -> None:
+        def log_message(self, *arguments):
             """Keep quiet."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
@@ -254,7 +244,7 @@ def server() -> Iterator[str]:
         thread.join()
 
 
-def test_addresses_are_fetched_when_needed(server: str) -> None:
+def test_addresses_are_fetched_when_needed(server):
     assert load_image(ImageRef(path=f"{server}/good.png")).size == (24, 16)
     with pytest.raises(
         UserError, match=r"image http.*gone\.png cannot be fetched: .*404"
@@ -262,7 +252,7 @@ def test_addresses_are_fetched_when_needed(server: str) -> None:
         load_image(ImageRef(path=f"{server}/gone.png"))
 
 
-def test_damage_inside_of_an_image_is_seen_by_the_check(tmp_path: Path) -> None:
+def test_damage_inside_of_an_image_is_seen_by_the_check(tmp_path):
     """The beginning and the end are whole: only decoding shows it. What passes the check can be decoded later."""
     draw = np.random.default_rng(0)
     pixels = draw.integers(0, 256, (64, 64, 3), np.uint8)

@@ -1,7 +1,5 @@
 """The language of texts, and the language on a model card."""
 
-from __future__ import annotations
-
 import pytest
 
 from vembed.data.language import is_english, language_of
@@ -22,7 +20,7 @@ from vembed.data.language import is_english, language_of
         ("\u043f\u0440\u0438\u0432\u0435\u0442", None),
     ],
 )
-def test_languages(text: str, language: str | None) -> None:
+def test_languages(text, language):
     assert language_of([text]) == language
     unknown = text in ("", "xyz abc")
     assert is_english([text]) == (language == "en" or unknown)

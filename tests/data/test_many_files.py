@@ -1,37 +1,29 @@
 """Folders, patterns, packed files and addresses are read like one file of the same records."""
 
-from __future__ import annotations
-
 import gzip
 import json
-from pathlib import Path
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.data.files import config, open_examples
-from vembed.data.example_store import ExampleStore
+from tests.data.files import config, open_examples, queries_of
 from vembed.errors import UserError
 
 RECORDS = [{"query": f"query {n}", "positive": f"answer {n}"} for n in range(7)]
 PARTS = (RECORDS[:3], RECORDS[3:4], RECORDS[4:])
 
 
-def lines(records: list[dict[str, str]]) -> bytes:
+def lines(records):
     return "".join(json.dumps(one) + "\n" for one in records).encode()
 
 
-def opened(path: str, cache: Path, **options: object) -> ExampleStore:
-    return open_examples(config(**options), path, cache_dir=cache)
+def opened(path):
+    return open_examples(config(), path)
 
 
-def queries(store: ExampleStore) -> list[str | None]:
-    return [store[number].query.text for number in range(len(store))]
-
-
-def write(folder: Path, ending: str) -> None:
+def write(folder, ending):
     folder.mkdir()
     for number, part in enumerate(PARTS):
         path = folder / f"part-{number}.{ending}"
@@ -48,49 +40,47 @@ def write(folder: Path, ending: str) -> None:
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 @pytest.mark.parametrize("form", ["folder", "pattern"])
-def test_files_of_a_folder_or_pattern_are_one_source(
-    tmp_path: Path, ending: str, form: str
-) -> None:
+def test_files_of_a_folder_or_pattern_are_one_source(tmp_path, ending, form):
     write(tmp_path / "data", ending)
     path = (
         str(tmp_path / "data") if form == "folder" else f"{tmp_path}/d*/part-*.{ending}"
     )
-    store = opened(path, tmp_path / "cache")
-    assert queries(store) == [one["query"] for one in RECORDS]
+    store = opened(path)
+    assert queries_of(store) == [one["query"] for one in RECORDS]
     assert store.sizes == (7,)
     assert store[4].where.startswith(str(tmp_path / "data" / f"part-2.{ending}"))
 
 
-def test_bad_records_are_named_by_their_own_file(tmp_path: Path) -> None:
+def test_bad_records_are_named_by_their_own_file(tmp_path):
     write(tmp_path / "data", "jsonl.gz")
     (tmp_path / "data" / "part-3.jsonl.gz").write_bytes(
         gzip.compress(lines(RECORDS[:1]) + b"{\n")
     )
     with pytest.raises(UserError, match=r"part-3\.jsonl\.gz:2: not JSON"):
-        opened(str(tmp_path / "data"), tmp_path / "cache")
+        opened(str(tmp_path / "data"))
 
 
-def test_a_packed_file_is_unpacked_once_for_each_version(tmp_path: Path) -> None:
+def test_a_packed_file_is_unpacked_once_for_each_version(tmp_path, cache_home):
     path = tmp_path / "data.jsonl.gz"
     for part in PARTS[:2]:
         path.write_bytes(gzip.compress(lines(part)))
-        assert queries(opened(str(path), tmp_path)) == [one["query"] for one in part]
-        copies = list((tmp_path / "unpacked").rglob("*.jsonl"))
+        assert queries_of(opened(str(path))) == [one["query"] for one in part]
+        copies = list(cache_home.rglob("unpacked/*/*.jsonl"))
         assert len(copies) == 1
         before = copies[0].stat().st_mtime_ns
-        opened(str(path), tmp_path)
+        opened(str(path))
         assert copies[0].stat().st_mtime_ns == before
 
 
-def test_addresses_are_fetched_into_the_cache(tmp_path: Path) -> None:
+def test_addresses_are_fetched_into_the_cache(tmp_path):
     files = fsspec.filesystem("memory")
     for number, part in enumerate(PARTS):
         files.pipe(f"/bucket/part-{number}.jsonl", lines(part))
-    store = opened("memory://bucket/*.jsonl", tmp_path)
-    assert queries(store) == [one["query"] for one in RECORDS]
+    store = opened("memory://bucket/*.jsonl")
+    assert queries_of(store) == [one["query"] for one in RECORDS]
     assert store[4].where == "memory:///bucket/part-2.jsonl:1"
     write(tmp_path / "data", "parquet")
-    assert queries(opened(f"file://{tmp_path}/data/part-0.parquet", tmp_path)) == [
+    assert queries_of(opened(f"file://{tmp_path}/data/part-0.parquet")) == [
         "query 0",
         "query 1",
         "query 2",
@@ -106,9 +96,7 @@ def test_addresses_are_fetched_into_the_cache(tmp_path: Path) -> None:
         ("unknown://bucket/a.jsonl", "unknown"),
     ],
 )
-def test_what_is_not_there_is_one_sentence(
-    tmp_path: Path, path: str, said: str
-) -> None:
+def test_what_is_not_there_is_one_sentence(path, said):
     with pytest.raises(UserError, match=said) as found:
-        opened(path, tmp_path)
+        opened(path)
     assert "\n" not in str(found.value)

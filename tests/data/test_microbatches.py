@@ -1,7 +1,5 @@
 """The plan of micro-batches: nothing lost, nothing above the budget, close to the best cut, split as asked."""
 
-from __future__ import annotations
-
 import itertools
 import time
 
@@ -10,29 +8,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vembed.data.batching import microbatches
+from vembed.data.batching.rank_batch import (
+    PRICE_DIVISOR,
+    LockstepSplit,
+    padded_tokens,
+    split_by_length,
+)
 
 LENGTHS = st.lists(st.integers(1, 600), max_size=60)
 BUDGETS = st.integers(1, 5_000)
 MAX_ROWS = st.none() | st.integers(1, 20)
 
 
-def padded_size(lengths: list[int], rows: list[int]) -> int:
+def padded_size(lengths, rows):
     return len(rows) * max((lengths[row] for row in rows), default=0)
 
 
 @given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 80))
-def test_every_index_once_within_the_budget(
-    lengths: list[int], budget: int, max_rows: int | None, at_least: int
-) -> None:
-    split = microbatches.split(lengths, budget, max_rows, at_least)
+def test_every_index_once_within_the_budget(lengths, budget, max_rows, at_least):
+    split = split_by_length(lengths, budget, max_rows, at_least)
     assert sorted(itertools.chain.from_iterable(split)) == list(range(len(lengths)))
     for rows in split:
         assert len(rows) <= 1 or padded_size(lengths, rows) <= budget
         assert max_rows is None or len(rows) <= max_rows
     in_order = [lengths[row] for rows in split for row in rows]
     assert in_order == sorted(lengths, reverse=True)
-    alone = len(microbatches.split(lengths, budget, max_rows))
+    alone = len(split_by_length(lengths, budget, max_rows))
     assert len(split) == max(alone, at_least)
     num_empty = max(0, at_least - max(alone, len(lengths)))
     assert [bool(rows) for rows in split] == [
@@ -41,19 +42,13 @@ def test_every_index_once_within_the_budget(
 
 
 @given(LENGTHS, BUDGETS, MAX_ROWS, st.integers(0, 40))
-def test_splitting_finer_never_pads_more(
-    lengths: list[int], budget: int, max_rows: int | None, at_least: int
-) -> None:
-    coarse = microbatches.split(lengths, budget, max_rows, at_least)
-    finer = microbatches.split(lengths, budget, max_rows, at_least + 3)
-    assert microbatches.padded_tokens(lengths, finer) <= microbatches.padded_tokens(
-        lengths, coarse
-    )
+def test_splitting_finer_never_pads_more(lengths, budget, max_rows, at_least):
+    coarse = split_by_length(lengths, budget, max_rows, at_least)
+    finer = split_by_length(lengths, budget, max_rows, at_least + 3)
+    assert padded_tokens(lengths, finer) <= padded_tokens(lengths, coarse)
 
 
-def best_cost(
-    ordered: list[int], budget: int, max_rows: int | None, per_micro_batch: int
-) -> int:
+def best_cost(ordered, budget, max_rows, per_micro_batch):
     """The cheapest cut of all there are, by trying them."""
     num_cuts = max(0, len(ordered) - 1)
     best = None
@@ -77,14 +72,10 @@ def best_cost(
     st.integers(1, 300),
     st.none() | st.integers(1, 5),
 )
-def test_no_cut_is_cheaper(
-    lengths: list[int], budget: int, max_rows: int | None
-) -> None:
-    price = (
-        min(budget, max(lengths) * (max_rows or budget)) // microbatches.PRICE_DIVISOR
-    )
-    split = microbatches.split(lengths, budget, max_rows)
-    cost = microbatches.padded_tokens(lengths, split) + price * len(split)
+def test_no_cut_is_cheaper(lengths, budget, max_rows):
+    price = min(budget, max(lengths) * (max_rows or budget)) // PRICE_DIVISOR
+    split = split_by_length(lengths, budget, max_rows)
+    cost = padded_tokens(lengths, split) + price * len(split)
     assert cost == best_cost(sorted(lengths, reverse=True), budget, max_rows, price)
 
 
@@ -99,22 +90,20 @@ def test_no_cut_is_cheaper(
         ([], 100, 0, []),
     ],
 )
-def test_splits(
-    lengths: list[int], budget: int, at_least: int, expected: list[list[int]]
-) -> None:
-    assert microbatches.split(lengths, budget, at_least=at_least) == expected
+def test_splits(lengths, budget, at_least, expected):
+    assert split_by_length(lengths, budget, at_least=at_least) == expected
 
 
-def test_fast_enough_for_every_step() -> None:
+def test_fast_enough_for_every_step():
     lengths = np.clip(
         np.random.default_rng(0).lognormal(4.0, 0.8, 8192), 5, 512
     ).astype(int)
     start = time.process_time()
-    microbatches.split(lengths, 16_384)
+    split_by_length(lengths, 16_384)
     assert time.process_time() - start < 2
 
 
-def test_ranks_agree_on_the_micro_batches_of_each_group() -> None:
+def test_ranks_agree_on_the_micro_batches_of_each_group():
     lengths = [[9, 1, 5, 5, 2, 7, 30], [3, 3], []]
     places = [
         {"text": [0, 2, 4], "image": [1, 3, 5, 6], "both": []},
@@ -122,8 +111,7 @@ def test_ranks_agree_on_the_micro_batches_of_each_group() -> None:
         {"text": [], "image": [], "both": []},
     ]
     ranks = [
-        microbatches.LockstepSplit(own, of, 10, 2)
-        for own, of in zip(lengths, places, strict=True)
+        LockstepSplit(own, of, 10, 2) for own, of in zip(lengths, places, strict=True)
     ]
     counts = [
         max(column) for column in zip(*(rank.counts for rank in ranks), strict=True)

@@ -1,11 +1,7 @@
 """Data that are easily misread: what is not read or taken for something else is warned of or refused."""
 
-from __future__ import annotations
-
 import csv
 import re
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -15,7 +11,7 @@ from tests.data.files import RECORDS, config, open_examples, open_path, write_js
 from vembed.errors import UserError
 
 
-def test_texts_that_look_like_lists_are_warned_of(tmp_path: Path) -> None:
+def test_texts_that_look_like_lists_are_warned_of(tmp_path):
     path = tmp_path / "a.csv"
     with path.open("w", newline="") as file:
         rows = [[f"q{n}", f"p{n}", str([f"it's {n}", "b"])] for n in range(3)]
@@ -79,11 +75,11 @@ def test_texts_that_look_like_lists_are_warned_of(tmp_path: Path) -> None:
     ],
 )
 def test_parts_of_records_that_are_not_read_are_warned_of(
-    tmp_path: Path,
-    record: dict[str, Any],
-    options: dict[str, Any],
-    expected: str | None,
-) -> None:
+    tmp_path,
+    record,
+    options,
+    expected,
+):
     records = [{"query": f"q{n}", "positive": f"p{n}", **record} for n in range(3)]
     warnings = open_path(
         write_jsonl(tmp_path / "a.jsonl", records), **options
@@ -99,7 +95,7 @@ def test_parts_of_records_that_are_not_read_are_warned_of(
     ], "graded relevance is read in an evaluation, and negatives are no part of it"
 
 
-def test_a_label_beside_messages_is_a_score(tmp_path: Path) -> None:
+def test_a_label_beside_messages_is_a_score(tmp_path):
     records = [
         {
             name: [{"role": "user", "content": f"{name} {n}"}]
@@ -129,9 +125,7 @@ def test_a_label_beside_messages_is_a_score(tmp_path: Path) -> None:
         ((0, 2.5, 5), None),
     ],
 )
-def test_classes_that_are_taken_for_scores_are_warned_of(
-    tmp_path: Path, labels: tuple[int, ...], said: str
-) -> None:
+def test_classes_that_are_taken_for_scores_are_warned_of(tmp_path, labels, said):
     rows = [
         {"sentence1": f"a{n}", "sentence2": "b", "label": label}
         for n, label in enumerate(labels)
@@ -144,7 +138,7 @@ def test_classes_that_are_taken_for_scores_are_warned_of(
     )
 
 
-def test_a_name_of_the_mapping_that_no_source_has(tmp_path: Path) -> None:
+def test_a_name_of_the_mapping_that_no_source_has(tmp_path):
     first = write_jsonl(
         tmp_path / "a.jsonl", [{"frage": "q", "positive": "p", "falsch": ["n"]}]
     )
@@ -162,7 +156,7 @@ def test_a_name_of_the_mapping_that_no_source_has(tmp_path: Path) -> None:
         )
 
 
-def test_scores_beyond_a_cosine_are_found_before_training(tmp_path: Path) -> None:
+def test_scores_beyond_a_cosine_are_found_before_training(tmp_path):
     path = write_jsonl(
         tmp_path / "a.jsonl",
         [{"sentence1": "a", "sentence2": "b", "label": n} for n in (0, 1, 4)],

@@ -1,7 +1,5 @@
 """Near-duplicates are found completely: as by a comparison of all texts with all."""
 
-from __future__ import annotations
-
 import random
 from itertools import combinations
 
@@ -11,19 +9,18 @@ from tests.tiny import WORDS
 from vembed.data.near_duplicates import (
     NearIndex,
     containment,
-    feature_arrays,
     near_links,
     ngrams,
     words,
 )
 
 
-def sentence(draw: random.Random, length: int) -> list[str]:
+def sentence(draw, length):
     return draw.choices(WORDS, k=length)
 
 
 @pytest.fixture
-def texts() -> list[str]:
+def texts():
     """100 texts, then each of them inside one of twice and of four times its length, and with a word changed."""
     draw = random.Random(0)
     originals = [sentence(draw, draw.randint(30, 60)) for _ in range(100)]
@@ -40,16 +37,14 @@ def texts() -> list[str]:
 
 
 @pytest.mark.parametrize("threshold", [0.5, 0.9, 1.0])
-def test_the_pairs_are_those_of_a_full_comparison(
-    texts: list[str], threshold: float
-) -> None:
+def test_the_pairs_are_those_of_a_full_comparison(texts, threshold):
     grams = [ngrams(text) for text in texts]
     wanted = {
         (first, second)
         for first, second in combinations(range(len(texts)), 2)
         if containment(grams[first], grams[second]) >= threshold
     }
-    index = NearIndex(feature_arrays(grams), threshold)
+    index = NearIndex(list(grams), threshold)
     pairs = set()
     for number in range(len(texts)):
         pairs |= {(other, number) for other in index.near(number)}
@@ -58,10 +53,8 @@ def test_the_pairs_are_those_of_a_full_comparison(
     assert len(wanted) >= 65, "copies of twice and of four times the length"
 
 
-def test_short_texts_are_not_near_and_an_empty_index_finds_nothing() -> None:
-    arrays = feature_arrays(
-        map(ngrams, ["one two three four", "one two three four", ""])
-    )
+def test_short_texts_are_not_near_and_an_empty_index_finds_nothing():
+    arrays = list(map(ngrams, ["one two three four", "one two three four", ""]))
     index = NearIndex(arrays, 0.9)
     assert list(index.near(0)) == []
     for number in range(3):
@@ -69,19 +62,19 @@ def test_short_texts_are_not_near_and_an_empty_index_finds_nothing() -> None:
     assert list(index.near(1)) == [], "fewer than five 3-grams"
 
 
-def test_a_large_group_of_copies_takes_linear_time() -> None:
+def test_a_large_group_of_copies_takes_linear_time():
     text = " ".join(sentence(random.Random(1), 60))
-    copies = feature_arrays(ngrams(f"{text} number {n} here") for n in range(3000))
+    copies = [ngrams(f"{text} number {n} here") for n in range(3000)]
     index = NearIndex(copies, 0.85)
     compared = 0
     is_near = index._is_near
 
-    def counted(first: int, second: int) -> bool:
+    def counted(first, second):
         nonlocal compared
         compared += 1
         return is_near(first, second)
 
-    index._is_near = counted  # type: ignore[method-assign]
+    index._is_near = counted
     index.add(0)
     for number in range(1, 3000):
         assert next(index.near(number)) == 0
@@ -89,20 +82,20 @@ def test_a_large_group_of_copies_takes_linear_time() -> None:
     assert len(list(near_links(copies, threshold=0.85))) == 2999, "one group"
 
 
-def test_a_chain_is_one_group() -> None:
+def test_a_chain_is_one_group():
     letters = [set(range(start, start + 10)) for start in range(0, 6, 2)]
-    arrays = feature_arrays([*letters, set(range(100, 110))])
+    arrays = [*letters, set(range(100, 110))]
     assert list(near_links(arrays, threshold=0.8)) == [(0, 1), (1, 2)]
     assert not list(near_links(arrays, threshold=0.9))
 
 
-def test_size_ratio_and_smallest_size() -> None:
-    arrays = feature_arrays([range(6), range(20)])
+def test_size_ratio_and_smallest_size():
+    arrays = [range(6), range(20)]
     assert list(near_links(arrays, threshold=0.9)) == [(0, 1)]
     for options in ({"min_size_ratio": 0.5}, {"min_features": 7}):
         assert not list(near_links(arrays, threshold=0.9, **options)), options
 
 
-def test_words_of_scripts_without_spaces_are_letters() -> None:
+def test_words_of_scripts_without_spaces_are_letters():
     assert words("\uff28ello World!") == ["hello", "world"]
     assert words("\u65e5\u672c go") == ["\u65e5", "\u672c", "go"]

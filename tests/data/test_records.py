@@ -1,15 +1,12 @@
 """What a record means: every accepted form, and one sentence for each one that is not."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import pytest
 
 from tests.data.files import pair
 from vembed.data.columns import COLUMNS, Columns
-from vembed.data.examples import BadRecord, Example, ImageRef, Item
+from vembed.data.examples import BadRecord
 from vembed.data.images.files import ImageRoot
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
@@ -17,27 +14,15 @@ from vembed.errors import UserError
 ROOT = "/images"
 
 
-def record_format(
-    mapping: dict[str, str] | None = None, **options: Any
-) -> RecordFormat:
+def record_format(mapping=None, **options):
     return RecordFormat(Columns(mapping), ImageRoot(ROOT, allow_urls=False), **options)
 
 
-def read(record: Any, **options: Any) -> Example:
+def read(record, **options):
     return record_format(**options).example(record, "here:1")
 
 
-def picture(*names: str, text: str | None = None) -> Item:
-    return Item(
-        text=text, images=tuple(ImageRef(path=f"{ROOT}/{name}") for name in names)
-    )
-
-
-def texts(*values: str) -> tuple[Item, ...]:
-    return tuple(Item(text=value) for value in values)
-
-
-def said(content: Any, role: str = "user") -> dict[str, Any]:
+def said(content, role="user"):
     return {"role": role, "content": content}
 
 
@@ -67,36 +52,47 @@ def said(content: Any, role: str = "user") -> dict[str, Any]:
         ({"positive_images": 5}, "positive_images have to be lists"),
     ],
 )
-def test_conversations_that_mean_nothing(fields: dict[str, Any], reason: str) -> None:
+def test_conversations_that_mean_nothing(fields, reason):
     record = {"messages": [said("q")], "positive_messages": [[said("p")]], **fields}
     with pytest.raises(BadRecord, match=reason):
         read(record)
 
 
+def shown(example):
+    """query > positives | negatives (scores), with images in brackets."""
+    parts = []
+    for items in ([example.query], example.positives, example.negatives):
+        words = []
+        for item in items:
+            names = [
+                (image.path or str(image.data)).removeprefix(f"{ROOT}/")
+                for image in item.images
+            ]
+            images = f"[{' '.join(names)}]" if names else ""
+            words.append(f"{item.text or ''}{images}")
+        parts.append(", ".join(words))
+    scores = f" {example.scores}" if example.scores else ""
+    return f"{parts[0]} > {parts[1]} | {parts[2]}{scores}"
+
+
+SIDES = {"sentence1": "a", "sentence2": "b"}
+
+
 @pytest.mark.parametrize(
     ("record", "expected"),
     [
-        (pair(), Example(Item("q"), texts("p"))),
-        (pair(positive=["p", "r"]), Example(Item("q"), texts("p", "r"))),
-        (
-            pair(negatives=["n", "m"]),
-            Example(Item("q"), texts("p"), texts("n", "m")),
-        ),
-        (
-            pair(negatives=None),
-            Example(Item("q"), texts("p")),
-        ),
-        (
-            pair(negative_1="a", negative_2="b", negative_10="c"),
-            Example(Item("q"), texts("p"), texts("a", "b", "c")),
-        ),
+        (pair(), "q > p | "),
+        (pair(positive=["p", "r"]), "q > p, r | "),
+        (pair(negatives=["n", "m"]), "q > p | n, m"),
+        (pair(negatives=None), "q > p | "),
+        (pair(negative_1="a", negative_2="b", negative_10="c"), "q > p | a, b, c"),
         (
             {
                 "messages": [said("q")],
                 "positive_messages": [[said("p")], [said("r"), said("s")]],
                 "negative_messages": [[said("n")]],
             },
-            Example(Item("q"), texts("p", "r\ns"), texts("n")),
+            "q > p, r\ns | n",
         ),
         (
             {
@@ -106,60 +102,38 @@ def test_conversations_that_mean_nothing(fields: dict[str, Any], reason: str) ->
                 "positive_images": [["b.png"]],
                 "negative_messages": [said("plain text")],
             },
-            Example(
-                picture("a.png", text="in red"),
-                (picture("b.png"),),
-                texts("plain text"),
-            ),
+            "in red[a.png] > [b.png] | plain text",
         ),
         (
             {"messages": [said("q")], "positive_messages": [[said("p")]], "label": 0.5},
-            Example(Item("q"), texts("p"), scores=(0.5,)),
+            "q > p |  (0.5,)",
         ),
+        (pair(positive=["p", "r"], scores=[2, 1.5]), "q > p, r |  (2.0, 1.5)"),
+        ({**SIDES, "score": 0.8}, "a > b |  (0.8,)"),
+        ({**SIDES, "label": 1}, "a > b |  (1.0,)"),
+        (SIDES, "a > b | "),
         (
-            pair(positive=["p", "r"], scores=[2, 1.5]),
-            Example(Item("q"), texts("p", "r"), (), (2.0, 1.5)),
+            pair(query="a/b.jpg", positive="https://x.org/y.png"),
+            "a/b.jpg > https://x.org/y.png | ",
         ),
-        (
-            {"sentence1": "a", "sentence2": "b", "score": 0.8},
-            Example(Item("a"), texts("b"), (), (0.8,)),
-        ),
-        (
-            {"sentence1": "a", "sentence2": "b", "label": 1},
-            Example(Item("a"), texts("b"), (), (1.0,)),
-        ),
-        ({"sentence1": "a", "sentence2": "b"}, Example(Item("a"), texts("b"))),
-        (
-            {"query": "a/b.jpg", "positive": "https://x.org/y.png"},
-            Example(Item("a/b.jpg"), texts("https://x.org/y.png")),
-        ),
-        (
-            pair(positive={"image": "c.jpg"}),
-            Example(Item("q"), (picture("c.jpg"),)),
-        ),
+        (pair(positive={"image": "c.jpg"}), "q > [c.jpg] | "),
         (
             {
                 "query": {"text": "in red", "image": "s.jpg"},
                 "positive": {"images": ["r.jpg", "t.jpg"]},
             },
-            Example(picture("s.jpg", text="in red"), (picture("r.jpg", "t.jpg"),)),
+            "in red[s.jpg] > [r.jpg t.jpg] | ",
         ),
         (
             pair(positive={"text": "p"}, negatives=[{"image": "d.jpg"}, "n"]),
-            Example(Item("q"), texts("p"), (picture("d.jpg"), Item("n"))),
+            "q > p | [d.jpg], n",
         ),
-        (
-            pair(query={"text": None, "image": "s.jpg"}),
-            Example(picture("s.jpg"), texts("p")),
-        ),
-        ({"query": "q", "image": "c.jpg"}, Example(Item("q"), (picture("c.jpg"),))),
-        (
-            pair(query_image="s.jpg"),
-            Example(picture("s.jpg", text="q"), texts("p")),
-        ),
+        (pair(query={"text": None, "image": "s.jpg"}), "[s.jpg] > p | "),
+        ({"query": "q", "image": "c.jpg"}, "q > [c.jpg] | "),
+        (pair(query_image="s.jpg"), "q[s.jpg] > p | "),
         (
             {"query_images": ["s.jpg", "t.jpg"], "positive": "p"},
-            Example(picture("s.jpg", "t.jpg"), texts("p")),
+            "[s.jpg t.jpg] > p | ",
         ),
         (
             {
@@ -167,78 +141,46 @@ def test_conversations_that_mean_nothing(fields: dict[str, Any], reason: str) ->
                 "positive_image": ["c.jpg", "d.jpg"],
                 "negative_image": "e.jpg",
             },
-            Example(
-                Item("q"), (picture("c.jpg"), picture("d.jpg")), (picture("e.jpg"),)
-            ),
+            "q > [c.jpg], [d.jpg] | [e.jpg]",
         ),
         (
             pair(positive=["p", "r"], positive_image=["c.jpg", "d.jpg"]),
-            Example(
-                Item("q"), (picture("c.jpg", text="p"), picture("d.jpg", text="r"))
-            ),
+            "q > p[c.jpg], r[d.jpg] | ",
         ),
-        (
-            pair(positive={"bytes": b"x", "path": "y"}),
-            Example(Item("q"), (Item(images=(ImageRef(data=b"x"),)),)),
-        ),
-        (
-            pair(positive={"bytes": None, "path": "y.jpg"}),
-            Example(Item("q"), (picture("y.jpg"),)),
-        ),
-        (
-            pair(positive=b"x"),
-            Example(Item("q"), (Item(images=(ImageRef(data=b"x"),)),)),
-        ),
-        (pair(label=7), Example(Item("q"), texts("p"))),
+        (pair(positive={"bytes": b"x", "path": "y"}), "q > [b'x'] | "),
+        (pair(positive={"bytes": None, "path": "y.jpg"}), "q > [y.jpg] | "),
+        (pair(positive=b"x"), "q > [b'x'] | "),
+        (pair(label=7), "q > p | "),
     ],
 )
-def test_forms(record: dict[str, Any], expected: Example) -> None:
+def test_forms(record, expected):
     found = read(record)
-    assert (found.query, found.positives, found.negatives, found.scores) == (
-        expected.query,
-        expected.positives,
-        expected.negatives,
-        expected.scores,
-    )
+    assert shown(found) == expected
     assert found.where == "here:1"
 
 
 @pytest.mark.parametrize(
-    ("mode", "query", "document"),
+    ("mode", "expected"),
     [
-        ("auto", Item("x"), Item("x")),
-        ("t2t", Item("x"), Item("x")),
-        ("t2i", Item("x"), picture("x")),
-        ("i2t", picture("x"), Item("x")),
-        ("i2i", picture("x"), picture("x")),
-        ("m2i", Item("x"), picture("x")),
-        ("m2t", Item("x"), Item("x")),
+        ("auto", "x > x | x"),
+        ("t2t", "x > x | x"),
+        ("t2i", "x > [x] | [x]"),
+        ("i2t", "[x] > x | x"),
+        ("i2i", "[x] > [x] | [x]"),
+        ("m2i", "x > [x] | [x]"),
+        ("m2t", "x > x | x"),
     ],
 )
-def test_what_plain_strings_are(mode: str, query: Item, document: Item) -> None:
-    found = read({"query": "x", "positive": ["x"], "negative": "x"}, mode=mode)
-    assert (found.query, found.positives, found.negatives) == (
-        query,
-        (document,),
-        (document,),
-    )
+def test_what_plain_strings_are(mode, expected):
+    record = {"query": "x", "positive": ["x"], "negative": "x"}
+    assert shown(read(record, mode=mode)) == expected
 
 
-def test_a_mode_says_nothing_about_objects() -> None:
-    found = read(
-        {"query": {"text": "q"}, "positive": [{"text": "p"}, "c.jpg"]}, mode="i2i"
-    )
-    assert (found.query, found.positives) == (Item("q"), (Item("p"), picture("c.jpg")))
-
-
-def test_both_parts_of_a_record_with_text_and_image() -> None:
-    found = read(
-        {"query": "in red", "query_image": "s.jpg", "positive": "r.jpg"}, mode="m2i"
-    )
-    assert (found.query, found.positives) == (
-        picture("s.jpg", text="in red"),
-        (picture("r.jpg"),),
-    )
+def test_a_mode_says_nothing_about_objects_and_keeps_both_parts_of_a_record():
+    record = {"query": {"text": "q"}, "positive": [{"text": "p"}, "c.jpg"]}
+    assert shown(read(record, mode="i2i")) == "q > p, [c.jpg] | "
+    record = {"query": "in red", "query_image": "s.jpg", "positive": "r.jpg"}
+    assert shown(read(record, mode="m2i")) == "in red[s.jpg] > [r.jpg] | "
 
 
 @pytest.mark.parametrize(
@@ -343,7 +285,7 @@ def test_both_parts_of_a_record_with_text_and_image() -> None:
         ),
     ],
 )
-def test_bad_records(record: Any, message: str) -> None:
+def test_bad_records(record, message):
     with pytest.raises(BadRecord, match=message) as caught:
         read(record)
     str(caught.value).encode(
@@ -352,32 +294,25 @@ def test_bad_records(record: Any, message: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-def test_long_and_odd_names_do_not_flood_the_message() -> None:
+def test_long_and_odd_names_do_not_flood_the_message():
     record = {f"{'x' * 500}\ud800{number}": 1 for number in range(500)}
     with pytest.raises(BadRecord, match="no query") as caught:
         read(record)
     assert len(str(caught.value).encode("utf-8")) < 900
 
 
-def test_column_mapping() -> None:
+def test_column_mapping():
     mapping = {
         "q": "query",
         "docs": "positive",
         "bad": "negatives",
         "worse": "negatives",
     }
-    found = read(
-        {"q": "a", "docs": ["b"], "bad": "c", "worse": ["d"], "query": "unused"},
-        mapping=mapping,
-    )
-    assert (found.query, found.positives, found.negatives) == (
-        Item("a"),
-        texts("b"),
-        texts("c", "d"),
-    )
+    record = {"q": "a", "docs": ["b"], "bad": "c", "worse": ["d"], "query": "unused"}
+    assert shown(read(record, mapping=mapping)) == "a > b | c, d"
 
 
-def test_column_mapping_to_a_name_that_nobody_reads() -> None:
+def test_column_mapping_to_a_name_that_nobody_reads():
     with pytest.raises(UserError, match=r"column_mapping: \{q: querry\}.*'query'"):
         record_format(mapping={"q": "querry"})
     with pytest.raises(
@@ -386,12 +321,12 @@ def test_column_mapping_to_a_name_that_nobody_reads() -> None:
         record_format(mapping={"query": "Frage"})
 
 
-def test_two_columns_for_one_query() -> None:
+def test_two_columns_for_one_query():
     with pytest.raises(UserError, match="column_mapping: a and b both become query"):
         record_format(mapping={"a": "query", "b": "anchor"})
 
 
-def test_unused_columns_are_known() -> None:
+def test_unused_columns_are_known():
     form = record_format()
     form.example(
         pair(positive={"text": "p", "lang": "t"}, id=3, question="z"),
@@ -406,75 +341,67 @@ def test_unused_columns_are_known() -> None:
     ]
 
 
-def test_a_passage_has_its_title_before_its_text() -> None:
+def test_a_passage_has_its_title_before_its_text():
     passages = [
         {"docid": "7", "title": "Rome", "text": "A city."},
         {"title": "", "text": "B"},
         {"text": "C"},
     ]
-    found = read(
-        {
-            "query": "q",
-            "positive_passages": passages,
-            "negative_passages": [{"title": "T", "text": ""}],
-        }
-    )
-    assert (found.positives, found.negatives) == (
-        texts("Rome A city.", "B", "C"),
-        texts("T"),
-    )
+    record = {
+        "query": "q",
+        "positive_passages": passages,
+        "negative_passages": [{"title": "T", "text": ""}],
+    }
+    assert shown(read(record)) == "q > Rome A city., B, C | T"
 
 
-def test_mapped_columns_that_never_come() -> None:
+def test_mapped_columns_that_never_come():
     form = record_format(mapping={"q": "query", "gone": "negatives"})
     form.example({"q": "a", "positive": "b"}, "")
     assert form.columns.mapped_but_missing == ["gone"]
 
 
-def test_at_most_so_many_negatives_but_all_are_checked() -> None:
+def test_at_most_so_many_negatives_but_all_are_checked():
     record = pair(negatives=["a", "b", "c"])
-    assert read(record, max_negatives=2).negatives == texts("a", "b")
-    assert read(record, max_negatives=0).negatives == ()
+    assert shown(read(record, max_negatives=2)) == "q > p | a, b"
+    assert shown(read(record, max_negatives=0)) == "q > p | "
     with pytest.raises(BadRecord, match="negatives 3 is empty"):
         read({**record, "negatives": ["a", "b", " "]}, max_negatives=1)
 
 
-def test_what_a_loss_needs() -> None:
-    with pytest.raises(BadRecord, match="no score, which loss: cosent needs"):
-        read(pair(), losses=("cosent",))
-    with pytest.raises(BadRecord, match="no negative, which loss: triplet needs"):
-        read(pair(), losses=("triplet",))
-    with pytest.raises(BadRecord, match=r"scored sentence pair.*loss: infonce.*cosent"):
-        read({"sentence1": "q", "sentence2": "p", "score": 0.1}, losses=("infonce",))
+def test_what_a_loss_needs():
+    for record, loss, message in (
+        (pair(), "cosent", "no score, which loss: cosent needs"),
+        (pair(), "triplet", "no negative, which loss: triplet needs"),
+        (
+            {**SIDES, "score": 0.1},
+            "infonce",
+            r"scored sentence pair.*loss: infonce.*cosent",
+        ),
+    ):
+        with pytest.raises(BadRecord, match=message):
+            read(record, losses=(loss,))
     read(pair(score=0.1), losses=("infonce",))
-    read({"sentence1": "q", "sentence2": "p"}, losses=("infonce",))
-    read({"sentence1": "q", "sentence2": "p", "score": 0.1}, losses=("cosine",))
+    read(SIDES, losses=("infonce",))
+    read({**SIDES, "score": 0.1}, losses=("cosine",))
 
 
-def test_cells_of_a_table_are_text() -> None:
-    found = read(
-        {"sentence1": "a", "sentence2": "b", "score": " 0.25 "}, numbers_in_text=True
-    )
+def test_cells_of_a_table_are_text():
+    found = read({**SIDES, "score": " 0.25 "}, numbers_in_text=True)
     assert found.scores == (0.25,)
     for cell in ("0,25", "nan", "x", "1_0"):
         with pytest.raises(BadRecord, match="score is"):
-            read(
-                {"sentence1": "a", "sentence2": "b", "score": cell},
-                numbers_in_text=True,
-            )
-    found = read(
-        {"query": "a", "positive": "b", "negative_1": "c", "negative_2": None},
-        numbers_in_text=True,
-    )
-    assert found.negatives == texts("c")
+            read({**SIDES, "score": cell}, numbers_in_text=True)
+    found = read(pair(negative_1="c", negative_2=None), numbers_in_text=True)
+    assert shown(found) == "q > p | c"
 
 
-def test_a_cell_without_a_class_is_called_empty() -> None:
+def test_a_cell_without_a_class_is_called_empty():
     with pytest.raises(BadRecord, match="label is empty"):
         read({"text": "a", "label": None}, numbers_in_text=True)
 
 
-def test_missing_columns_of_a_table() -> None:
+def test_missing_columns_of_a_table():
     for columns, advice in (
         (
             ("x", "y"),
@@ -524,7 +451,7 @@ def test_missing_columns_of_a_table() -> None:
 @pytest.mark.parametrize(
     "role", [role for role in COLUMNS if role not in ("text", "label")]
 )
-def test_every_name_is_read(role: str) -> None:
+def test_every_name_is_read(role):
     record = pair()
     record.pop(role, None)
     for name in COLUMNS[role]:
@@ -533,7 +460,7 @@ def test_every_name_is_read(role: str) -> None:
         assert name in layout.read
 
 
-def test_every_name_has_one_meaning() -> None:
+def test_every_name_has_one_meaning():
     names = [name for names in COLUMNS.values() for name in names]
     assert len(set(names)) == len(names)
     for role, accepted in COLUMNS.items():

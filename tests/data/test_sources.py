@@ -1,11 +1,7 @@
 """Files of every format to examples: the good ones in order, several sources, images, names of the Hub."""
 
-from __future__ import annotations
-
 import csv
 import os
-from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -17,19 +13,21 @@ from tests.data.files import (
     open_examples,
     open_path,
     pair,
+    pairs_of,
+    queries_of,
     refused,
     write_format,
     write_jsonl,
     write_lines,
 )
 from tests.data.pictures import encoded, write
-from vembed.config.entries import DataSource
 from vembed.config.loading import load_config
+from vembed.config.schema import DataSource
 from vembed.data.examples import ImageRef, Item
 from vembed.errors import UserError
 
 
-def test_lines_are_those_of_an_editor(tmp_path: Path) -> None:
+def test_lines_are_those_of_an_editor(tmp_path):
     path = write_lines(
         tmp_path / "a.csv", "query,positive", 'q,"two', 'lines"', "r,s", "", "t,u"
     )
@@ -40,9 +38,7 @@ def test_lines_are_those_of_an_editor(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
 @pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf"])
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv"])
-def test_byte_order_mark_and_line_ends(
-    tmp_path: Path, kind: str, begin: bytes, ending: str
-) -> None:
+def test_byte_order_mark_and_line_ends(tmp_path, kind, begin, ending):
     text = {
         "jsonl": '{"query": "a", "positive": "b"}\n\n{"query": "c", "positive": "d"}\n',
         "json": '\n[{"query": "a", "positive": "b"},\n\n {"query": "c", "positive": "d"}]\n\n',
@@ -52,12 +48,10 @@ def test_byte_order_mark_and_line_ends(
     path = tmp_path / f"a.{kind}"
     path.write_bytes(begin + text.replace("\n", ending).encode())
     store = open_path(path)
-    assert [
-        (store[i].query.text, store[i].positives[0].text) for i in range(len(store))
-    ] == [("a", "b"), ("c", "d")]
+    assert pairs_of(store) == [("a", "b"), ("c", "d")]
 
 
-def test_a_reason_that_all_share_is_said_once(tmp_path: Path) -> None:
+def test_a_reason_that_all_share_is_said_once(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"premise": "q", "hypothesis": "p"}] * 12)
     first, again, more = refused(path).splitlines()[1:]
     assert first.strip().startswith(
@@ -71,8 +65,8 @@ def test_a_reason_that_all_share_is_said_once(tmp_path: Path) -> None:
 
 
 def test_validation_data_need_not_have_the_columns_of_the_mapping(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     settings = config(column_mapping={"subject": "query"})
     assert len(open_examples(settings, str(path), role="validation")) == len(RECORDS)
@@ -86,8 +80,8 @@ def test_validation_data_need_not_have_the_columns_of_the_mapping(
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
 @pytest.mark.parametrize("kind", ["csv", "tsv"])
 def test_fields_may_be_separated_otherwise_than_the_ending_says(
-    tmp_path: Path, kind: str, delimiter: str
-) -> None:
+    tmp_path, kind, delimiter
+):
     path = tmp_path / f"a.{kind}"
     with path.open("w", newline="", encoding="utf-8-sig") as file:
         rows = csv.writer(file, delimiter=delimiter)
@@ -102,7 +96,7 @@ def test_fields_may_be_separated_otherwise_than_the_ending_says(
     assert [store[i].query.text for i in range(2)] == ['a; "b", c|d', "e"]
 
 
-def test_texts_that_look_like_paths_of_images_are_warned_of(tmp_path: Path) -> None:
+def test_texts_that_look_like_paths_of_images_are_warned_of(tmp_path):
     records = [
         {"query": f"shoe {i}", "positive": f"pics/a b/{i}.JPG"} for i in range(30)
     ]
@@ -121,14 +115,12 @@ def test_texts_that_look_like_paths_of_images_are_warned_of(tmp_path: Path) -> N
     assert hint.endswith("retrieval_mode: t2i"), "as far as the run reads them"
 
 
-def test_skip_drops_and_counts(tmp_path: Path) -> None:
-    records: list[Any] = [pair(query=str(i)) for i in range(30)]
+def test_skip_drops_and_counts(tmp_path):
+    records = [pair(query=str(i)) for i in range(30)]
     for bad in (3, 4, 20):
         records[bad] = pair(query=None)
     store = open_path(write_jsonl(tmp_path / "a.jsonl", records), on_bad_record="skip")
-    assert [store[i].query.text for i in range(len(store))] == [
-        str(i) for i in range(30) if i not in (3, 4, 20)
-    ]
+    assert queries_of(store) == [str(i) for i in range(30) if i not in (3, 4, 20)]
     assert store.num_skipped == 3
     assert "3 bad records left out" in store.summary()[0]
     assert any("a.jsonl:4: query is null" in line for line in store.summary())
@@ -138,7 +130,7 @@ def test_skip_drops_and_counts(tmp_path: Path) -> None:
     )
 
 
-def test_column_mapping_for_all_and_for_one(tmp_path: Path) -> None:
+def test_column_mapping_for_all_and_for_one(tmp_path):
     first = write_jsonl(tmp_path / "a.jsonl", [{"q": "a", "positive": "b"}])
     second = write_jsonl(tmp_path / "b.jsonl", [{"x": "c", "positive": "d"}])
     third = write_jsonl(tmp_path / "c.jsonl", [{"query": "e", "positive": "f"}])
@@ -158,7 +150,7 @@ def test_column_mapping_for_all_and_for_one(tmp_path: Path) -> None:
     )
 
 
-def test_several_sources(tmp_path: Path) -> None:
+def test_several_sources(tmp_path):
     first = write_jsonl(tmp_path / "a.jsonl", [pair(query=f"a{i}") for i in range(6)])
     second = write_format(tmp_path, "csv", RECORDS)
     given = [str(first), DataSource(path=str(second), weight=0.5, name="table")]
@@ -175,14 +167,14 @@ def test_several_sources(tmp_path: Path) -> None:
             store[index]
 
 
-def test_bad_records_of_all_sources_are_named_together(tmp_path: Path) -> None:
+def test_bad_records_of_all_sources_are_named_together(tmp_path):
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", [pair(), {}]) for name in "ab"]
     with pytest.raises(UserError, match=r"2 of 4 records") as caught:
         open_examples(config(), [str(path) for path in paths])
     assert all(f"{path}:2" in str(caught.value) for path in paths)
 
 
-def test_max_train_examples_and_negatives_are_for_training(tmp_path: Path) -> None:
+def test_max_train_examples_and_negatives_are_for_training(tmp_path):
     path = write_jsonl(
         tmp_path / "a.jsonl",
         [pair(query=f"{i}", neg=["a", "b"]) for i in range(50)],
@@ -204,7 +196,7 @@ def test_max_train_examples_and_negatives_are_for_training(tmp_path: Path) -> No
     ).sizes == (1, 1)
 
 
-def test_what_the_loss_needs_is_checked_in_training_alone(tmp_path: Path) -> None:
+def test_what_the_loss_needs_is_checked_in_training_alone(tmp_path):
     path = write_jsonl(
         tmp_path / "a.jsonl", [{"sentence1": "a", "sentence2": "b", "score": 0.5}] * 3
     )
@@ -216,7 +208,7 @@ def test_what_the_loss_needs_is_checked_in_training_alone(tmp_path: Path) -> Non
         assert store.summary()[0].endswith(", scored")
 
 
-def test_keys_know_equal_content(tmp_path: Path) -> None:
+def test_keys_know_equal_content(tmp_path):
     records = [
         {"query": "a", "positive": "b", "negatives": ["c", "a"]},
         {"query": "d", "positive": "b"},
@@ -233,7 +225,7 @@ def test_keys_know_equal_content(tmp_path: Path) -> None:
     ]
 
 
-def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
+def test_fingerprint_is_of_the_content(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     (tmp_path / "elsewhere").mkdir()
     moved = write_jsonl(tmp_path / "elsewhere" / "b.jsonl", RECORDS)
@@ -250,7 +242,7 @@ def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
-def test_a_file_that_changes_while_it_is_used(tmp_path: Path, kind: str) -> None:
+def test_a_file_that_changes_while_it_is_used(tmp_path, kind):
     path = write_format(tmp_path, kind, RECORDS)
     store = open_path(path)
     path.write_bytes(b"now something shorter")
@@ -263,7 +255,7 @@ def test_a_file_that_changes_while_it_is_used(tmp_path: Path, kind: str) -> None
 # ---- paths and names -----------------------------------------------------------------------------------------------
 
 
-def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
+def test_paths_that_lead_nowhere(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", RECORDS)
     assert f"did you mean {tmp_path / 'train.jsonl'}?" in refused(
         tmp_path / "trian.jsonl"
@@ -282,19 +274,19 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
         open_examples(config(), [])
 
 
-def test_a_name_of_the_hub_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_the_hub_without_network(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "as a dataset of the Hub it cannot be loaded" in refused(
         "nobody/no-such-dataset:default:train"
     )
 
 
-def test_a_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_the_hub(monkeypatch):
     import datasets
 
-    asked: list[tuple[Any, ...]] = []
+    asked = []
 
-    def load_dataset(name: str, subset: str | None, split: str | None) -> Any:
+    def load_dataset(name, subset, split):
         asked.append((name, subset, split))
         rows = datasets.Dataset.from_list(RECORDS)
         return (
@@ -316,7 +308,7 @@ def test_a_name_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_a_saved_dict_of_splits(tmp_path: Path) -> None:
+def test_a_saved_dict_of_splits(tmp_path):
     import datasets
 
     splits = {"train": RECORDS[:30], "dev": RECORDS[30:]}
@@ -335,7 +327,7 @@ def test_a_saved_dict_of_splits(tmp_path: Path) -> None:
 # ---- images --------------------------------------------------------------------------------------------------------
 
 
-def test_images_start_from_the_folder_of_the_file(tmp_path: Path) -> None:
+def test_images_start_from_the_folder_of_the_file(tmp_path):
     picture = write(tmp_path / "pictures" / "cat.jpg")
     path = write_jsonl(
         tmp_path / "a.jsonl",
@@ -351,7 +343,7 @@ def test_images_start_from_the_folder_of_the_file(tmp_path: Path) -> None:
     assert store[0].positives == (Item(images=(ImageRef(path=str(picture)),)),)
 
 
-def test_bad_images_are_named_with_their_lines(tmp_path: Path) -> None:
+def test_bad_images_are_named_with_their_lines(tmp_path):
     write(tmp_path / "good.jpg")
     whole = encoded("JPEG", size=(200, 100))
     (tmp_path / "cut.jpg").write_bytes(whole[: len(whole) // 2])
@@ -382,7 +374,7 @@ def test_bad_images_are_named_with_their_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_images_inside_of_parquet_and_datasets(tmp_path: Path) -> None:
+def test_images_inside_of_parquet_and_datasets(tmp_path):
     import datasets
 
     good, cut = encoded("PNG"), encoded("PNG")[:100]
@@ -408,7 +400,7 @@ def test_images_inside_of_parquet_and_datasets(tmp_path: Path) -> None:
         assert store[0].positives[0].images[0].data == good
 
 
-def test_prompts_and_length_of_a_source_and_of_a_record(tmp_path: Path) -> None:
+def test_prompts_and_length_of_a_source_and_of_a_record(tmp_path):
     rows = [
         {"query": "a", "positive": "b"},
         {"query": "c", "positive": "d", "query_prompt": "own: "},
@@ -435,8 +427,8 @@ def test_prompts_and_length_of_a_source_and_of_a_record(tmp_path: Path) -> None:
 
 
 def test_a_source_without_negatives_is_named_where_the_loss_needs_them(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     first = write_jsonl(tmp_path / "a.jsonl", [pair(negatives=["c"])])
     second = write_jsonl(tmp_path / "b.jsonl", [pair()] * 3)
     with pytest.raises(
@@ -446,7 +438,7 @@ def test_a_source_without_negatives_is_named_where_the_loss_needs_them(
         open_examples(config(loss="triplet"), [str(first), str(second)])
 
 
-def test_an_unknown_key_of_a_source_lists_the_known_ones() -> None:
+def test_an_unknown_key_of_a_source_lists_the_known_ones():
     entry = {"path": "a.jsonl", "wieght": 2}
     with pytest.raises(
         UserError,

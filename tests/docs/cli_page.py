@@ -1,9 +1,6 @@
 """docs/cli.md, generated from the commands: arguments and options of each. `python -m tests.docs.cli_page` prints it."""
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 from vembed.cli.main import COMMANDS, TAKE_CONFIGS, load_command
 from vembed.config.arguments import COMMAND_FLAGS, LAUNCH_FLAGS
@@ -29,7 +26,7 @@ DATA_COMMANDS = frozenset({"mine", "judge", "generate", "audit"})
 """Commands with options of their own, in a file or as arguments."""
 
 
-def cli_page() -> str:
+def cli_page():
     """Return the page as Markdown."""
     rows = []
     sections = []
@@ -45,11 +42,11 @@ def cli_page() -> str:
     return HEAD + "\n".join(rows) + "\n\n" + "\n".join(sections)
 
 
-def usage(text: str) -> list[str]:
+def usage(text):
     return ["```text", text.rstrip(), "```", ""]
 
 
-def config_command(name: str) -> list[str]:
+def config_command(name):
     """The lines of a command that takes a config and its options."""
     config = "[CFG]" if name in DATA_COMMANDS else "CFG"
     lines = usage(f"vembed {name} {config} [KEY=VALUE | --OPTION VALUE] ...")
@@ -66,7 +63,7 @@ def config_command(name: str) -> list[str]:
     return lines
 
 
-def plain_command(name: str, command: Any) -> list[str]:
+def plain_command(name, command):
     """The lines of a command with arguments and options of its own."""
     arguments = []
     details = []
@@ -91,7 +88,7 @@ def plain_command(name: str, command: Any) -> list[str]:
     ]
 
 
-def default_text(value: Any) -> str:
+def default_text(value):
     if value is None or value is False or value == "" or callable(value):
         return ""
     return f" (default `{value}`)"

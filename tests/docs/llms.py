@@ -1,7 +1,5 @@
 """docs/llms.txt: the pages of mkdocs.yml with a sentence each. `python -m tests.docs.llms` writes it."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 
@@ -16,10 +14,10 @@ Agents start with [Agents](agents/). In the repository the page `NAME/` is `docs
 """
 
 
-def llms_text() -> str:
+def llms_text():
     """Return the file's text."""
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
-    sections: dict[str, list[str]] = {"Start": []}
+    sections = {"Start": []}
     for entry in site["nav"]:
         for title, target in entry.items():
             if isinstance(target, str):
@@ -34,13 +32,13 @@ def llms_text() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def link(title: str, page: str) -> str:
+def link(title, page):
     address = page.removesuffix(".md").removesuffix("index")
     sentence = first_sentence((ROOT / "docs" / page).read_text(encoding="utf-8"))
     return f"- [{title}]({address + '/' if address else './'}): {sentence}"
 
 
-def first_sentence(page: str) -> str:
+def first_sentence(page):
     """Return the first sentence of a page's first paragraph of plain text."""
     text = re.sub(r"^```.*?^```|^<!--.*?-->", "", page, flags=re.MULTILINE | re.DOTALL)
     for part in text.split("\n\n"):
@@ -52,7 +50,7 @@ def first_sentence(page: str) -> str:
     return title_of(page)
 
 
-def title_of(page: str) -> str:
+def title_of(page):
     return page.partition("\n")[0].removeprefix("# ")
 
 

@@ -36,16 +36,16 @@ class Block:
     language: str
     text: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def text_of(page: Path) -> str:
+def text_of(page):
     """The page."""
     return page.read_text(encoding="utf-8")
 
 
-def blocks(*languages: str) -> list[Block]:
+def blocks(*languages):
     """All blocks of these languages, in order."""
     matching = []
     for page in PAGES:
@@ -63,31 +63,31 @@ def blocks(*languages: str) -> list[Block]:
     return matching
 
 
-def prose(page: Path) -> str:
+def prose(page):
     """The page without its blocks."""
     return _FENCE.sub("", text_of(page))
 
 
-def spans(page: Path) -> list[str]:
+def spans(page):
     """Code within the prose of a page; one that runs over two lines as one line."""
     return [" ".join(span.split()) for span in _SPAN.findall(prose(page))]
 
 
-def links(page: Path) -> list[str]:
+def links(page):
     """Targets of the links of a page."""
     return _LINK.findall(_SPAN.sub("", prose(page)))
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """What a link to a part of the page may name, as Python-Markdown makes it."""
-    slugs: set[str] = set()
+    slugs = set()
     for heading in _HEADING.findall(prose(page)):
         slug = re.sub(r"[^\w\s-]", "", heading).strip().lower()
         slugs.add(re.sub(r"[-\s]+", "-", slug))
     return slugs
 
 
-def commands() -> list[tuple[str, list[str]]]:
+def commands():
     """(location, arguments) of every command in shell blocks and of whole commands in spans."""
     found_commands = []
     for block in blocks("bash"):

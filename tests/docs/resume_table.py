@@ -1,19 +1,17 @@
 """The table of docs/resume.md: for every option, whether a resumed run may change it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from vembed.config.options import all_options
-from vembed.training.checkpoint.resume import BATCH, BY_CONTENT, JUDGES, MAY_CHANGE
+from vembed.training.checkpoint.folders import BATCH, BY_CONTENT, JUDGES, MAY_CHANGE
 
 BEGIN = "<!-- options: written by python -m tests.docs.resume_table -->"
 END = "<!-- end of options -->"
 
 
-def resume_table() -> str:
+def resume_table():
     """Return the table as Markdown, one section of options per row."""
-    sections: dict[str, tuple[list[str], list[str]]] = {}
+    sections = {}
     for name, option in all_options().items():
         may, must = sections.setdefault(option.section, ([], []))
         (may if name in MAY_CHANGE else must).append(f"`{name}`{_note(name)}")
@@ -25,14 +23,14 @@ def resume_table() -> str:
     return "\n".join(lines)
 
 
-def updated(page: str) -> str:
+def updated(page):
     """Return the page with its table replaced."""
     before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
     return f"{before}{BEGIN}\n\n{resume_table()}\n\n{END}{after}"
 
 
-def _note(name: str) -> str:
+def _note(name):
     if name in JUDGES:
         return " (the best score starts anew)"
     if name in BATCH:

@@ -1,7 +1,5 @@
 """Pages for programs: docs/llms.txt is current, and docs/agents.md names every command with `--json`."""
 
-from __future__ import annotations
-
 import re
 
 from tests.docs.llms import FILE, llms_text
@@ -9,11 +7,11 @@ from tests.docs.pages import ROOT
 from vembed.cli.main import COMMANDS, WITHOUT_JSON
 
 
-def headings_and_links(text: str) -> list[str]:
+def headings_and_links(text):
     return re.findall(r"^#.*|^>.*|^- \[.*?\]\([^)]*\)", text, re.MULTILINE)
 
 
-def test_llms_txt_is_current() -> None:
+def test_llms_txt_is_current():
     """`python -m tests.docs.llms` writes it. The sentences are those of the day it was written."""
     text = FILE.read_text(encoding="utf-8")
     assert headings_and_links(text) == headings_and_links(llms_text())
@@ -23,7 +21,7 @@ def test_llms_txt_is_current() -> None:
     )
 
 
-def test_the_page_for_agents_names_the_commands_with_json() -> None:
+def test_the_page_for_agents_names_the_commands_with_json():
     page = (ROOT / "docs" / "agents.md").read_text(encoding="utf-8")
     table = page[page.index("## Commands with --json") : page.index("## Files")]
     names = set(re.findall(r"^\| `(\w[\w-]*)` ", table, re.MULTILINE))

@@ -1,15 +1,10 @@
 """Every YAML, every command and every piece of Python in README and docs does what it says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
-from argparse import ArgumentParser
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -18,20 +13,18 @@ from torch.distributed.run import get_args_parser
 
 import vembed
 from tests import tiny
-from tests.docs.pages import ROOT, Block, blocks, commands
+from tests.docs.pages import ROOT, blocks, commands
 from vembed.cli.commands.make_data import audit, generate, judge, mine
 from vembed.cli.main import load_command
 from vembed.cli.run_train import run_train
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run
-from vembed.config.stages import read_pipeline
-from vembed.data_tools.config import GenerateConfig, JudgeConfig
+from vembed.config.stages import chosen_pipeline, read_pipeline
 from vembed.errors import UserError
-from vembed.mining.config import MineConfig
-from vembed.mining.options import load_options
+from vembed.mining.options import GenerateConfig, JudgeConfig, MineConfig, load_options
 from vembed.parallel.hardware import read_hardware
-from vembed.pipelines.stages import pipeline_of_arguments, run_stages
+from vembed.pipelines.stages import run_stages
 
 OTHER_PROGRAMS = {
     "cd",
@@ -60,7 +53,7 @@ DATA_COMMANDS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory):
     """Where the commands of the pages run: a config, data, stages, a trained model, and the checkout's folders."""
     workdir = tmp_path_factory.mktemp("docs")
     for name in ("examples", "configs", "vembed", "Makefile"):
@@ -106,7 +99,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 # ---- configs -------------------------------------------------------------------------------------------------------
 
 
-def missing(error: UserError) -> list[str]:
+def missing(error):
     """Required options that a part of a config does not have; the error itself where there is more to it."""
     names = []
     for line in str(error).splitlines():
@@ -119,7 +112,7 @@ def missing(error: UserError) -> list[str]:
 
 @pytest.mark.parametrize("block", blocks("yaml", "toml"), ids=str)
 @pytest.mark.promise("A09", "B20", "C33")
-def test_configs_load(block: Block, tmp_path: Path) -> None:
+def test_configs_load(block, tmp_path):
     path = tmp_path / f"block.{block.language}"
     path.write_text(block.text)
     values = yaml.safe_load(block.text) if block.language == "yaml" else {}
@@ -150,7 +143,7 @@ def test_configs_load(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("json"), ids=str)
-def test_records_are_json(block: Block) -> None:
+def test_records_are_json(block):
     for line in block.text.splitlines():
         json.loads(line)
 
@@ -158,32 +151,32 @@ def test_records_are_json(block: Block) -> None:
 # ---- commands ------------------------------------------------------------------------------------------------------
 
 
-def without_variables(arguments: list[str]) -> list[str]:
+def without_variables(arguments):
     """The arguments behind NAME=value in front of a command."""
     while arguments and re.match(r"[A-Z_]+=", arguments[0]):
         arguments = arguments[1:]
     return arguments
 
 
-def check_paths(arguments: list[str]) -> None:
+def check_paths(arguments):
     for word in arguments:
         if word.startswith(("examples/", "configs/", "vembed/")):
             assert (ROOT / word).exists(), word
 
 
-def dry_run(arguments: list[str]) -> None:
+def dry_run(arguments):
     """What `vembed train` would do with these arguments."""
     parsed = parse_train_arguments([*arguments, "--dry-run"])
-    pipeline = pipeline_of_arguments(parsed)
+    pipeline = chosen_pipeline(parsed.source, parsed.overrides, parsed.stage)
     if pipeline is not None:
         assert run_stages(pipeline, parsed, lambda stage: run_train(stage)[0]) == 0
         return
     assert run_train(parsed, env={})[0] == 0
 
 
-def started_by(parser: ArgumentParser, arguments: list[str]) -> None:
+def started_by(parser, arguments):
     """A launcher takes the arguments, and the script takes the rest."""
-    launched: Any = parser.parse_args(arguments)
+    launched = parser.parse_args(arguments)
     check_paths([launched.training_script])
     if (
         launched.training_script.endswith(".py")
@@ -193,7 +186,7 @@ def started_by(parser: ArgumentParser, arguments: list[str]) -> None:
     dry_run(launched.training_script_args)
 
 
-def check_vembed(arguments: list[str]) -> None:
+def check_vembed(arguments):
     command, *rest = arguments
     if command == "train":
         dry_run([word for word in rest if not word.startswith("--json")])
@@ -214,13 +207,7 @@ def check_vembed(arguments: list[str]) -> None:
     ids=lambda value: value if isinstance(value, str) else " ".join(value)[:60],
 )
 @pytest.mark.promise("A11", "C22", "C33", "E04", "E05")
-def test_commands_are_understood(
-    location: str,
-    arguments: list[str],
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_commands_are_understood(location, arguments, folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     arguments = [
         word
@@ -265,16 +252,14 @@ PARTS = "extending.md"
     ids=str,
 )
 @pytest.mark.promise("C21", "E40")
-def test_python_runs_as_printed(
-    block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_runs_as_printed(block, folder, monkeypatch):
     monkeypatch.chdir(folder)
     code = compile(block.text, str(block), "exec")
     if not any(text in block.text for text in NOT_RUN):
         exec(code, {"__name__": "__docs__"})
 
 
-def test_the_names_of_the_python_page_are_public() -> None:
+def test_the_names_of_the_python_page_are_public():
     page = (ROOT / "docs" / "python-api.md").read_text()
     assert set(vembed.__all__) - {"__version__"} <= set(
         re.findall(r"`vembed\.(\w+)", page)

@@ -1,14 +1,11 @@
 """docs/extending.md: its files and entries in a copy of the package train, pass the contract tests, and are missed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -18,9 +15,9 @@ from tests.docs.pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "extending.md"
 BLOCKS = [block for block in blocks("python", "diff", "console") if block.page == PAGE]
-FILES: dict[str, str] = {}
-ENTRIES: dict[str, str] = {}
-COMMANDS: list[str] = []
+FILES = {}
+ENTRIES = {}
+COMMANDS = []
 for block in BLOCKS:
     head, _, text = block.text.partition("\n")
     if block.language == "python":
@@ -38,11 +35,11 @@ CONTRACTS = {
 }
 
 
-def with_entries(text: str, patch: str) -> str:
+def with_entries(text, patch):
     """A file with the lines of a patch. Each `+` line stands after or before a line of the file."""
     lines = text.splitlines()
     place = 0
-    waiting: list[str] = []
+    waiting = []
     for line in patch.splitlines():
         if line.startswith("+"):
             waiting.append(line[1:])
@@ -57,7 +54,7 @@ def with_entries(text: str, patch: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_parts(folder: Path, *, left_out: str = "") -> None:
+def write_parts(folder, *, left_out=""):
     for path, text in FILES.items():
         if path != left_out:
             (folder / path).write_text(text)
@@ -68,7 +65,7 @@ def write_parts(folder: Path, *, left_out: str = "") -> None:
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def copy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("extended")
     unwanted = shutil.ignore_patterns("__pycache__", "images")
     for name in ("vembed", "tests", "docs"):
@@ -79,7 +76,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(copy: Path, *arguments: str, cwd: Path | None = None) -> tuple[int, str]:
+def run(copy, *arguments, cwd=None):
     """Exit code and output of a Python command that imports the copy."""
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -93,7 +90,7 @@ def run(copy: Path, *arguments: str, cwd: Path | None = None) -> tuple[int, str]
     return done.returncode, done.stdout + done.stderr
 
 
-def test_the_page_has_the_four_parts() -> None:
+def test_the_page_has_the_four_parts():
     assert list(ENTRIES) == [
         "vembed/losses/table.py",
         "vembed/models/poolings/table.py",
@@ -106,7 +103,7 @@ def test_the_page_has_the_four_parts() -> None:
 
 
 @pytest.fixture(scope="module")
-def workplace(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workplace(copy, tmp_path_factory):
     """A folder with the config, the models and the data of the page's commands."""
     folder = tmp_path_factory.mktemp("work")
     records = [
@@ -137,15 +134,13 @@ def workplace(copy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options_of_page() -> list[list[str]]:
+def options_of_page():
     trainings = [line.split() for line in COMMANDS if line.startswith("vembed train")]
     return [words[3:] for words in trainings]
 
 
 @pytest.mark.parametrize("numbers", [(0, 1, 4), (2, 3)], ids=str)
-def test_the_parts_train_together(
-    copy: Path, workplace: Path, numbers: tuple[int, ...]
-) -> None:
+def test_the_parts_train_together(copy, workplace, numbers):
     """Loss, pooling and format in one run, a trained pooling and the family in another."""
     options = options_of_page()
     assert len(options) == 5
@@ -167,7 +162,7 @@ def test_the_parts_train_together(
     assert description["family"] == ("electra" if 3 in numbers else "text_encoder")
 
 
-def test_data_that_the_loss_cannot_use_are_refused(copy: Path, workplace: Path) -> None:
+def test_data_that_the_loss_cannot_use_are_refused(copy, workplace):
     code, output = run(
         copy,
         *("-m", "vembed", "train", "cfg.yaml", "loss=logistic"),
@@ -178,7 +173,7 @@ def test_data_that_the_loss_cannot_use_are_refused(copy: Path, workplace: Path) 
     assert "pairs.jsonl" in output and "loss: logistic" in output
 
 
-def test_the_parts_pass_the_contract_tests(copy: Path) -> None:
+def test_the_parts_pass_the_contract_tests(copy):
     wanted = []
     files = []
     for line in COMMANDS:
@@ -196,7 +191,7 @@ def test_the_parts_pass_the_contract_tests(copy: Path) -> None:
     assert int(re.findall(r"(\d+) passed", output)[-1]) > 60
 
 
-def test_the_page_of_options_has_the_parts(copy: Path) -> None:
+def test_the_page_of_options_has_the_parts(copy):
     code, output = run(copy, "-m", "vembed", "schema", "--format", "markdown")
     assert code == 0, output
     for name in ("`logistic_temperature`", "logistic: ", "max_mean", "electra"):
@@ -212,7 +207,7 @@ FORGOTTEN = {
 """A reference or an entry that is left out, for each part -> what the contract test names."""
 
 
-def test_what_is_forgotten_is_named(copy: Path) -> None:
+def test_what_is_forgotten_is_named(copy):
     complete = {path: (copy / path).read_text() for path in FORGOTTEN}
     for path in FORGOTTEN:
         if path.startswith("tests/"):
@@ -244,9 +239,7 @@ def test_what_is_forgotten_is_named(copy: Path) -> None:
         ("vembed/data/formats/ltsv.py", "    endings =", "LabelledFile .*`endings`"),
     ],
 )
-def test_a_declaration_that_is_missing_is_named(
-    copy: Path, path: str, line: str, message: str
-) -> None:
+def test_a_declaration_that_is_missing_is_named(copy, path, line, message):
     text = FILES[path]
     lines = [each for each in text.splitlines() if not each.startswith(line)]
     (copy / path).write_text("\n".join(lines) + "\n")

@@ -1,7 +1,5 @@
 """The files that start vembed elsewhere: they parse, and the words they give to `vembed train` are understood."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -13,12 +11,12 @@ from pathlib import Path
 import yaml
 
 from tests.docs.pages import ROOT
-from vembed.config.arguments import TrainArguments, parse_train_arguments
+from vembed.config.arguments import parse_train_arguments
 
 LAUNCH = ROOT / "examples" / "launch"
 
 
-def train_arguments(text: str) -> TrainArguments:
+def train_arguments(text):
     """Return the arguments of the line that starts `vembed train`, with a number for each variable."""
     line = next(line for line in text.splitlines() if "vembed train" in line)
     words = [
@@ -28,7 +26,7 @@ def train_arguments(text: str) -> TrainArguments:
     return parse_train_arguments([word for word in words if word != "$@"])
 
 
-def test_skypilot() -> None:
+def test_skypilot():
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text())
     assert set(task) <= {
         "name",
@@ -50,7 +48,7 @@ def test_skypilot() -> None:
     )
 
 
-def test_hugging_face_jobs() -> None:
+def test_hugging_face_jobs():
     script = LAUNCH / "hf_jobs.sh"
     words = ["me/data", "cfg.yaml", "me/model", "epochs=2"]
     environment = os.environ | {"DRY_RUN": "1", "IMAGE": "me/vembed"}
@@ -73,7 +71,7 @@ def test_hugging_face_jobs() -> None:
     )
 
 
-def test_modal() -> None:
+def test_modal():
     tree = ast.parse((LAUNCH / "modal_app.py").read_text())
     functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     assert functions == {"train", "main"}
@@ -86,7 +84,7 @@ def test_modal() -> None:
     assert parse_train_arguments(["cfg.yaml", *command[2:]]).overrides
 
 
-def test_dockerfile_and_dev_container() -> None:
+def test_dockerfile_and_dev_container():
     text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
     kinds = [
         line.split()[0] for line in text.splitlines() if line and line[0] not in "# "

@@ -1,22 +1,18 @@
 """Links, paths and names in the documentation lead somewhere."""
 
-from __future__ import annotations
-
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.docs.pages import PAGES, ROOT, anchors, links, spans, text_of
 from vembed.cli.commands.config import options_page
-from vembed.config.aliases import BLOCKS, target_of
-from vembed.config.entries import EpochMining
+from vembed.config.layers import BLOCKS, target_of
+from vembed.config.schema import EpochMining
 from vembed.data.columns import COLUMNS
-from vembed.data_tools.config import AuditConfig, GenerateConfig
 from vembed.losses.table import ENTRY_OPTIONS
-from vembed.mining.config import MineConfig
+from vembed.mining.options import AuditConfig, GenerateConfig, MineConfig
 
 NO_OPTIONS = {"compute_device", "num_processes", "kind", "restartPolicy"}
 """Keys in spans such as `compute_device: gpu` that are not options of ours."""
@@ -30,7 +26,7 @@ MINING_OPTIONS = {
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.promise("A25", "D46", "E39")
-def test_links_resolve(page: Path) -> None:
+def test_links_resolve(page):
     for link in links(page):
         if link.startswith(("http://", "https://")):
             continue
@@ -47,7 +43,7 @@ def test_links_resolve(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_paths_of_the_checkout_exist(page: Path) -> None:
+def test_paths_of_the_checkout_exist(page):
     for span in spans(page):
         for path in re.findall(
             r"(?<![\w/.])(?:examples|configs|docs|tests|benchmarks|vembed)/[\w./-]*\w",
@@ -57,7 +53,7 @@ def test_paths_of_the_checkout_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_names_of_options_exist(page: Path) -> None:
+def test_names_of_options_exist(page):
     for span in spans(page):
         match = re.fullmatch(r"([a-z][a-z_0-9]+): [^:{]*", span)
         if match:
@@ -79,29 +75,29 @@ def test_names_of_options_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_plain_text_without_places_of_a_machine(page: Path) -> None:
+def test_plain_text_without_places_of_a_machine(page):
     text = text_of(page)
     assert text.isascii(), [letter for letter in text if not letter.isascii()][:5]
     assert not re.search(r"/(home|root|work|tmp|Users)/", text)
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def test_every_page_is_in_the_navigation():
     navigation = str(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name in navigation, page.name
 
 
-def test_options_page_is_that_of_the_schema() -> None:
+def test_options_page_is_that_of_the_schema():
     assert text_of(ROOT / "docs" / "options.md") == options_page()
 
 
-def test_the_table_of_columns_has_every_name() -> None:
+def test_the_table_of_columns_has_every_name():
     spans_of_page = set(spans(ROOT / "docs" / "data.md"))
     for names in COLUMNS.values():
         assert set(names) <= spans_of_page, sorted(set(names) - spans_of_page)
 
 
-def test_the_page_of_the_installation_has_every_extra() -> None:
+def test_the_page_of_the_installation_has_every_extra():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]

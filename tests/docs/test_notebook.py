@@ -1,20 +1,12 @@
 """examples/notebook.ipynb: its cells run in order; here with a tiny model."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
-
-import pytest
 
 from tests.docs.pages import ROOT
 from tests.tiny import shared, tiny_bert_st
 
 
-def test_the_cells_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_cells_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setattr(
@@ -24,7 +16,7 @@ def test_the_cells_run(
         (ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8")
     )
     assert notebook["nbformat"] == 4
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = {"__name__": "__main__"}
     for cell in notebook["cells"]:
         assert not cell.get("outputs"), "saved without outputs"
         if cell["cell_type"] == "code":

@@ -59,7 +59,7 @@ RECIPES = {
 }
 
 
-def test_every_recipe_is_here_and_has_its_script() -> None:
+def test_every_recipe_is_here_and_has_its_script():
     assert {path.stem for path in EXAMPLES.glob("*.yaml")} == set(RECIPES)
     for name in RECIPES:
         script = EXAMPLES / f"{name}.sh"
@@ -69,9 +69,7 @@ def test_every_recipe_is_here_and_has_its_script() -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.promise("D01", "D18", "D20", "D42", "D43")
-def test_recipe_trains(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recipe_trains(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     recipe = RECIPES[name]
     options = [
@@ -101,7 +99,7 @@ def test_recipe_trains(
 
 @pytest.mark.parametrize("name", ["bert", "qwen3_8b_fsdp", "run_qwen3_8b_fsdp"])
 @pytest.mark.promise("D01", "D05")
-def test_script_says_what_it_would_launch(name: str, tmp_path: Path) -> None:
+def test_script_says_what_it_would_launch(name, tmp_path):
     (tmp_path / "torch.py").write_text("raise AssertionError('torch was imported')\n")
     done = dry_run(EXAMPLES / f"{name}.sh", tmp_path, PYTHONPATH=str(tmp_path))
     assert "would run: " in done and "samples, without prompts" in done
@@ -109,7 +107,7 @@ def test_script_says_what_it_would_launch(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_nothing_in_a_recipe_is_translated_or_without_effect(name: str) -> None:
+def test_nothing_in_a_recipe_is_translated_or_without_effect(name):
     resolved = resolve_run(EXAMPLES / f"{name}.yaml")
     assert not resolved.translated
     assert [
@@ -118,7 +116,7 @@ def test_nothing_in_a_recipe_is_translated_or_without_effect(name: str) -> None:
 
 
 @pytest.mark.promise("E40")
-def test_the_script_in_python_runs_as_it_stands(tmp_path: Path) -> None:
+def test_the_script_in_python_runs_as_it_stands(tmp_path):
     data = EXAMPLES / "data" / "train.jsonl"
     words = [
         str(tiny.shared(tiny.tiny_bert)),
@@ -135,7 +133,7 @@ def test_the_script_in_python_runs_as_it_stands(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("A10", "C27")
-def test_several_machines_in_slurm_and_kubernetes(tmp_path: Path) -> None:
+def test_several_machines_in_slurm_and_kubernetes(tmp_path):
     output = dry_run(
         EXAMPLES / "launch/slurm/train.sbatch",
         tmp_path,
@@ -152,7 +150,7 @@ def test_several_machines_in_slurm_and_kubernetes(tmp_path: Path) -> None:
         assert f"--num-machines {num_machines} " in container["command"][-1]
 
 
-def dry_run(script: Path, folder: Path, *words: str, **variables: str) -> str:
+def dry_run(script, folder, *words, **variables):
     """What a script says with DRY_RUN=1."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = (

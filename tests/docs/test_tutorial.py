@@ -1,17 +1,13 @@
 """docs/tutorial.md, literally: its commands in order, in an empty folder; the served vectors are the model's."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from tests.commands import start
@@ -26,7 +22,7 @@ LAST = "## Smaller and faster"
 """The walk ends before it: tests/export traces a graph."""
 
 
-def steps() -> list[tuple[str, str]]:
+def steps():
     """(language, text) of each command and each piece of Python, in order."""
     end = PAGE.read_text(encoding="utf-8").partition(LAST)[0].count("\n")
     commands = [
@@ -47,7 +43,7 @@ def steps() -> list[tuple[str, str]]:
 
 
 @contextmanager
-def started(arguments: list[str]) -> Iterator[None]:
+def started(arguments):
     """The command in another terminal; it says when it is ready."""
     output = Path("output.txt")
     output.touch()
@@ -65,12 +61,11 @@ def started(arguments: list[str]) -> Iterator[None]:
     assert code == 0 and output.read_text().splitlines()[1:] == ["stopped"]
 
 
-def test_the_walk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_walk(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    model, port = str(shared(tiny_bert_st)), str(free_port())
+    model = str(shared(tiny_bert_st))
+    port = str(free_port())
     remaining = [(language, text.replace("8080", port)) for language, text in steps()]
     serve = next(
         number
@@ -88,7 +83,7 @@ def test_the_walk(
     assert "\n" in capsys.readouterr().out, "the best document is printed"
 
 
-def run(arguments: list[str]) -> None:
+def run(arguments):
     if arguments[0] == "pip":
         return
     if arguments[0] == "vembed":

@@ -1,11 +1,8 @@
 """`vembed compare`: several runs on one page and as JSON, finished and stopped ones."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from vembed.evaluation.report.query_changes import path_of, read_queries
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     """A folder with two finished runs, one stopped before its end and one with other validation data."""
     folder = tmp_path_factory.mktemp("several")
     options = settings(folder, max_steps=8, eval_steps=4)
@@ -42,14 +39,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def compare(*words: str) -> tuple[int, str, str]:
+def compare(*words):
     done = CliRunner().invoke(app, ["compare", *words])
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_the_json_has_scores_paired_differences_settings_and_queries(
-    runs: Path,
-) -> None:
+def test_the_json_has_scores_paired_differences_settings_and_queries(runs):
     code, out, err = compare(
         str(runs / "small"), str(runs / "large"), str(runs / "stopped"), "--json"
     )
@@ -89,7 +84,7 @@ def test_the_json_has_scores_paired_differences_settings_and_queries(
     assert all(one["this"]["score"] < one["first"]["score"] for one in large["losses"])
 
 
-def test_the_page_shows_all_of_it_in_one_file(runs: Path, tmp_path: Path) -> None:
+def test_the_page_shows_all_of_it_in_one_file(runs, tmp_path):
     target = tmp_path / "both.html"
     code, out, err = compare(
         str(runs / "small"),
@@ -125,7 +120,7 @@ def test_the_page_shows_all_of_it_in_one_file(runs: Path, tmp_path: Path) -> Non
     assert str(runs) not in page.split("Settings that differ")[0]
 
 
-def test_runs_with_other_queries_are_not_paired(runs: Path, tmp_path: Path) -> None:
+def test_runs_with_other_queries_are_not_paired(runs, tmp_path):
     words = (
         str(runs / "small"),
         str(runs / "elsewhere"),
@@ -152,14 +147,12 @@ def test_runs_with_other_queries_are_not_paired(runs: Path, tmp_path: Path) -> N
         (("small", "nowhere"), "has no config.yaml"),
     ],
 )
-def test_mistakes_are_one_sentence(
-    runs: Path, words: tuple[str, ...], says: str
-) -> None:
+def test_mistakes_are_one_sentence(runs, words, says):
     code, _, err = compare(*(str(runs / word) for word in words))
     assert code == 2 and says in err and len(err.splitlines()) == 1
 
 
-def test_a_card_that_was_lost_is_written_again_as_it_was(runs: Path) -> None:
+def test_a_card_that_was_lost_is_written_again_as_it_was(runs):
     path = runs / "large" / "final" / "README.md"
     before = path.read_text()
     for model in (runs / "large", runs / "large" / "final"):

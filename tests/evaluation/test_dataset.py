@@ -405,7 +405,8 @@ def test_bad_records_are_named_with_file_and_line(tmp_path):
     with pytest.raises(UserError) as raised:
         opened(folder)
     message = str(raised.value)
-    corpus, qrels = folder / "corpus.jsonl", folder / "qrels" / "test.tsv"
+    corpus = folder / "corpus.jsonl"
+    qrels = folder / "qrels" / "test.tsv"
     assert message.startswith(f"10 bad records in {folder}")
     for part in (
         f"{corpus}:4: not JSON",

@@ -1,7 +1,5 @@
 """Embedder with the arguments of Sentence Transformers, and mistakes of its users as UserError."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 
@@ -18,18 +16,18 @@ TEXTS = texts(12, seed=3)
 
 
 @pytest.fixture(scope="module")
-def model() -> vembed.Embedder:
+def model():
     return vembed.Embedder(Path(shared(tiny_bert_st)), device="cpu")
 
 
-def test_arguments_named_as_in_sentence_transformers(model: vembed.Embedder) -> None:
+def test_arguments_named_as_in_sentence_transformers(model):
     theirs = SentenceTransformer(str(shared(tiny_bert_st)), device="cpu")
     options = {
         "prompt": "find this: ",
         "normalize_embeddings": True,
         "show_progress_bar": False,
     }
-    mine = model.encode(TEXTS, **options)  # type: ignore[arg-type]
+    mine = model.encode(TEXTS, **options)
     np.testing.assert_allclose(mine, theirs.encode(TEXTS, **options), atol=1e-5)
     for options in (
         {"normalize_embeddings": False},
@@ -37,7 +35,7 @@ def test_arguments_named_as_in_sentence_transformers(model: vembed.Embedder) -> 
     ):
         np.testing.assert_allclose(
             model.encode(TEXTS, **options), theirs.encode(TEXTS, **options), atol=1e-5
-        )  # type: ignore[arg-type]
+        )
     tensor = model.encode(TEXTS, convert_to_tensor=True)
     assert isinstance(tensor, torch.Tensor)
     np.testing.assert_array_equal(tensor.numpy(), model.encode(TEXTS))
@@ -51,17 +49,15 @@ def test_arguments_named_as_in_sentence_transformers(model: vembed.Embedder) -> 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("precision", ["int8", "uint8", "binary", "ubinary"])
-def test_precision_is_that_of_sentence_transformers(
-    model: vembed.Embedder, precision: str
-) -> None:
+def test_precision_is_that_of_sentence_transformers(model, precision):
     full = model.encode(TEXTS)
-    mine = model.encode(TEXTS, precision=precision)  # type: ignore[arg-type]
-    expected = quantization.quantize_embeddings(full, precision=precision)  # type: ignore[arg-type]
+    mine = model.encode(TEXTS, precision=precision)
+    expected = quantization.quantize_embeddings(full, precision=precision)
     assert mine.dtype == expected.dtype
     np.testing.assert_array_equal(mine, expected)
 
 
-def test_it_can_be_pickled_and_says_what_it_is(model: vembed.Embedder) -> None:
+def test_it_can_be_pickled_and_says_what_it_is(model):
     again = pickle.loads(pickle.dumps(model))
     np.testing.assert_array_equal(again.encode(TEXTS), model.encode(TEXTS))
     assert "text_encoder, text, 32 dimensions" in repr(model) and "on cpu" in repr(
@@ -69,17 +65,17 @@ def test_it_can_be_pickled_and_says_what_it_is(model: vembed.Embedder) -> None:
     )
 
 
-def test_mistakes_are_user_errors(model: vembed.Embedder, tmp_path: Path) -> None:
+def test_mistakes_are_user_errors(model, tmp_path):
     vectors = model.encode(TEXTS)
     short = model.encode(TEXTS, truncate_dim=16)
     mistakes = [
-        ("similarity takes embeddings", lambda: model.similarity("a", vectors)),  # type: ignore[arg-type]
+        ("similarity takes embeddings", lambda: model.similarity("a", vectors)),
         ("a has 32 dimensions and b has 16", lambda: model.similarity(vectors, short)),
-        ("the inputs are 3", lambda: model.encode(3)),  # type: ignore[arg-type]
-        ("the config is 3", lambda: vembed.train(3)),  # type: ignore[arg-type]
-        ("'int4'", lambda: model.encode(TEXTS, precision="int4")),  # type: ignore[arg-type]
-        ("data is a list", lambda: vembed.evaluate(model, [1])),  # type: ignore[arg-type]
-        ("model is a int", lambda: vembed.evaluate(3, str(tmp_path))),  # type: ignore[arg-type]
+        ("the inputs are 3", lambda: model.encode(3)),
+        ("the config is 3", lambda: vembed.train(3)),
+        ("'int4'", lambda: model.encode(TEXTS, precision="int4")),
+        ("data is a list", lambda: vembed.evaluate(model, [1])),
+        ("model is a int", lambda: vembed.evaluate(3, str(tmp_path))),
         (
             "device is 'gpu'",
             lambda: vembed.Embedder(shared(tiny_bert_st), device="gpu"),

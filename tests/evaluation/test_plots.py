@@ -1,9 +1,6 @@
 """Plots: what is drawn where on the page, and the same in the files."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -21,7 +18,6 @@ from vembed.evaluation.report.plots import (
     TOP,
     Curve,
     Dot,
-    Plot,
     Stroke,
     Text,
     plot_bars,
@@ -37,24 +33,22 @@ from vembed.evaluation.report.plots import (
 PIXELS = 3
 
 
-def curve(values: list[float], **options: bool) -> Curve:
+def curve(values, **options):
     steps = [float(step) for step in range(len(values))]
     return Curve("a < b", "", steps, values, "{:.3g}".format, **options)
 
 
-def strokes(plot: Plot) -> list[Stroke]:
+def strokes(plot):
     """Lines without the grid."""
     marks = [mark for mark in plot.marks if isinstance(mark, Stroke)]
     return [mark for mark in marks if mark.width != 0.8]
 
 
-def texts(plot: Plot) -> list[str]:
+def texts(plot):
     return [mark.text for mark in plot.marks if isinstance(mark, Text)]
 
 
-def test_values_rise_upwards_between_the_edges_and_the_axes_have_round_numbers() -> (
-    None
-):
+def test_values_rise_upwards_between_the_edges_and_the_axes_have_round_numbers():
     plot = plot_curve(curve([0.31, 0.52, 0.87]))
     (stroke,) = strokes(plot)
     xs, ys = zip(*stroke.points, strict=True)
@@ -68,14 +62,14 @@ def test_values_rise_upwards_between_the_edges_and_the_axes_have_round_numbers()
 @pytest.mark.parametrize(
     "values", [[0.0], [5.0, 5.0], [-1e-12, 1e-12], [1e9, 3e9], [math.nan, math.inf]]
 )
-def test_any_values_can_be_drawn(values: list[float]) -> None:
+def test_any_values_can_be_drawn(values):
     for from_zero in (False, True):
         svg = plot_curve(curve(values, from_zero=from_zero)).__html__()
         assert svg.count("<text") >= 3
         assert "nan" not in svg and "inf" not in svg
 
 
-def test_a_gap_and_a_running_mean() -> None:
+def test_a_gap_and_a_running_mean():
     pieces = strokes(plot_curve(curve([1.0, 2.0, math.nan, 2.0, 1.0])))
     assert [len(piece.points) for piece in pieces] == [2, 2]
     noisy = curve([float(step % 2) for step in range(80)], noisy=True)
@@ -84,7 +78,7 @@ def test_a_gap_and_a_running_mean() -> None:
     assert heights[1] < heights[0] / 3
 
 
-def test_marks_of_evaluations_sizes_forms_and_runs() -> None:
+def test_marks_of_evaluations_sizes_forms_and_runs():
     plot = plot_evaluations([0, 5, 10], [0.1, 0.3, 0.2], "nDCG@10", 5)
     rings = [mark for mark in plot.marks if isinstance(mark, Dot) and mark.is_ring]
     assert [ring.x for ring in rings] == [strokes(plot)[0].points[1][0]]
@@ -97,15 +91,13 @@ def test_marks_of_evaluations_sizes_forms_and_runs() -> None:
     assert colours == [*((colour, 1.0) for colour in RUNS), (RUNS[0], 0.5)]
 
 
-def accent(path: Path) -> np.ndarray:
+def accent(path):
     """[height, width] where a picture has the accent's colour."""
     image = np.asarray(Image.open(path)).astype(int)
     return (np.abs(image - (31, 95, 191)) < 12).all(axis=2)
 
 
-def test_files_have_colours_of_their_own_and_what_the_page_shows(
-    tmp_path: Path,
-) -> None:
+def test_files_have_colours_of_their_own_and_what_the_page_shows(tmp_path):
     plot = plot_sweep([0, 0.5, 1], [0.4, 0.6, 0.5], "a < b", 1)
     path = plot.write(tmp_path / "sweep.svg", "nDCG@10 & more")
     assert "var(" not in path.read_text()

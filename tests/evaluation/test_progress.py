@@ -45,7 +45,8 @@ def test_anything_else_gets_a_plain_line_now_and_then(monkeypatch):
 
 def test_lines_go_where_they_are_asked_to_go_and_no_bar_is_drawn(monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-    screen, lines = console(terminal=True), []
+    screen = console(terminal=True)
+    lines = []
     with ProgressReport("encoding", console=screen, log=lines.append) as report:
         report(1, 2)
     assert screen.file.getvalue() == ""

@@ -21,7 +21,9 @@ class Checker(HTMLParser):
 
     def __init__(self):
         super().__init__()
-        self.open, self.text, self.links = [], [], []
+        self.open = []
+        self.text = []
+        self.links = []
 
     def handle_starttag(self, tag, attrs):
         for name, value in attrs:

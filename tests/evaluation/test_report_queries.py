@@ -1,12 +1,9 @@
 """The report compares the queries before and after, says what chance can do, and draws every step."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json
 from html import unescape
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,7 +33,7 @@ from vembed.training.hooks.evaluations import QueryRecord
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("queries")
     options = settings(
         folder, max_steps=11, logging_steps=5, eval_steps=4, report_to=["tensorboard"]
@@ -44,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return vembed.train(options).output_dir
 
 
-def test_the_results_of_the_queries_are_those_of_the_evaluation(run: Path) -> None:
+def test_the_results_of_the_queries_are_those_of_the_evaluation(run):
     assert (
         sorted(path.name for path in (run / "evaluations").iterdir())[0]
         == "step-0.json"
@@ -67,8 +64,9 @@ def test_the_results_of_the_queries_are_those_of_the_evaluation(run: Path) -> No
         )
 
 
-def test_the_report_shows_queries_intervals_and_meanings(run: Path) -> None:
-    page, text = (run / "report.html").read_text(), (run / "report.md").read_text()
+def test_the_report_shows_queries_intervals_and_meanings(run):
+    page = (run / "report.html").read_text()
+    text = (run / "report.md").read_text()
     first, last = (read_queries(path_of(run, step)) for step in (0, 11))
     found = compare_results(first, last, "ndcg@10")
     assert found is not None and found.num_queries == 39
@@ -83,8 +81,9 @@ def test_the_report_shows_queries_intervals_and_meanings(run: Path) -> None:
     assert shown.query["text"] in text and shown.found_after[0][0]["text"] in text
 
 
-def test_the_model_and_its_calls_are_told_as_in_the_card(run: Path) -> None:
-    page, text = (run / "report.html").read_text(), (run / "report.md").read_text()
+def test_the_model_and_its_calls_are_told_as_in_the_card(run):
+    page = (run / "report.html").read_text()
+    text = (run / "report.md").read_text()
     card = (run / "final" / "README.md").read_text()
     calls = calls_of(card, f"{run.name}/final")
     assert (
@@ -103,7 +102,7 @@ def test_the_model_and_its_calls_are_told_as_in_the_card(run: Path) -> None:
         assert inner not in text and inner not in page and inner not in card
 
 
-def test_curves_have_every_step_where_lines_are_rarer(run: Path) -> None:
+def test_curves_have_every_step_where_lines_are_rarer(run):
     lines = [
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
     ]
@@ -117,7 +116,7 @@ def test_curves_have_every_step_where_lines_are_rarer(run: Path) -> None:
     assert all(any(curve.values) for curve in drawn.values()), "no empty charts"
 
 
-def test_hyperparameters_are_in_tensorboard(run: Path) -> None:
+def test_hyperparameters_are_in_tensorboard(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "tensorboard")).Reload()
@@ -127,7 +126,7 @@ def test_hyperparameters_are_in_tensorboard(run: Path) -> None:
     assert b"learning_rate" in content
 
 
-def test_intervals_cover_chance_and_find_differences() -> None:
+def test_intervals_cover_chance_and_find_differences():
     draw = np.random.default_rng(1)
     noise = draw.normal(0, 1, 400)
     chance = paired_intervals((noise - noise.mean() + 0.01)[:, None])[0]
@@ -141,7 +140,7 @@ def test_intervals_cover_chance_and_find_differences() -> None:
     assert interval.high - interval.low == pytest.approx(2 * half / 30**0.5, rel=0.05)
 
 
-def test_images_are_shown_as_thumbnails(tmp_path: Path) -> None:
+def test_images_are_shown_as_thumbnails(tmp_path):
     names = [str(tmp_path / name) for name in ("red.png", "blue.png", "gone.png")]
     for name, colour in zip(names, ("red", "blue"), strict=False):
         Image.new("RGB", (300, 200), colour).save(name)
@@ -180,7 +179,7 @@ def test_images_are_shown_as_thumbnails(tmp_path: Path) -> None:
     )
 
 
-def test_images_that_the_data_hold_themselves_are_shown_too(tmp_path: Path) -> None:
+def test_images_that_the_data_hold_themselves_are_shown_too(tmp_path):
     """As Parquet files and datasets with an image column give them: bytes without a path."""
     documents = [
         Item(images=(ImageRef(data=encoded("PNG", seed=seed)),)) for seed in range(3)

@@ -144,7 +144,8 @@ class Stop(Exception):  # noqa: N818
 
 def _stops_while_it_scores():
     retrieval.DOCUMENT_TILE = 32
-    micro_batches, at = [0], None
+    micro_batches = [0]
+    at = None
 
     def between():
         micro_batches[0] += 1

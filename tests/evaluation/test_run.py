@@ -276,7 +276,8 @@ def test_an_evaluation_can_be_ended_while_it_scores(tmp_path):
     config = TrainConfig(model_name="m", data_path="d")
     data = open_eval_data(config.data, str(tmp_path / "val.jsonl"))
     model = Embedder(shared(tiny_bert_st), device="cpu")
-    micro_batches, forwards = [], []
+    micro_batches = []
+    forwards = []
 
     def between():
         micro_batches.append(len(forwards))

@@ -107,7 +107,8 @@ def test_exact_whatever_the_first_pass_rounds(document_tile, monkeypatch):
     k = 30
     excluded = Pairs.of(np.arange(20), np.arange(20))
     found, scores = found_in_chunks(queries, documents, k, excluded, 700)
-    row, column = torch.arange(len(queries)), torch.arange(len(documents))
+    row = torch.arange(len(queries))
+    column = torch.arange(len(documents))
     exact = top_k.products(
         queries, row.repeat_interleave(len(column)), documents, column.repeat(len(row))
     )

@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import vembed
 from tests.tiny import (
@@ -28,37 +26,37 @@ from vembed.cli.main import app
 from vembed.data.examples import Item
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData
-from vembed.export import gguf_format, onnx_format
+from vembed.export import formats, gguf_format, onnx_format
 from vembed.export.check import NUM_TEXTS, bounded, distances, texts_to_compare
 from vembed.export.exporting import MAX_STUDENT_EXAMPLES, student_texts
+from vembed.export.formats import SafetensorsFormat
 from vembed.export.onnx_format import OnnxFormat
-from vembed.export.safetensors_format import SafetensorsFormat
 from vembed.inference.serve.encoder import ServedInput, open_encoder
 
 QUERY_PROMPT = "red green: "
 
 
-def model_folder() -> Path:
+def model_folder():
     """One layer, as in the model of images: tracing takes seconds for each."""
     return shared(_model)
 
 
-def _model(folder: Path) -> Path:
+def _model(folder):
     return tiny_bert_st(
         folder, layers=1, prompts={"query": QUERY_PROMPT, "document": ""}, dense_dim=24
     )
 
 
-def siglip_folder() -> Path:
+def siglip_folder():
     return shared(tiny_siglip, layers=1)
 
 
-def run(*words: object) -> Result:
+def run(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(tmp_path_factory):
     """The model in ONNX with evaluation data, by the command; traced once, because that takes seconds."""
     place = tmp_path_factory.mktemp("export")
     rows = [{"query": text, "positive": f"found {text}"} for text in texts(24)]
@@ -77,7 +75,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "onnx"
 
 
-def test_everything_is_inside_the_graph(exported: Path) -> None:
+def test_everything_is_inside_the_graph(exported):
     """Pooling, Dense, normalisation: the output of onnxruntime alone is what Embedder gives."""
     import onnxruntime
     from tokenizers import Tokenizer
@@ -100,7 +98,7 @@ def test_everything_is_inside_the_graph(exported: Path) -> None:
         assert found.shape == (1, 24)
 
 
-def test_the_check_is_printed_and_in_the_card(exported: Path) -> None:
+def test_the_check_is_printed_and_in_the_card(exported):
     card = (exported / "README.md").read_text()
     for text in ((exported.parent / "said.txt").read_text(), card):
         assert "largest cosine distance" in text and "nDCG@10 of the model" in text
@@ -109,15 +107,13 @@ def test_the_check_is_printed_and_in_the_card(exported: Path) -> None:
     assert check["ndcg_export"] == pytest.approx(check["ndcg_model"], abs=1e-6)
 
 
-def test_an_export_is_no_model_for_other_verbs(exported: Path, tmp_path: Path) -> None:
+def test_an_export_is_no_model_for_other_verbs(exported, tmp_path):
     done = run("encode", exported, "-", tmp_path / "a.npy")
     assert done.exit_code == 2
     assert "is an export in onnx, which other programs run" in done.output
 
 
-def test_a_check_alone_keeps_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_alone_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     done = run("export", model_folder(), "--check", "--json", tmp_path / "said.json")
@@ -134,7 +130,7 @@ def test_a_check_alone_keeps_nothing(
     assert [one.name for one in tmp_path.iterdir()] == ["said.json"]
 
 
-def test_a_tolerance_below_zero_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_tolerance_below_zero_is_refused_at_once(tmp_path):
     done = run(
         "export",
         model_folder(),
@@ -148,10 +144,10 @@ def test_a_tolerance_below_zero_is_refused_at_once(tmp_path: Path) -> None:
     assert "--tolerance" in done.output and "writing" not in done.output
 
 
-def as_traced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def as_traced(folder, monkeypatch):
     """Let an export take the graphs that are there."""
 
-    def take(graph: Any, _example: Any, _shapes: Any, target: Path, _: str) -> None:
+    def take(graph, _example, _shapes, target, _):
         is_of_images = isinstance(graph, onnx_format.ImageGraph)
         name = "image_model.onnx" if is_of_images else "model.onnx"
         shutil.copyfile(folder / name, target)
@@ -160,9 +156,7 @@ def as_traced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("precision", ["int8", "float16"])
-def test_smaller_precisions(
-    precision: str, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_smaller_precisions(precision, exported, tmp_path, monkeypatch):
     as_traced(exported, monkeypatch)
     done = run(
         "export",
@@ -185,29 +179,27 @@ def test_smaller_precisions(
     )
 
 
-def broken(
-    write: Callable[..., None], breaks: Callable[[Path], None]
-) -> Callable[..., None]:
-    def broken_write(self: Any, job: Any, folder: Path) -> None:
+def broken(write, breaks):
+    def broken_write(self, job, folder):
         write(self, job, folder)
         breaks(folder)
 
     return broken_write
 
 
-def without_prompt(folder: Path) -> None:
+def without_prompt(folder):
     path = folder / "config_sentence_transformers.json"
     values = json.loads(path.read_text())
     path.write_text(json.dumps(values | {"prompts": {"query": "", "document": ""}}))
 
 
-def with_other_pooling(folder: Path) -> None:
+def with_other_pooling(folder):
     path = folder / "1_Pooling" / "config.json"
     flags = {"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}
     path.write_text(json.dumps(json.loads(path.read_text()) | flags))
 
 
-def without_normalisation(folder: Path) -> None:
+def without_normalisation(folder):
     path = folder / "modules.json"
     path.write_text(
         json.dumps(
@@ -229,13 +221,8 @@ def without_normalisation(folder: Path) -> None:
     ],
 )
 def test_a_broken_export_is_refused(
-    kind: type[Any],
-    breaks: Callable[[Path], None],
-    said: str,
-    exported: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    kind, breaks, said, exported, tmp_path, monkeypatch
+):
     as_traced(exported, monkeypatch)
     monkeypatch.setattr(kind, "write", broken(kind.write, breaks))
     form = "onnx" if kind is OnnxFormat else "safetensors"
@@ -249,7 +236,7 @@ def test_a_broken_export_is_refused(
 
 
 @pytest.fixture(scope="module")
-def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def siglip(tmp_path_factory):
     """A model with texts of fixed length and images, in ONNX."""
     folder = tmp_path_factory.mktemp("siglip") / "onnx"
     done = run("export", siglip_folder(), folder, "--format", "onnx")
@@ -261,13 +248,9 @@ def siglip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_images_have_a_graph_of_their_own(
-    siglip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, images = (
-        vembed.Embedder(siglip_folder(), device="cpu"),
-        onnx_format.made_images(11),
-    )
+def test_images_have_a_graph_of_their_own(siglip, tmp_path, monkeypatch):
+    model = vembed.Embedder(siglip_folder(), device="cpu")
+    images = onnx_format.made_images(11)
     found = onnx_format.OnnxImages(siglip).encode(images)
     np.testing.assert_allclose(found, model.encode(images), atol=1e-5)
     (shape,) = (
@@ -290,10 +273,8 @@ def test_images_have_a_graph_of_their_own(
     )
 
 
-def test_a_broken_export_of_images_is_refused(
-    siglip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def with_other_pixels(folder: Path) -> None:
+def test_a_broken_export_of_images_is_refused(siglip, tmp_path, monkeypatch):
+    def with_other_pixels(folder):
         path = folder / "preprocessor_config.json"
         path.write_text(
             json.dumps(json.loads(path.read_text()) | {"image_mean": [0.1, 0.9, 0.5]})
@@ -315,19 +296,15 @@ def test_a_broken_export_of_images_is_refused(
     ("make", "why"),
     [(tiny_siglip2, "in any shape"), (tiny_qwen3_vl, "reads them together")],
 )
-def test_images_that_have_no_graph(
-    make: Callable[..., Path], why: str, tmp_path: Path
-) -> None:
+def test_images_that_have_no_graph(make, why, tmp_path):
     done = run("export", shared(make), tmp_path / "out", "--format", "onnx")
     assert (
         done.exit_code == 2 and why in done.stderr and done.stderr.count("\n") == 1
     ), done.stderr
 
 
-def test_a_runtime_that_is_not_there_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(onnx_format, "find_spec", lambda _: None)
+def test_a_runtime_that_is_not_there_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "find_spec", lambda _: None)
     monkeypatch.setattr(gguf_format.shutil, "which", lambda _: None)
     for form, way in (
         ("openvino", "pip install openvino"),
@@ -340,17 +317,15 @@ def test_a_runtime_that_is_not_there_says_how_to_install_it(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_gguf_in_the_server_of_llama_cpp(
-    exported: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gguf_in_the_server_of_llama_cpp(exported, monkeypatch):
     """With a module in place of xllamacpp: a text longer than the model's limit is cut before it is sent."""
-    asked: list[Any] = []
+    asked = []
 
     class Server:
-        def __init__(self, settings: Any) -> None:
+        def __init__(self, settings):
             assert settings.embedding and settings.model.path.endswith("model.gguf")
 
-        def handle_embeddings(self, given: dict[str, Any]) -> dict[str, Any]:
+        def handle_embeddings(self, given):
             asked.append(given["input"])
             return (
                 {"data": [{"embedding": [3.0, 4.0]}]}
@@ -379,9 +354,7 @@ def test_gguf_in_the_server_of_llama_cpp(
 
 @pytest.mark.parametrize("server", ["tei", "vllm", "llama.cpp"])
 @pytest.mark.parametrize("pooling", ["max", "weighted_mean"])
-def test_a_server_that_cannot_pool_as_the_model_is_refused(
-    server: str, pooling: str, tmp_path: Path
-) -> None:
+def test_a_server_that_cannot_pool_as_the_model_is_refused(server, pooling, tmp_path):
     model = tiny_bert_st(tmp_path / "model", layers=1, pooling=pooling)
     done = run("export", model, tmp_path / "out", "--for", server, "--no-check")
     assert done.exit_code == 2 and not (tmp_path / "out").exists()
@@ -389,7 +362,7 @@ def test_a_server_that_cannot_pool_as_the_model_is_refused(
         assert pooling in done.stderr and f"--for {server}" in done.stderr
 
 
-def test_for_a_server(tmp_path: Path) -> None:
+def test_for_a_server(tmp_path):
     done = run(
         "export",
         model_folder(),
@@ -414,7 +387,7 @@ def test_for_a_server(tmp_path: Path) -> None:
     )
 
 
-def test_a_static_student(tmp_path: Path) -> None:
+def test_a_static_student(tmp_path):
     """It loads in Sentence Transformers and in vembed with the same vectors, the mean of its tokens', and can be
     trained and saved again; a student that does not follow the model is refused."""
     from sentence_transformers import SentenceTransformer
@@ -485,7 +458,7 @@ def test_a_static_student(tmp_path: Path) -> None:
     )
 
 
-def test_an_export_is_served_in_its_runtime(exported: Path) -> None:
+def test_an_export_is_served_in_its_runtime(exported):
     encoder = open_encoder(str(exported))
     model = vembed.Embedder(model_folder())
     inputs = [ServedInput("red", "query"), ServedInput("a small bird in the garden")]
@@ -512,7 +485,7 @@ class Handler(BaseHTTPRequestHandler):
     embed: Callable[[list[str]], np.ndarray]
     route = "/v1/embeddings"
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path != self.route:
             self.send_error(404)
@@ -522,7 +495,7 @@ class Handler(BaseHTTPRequestHandler):
             .embed(body["input"] if "input" in body else body["inputs"])
             .tolist()
         )
-        answer: Any = rows
+        answer = rows
         if self.route != "/embed":
             answer = {
                 "data": [
@@ -535,14 +508,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         pass
 
 
 @pytest.fixture
-def server() -> Iterator[str]:
+def server():
     model = vembed.Embedder(model_folder())
-    Handler.embed = staticmethod(lambda given: model.encode(given, prompt=""))  # type: ignore[assignment]
+    Handler.embed = staticmethod(lambda given: model.encode(given, prompt=""))
     with HTTPServer(("127.0.0.1", 0), Handler) as running:
         thread = threading.Thread(
             target=running.serve_forever, kwargs={"poll_interval": 0.01}
@@ -555,7 +528,7 @@ def server() -> Iterator[str]:
             thread.join()
 
 
-def test_check_server(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_server(server, monkeypatch):
     for route in ("/v1/embeddings", "/embed"):
         monkeypatch.setattr(Handler, "route", route)
         done = run("check-server", server, model_folder())
@@ -582,23 +555,23 @@ def test_check_server(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_distances_of_broken_vectors_are_infinite() -> None:
+def test_distances_of_broken_vectors_are_infinite():
     good = np.ones((2, 3), np.float32)
     assert distances(
         good, np.array([[1, 1, 1], [np.nan, 0, 0]], np.float32)
     ).tolist() == [0.0, np.inf]
 
 
-def test_a_student_reads_a_sample_of_a_corpus(tmp_path: Path) -> None:
+def test_a_student_reads_a_sample_of_a_corpus(tmp_path):
     class Documents(list[Item]):
         """A million documents, which are not all read."""
 
         num_read = 0
 
-        def __len__(self) -> int:
+        def __len__(self):
             return 1_000_000
 
-        def __getitem__(self, place: Any) -> Any:
+        def __getitem__(self, place):
             places = range(len(self))[place]
             self.num_read += len(places) if isinstance(places, range) else 1
             return [] if isinstance(places, range) else Item(text=f"document {places}")
@@ -611,18 +584,18 @@ def test_a_student_reads_a_sample_of_a_corpus(tmp_path: Path) -> None:
     assert numbers[0] == NUM_TEXTS // 2 and numbers[-1] > 990_000
 
 
-def test_the_check_reads_no_more_of_a_corpus_than_it_compares() -> None:
+def test_the_check_reads_no_more_of_a_corpus_than_it_compares():
     class Documents(list[Item]):
         """A million documents of which nobody should read more than a few thousand."""
 
-        def __len__(self) -> int:
+        def __len__(self):
             return 1_000_000
 
-        def __getitem__(self, place: Any) -> Any:
+        def __getitem__(self, place):
             assert 0 <= place < 5_000
             return Item(text=f"document {place}")
 
-        def __iter__(self) -> Any:
+        def __iter__(self):
             return (self[place] for place in range(len(self)))
 
     queries = tuple(Item(text=f"query {number}") for number in range(600))

@@ -1,16 +1,12 @@
 """`vembed export --format onnx` of a reranker: onnxruntime gives the model's scores, and what differs is refused."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoTokenizer, Qwen3ForSequenceClassification
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import vembed
 from tests.rerank.test_rerank import PAIRS, tiny_xlmr_reranker
@@ -19,11 +15,11 @@ from vembed.cli.main import app
 from vembed.inference.serve.encoder import ServedInput, open_encoder
 
 
-def run(*words: object) -> Result:
+def run(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-def qwen_reranker(folder: Path) -> Path:
+def qwen_reranker(folder):
     """A decoder with one label, which is read at the last token."""
     config = AutoConfig.from_pretrained(shared(tiny_qwen3), num_labels=1)
     torch.manual_seed(0)
@@ -43,9 +39,7 @@ def qwen_reranker(folder: Path) -> Path:
         (tiny_xlmr_reranker, "int8"),
     ],
 )
-def test_onnxruntime_gives_the_scores_of_the_model(
-    make: Any, precision: str, tmp_path: Path
-) -> None:
+def test_onnxruntime_gives_the_scores_of_the_model(make, precision, tmp_path):
     import onnxruntime
 
     model = make(tmp_path / "model")
@@ -67,7 +61,7 @@ def test_onnxruntime_gives_the_scores_of_the_model(
     np.testing.assert_allclose(scores[:, 0], expected, atol=tolerance)
 
 
-def test_an_export_that_differs_is_refused(tmp_path: Path) -> None:
+def test_an_export_that_differs_is_refused(tmp_path):
     model = shared(tiny_reranker)
     words = ["export", model, tmp_path / "onnx", "--format", "onnx"]
     done = run(*words, "--precision", "int8", "--tolerance", "1e-9")
@@ -75,7 +69,7 @@ def test_an_export_that_differs_is_refused(tmp_path: Path) -> None:
     assert "1e-09" in str(done.output) and not (tmp_path / "onnx").exists()
 
 
-def test_what_is_not_exported_says_why(tmp_path: Path) -> None:
+def test_what_is_not_exported_says_why(tmp_path):
     answers = shared(tiny_qwen3_reranker)
     done = run("export", answers, tmp_path / "onnx", "--format", "onnx")
     assert done.exit_code == 2 and "reranker_head: label" in done.output
@@ -84,7 +78,7 @@ def test_what_is_not_exported_says_why(tmp_path: Path) -> None:
     assert done.exit_code == 2 and "onnx" in done.output
 
 
-def test_a_reranker_is_copied(tmp_path: Path) -> None:
+def test_a_reranker_is_copied(tmp_path):
     done = run("export", shared(tiny_reranker), tmp_path / "copy")
     assert done.exit_code == 0, done.output
     expected = vembed.Reranker(shared(tiny_reranker)).predict(PAIRS)

@@ -1,10 +1,7 @@
 """Data for training from scratch: words as pictures, characters as pictures, rows of text with none, one or two."""
 
-from __future__ import annotations
-
 import json
 import random
-from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -13,7 +10,7 @@ from tests.tiny import WORDS
 SIZE = 32
 
 
-def render(word: str, path: Path, draw: random.Random, *, size: int = SIZE) -> None:
+def render(word, path, draw, *, size=SIZE):
     """A word in black on white, a little moved, so that no two pictures are the same."""
     picture = Image.new("RGB", (size, size), "white")
     font = ImageFont.load_default(size=11)
@@ -24,9 +21,7 @@ def render(word: str, path: Path, draw: random.Random, *, size: int = SIZE) -> N
     picture.save(path)
 
 
-def words_and_pictures(
-    folder: Path, words: list[str], copies: int, name: str, seed: int
-) -> Path:
+def words_and_pictures(folder, words, copies, name, seed):
     """Rows (word, picture of it) of a JSONL; `copies` different pictures of each word."""
     draw = random.Random(seed)
     (folder / "images").mkdir(exist_ok=True)
@@ -40,9 +35,7 @@ def words_and_pictures(
     return _write(folder / f"{name}.jsonl", rows)
 
 
-def picture_pairs(
-    folder: Path, words: list[str], copies: int, name: str, seed: int
-) -> Path:
+def picture_pairs(folder, words, copies, name, seed):
     """Rows (picture, another picture of the same word)."""
     draw = random.Random(seed)
     (folder / "images").mkdir(exist_ok=True)
@@ -57,7 +50,7 @@ def picture_pairs(
     return _write(folder / f"{name}.jsonl", rows)
 
 
-def mixed_rows(folder: Path, count: int, seed: int = 0) -> Path:
+def mixed_rows(folder, count, seed=0):
     """Rows of text alone, with one picture, with two."""
     draw = random.Random(seed)
     (folder / "images").mkdir(exist_ok=True)
@@ -78,14 +71,14 @@ def mixed_rows(folder: Path, count: int, seed: int = 0) -> Path:
     return _write(folder / "mixed.jsonl", rows)
 
 
-def _write(path: Path, rows: list[dict[str, object]]) -> Path:
+def _write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def halves(copies: int = 1) -> tuple[list[str], list[str]]:
+def halves(copies=1):
     """Words to train on, and words that are only looked at afterwards; all differ in their first five letters."""
-    seen: dict[str, str] = {}
+    seen = {}
     for word in WORDS * copies:
         seen.setdefault(word[:5], word)
     words = sorted(seen.values())

@@ -1,9 +1,5 @@
 """Small towers with the usual initial weights, from which training can learn; tests/tiny.py draws them wide instead."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import torch
 
 from tests.families.pictures import SIZE
@@ -20,7 +16,7 @@ VISION = {
 }
 
 
-def small_clip(directory: Path) -> Path:
+def small_clip(directory):
     """Two towers."""
     from transformers import CLIPConfig, CLIPModel
 
@@ -52,7 +48,7 @@ def small_clip(directory: Path) -> Path:
     return directory
 
 
-def small_vit(directory: Path) -> Path:
+def small_vit(directory):
     """One tower."""
     from transformers import ViTConfig, ViTModel
 

@@ -1,10 +1,7 @@
 """Towers that see learn from scratch, on one process and on two; a vision-language model trains on mixed rows."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +18,7 @@ from tests.harness import run_ranks
 from tests.tiny import shared, tiny_clip, tiny_qwen3_vl
 
 
-def trained(settings: dict[str, Any], nproc: int = 1) -> dict[str, Any]:
+def trained(settings, nproc=1):
     """Train on so many processes; the first and the last evaluation and the losses."""
     if nproc == 1:
         vembed.train(settings)
@@ -42,7 +39,7 @@ def trained(settings: dict[str, Any], nproc: int = 1) -> dict[str, Any]:
     )
 
 
-def _train(settings: dict[str, Any]) -> None:
+def _train(settings):
     vembed.train(settings)
 
 

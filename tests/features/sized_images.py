@@ -1,19 +1,17 @@
 """First half of an image processor that does what an image's size says, without torch, so that processes start fast."""
 
-from __future__ import annotations
-
 import time
-from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from vembed.data.examples import ImageRef
-from vembed.data.images.decoders import Decoders
-from vembed.data.images.picture_bytes import PIXELS, Arrays
+from vembed.data.images.decoders import PIXELS
 
 SECONDS = 60.0
-SLOW, LARGE, WRONG = (3, 5), (5, 3), (7, 7)
+SLOW = (3, 5)
+LARGE = (5, 3)
+WRONG = (7, 7)
 """Sizes of images that `Sized` is slow with, makes large, and fails on."""
 LARGE_BYTES = 20 * 2**20
 
@@ -21,7 +19,7 @@ LARGE_BYTES = 20 * 2**20
 class Sized:
     """A first half that does what the image's size says."""
 
-    def __call__(self, picture: Image.Image) -> Arrays:
+    def __call__(self, picture):
         if picture.size == SLOW:
             time.sleep(SECONDS)
         if picture.size == WRONG:
@@ -30,13 +28,13 @@ class Sized:
         return {PIXELS: np.full(size, picture.width, np.uint8)}
 
 
-def file_of(folder: Path, size: tuple[int, int]) -> ImageRef:
+def file_of(folder, size):
     path = folder / f"{size[0]}x{size[1]}-{len(list(folder.iterdir()))}.png"
     Image.new("RGB", size, (9, 9, 9)).save(path)
     return ImageRef(path=str(path))
 
 
-def use_until_ready(decoders: Decoders, image: ImageRef, count: int) -> None:
+def use_until_ready(decoders, image, count):
     end = time.monotonic() + SECONDS
     while len(decoders.pids) < count:
         assert time.monotonic() < end, "no process has started"

@@ -1,14 +1,11 @@
 """Processes that decode images: the same pixels, started only where they help, and gone whatever happens."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,13 +28,12 @@ from tests.features.test_text_features import featuriser
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.data.images import decoders as module
-from vembed.data.images.decoders import Decoders
-from vembed.data.images.picture_bytes import PIXELS
+from vembed.data.images.decoders import PIXELS, Decoders
 from vembed.errors import RunError, UserError
 
 
 @pytest.fixture
-def decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoders]:
+def decoders(tmp_path, monkeypatch):
     """Decoders with their processes at work."""
     monkeypatch.setattr(module, "DECODED_BY_THREADS", 1)
     started = Decoders(Sized(), 2)
@@ -47,9 +43,7 @@ def decoders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Decode
     started.close()
 
 
-def test_processes_give_the_pixels_of_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_give_the_pixels_of_threads(tmp_path, monkeypatch):
     mine = Featuriser(featuriser(tiny.shared(tiny.tiny_clip)).description, decoders=2)
     images = []
     for seed in range(40):
@@ -70,9 +64,7 @@ def test_processes_give_the_pixels_of_threads(
     decoders.close()
 
 
-def test_one_core_starts_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_core_starts_no_process(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "DECODED_BY_THREADS", 1)
     alone = Decoders(Sized(), 1)
     for decoding in alone.start([file_of(tmp_path, (4, 4))] * 20):
@@ -80,7 +72,7 @@ def test_one_core_starts_no_process(
     assert not alone.pids
 
 
-def test_bad_images_errors_and_large_images(tmp_path: Path, decoders: Decoders) -> None:
+def test_bad_images_errors_and_large_images(tmp_path, decoders):
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(b"\xff\xd8\xff\xe0 nothing")
     good, bad, wrong, large = decoders.start(
@@ -99,9 +91,7 @@ def test_bad_images_errors_and_large_images(tmp_path: Path, decoders: Decoders) 
         wrong.wait()
 
 
-def test_a_process_that_is_killed_names_its_image(
-    tmp_path: Path, decoders: Decoders
-) -> None:
+def test_a_process_that_is_killed_names_its_image(tmp_path, decoders):
     (slow,) = decoders.start([file_of(tmp_path, SLOW)])
     time.sleep(0.5)
     for pid in decoders.pids:
@@ -110,7 +100,7 @@ def test_a_process_that_is_killed_names_its_image(
         slow.wait()
 
 
-def test_processes_end_with_their_owner(tmp_path: Path, decoders: Decoders) -> None:
+def test_processes_end_with_their_owner(tmp_path, decoders):
     pids = decoders.pids
     decoders.start([file_of(tmp_path, SLOW)])
     decoders.close()
@@ -139,7 +129,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL", "exception"])
-def test_no_process_outlives_the_program(tmp_path: Path, end: str) -> None:
+def test_no_process_outlives_the_program(tmp_path, end):
     image = file_of(tmp_path, (4, 4))
     program = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, str(image.path), end],

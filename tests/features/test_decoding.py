@@ -1,18 +1,14 @@
 """Images are decoded by one task each, on as many threads as asked for, ahead of the step and not twice."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
 import torch
-from PIL import Image
 
 from tests import tiny
 from tests.features.test_image_features import image, of_images
 from tests.features.test_text_features import featuriser
-from vembed.data.batching.feeding import Feeder
-from vembed.data.examples import ImageRef
+from vembed.data.batching.rank_batch import Feeder
 from vembed.data.features import Featuriser
 from vembed.data.images import decoders
 
@@ -20,12 +16,12 @@ COUNT = 24
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ImageRef, str]]:
+def seen(monkeypatch):
     """Images as they are decoded, with the thread."""
-    found: list[tuple[ImageRef, str]] = []
+    found = []
     load = decoders.load_image
 
-    def noting(ref: ImageRef) -> Image.Image:
+    def noting(ref):
         found.append((ref, threading.current_thread().name))
         return load(ref)
 
@@ -33,13 +29,11 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ImageRef, str]]:
     return found
 
 
-def features_of(mine: Featuriser, count: int = COUNT) -> list:
-    return mine.features([of_images(image(seed=seed)) for seed in range(count)])  # type: ignore[misc]
+def features_of(mine, count=COUNT):
+    return mine.features([of_images(image(seed=seed)) for seed in range(count)])
 
 
-def test_both_phases_of_a_step_decode_each_image_once_and_in_threads_of_their_own(
-    seen,
-) -> None:
+def test_both_phases_of_a_step_decode_each_image_once_and_in_threads_of_their_own(seen):
     mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=3)
     features = features_of(mine)
     seen.clear()
@@ -47,25 +41,21 @@ def test_both_phases_of_a_step_decode_each_image_once_and_in_threads_of_their_ow
         [("image", list(range(start, start + 6)))] for start in range(0, COUNT, 6)
     ]
     feeder = Feeder(mine, torch.device("cpu"))
-    first, second = (
-        list(feeder.feed(micro_batches, features)),
-        list(feeder.feed(micro_batches, features)),
-    )
+    first = list(feeder.feed(micro_batches, features))
+    second = list(feeder.feed(micro_batches, features))
     assert len(seen) == COUNT, "with Gradient Cache nothing is decoded twice"
     assert all(name.startswith("vembed-images") for _, name in seen)
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one[0][1]["pixel_values"], other[0][1]["pixel_values"])
 
 
-def test_as_many_images_are_decoded_at_once_as_there_are_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_as_many_images_are_decoded_at_once_as_there_are_threads(monkeypatch):
     mine = Featuriser(featuriser(tiny.shared(tiny.tiny_vit)).description, decoders=4)
     features = features_of(mine, 4)
     together = threading.Barrier(4, timeout=200)
     load = decoders.load_image
 
-    def waiting(ref: ImageRef) -> Image.Image:
+    def waiting(ref):
         together.wait()  # breaks unless four threads are here at once, although all are of one micro-batch
         return load(ref)
 
@@ -73,7 +63,7 @@ def test_as_many_images_are_decoded_at_once_as_there_are_threads(
     assert len(mine.collate(features)["pixel_values"]) == 4
 
 
-def test_decoding_ahead_stays_within_the_cache(seen) -> None:
+def test_decoding_ahead_stays_within_the_cache(seen):
     size = 3 * 32 * 32
     mine = Featuriser(
         featuriser(tiny.shared(tiny.tiny_vit)).description,

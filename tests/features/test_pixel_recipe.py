@@ -1,17 +1,11 @@
 """Image processors in two halves: the same bits as the published processor, in bytes until the device."""
 
-from __future__ import annotations
-
 import io
 import json
 import threading
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from benchmarks import decoding
 from tests import tiny
@@ -19,18 +13,18 @@ from tests.built import described
 from tests.features.test_image_features import image, of_images
 from tests.features.test_text_features import featuriser
 from vembed.config.schema import TrainConfig
-from vembed.data.batching import feeding
-from vembed.data.batching.feeding import Feeder
+from vembed.data.batching import rank_batch
+from vembed.data.batching.rank_batch import Feeder
 from vembed.data.images import decoders
+from vembed.data.images.decoders import PIXELS, Patching, ProcessorCode, Resizing
 from vembed.data.images.files import load_image
-from vembed.data.images.picture_bytes import PIXELS, Patching, ProcessorCode, Resizing
 from vembed.data.images.pixels import find_recipe
 from vembed.models.processors import load_image_processor
 
 SIZES = ((24, 16), (300, 40), (33, 200), (32, 32), (5, 7))
 
 
-def processor_of(make: Callable[..., Path]) -> Any:
+def processor_of(make):
     return load_image_processor(
         described(TrainConfig(model_name=str(tiny.shared(make)), data_path="-"))
     )
@@ -46,9 +40,7 @@ def processor_of(make: Callable[..., Path]) -> Any:
         (tiny.tiny_qwen3_vl, Patching),
     ],
 )
-def test_both_halves_give_the_processors_bits(
-    make: Callable[..., Path], kind: type
-) -> None:
+def test_both_halves_give_the_processors_bits(make, kind):
     processor = processor_of(make)
     recipe = find_recipe(processor)
     assert type(recipe.first) is kind
@@ -64,7 +56,7 @@ def test_both_halves_give_the_processors_bits(
         )
 
 
-def test_a_crop_beyond_the_image_has_the_processors_border() -> None:
+def test_a_crop_beyond_the_image_has_the_processors_border():
     processor = processor_of(tiny.tiny_clip)
     processor.do_resize = False
     recipe = find_recipe(processor)
@@ -79,22 +71,21 @@ def test_a_crop_beyond_the_image_has_the_processors_border() -> None:
 class Brighter:
     """A processor with an arithmetic of its own: before the scale, or after it."""
 
-    def __init__(self, processor: Any, *, late: bool) -> None:
-        self.processor, self.late = processor, late
+    def __init__(self, processor, *, late):
+        self.processor = processor
+        self.late = late
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self):
         return dict(self.processor.to_dict())
 
-    def __call__(
-        self, images: list[Image.Image], **options: Any
-    ) -> dict[str, torch.Tensor]:
+    def __call__(self, images, **options):
         if not self.late:
             images = [one.point(lambda value: 255 - value) for one in images]
         made = self.processor(images=images, **options)
         return {PIXELS: made[PIXELS] ** 2 if self.late else made[PIXELS]}
 
 
-def test_a_processor_of_another_kind_keeps_its_own_code() -> None:
+def test_a_processor_of_another_kind_keeps_its_own_code():
     processor = processor_of(tiny.tiny_vit)
     recipe = find_recipe(Brighter(processor, late=False))
     assert isinstance(recipe.first, ProcessorCode), (
@@ -111,15 +102,13 @@ def test_a_processor_of_another_kind_keeps_its_own_code() -> None:
 class AsTorchvision:
     """A processor with the arithmetic of the processors that use torchvision: one step for scale and mean."""
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor):
         self.processor = processor
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self):
         return dict(self.processor.to_dict())
 
-    def __call__(
-        self, images: list[Image.Image], **options: Any
-    ) -> dict[str, torch.Tensor]:
+    def __call__(self, images, **options):
         made = self.processor(
             images=images, return_tensors="pt", do_rescale=False, do_normalize=False
         )[PIXELS]
@@ -135,26 +124,23 @@ class AsTorchvision:
         return {PIXELS: made.to(torch.float32).sub_(mean).div_(deviation)}
 
 
-def test_the_arithmetic_of_torchvision_has_a_recipe_too() -> None:
+def test_the_arithmetic_of_torchvision_has_a_recipe_too():
     processor = processor_of(tiny.tiny_clip)
-    processor.image_mean, processor.image_std = (
-        [0.48145466, 0.4578275, 0.40821073],
-        [0.26862954, 0.26130258, 0.27577711],
-    )
-    recipe, picture = find_recipe(AsTorchvision(processor)), load_image(image(77, 50))
+    processor.image_mean = [0.48145466, 0.4578275, 0.40821073]
+    processor.image_std = [0.26862954, 0.26130258, 0.27577711]
+    recipe = find_recipe(AsTorchvision(processor))
+    picture = load_image(image(77, 50))
     wanted = AsTorchvision(processor)([picture])[PIXELS]
     assert torch.equal(recipe.finished(recipe.halfway(picture))[PIXELS], wanted)
 
 
-def test_pixels_stay_bytes_until_they_are_on_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pixels_stay_bytes_until_they_are_on_the_device(monkeypatch):
     mine = featuriser(tiny.shared(tiny.tiny_vit))
-    features = mine.features([of_images(image(seed=seed)) for seed in range(4)])  # type: ignore[misc]
+    features = mine.features([of_images(image(seed=seed)) for seed in range(4)])
     moved = []
 
     class Gpu(Feeder):
-        def _to_device(self, inputs: feeding.ModelInputs) -> feeding.ModelInputs:
+        def _to_device(self, inputs):
             moved.extend(batch[PIXELS].dtype for _, batch in inputs)
             return [
                 (modality, self.featuriser.finished(batch))
@@ -163,11 +149,11 @@ def test_pixels_stay_bytes_until_they_are_on_the_device(
 
     threads = []
 
-    def pinned(tensor: torch.Tensor, _: torch.device) -> torch.Tensor:
+    def pinned(tensor, _):
         threads.append(threading.current_thread().name)
         return tensor
 
-    monkeypatch.setattr(feeding, "pinned", pinned)
+    monkeypatch.setattr(rank_batch, "pinned", pinned)
     fed = list(
         Gpu(mine, torch.device("cuda")).feed(
             [[("image", [0, 1])], [("image", [2, 3])]], features
@@ -180,9 +166,7 @@ def test_pixels_stay_bytes_until_they_are_on_the_device(
     )
 
 
-def test_the_benchmark_of_decoding_runs(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_benchmark_of_decoding_runs(capsys, monkeypatch):
     monkeypatch.setattr(
         decoding, "in_processes", lambda *_: 1.0
     )  # which start interpreters

@@ -1,16 +1,11 @@
 """The featuriser on texts: the token ids of Sentence Transformers, lengths known beforehand, one entry per input."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from sentence_transformers import SentenceTransformer
 
 from tests import tiny
 from tests.built import described
@@ -27,7 +22,7 @@ TEXTS = [
     "Two\nlines  and   spaces",
     "z" * 400,
 ]
-MODELS: dict[str, Callable[..., Path]] = {
+MODELS = {
     "bert": tiny.tiny_bert,
     "roberta": tiny.tiny_roberta,
     "qwen3": tiny.tiny_qwen3,
@@ -36,19 +31,19 @@ MODELS: dict[str, Callable[..., Path]] = {
 }
 
 
-def featuriser(source: Path, **options: object) -> Featuriser:
+def featuriser(source, **options):
     cache = options.pop("cache_bytes", 2**20)
     config = TrainConfig.model_validate(
         {"model_name": str(source), "data_path": "unused", **options}
     )
-    return Featuriser(described(config), cache_bytes=cache)  # type: ignore[arg-type]
+    return Featuriser(described(config), cache_bytes=cache)
 
 
-def documents(*texts: str) -> list[tuple[Item, str]]:
+def documents(*texts):
     return [(Item(text=text), "document") for text in texts]
 
 
-def with_padding_on(side: str, source: Path, directory: Path) -> Path:
+def with_padding_on(side, source, directory):
     """The same model whose tokenizer pads on that side."""
     from transformers import AutoModel, AutoTokenizer
 
@@ -59,17 +54,15 @@ def with_padding_on(side: str, source: Path, directory: Path) -> Path:
 
 @pytest.mark.parametrize("max_length", [5, 16, 64])
 @pytest.mark.parametrize("name", MODELS)
-def test_token_ids_are_those_of_sentence_transformers(
-    name: str, max_length: int, tmp_path: Path
-) -> None:
+def test_token_ids_are_those_of_sentence_transformers(name, max_length, tmp_path):
     source = tiny.shared(MODELS[name])
     folder = save(
         source, tmp_path / "final", max_length=max_length, query_prompt="find this: "
     )
-    theirs: SentenceTransformer = load_in_sentence_transformers(folder)
+    theirs = load_in_sentence_transformers(folder)
     mine = featuriser(source, max_length=max_length, query_prompt="find this: ")
     for kind, prompt in (("query", "find this: "), ("document", None)):
-        features = mine.features([(Item(text=text), kind) for text in TEXTS])  # type: ignore[misc]
+        features = mine.features([(Item(text=text), kind) for text in TEXTS])
         expected = theirs.preprocess(TEXTS, prompt=prompt)
         batch = mine.collate(features)
         assert torch.equal(batch["input_ids"], expected["input_ids"])
@@ -83,12 +76,10 @@ def test_token_ids_are_those_of_sentence_transformers(
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_goes_to_the_side_that_the_tokenizer_says(
-    side: str, tmp_path: Path
-) -> None:
+def test_padding_goes_to_the_side_that_the_tokenizer_says(side, tmp_path):
     source = with_padding_on(side, tiny.shared(tiny.tiny_qwen3), tmp_path)
     made = featuriser(source)
-    short, long = made.features(documents("a", "the cat and the dog"))  # type: ignore[arg-type]
+    short, long = made.features(documents("a", "the cat and the dog"))
     batch = made.collate([short, long])
     mask = [0] * (long.length - short.length) + [1] * short.length
     assert batch["attention_mask"].tolist() == [
@@ -98,7 +89,7 @@ def test_padding_goes_to_the_side_that_the_tokenizer_says(
     assert "attention_mask" not in made.collate([short, short])  # nothing is padded
 
 
-def test_equal_inputs_have_equal_keys_and_only_they() -> None:
+def test_equal_inputs_have_equal_keys_and_only_they():
     mine = featuriser(tiny.shared(tiny.tiny_bert), query_prompt="find ", max_length=8)
     long = "cat dog bird fish horse house river mountain"
     items = [
@@ -108,8 +99,8 @@ def test_equal_inputs_have_equal_keys_and_only_they() -> None:
         (Item(text=long + " street"), "document"),  # the same after the cut
         (Item(text=long + " city"), "document"),
     ]
-    keys = [feature.key for feature in mine.features(items)]  # type: ignore[arg-type]
-    contents = [feature.content for feature in mine.features(items)]  # type: ignore[arg-type]
+    keys = [feature.key for feature in mine.features(items)]
+    contents = [feature.content for feature in mine.features(items)]
     assert keys[0] == keys[1] != keys[2]
     assert keys[3] == keys[4]
     assert contents[0] == contents[2] != contents[1]
@@ -117,12 +108,10 @@ def test_equal_inputs_have_equal_keys_and_only_they() -> None:
     assert all(0 <= key < 2**63 for key in keys + contents)
 
 
-def test_a_text_is_tokenised_once_and_the_cache_is_bounded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_text_is_tokenised_once_and_the_cache_is_bounded(monkeypatch):
     mine = featuriser(tiny.shared(tiny.tiny_bert), cache_bytes=5_000)
     assert mine.texts is not None
-    tokenised: list[str] = []
+    tokenised = []
     encode = mine.texts.encode
     monkeypatch.setattr(
         mine.texts,
@@ -145,43 +134,43 @@ def test_a_text_is_tokenised_once_and_the_cache_is_bounded(
     assert len(tokenised) > 900
 
 
-def test_threads_may_share_a_featuriser() -> None:
+def test_threads_may_share_a_featuriser():
     mine, alone = (featuriser(tiny.shared(tiny.tiny_bert)) for _ in range(2))
     units = [(Item(text=text), "query") for text in tiny.texts(400, seed=5)]
-    expected = [feature.key for feature in alone.features(units)]  # type: ignore[arg-type]
+    expected = [feature.key for feature in alone.features(units)]
 
-    def work(number: int) -> list[int]:
+    def work(number):
         order = np.random.default_rng(number).permutation(len(units))
-        keys = {int(at): mine.features([units[at]])[0].key for at in order}  # type: ignore[list-item]
+        keys = {int(at): mine.features([units[at]])[0].key for at in order}
         return [keys[at] for at in range(len(units))]
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(work, range(4))) == [expected] * 4
 
 
-def test_lower_casing_that_sentence_transformers_files_ask_for(tmp_path: Path) -> None:
+def test_lower_casing_that_sentence_transformers_files_ask_for(tmp_path):
     folder = tiny.add_sentence_transformers_files(tiny.tiny_roberta(tmp_path))
     (tmp_path / "sentence_bert_config.json").write_text(
         json.dumps({"max_seq_length": 32, "do_lower_case": True})
     )
     mine = featuriser(folder)
-    upper, lower = mine.features(documents("The CAT", "the cat"))  # type: ignore[arg-type]
+    upper, lower = mine.features(documents("The CAT", "the cat"))
     assert upper.key == lower.key
     saved = save(folder, tmp_path / "final")
     ids = load_in_sentence_transformers(saved).preprocess(["The CAT"])["input_ids"]
     assert ids.tolist() == mine.collate([upper])["input_ids"].tolist()
 
 
-def test_the_dummy_is_a_short_text_and_no_random_number_is_drawn() -> None:
+def test_the_dummy_is_a_short_text_and_no_random_number_is_drawn():
     mine = featuriser(tiny.shared(tiny.tiny_bert))
     before = torch.get_rng_state()
     dummy = mine.dummy("text")
-    mine.collate([dummy, *mine.features(documents(*TEXTS))])  # type: ignore[arg-type]
+    mine.collate([dummy, *mine.features(documents(*TEXTS))])
     assert torch.equal(torch.get_rng_state(), before)
     assert (dummy.modality, dummy.length) == ("text", 3)
 
 
-def test_what_a_text_model_cannot_embed_is_named(tmp_path: Path) -> None:
+def test_what_a_text_model_cannot_embed_is_named(tmp_path):
     description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_llama)), data_path="unused")
     )
@@ -192,9 +181,9 @@ def test_what_a_text_model_cannot_embed_is_named(tmp_path: Path) -> None:
         ["<unk>"], "$A", unk_token="<unk>", pad_token="<unk>"
     ).save_pretrained(tmp_path)
     mine = featuriser(tiny.shared(tiny.tiny_bert))
-    with pytest.raises(UserError, match="texts only, and got an item with an image"):
+    with pytest.raises(UserError, match="embeds one text at a time, and got 1 image"):
         mine.features([(Item(images=(ImageRef(path="x.jpg"),)), "query")])
-    with pytest.raises(UserError, match="neither a text nor an image"):
+    with pytest.raises(UserError, match="and got nothing"):
         mine.features([(Item(), "query")])
     with pytest.raises(UserError, match="the text '' becomes no token at all"):
         Featuriser(description.with_(source=str(tmp_path))).features(
@@ -202,7 +191,7 @@ def test_what_a_text_model_cannot_embed_is_named(tmp_path: Path) -> None:
         )
 
 
-def test_a_tokenizer_written_in_python_gives_its_own_ids(tmp_path: Path) -> None:
+def test_a_tokenizer_written_in_python_gives_its_own_ids(tmp_path):
     from transformers import (
         ByT5Tokenizer,  # bytes; others of its kind fill tables of a million characters
     )
@@ -222,7 +211,7 @@ def test_a_tokenizer_written_in_python_gives_its_own_ids(tmp_path: Path) -> None
     assert batch["input_ids"].tolist() == expected
 
 
-def test_tokenizers_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+def test_tokenizers_that_cannot_be_used_are_named(tmp_path):
     description = described(
         TrainConfig(model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused")
     ).with_(source=str(tmp_path))
@@ -235,9 +224,7 @@ def test_tokenizers_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_an_inputs_own_prompt_and_length_give_the_ids_of_a_run_with_these(
-    name: str,
-) -> None:
+def test_an_inputs_own_prompt_and_length_give_the_ids_of_a_run_with_these(name):
     source = tiny.shared(MODELS[name])
     own = featuriser(source, max_length=64, query_prompt="find this: ")
     run = featuriser(source, max_length=9, query_prompt="other: ")

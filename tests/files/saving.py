@@ -1,13 +1,7 @@
 """Saving a tiny model as a run does, and encoding with the saved folder in our way and in Sentence Transformers'."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 from sentence_transformers import SentenceTransformer
 from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 from transformers.processing_utils import ProcessorMixin
@@ -15,17 +9,14 @@ from transformers.utils import is_torchvision_available
 
 from tests.built import described, model_of
 from vembed.config.schema import TrainConfig
-from vembed.data.examples import Item, Kind
+from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.inference.encoding import encode_items, first_dims
 from vembed.models.building import load_embedder
-from vembed.saving.card import Card
 from vembed.saving.files import save_model
 
 
-def save(
-    source: Path, directory: Path, *, card: Card | None = None, **options: Any
-) -> Path:
+def save(source, directory, *, card=None, **options):
     """The model in `source`, described and built with these options, saved to `directory`."""
     config = TrainConfig(model_name=str(source), data_path="unused", **options)
     description = described(config)
@@ -38,12 +29,7 @@ def save(
     )
 
 
-def ours(
-    folder: Path,
-    items: Sequence[str | Item],
-    kind: Kind,
-    truncate_dim: int | None = None,
-) -> np.ndarray:
+def ours(folder, items, kind, truncate_dim=None):
     """Embeddings by vembed's one encode path, cut after normalisation as Sentence Transformers does."""
     model = load_embedder(folder)
     asked = [Item(text=item) if isinstance(item, str) else item for item in items]
@@ -56,7 +42,7 @@ def ours(
     )
 
 
-def load_in_sentence_transformers(folder: Path, **options: Any) -> SentenceTransformer:
+def load_in_sentence_transformers(folder, **options):
     """The folder as somebody without vembed loads it."""
     return SentenceTransformer(
         str(folder), device="cpu", local_files_only=True, **options
@@ -69,7 +55,7 @@ class NoVideos(dict[str, Any]):
     model_input_names = ("pixel_values_videos", "video_grid_thw")
 
 
-def without_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_torchvision(monkeypatch):
     """Let Sentence Transformers load vision-language models on a machine without torchvision: everything but videos is
     as it is."""
     if is_torchvision_available():

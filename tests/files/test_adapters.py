@@ -1,10 +1,6 @@
 """A model tuned by LoRA is saved merged, with the adapter beside it, or as the adapter alone; all score the same."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,11 +19,10 @@ from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.inference.encoding import encode_items
-from vembed.models.embedding_model import EmbeddingModel
 from vembed.saving.files import save_model
 
 
-def tuned(source: Path, **options: Any) -> EmbeddingModel:
+def tuned(source, **options):
     """A model with adapters that have learned something."""
     config = TrainConfig(
         model_name=str(source), data_path="unused", use_lora=True, lora_r=4, **options
@@ -41,7 +36,7 @@ def tuned(source: Path, **options: Any) -> EmbeddingModel:
     return model
 
 
-def save(model: EmbeddingModel, directory: Path, *, merge: bool) -> Path:
+def save(model, directory, *, merge):
     weights = model.state_dict()
     return save_model(
         directory,
@@ -229,6 +224,6 @@ def test_two_processes_start_from_an_adapter_that_was_saved_alone(
     )
 
 
-def trained_there(options: dict[str, Any]) -> None:
+def trained_there(options):
     """On a rank."""
     vembed.train(options)

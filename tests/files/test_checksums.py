@@ -1,7 +1,5 @@
 """Checksums of weights: written with a model, compared where the weights are used."""
 
-from __future__ import annotations
-
 import shutil
 
 import numpy as np
@@ -13,7 +11,7 @@ from tests.training.test_run import settings
 from vembed import Embedder, train
 from vembed.cli.main import run_process
 from vembed.errors import UserError
-from vembed.saving.checksums import CHECKSUMS
+from vembed.files import CHECKSUMS
 
 
 @pytest.fixture(scope="module")

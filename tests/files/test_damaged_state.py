@@ -1,11 +1,8 @@
 """State files that a command reads back, replaced by what is none: one sentence, never a wait."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 import yaml
@@ -17,31 +14,31 @@ from vembed.cli.main import run_process
 WAIT_SECONDS = 120
 
 
-def pipe(path: Path, content: bytes) -> None:
+def pipe(path, content):
     os.mkfifo(path)
 
 
-def device(path: Path, content: bytes) -> None:
+def device(path, content):
     path.symlink_to("/dev/zero")
 
 
-def huge(path: Path, content: bytes) -> None:
+def huge(path, content):
     with path.open("wb") as file:
         file.truncate(40 * 2**30)
 
 
-def empty(path: Path, content: bytes) -> None:
+def empty(path, content):
     path.touch()
 
 
-def cut(path: Path, content: bytes) -> None:
+def cut(path, content):
     path.write_bytes(content[: len(content) // 2])
 
 
 DAMAGES = (pipe, device, huge, empty, cut)
 
 
-def report(root: Path) -> list[str]:
+def report(root):
     """A run with evaluations."""
     config = settings(root, max_steps=2, eval_steps=1)
     write_yaml(root / "cfg.yaml", config)
@@ -49,7 +46,7 @@ def report(root: Path) -> list[str]:
     return ["report", str(root / "run")]
 
 
-def stages(root: Path) -> list[str]:
+def stages(root):
     merge = {"models": ["first", str(shared(tiny_bert_st))]}
     stage = [{"name": "first"}, {"name": "second", "merge": merge}]
     config = settings(root, max_steps=1, model_name=str(shared(tiny_bert_st)))
@@ -57,7 +54,7 @@ def stages(root: Path) -> list[str]:
     return ["train", str(root / "cfg.yaml")]
 
 
-def write_yaml(path: Path, values: dict[str, object]) -> None:
+def write_yaml(path, values):
     path.write_text(yaml.safe_dump(values))
 
 
@@ -67,7 +64,7 @@ TABLE = [
 ]
 
 
-def fail(*_: object) -> None:
+def fail(*_):
     raise TimeoutError(f"waits for more than {WAIT_SECONDS} s")
 
 

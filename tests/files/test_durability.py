@@ -1,7 +1,5 @@
 """Flushing to disks that refuse it, and what is said about it."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
@@ -9,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.training.test_run import metrics
-from vembed.saving.durability import refusal, replaced_file, sync, sync_folder, way_out
+from vembed.files import refusal, replaced_file, sync, sync_folder, way_out
 from vembed.saving.files import replaced_folder
-from vembed.training.checkpoint.resume import trim_metrics
+from vembed.training.checkpoint.folders import trim_metrics
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EACCES])
@@ -28,7 +26,7 @@ def test_file_systems_that_cannot_flush_folders(code, tmp_path, monkeypatch):
 
 
 def test_a_saved_model_is_flushed_before_it_has_its_name(tmp_path, monkeypatch):
-    flushed: list[str] = []
+    flushed = []
     monkeypatch.setattr(
         os,
         "fsync",

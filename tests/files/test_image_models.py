@@ -1,11 +1,6 @@
 """Saved models that see give the same embeddings in Sentence Transformers as here, for texts, images and both."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,16 +35,15 @@ IMAGE_ENCODERS = (
     tiny.tiny_vitmae,
 )
 VISION_LANGUAGE = (tiny.tiny_qwen3_vl, tiny.tiny_qwen2_vl, tiny.tiny_qwen2_5_vl)
-Make = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def pictures(tmp_path_factory):
     """Images of many kinds and shapes: one is turned by its EXIF data, one is grey, one has transparency."""
     folder = tmp_path_factory.mktemp("pictures")
     draw = np.random.default_rng(3)
 
-    def picture(width: int, height: int) -> Image.Image:
+    def picture(width, height):
         small = draw.integers(
             0, 255, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8
         )
@@ -68,7 +62,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(path) for path in sorted(folder.iterdir())]
 
 
-def of_image(path: str, text: str | None = None) -> Item:
+def of_image(path, text=None):
     return Item(text=text, images=(ImageRef(path=path),))
 
 
@@ -152,7 +146,7 @@ def test_vision_language_models_are_alike(
         {"image": opened[0], "text": "a text that is cut " * 5},
     ]
     for kind in ("query", "document"):
-        mine = ours(folder, items, kind)  # type: ignore[arg-type]
+        mine = ours(folder, items, kind)
         assert_same(mine, model.encode(asked, prompt_name=kind))
         alone = np.concatenate([model.encode([one], prompt_name=kind) for one in asked])
         np.testing.assert_allclose(mine, alone, atol=1e-5)
@@ -227,7 +221,7 @@ def test_learned_scale_and_bias_are_in_the_saved_file(tmp_path):
 def test_a_composed_model_is_read_here_and_refused_by_sentence_transformers(
     pictures, tmp_path
 ):
-    options: dict[str, Any] = {
+    options = {
         "image_model_name": str(tiny.shared(tiny.tiny_dinov2)),
         "mrl_dims": [20],
     }

@@ -1,7 +1,5 @@
 """The folder of a saved model: complete or not there, plain names, safetensors alone, a card without secrets."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -319,7 +317,8 @@ def test_the_card_has_scores_licence_and_language_for_the_hub(tmp_path):
 
 
 def test_final_that_is_a_link_keeps_what_else_its_target_holds(tmp_path):
-    target, link = tmp_path / "disk" / "models", tmp_path / "run" / "final"
+    target = tmp_path / "disk" / "models"
+    link = tmp_path / "run" / "final"
     target.mkdir(parents=True)
     link.parent.mkdir()
     (target / "thesis.txt").write_text("years of work")

@@ -1,11 +1,5 @@
 """A model whose weights lie on two ranks is saved as one process would save it."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -20,7 +14,7 @@ from vembed.parallel.session import start_session
 from vembed.saving.files import save_model
 
 
-def save_sharded(source: str, directory: str, options: dict[str, Any]) -> str:
+def save_sharded(source, directory, options):
     config = config_of(source, **options)
     with start_session(config) as session:
         built, _ = build(config, dtype=torch.float32, meta=session.builds_empty)
@@ -32,7 +26,7 @@ def save_sharded(source: str, directory: str, options: dict[str, Any]) -> str:
         return session.strategy
 
 
-CASES: dict[str, tuple[Callable[..., Path], int, dict[str, Any]]] = {
+CASES = {
     "fsdp1": (tiny.tiny_bert_st, 1, {}),
     "fsdp2": (tiny.tiny_qwen3_st, 2, {"mrl_dims": [16]}),
     "lora": (tiny.tiny_qwen3_st, 2, {"use_lora": True}),
@@ -40,7 +34,7 @@ CASES: dict[str, tuple[Callable[..., Path], int, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def saved(tmp_path_factory):
     """The folder that holds one model for each case, and what the ranks said of it."""
     place = tmp_path_factory.mktemp("sharded")
     cases = {
@@ -58,11 +52,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 def test_a_sharded_model_is_saved_whole(case, saved):
     place, found = saved
     assert result_of(found, case) == ["fsdp", "fsdp"]
-    final, source = place / case, tiny.shared(CASES[case][0])
-    stored, before = (
-        load_file(final / "model.safetensors"),
-        load_file(source / "model.safetensors"),
-    )
+    final = place / case
+    source = tiny.shared(CASES[case][0])
+    stored = load_file(final / "model.safetensors")
+    before = load_file(source / "model.safetensors")
     assert stored.keys() == before.keys()
     for name, tensor in before.items():
         torch.testing.assert_close(stored[name], tensor)

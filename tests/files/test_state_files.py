@@ -1,7 +1,5 @@
 """State files of runs: one reader, which refuses what is no file, too large, empty or cut, in one sentence."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -22,20 +20,20 @@ READERS = [
 ]
 
 
-def pipe(path: Path) -> None:
+def pipe(path):
     os.mkfifo(path)
 
 
-def device(path: Path) -> None:
+def device(path):
     path.symlink_to("/dev/zero")
 
 
-def huge(path: Path) -> None:
+def huge(path):
     with path.open("wb") as file:
         file.truncate(40 * 2**30)
 
 
-def folder(path: Path) -> None:
+def folder(path):
     path.mkdir()
 
 

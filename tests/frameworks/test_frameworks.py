@@ -1,9 +1,5 @@
 """The saved folder in LangChain, LlamaIndex and Haystack, through their classes for Sentence Transformers."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -16,9 +12,7 @@ PROMPT = "red green: "
 
 
 @pytest.fixture(scope="module")
-def saved(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[str, np.ndarray, np.ndarray]:
+def saved(tmp_path_factory):
     """A model's folder, and its vectors of the texts as queries and as documents."""
     place = tmp_path_factory.mktemp("frameworks")
     tiny_bert_st(
@@ -29,14 +23,14 @@ def saved(
     return str(folder), model.encode(TEXTS, "query"), model.encode(TEXTS, "document")
 
 
-def module(name: str, package: str) -> Any:
+def module(name, package):
     return pytest.importorskip(
         name, reason=f"{package} is not installed (pip install {package})"
     )
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_langchain(saved: tuple[str, np.ndarray, np.ndarray]) -> None:
+def test_langchain(saved):
     found = module("langchain_huggingface", "langchain-huggingface")
     folder, queries, documents = saved
     embeddings = found.HuggingFaceEmbeddings(
@@ -49,7 +43,7 @@ def test_langchain(saved: tuple[str, np.ndarray, np.ndarray]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_llama_index(saved: tuple[str, np.ndarray, np.ndarray]) -> None:
+def test_llama_index(saved):
     found = module(
         "llama_index.embeddings.huggingface", "llama-index-embeddings-huggingface"
     )
@@ -66,7 +60,7 @@ def test_llama_index(saved: tuple[str, np.ndarray, np.ndarray]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_haystack(saved: tuple[str, np.ndarray, np.ndarray]) -> None:
+def test_haystack(saved):
     integration = "haystack_integrations.components.embedders.sentence_transformers"
     embedders = module(integration, "sentence-transformers-haystack")
     haystack = module("haystack", "haystack-ai")

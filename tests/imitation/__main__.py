@@ -1,7 +1,5 @@
 """Write the kernels of all cases into the table of `docs/benchmarks.md`: `python -m tests.imitation`."""
 
-from __future__ import annotations
-
 from tests.imitation.cases import CASES
 from tests.imitation.runs import on_imitation
 from tests.imitation.table import row_of, write

@@ -5,10 +5,8 @@ The kernels' conditions on dtype, strides and head size are checked here, so tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,14 +25,14 @@ class Shape:
     left: int | None
     right: int | None
 
-    def texts(self) -> Iterator[slice]:
+    def texts(self):
         """Yield the rows of each text that is not empty."""
         starts = self.starts.tolist()
         for start, end in pairwise(starts):
             if end > start:
                 yield slice(start, end)
 
-    def hidden(self, length: int) -> Tensor:
+    def hidden(self, length):
         """Return [length, length] bool: the keys that a query does not see."""
         places = torch.arange(length)
         distance = places[None, :] - places[:, None]
@@ -45,24 +43,14 @@ class Shape:
             hidden |= distance > self.right
         return hidden
 
-    def weights(self, query: Tensor, key: Tensor) -> Tensor:
+    def weights(self, query, key):
         """Return the attention weights [heads, length, length] of one text, in float32."""
         scores = query @ key.transpose(1, 2) * self.scale
         scores.masked_fill_(self.hidden(query.shape[1]), float("-inf"))
         return scores.softmax(dim=-1)
 
 
-def checked_shape(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    *,
-    causal: bool,
-    scale: float | None,
-    left: int | None,
-    right: int | None,
-) -> Shape:
+def checked_shape(query, key, value, starts, *, causal, scale, left, right):
     """Return the shape of a call, or raise as the kernels do."""
     size = query.shape[-1]
     if query.dtype not in HALF:
@@ -80,13 +68,13 @@ def checked_shape(
     )
 
 
-def by_head(tensor: Tensor, rows: slice, num_heads: int) -> Tensor:
+def by_head(tensor, rows, num_heads):
     """Return one text as float32 [num_heads, length, size], its heads repeated if it has fewer."""
     heads = tensor[rows].float().transpose(0, 1)
     return heads.repeat_interleave(num_heads // heads.shape[0], dim=0)
 
 
-def forward(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
+def forward(query, key, value, shape):
     """Return the attended values [tokens, heads, size]."""
     num_heads = query.shape[1]
     output = torch.zeros_like(query)
@@ -97,9 +85,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Tensor:
     return output
 
 
-def backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, shape: Shape
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(gradient, query, key, value, shape):
     """Return the gradients of query, key and value."""
     num_heads = query.shape[1]
     gradients = tuple(torch.zeros_like(tensor) for tensor in (query, key, value))
@@ -128,20 +114,20 @@ def backward(
 
 
 def varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    key_starts: Tensor | None,
-    longest: int,
-    longest_key: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
-    enable_gqa: bool = False,
-    *unused: Any,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    query,
+    key,
+    value,
+    starts,
+    key_starts,
+    longest,
+    longest_key,
+    is_causal=False,
+    scale=None,
+    window_size=None,
+    enable_gqa=False,
+    *unused,
+    **options,
+):
     """`torch_attn::_varlen_attn`."""
     left, right = window_size or (None, None)
     if query.shape[1] != key.shape[1] and not enable_gqa:
@@ -155,23 +141,23 @@ def varlen(
 
 
 def varlen_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
-    starts: Tensor,
-    key_starts: Tensor,
-    longest: int,
-    longest_key: int,
-    is_causal: bool,
-    state: Tensor,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
-    *unused: Any,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient,
+    query,
+    key,
+    value,
+    output,
+    log_sums,
+    starts,
+    key_starts,
+    longest,
+    longest_key,
+    is_causal,
+    state,
+    scale=None,
+    window_size=None,
+    *unused,
+    **options,
+):
     """`torch_attn::_varlen_attn_backward`."""
     left, right = window_size or (None, None)
     shape = checked_shape(
@@ -181,22 +167,22 @@ def varlen_backward(
 
 
 def flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    key_starts: Tensor,
-    longest: int,
-    longest_key: int,
-    dropout: float,
-    is_causal: bool,
-    return_debug_mask: bool,
+    query,
+    key,
+    value,
+    starts,
+    key_starts,
+    longest,
+    longest_key,
+    dropout,
+    is_causal,
+    return_debug_mask,
     *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+    **options,
+):
     """`aten::_flash_attention_forward`, without dropout."""
     shape = checked_shape(
         query,
@@ -215,25 +201,25 @@ def flash(
 
 
 def flash_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    output: Tensor,
-    log_sums: Tensor,
-    starts: Tensor,
-    key_starts: Tensor,
-    longest: int,
-    longest_key: int,
-    dropout: float,
-    is_causal: bool,
-    seed: Tensor,
-    offset: Tensor,
+    gradient,
+    query,
+    key,
+    value,
+    output,
+    log_sums,
+    starts,
+    key_starts,
+    longest,
+    longest_key,
+    dropout,
+    is_causal,
+    seed,
+    offset,
     *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    scale=None,
+    window_size_left=None,
+    window_size_right=None,
+):
     """`aten::_flash_attention_backward`, without dropout."""
     shape = checked_shape(
         query,

@@ -16,7 +16,7 @@ from tests import tiny
 Data = Literal["texts", "captions", "pictures"]
 NUM_PAIRS = 16
 STEPS = 3
-SHARED_OPTIONS: dict[str, Any] = {
+SHARED_OPTIONS = {
     "batch_size": 8,
     "max_steps": STEPS,
     "learning_rate": 1e-3,
@@ -40,7 +40,7 @@ class Case:
     models: dict[str, Callable[..., Path]] = field(default_factory=dict)
     """Further models, by the option that names them."""
 
-    def config(self, folder: Path, *, on_cpu: bool) -> dict[str, Any]:
+    def config(self, folder, *, on_cpu):
         """Return the config, with the data written into the folder. CPUs have no float16: float32 takes its place."""
         options = dict(self.options)
         if on_cpu and options["mixed_precision"] == "fp16":
@@ -61,7 +61,7 @@ class Case:
 # ---- data ------------------------------------------------------------------------------------------------------
 
 
-def write_texts(folder: Path) -> Path:
+def write_texts(folder):
     """Queries with a positive and a hard negative; every fourth positive is the first one again."""
     words = tiny.texts(3 * NUM_PAIRS, seed=3, longest=30)
     rows = [
@@ -77,7 +77,7 @@ def write_texts(folder: Path) -> Path:
     return write_rows(folder, rows)
 
 
-def write_captions(folder: Path) -> Path:
+def write_captions(folder):
     """Texts with the picture that they find."""
     captions = tiny.texts(NUM_PAIRS, seed=4, longest=8)
     rows = [
@@ -87,7 +87,7 @@ def write_captions(folder: Path) -> Path:
     return write_rows(folder, rows)
 
 
-def write_pictures(folder: Path) -> Path:
+def write_pictures(folder):
     """Pairs of pictures."""
     rows = [
         {
@@ -99,7 +99,7 @@ def write_pictures(folder: Path) -> Path:
     return write_rows(folder, rows)
 
 
-def write_picture(folder: Path, number: int) -> str:
+def write_picture(folder, number):
     """Write a picture of noise; return its path."""
     path = folder / f"{number}.png"
     pixels = np.random.default_rng(number).integers(0, 256, (64, 64, 3), dtype=np.uint8)
@@ -107,18 +107,23 @@ def write_picture(folder: Path, number: int) -> str:
     return str(path)
 
 
-def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
+def write_rows(folder, rows):
     """Write records as JSON Lines; return the path."""
     path = folder / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-DATA: dict[Data, Callable[[Path], Path]] = {
+DATA = {
     "texts": write_texts,
     "captions": write_captions,
     "pictures": write_pictures,
 }
+
+
+def tiny_qwen3_of_28_layers(folder):
+    """A Qwen3 as deep as Qwen3-Embedding-0.6B."""
+    return tiny.tiny_qwen3(folder, layers=28)
 
 
 BF16 = {"mixed_precision": "bf16"}
@@ -145,6 +150,11 @@ CASES = [
         tiny.tiny_qwen3,
         options=BF16 | LORA | {"gradient_checkpointing": True},
     ),
+    Case(
+        "qwen3 28 layers bf16 lora",
+        tiny_qwen3_of_28_layers,
+        options=BF16 | LORA | {"torch_dtype": "bfloat16"},
+    ),
     Case("modernbert bf16", tiny.tiny_modernbert, options=BF16),
     Case("clip bf16", tiny.tiny_clip, "captions", BF16),
     Case("clip bf16 frozen", tiny.tiny_clip, "captions", BF16 | {"freeze": ["vision"]}),
@@ -155,7 +165,7 @@ CASES = [
 
 # ---- the whole matrix, on demand -------------------------------------------------------------------------------
 
-FAMILIES: dict[Data, tuple[str, ...]] = {
+FAMILIES = {
     "texts": [
         "bert",
         "distilbert",
@@ -174,18 +184,18 @@ FAMILIES: dict[Data, tuple[str, ...]] = {
     "captions": ["clip", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "siglip", "siglip2"],
     "pictures": ["convnext", "dinov2", "dinov3", "vit", "vitmae"],
 }
-PRECISIONS: dict[str, dict[str, Any]] = {
+PRECISIONS = {
     "float32": {"mixed_precision": "no"},
     "bf16": BF16,
 }
 WITH_CHOICES = ["bert", "qwen3", "modernbert", "gpt2", "clip", "qwen2_5_vl", "vit"]
-CHOICES: dict[str, dict[str, Any]] = {
+CHOICES = {
     "lora": LORA,
     "checkpoints": {"gradient_checkpointing": True},
     "cache sizes": CACHE,
     "all": LORA | CACHE | {"gradient_checkpointing": True},
 }
-LOSS_OPTIONS: dict[str, dict[str, Any]] = {
+LOSS_OPTIONS = {
     "all pairs": {"same_side_negatives": "both"},
     "hardness": {
         "losses": [{"loss": "infonce", "hardness_alpha": 1.0, "focal_gamma": 1.0}]
@@ -202,7 +212,7 @@ TAUGHT_LOSSES = (
 RERANKER_LOSSES = ("bce", "infonce", "lambda", "ranknet", "listwise")
 
 
-def whole_matrix() -> list[Case]:
+def whole_matrix():
     """Return every family, some with every option, and every loss of embedding models and rerankers with a BERT."""
     cases = list(CASES)
     for data, families in FAMILIES.items():

@@ -10,11 +10,9 @@ bitsandbytes), and the rounding of real kernels. An operator counts as one kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
+from torch._decomp.decompositions import _fused_rms_norm_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -59,12 +57,20 @@ ALLOCATIONS = {
 }
 COPIES = {"_to_copy", "copy_"}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+FUSED_ON_GPUS = ("_fused_rms_norm", "silu_backward")
+"""Operators that CUDA computes in a kernel of their own, and the CPU by several others."""
+KERNELS = {
+    **attention.KERNELS,
+    "_fused_rms_norm_backward": _fused_rms_norm_backward,
+}
+"""What computes an operator that the CPU does not have, by the operator's name."""
 READS = {"_local_scalar_dense", "equal", "is_nonzero"}
 """Operators whose result is a number on the host."""
 SIZED_BY_VALUES = {
     "_unique",
     "_unique2",
     "bincount",
+    "masked_scatter_backward",
     "masked_select",
     "nonzero",
     "unique_consecutive",
@@ -79,7 +85,7 @@ class DeviceTensor(torch.Tensor):
     values: Tensor
 
     @staticmethod
-    def __new__(cls, values: Tensor) -> DeviceTensor:
+    def __new__(cls, values):
         tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             values.shape,
@@ -91,34 +97,22 @@ class DeviceTensor(torch.Tensor):
         tensor.values = values
         return tensor
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self):
         return f"DeviceTensor({self.values!r})"
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        operator: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
         return dispatch(operator, args, dict(kwargs or {}))
 
 
 class Operators(TorchDispatchMode):
     """Sees operators without a tensor of the device too, such as `zeros(device="cuda")`."""
 
-    def __torch_dispatch__(
-        self,
-        operator: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         return dispatch(operator, args, dict(kwargs or {}))
 
 
-def dispatch(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def dispatch(operator, args, kwargs):
     """Check, count and compute one operator."""
     name = operator._schema.name.rpartition("::")[2]
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -139,9 +133,7 @@ def dispatch(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return returned(operator, args, kwargs, result)
 
 
-def require_one_device(
-    operator: Any, name: str, args: Sequence[Any], tensors: Sequence[Tensor]
-) -> None:
+def require_one_device(operator, name, args, tensors):
     """Raise where CUDA would: host tensors beside those of the device, unless they are single numbers."""
     if name in COPIES:
         return
@@ -159,12 +151,7 @@ def require_one_device(
         )
 
 
-def count(
-    name: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    target: torch.device | None,
-) -> None:
+def count(name, args, kwargs, target):
     """Record the kernel of an operator, or the copy, and what the host waits for."""
     if name in COPIES:
         is_within_device = count_copy(name, args, kwargs, target)
@@ -184,15 +171,11 @@ def count(
         RECORDING.kernel(name)
 
 
-def count_copy(
-    name: str,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    target: torch.device | None,
-) -> bool:
+def count_copy(name, args, kwargs, target):
     """Record a copy between host and device. Return True for one within the device, which is a kernel."""
     if name == "copy_":
-        destination, source = args[0], args[1]
+        destination = args[0]
+        source = args[1]
         to_host = not isinstance(destination, DeviceTensor)
         does_not_block = (len(args) > 2 and args[2]) or kwargs.get("non_blocking")
     else:
@@ -218,20 +201,18 @@ def count_copy(
     return False
 
 
-def compute(
-    operator: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
+def compute(operator, name, args, kwargs):
     """Run an operator on the host's tensors."""
     args, kwargs = tree_map(on_host, (args, kwargs))
     if name == "_to_copy":
         kwargs = {**kwargs, "non_blocking": False}
     if kwargs.get("pin_memory"):
         kwargs = {**kwargs, "pin_memory": False}
-    run: Callable[..., Any] = attention.KERNELS.get(name, operator)
+    run = KERNELS.get(name, operator)
     return run(*args, **kwargs)
 
 
-def on_host(leaf: Any) -> Any:
+def on_host(leaf):
     """Replace a tensor of the device by its values, and the device by the CPU."""
     if isinstance(leaf, DeviceTensor):
         return leaf.values
@@ -240,15 +221,13 @@ def on_host(leaf: Any) -> Any:
     return leaf
 
 
-def on_device(leaf: Any) -> Any:
+def on_device(leaf):
     """Put a tensor of the CPU onto the device."""
     is_host_tensor = isinstance(leaf, Tensor) and not isinstance(leaf, DeviceTensor)
     return DeviceTensor(leaf) if is_host_tensor else leaf
 
 
-def returned(
-    operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
-) -> Any:
+def returned(operator, args, kwargs, result):
     """Return what the caller of an operator gets: the tensors that it wrote to, or new ones on the device."""
     schema = operator._schema
     written = []
@@ -269,13 +248,7 @@ def returned(
 class Functions(TorchFunctionMode):
     """Functions of torch that reach the device without passing through the operators above."""
 
-    def __torch_function__(
-        self,
-        function: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if function in (torch.tensor, torch.as_tensor, torch.Tensor.new_tensor):
             return made_from_data(function, args, kwargs)
@@ -287,9 +260,7 @@ class Functions(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def made_from_data(
-    function: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Tensor:
+def made_from_data(function, args, kwargs):
     """Make a tensor from numbers on the host, and copy it to the device if it is meant for it."""
     target = kwargs.pop("device", None)
     if function is torch.Tensor.new_tensor:

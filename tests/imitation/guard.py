@@ -1,7 +1,5 @@
 """Build `device_guard.cpp` once for each version of torch, and load it before torch is imported."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os
@@ -22,7 +20,7 @@ load(name, [source], build_directory=folder, is_python_module=False,
 """
 
 
-def why_not_built() -> str | None:
+def why_not_built():
     """Return what this machine lacks to build the library; None: it can be built."""
     compiler = os.environ.get("CXX", "g++")
     for program in (compiler, "ninja"):
@@ -31,7 +29,7 @@ def why_not_built() -> str | None:
     return None
 
 
-def built_library() -> Path:
+def built_library():
     """Return the library, built now if it is not in the cache.
 
     torch's own builder does it, in a process of its own, because it loads what it has built.
@@ -49,7 +47,7 @@ def built_library() -> Path:
     return library
 
 
-def torch_folder() -> Path:
+def torch_folder():
     """Return where torch is installed, without importing it."""
     spec = find_spec("torch")
     assert spec is not None
@@ -57,7 +55,7 @@ def torch_folder() -> Path:
     return Path(spec.origin).parent
 
 
-def load_guard(library: Path) -> None:
+def load_guard(library):
     """Load the library. torch asks for its CUDA hooks once, when it is imported, so this comes first."""
     assert "torch" not in sys.modules, "the guard must be loaded before torch"
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.imitation.recording import Wait
-from tests.imitation.runs import Result
-
 STAGES_OF = {"forward": ("encode", "backward")}
 """Gradient Cache and checkpointing repeat the forward pass in the backward pass."""
 PATH = Path(__file__).with_name("known_waits.txt")
@@ -22,13 +19,13 @@ class KnownWait(NamedTuple):
     """File and function, the innermost one outside torch."""
     reason: str
 
-    def covers(self, wait: Wait) -> bool:
+    def covers(self, wait):
         """Return True if this is the place of the wait."""
         is_stage = wait.stage in STAGES_OF.get(self.stage, (self.stage,))
         return is_stage and (self.kind, self.place) == (wait.kind, wait.place)
 
 
-def read_known() -> list[KnownWait]:
+def read_known():
     """Return the lines of the file."""
     known = []
     for line in PATH.read_text(encoding="utf-8").splitlines():
@@ -37,7 +34,7 @@ def read_known() -> list[KnownWait]:
     return known
 
 
-def unknown(result: Result) -> list[Wait]:
+def unknown(result):
     """Return the waits of a case that are not in the file."""
     known = read_known()
     return [

@@ -3,16 +3,12 @@
 It imports everything once and forks for each case, so that no case sees what another one has left.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import pickle
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from tests.imitation.guard import load_guard
 from tests.imitation.runs import Result, leave_group, train
@@ -21,7 +17,7 @@ STAGES = ("split", "encode", "gather", "score", "backward")
 """Methods of the training step, in order."""
 
 
-def main(library: str, answer: str, *names: str) -> None:
+def main(library, answer, *names):
     """Run in a new process: train each case in a fork, and write the results."""
     load_guard(Path(library))
     importlib.import_module("tests.preloaded")
@@ -30,7 +26,7 @@ def main(library: str, answer: str, *names: str) -> None:
     Path(answer).write_bytes(pickle.dumps(results))
 
 
-def in_fork(function: Callable[[str], Result], name: str) -> Result:
+def in_fork(function, name):
     """Return what the function returns in a forked process, which leaves nothing behind."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -46,11 +42,10 @@ def in_fork(function: Callable[[str], Result], name: str) -> Result:
     _, status = os.waitpid(child, 0)
     if not payload:
         return Result(error=f"the process died with status {status}")
-    result: Result = pickle.loads(payload)
-    return result
+    return pickle.loads(payload)
 
 
-def run_on_imitation(name: str) -> Result:
+def run_on_imitation(name):
     """Install the device in this process, and train a case or call a probe."""
     from tests.imitation.device import RECORDING
     from tests.imitation.probes import PROBES
@@ -74,11 +69,11 @@ def run_on_imitation(name: str) -> Result:
     return result
 
 
-def staged(stage: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def staged(stage, method):
     """Return the method, under whose name everything that happens in it is counted."""
     from tests.imitation.device import RECORDING
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args, **kwargs):
         with RECORDING.during(stage):
             return method(*args, **kwargs)
 

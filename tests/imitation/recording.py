@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.parent
@@ -43,14 +41,14 @@ class Recording:
     """Copies to the device that the host does not wait for, by stage."""
     stage: str = BETWEEN
 
-    def clear(self) -> None:
+    def clear(self):
         """Begin again, in the same stage."""
         self.kernels.clear()
         self.waits.clear()
         self.pinned_copies.clear()
 
     @contextmanager
-    def during(self, stage: str) -> Iterator[None]:
+    def during(self, stage):
         """Count what happens inside the with-block under this stage."""
         outer = self.stage
         self.stage = stage
@@ -59,15 +57,15 @@ class Recording:
         finally:
             self.stage = outer
 
-    def kernel(self, operator: str) -> None:
+    def kernel(self, operator):
         """Count a kernel."""
         self.kernels[self.stage, operator] += 1
 
-    def wait(self, kind: str) -> None:
+    def wait(self, kind):
         """Count a wait of the host, with the place that asked for it."""
         place = caller = None
         line = 0
-        frame: FrameType | None = sys._getframe(1)
+        frame = sys._getframe(1)
         while frame is not None and caller is None:
             file = readable(frame.f_code.co_filename)
             if file is not None:
@@ -80,7 +78,7 @@ class Recording:
         self.waits[Wait(self.stage, kind, place or "?", caller or "?", line)] += 1
 
 
-def readable(filename: str) -> str | None:
+def readable(filename):
     """Return a path from the root of the repository or of the libraries; None for torch and for the harness."""
     path = Path(filename)
     for root in (LIBRARIES, ROOT):

@@ -9,10 +9,8 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.imitation.guard import built_library
 from tests.imitation.recording import ROOT, Wait
@@ -47,11 +45,11 @@ class Result:
     error: str | None = None
     """The traceback, if the training failed."""
 
-    def all_waits(self) -> list[Wait]:
+    def all_waits(self):
         """Return the places that wait, in any step."""
         return sorted(set(self.waits) | set(self.log_waits))
 
-    def kernels_of(self, *stages: str) -> int:
+    def kernels_of(self, *stages):
         """Return the number of kernels of these stages, or of the whole step."""
         return sum(
             count
@@ -60,7 +58,7 @@ class Result:
         )
 
 
-def train(name: str, recording: Any = None) -> Result:
+def train(name, recording=None):
     """Train one case in this process. `recording`: of the imitation device, where it is installed."""
     import vembed
     from tests.imitation.cases import whole_matrix
@@ -68,7 +66,7 @@ def train(name: str, recording: Any = None) -> Result:
     case = next(case for case in whole_matrix() if case.name == name)
     result = Result()
 
-    def on_step(info: Any) -> None:
+    def on_step(info):
         result.losses.append(info.loss)
         result.norms.append(info.grad_norm)
         if recording is None:
@@ -91,22 +89,20 @@ def train(name: str, recording: Any = None) -> Result:
     return result
 
 
-def on_cpu(names: Sequence[str]) -> dict[str, Result]:
+def on_cpu(names):
     """Train cases on the CPU, all in one forked process."""
     from tests.harness import run_ranks
 
-    results: list[dict[str, Result]] = run_ranks(
-        _train_all, 1, list(names), process_group=False
-    )
+    results = run_ranks(_train_all, 1, list(names), process_group=False)
     return results[0]
 
 
-def _train_all(names: Sequence[str]) -> dict[str, Result]:
+def _train_all(names):
     leave_group()
     return {name: train(name) for name in names}
 
 
-def on_imitation(names: Sequence[str]) -> dict[str, Result]:
+def on_imitation(names):
     """Train cases, or call probes, on the imitation device: one process imports everything and forks for each."""
     library = built_library()
     with tempfile.TemporaryDirectory(prefix="imitation-") as folder:
@@ -129,11 +125,10 @@ def on_imitation(names: Sequence[str]) -> dict[str, Result]:
         )
         if ended.returncode:
             raise RuntimeError(f"the imitation's process failed:\n{ended.stdout}")
-        results: dict[str, Result] = pickle.loads(answer.read_bytes())
-    return results
+        return pickle.loads(answer.read_bytes())
 
 
-def leave_group() -> None:
+def leave_group():
     """Forget the launcher's variables: each training is a single process."""
     for variable in VARIABLES:
         os.environ.pop(variable, None)

@@ -1,36 +1,40 @@
 """`torch.cuda` of the imitation device: one GPU of the Hopper generation that never runs out of memory."""
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from tests.imitation.device import CUDA, RECORDING, Functions, Operators
+from tests.imitation.device import (
+    CUDA,
+    FUSED_ON_GPUS,
+    RECORDING,
+    Functions,
+    Operators,
+)
 
 NAME = "Imitation H100"
 TOTAL_BYTES = 80 * 2**30
 FREE_BYTES = 70 * 2**30
 CAPABILITY = (9, 0)
+CUDA_KERNELS = torch.library.Library("aten", "IMPL", "CUDA")
+"""As long as it lives, torch finds kernels of CUDA for the operators that are registered here."""
 
 
 class Event:
     """An event that has always happened. To wait for it is recorded all the same."""
 
-    def __init__(self, *unused: Any, **options: Any) -> None: ...
-    def record(self, *unused: Any) -> None: ...
-    def wait(self, *unused: Any) -> None: ...
+    def __init__(self, *unused, **options): ...
+    def record(self, *unused): ...
+    def wait(self, *unused): ...
 
-    def query(self) -> bool:
+    def query(self):
         return True
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other):
         return 1.0
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         RECORDING.wait("event.synchronize")
 
 
@@ -39,28 +43,28 @@ class Stream:
 
     device = CUDA
 
-    def __init__(self, *unused: Any, **options: Any) -> None: ...
-    def wait_stream(self, *unused: Any) -> None: ...
-    def wait_event(self, *unused: Any) -> None: ...
+    def __init__(self, *unused, **options): ...
+    def wait_stream(self, *unused): ...
+    def wait_event(self, *unused): ...
 
-    def record_event(self, *unused: Any) -> Event:
+    def record_event(self, *unused):
         return Event()
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         RECORDING.wait("stream.synchronize")
 
 
-def answer(value: Any) -> Callable[..., Any]:
+def answer(value):
     """Return a function that returns `value`, whatever it is asked."""
     return lambda *_, **__: value
 
 
-def synchronize(*_: Any) -> None:
+def synchronize(*_):
     """Wait for all work of the device."""
     RECORDING.wait("torch.cuda.synchronize")
 
 
-def install() -> None:
+def install():
     """Give this process the device, for as long as it lives. Import everything before."""
     properties = SimpleNamespace(
         name=NAME,
@@ -111,5 +115,8 @@ def install() -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
     # Backward passes in this thread: the modes below are those of a thread.
     torch.autograd.set_multithreading_enabled(False)
+    for name in FUSED_ON_GPUS:
+        # Never called: tensors of the device are dispatched before. Without it torch would take the operator apart.
+        CUDA_KERNELS.impl(name, answer(None))
     Functions().__enter__()
     Operators().__enter__()

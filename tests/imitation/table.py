@@ -1,9 +1,6 @@
 """The table of kernels in `docs/benchmarks.md`, which is also what the tests compare with."""
 
-from __future__ import annotations
-
 from tests.imitation.recording import BETWEEN, ROOT
-from tests.imitation.runs import Result
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 HEADER = (
@@ -12,7 +9,7 @@ HEADER = (
 RULE = "|---|---|---|---|---|---|---|"
 
 
-def row_of(result: Result) -> list[int]:
+def row_of(result):
     """Return the columns of the table for a case."""
     forward = result.kernels_of("split", "encode")
     loss = result.kernels_of("gather", "score")
@@ -22,7 +19,7 @@ def row_of(result: Result) -> list[int]:
     return [forward, loss, backward, rest, result.kernels_of(), waits]
 
 
-def read() -> dict[str, list[int]]:
+def read():
     """Return the rows of the table by case."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = {}
@@ -34,7 +31,7 @@ def read() -> dict[str, list[int]]:
     return rows
 
 
-def write(rows: dict[str, list[int]]) -> None:
+def write(rows):
     """Put these rows into the table."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     start = lines.index(HEADER) + 2

@@ -1,13 +1,10 @@
 """The local launcher, with scripts of a few lines in place of training: environment, output, signals and failures."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -36,7 +33,8 @@ sys.exit(launch.run_ranks([sys.executable, sys.argv[1]], launch.rank_environment
 """
 SHORT_GRACE = 0.5
 """Seconds that ranks which do not end by themselves are given, where nobody else needs them."""
-SETTLE, SAME_REQUEST = 0.3, 1.0
+SETTLE = 0.3
+SAME_REQUEST = 1.0
 """Shorter times than the launcher's own."""
 
 
@@ -45,13 +43,13 @@ class Launched:
 
     def __init__(
         self,
-        folder: Path,
-        script: str,
-        num_processes: int = 2,
+        folder,
+        script,
+        num_processes=2,
         *,
-        grace: float = launcher.KILL_TIMEOUT_SECONDS,
-        settle: float = launcher.CAUSE_SECONDS,
-    ) -> None:
+        grace=launcher.KILL_TIMEOUT_SECONDS,
+        settle=launcher.CAUSE_SECONDS,
+    ):
         (folder / "rank.py").write_text(script)
         (folder / "launcher.py").write_text(LAUNCH)
         self.folder = folder
@@ -73,14 +71,14 @@ class Launched:
             env=os.environ | {"PYTHONUNBUFFERED": ""},
         )
 
-    def end(self, seconds: float = 120.0) -> tuple[int, str, str]:
+    def end(self, seconds=120.0):
         out, err = self.process.communicate(timeout=seconds)
         return self.process.returncode, out, err
 
-    def ranks(self) -> list[psutil.Process]:
+    def ranks(self):
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def wait_until_ready(self, num_processes: int = 2) -> list[psutil.Process]:
+    def wait_until_ready(self, num_processes=2):
         """All ranks have printed their line (rank 0 directly, the others through the launcher)."""
         assert self.process.stdout is not None
         lines = {self.process.stdout.readline().strip() for _ in range(num_processes)}
@@ -88,7 +86,7 @@ class Launched:
         return self.ranks()
 
 
-def is_alive(process: psutil.Process) -> bool:
+def is_alive(process):
     """Tell a process that runs from one that has ended, also where nobody has waited for it."""
     try:
         return process.status() != psutil.STATUS_ZOMBIE
@@ -96,14 +94,12 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def run(folder: Path, script: str, num_processes: int = 2) -> tuple[int, str, str]:
+def run(folder, script, num_processes=2):
     return Launched(folder, script, num_processes).end()
 
 
 @pytest.mark.promise("A08", "A14", "B26", "C26", "D35", "E33")
-def test_ranks_get_torchs_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_get_torchs_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS NCCL_DEBUG"
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -128,7 +124,7 @@ def test_ranks_get_torchs_environment(
 
 
 @pytest.mark.promise("A10", "C04", "C27")
-def test_several_machines() -> None:
+def test_several_machines():
     env = {"OMP_NUM_THREADS": "3"}
     ranks = launcher.rank_environments(
         2, num_machines=3, machine_rank=1, main_process_ip="10.0.0.1", env=env
@@ -146,9 +142,7 @@ def test_several_machines() -> None:
     )
 
 
-def test_rank_0_writes_as_it_is_and_the_others_with_their_number(
-    tmp_path: Path,
-) -> None:
+def test_rank_0_writes_as_it_is_and_the_others_with_their_number(tmp_path):
     script = "import os, sys; print('out'); sys.stderr.write('err\\n')"
     code, out, err = run(tmp_path, script)
     assert code == 0
@@ -157,7 +151,7 @@ def test_rank_0_writes_as_it_is_and_the_others_with_their_number(
 
 
 @pytest.mark.promise("B28")
-def test_a_failing_rank_ends_all_and_is_named(tmp_path: Path) -> None:
+def test_a_failing_rank_ends_all_and_is_named(tmp_path):
     script = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('broken')\ntime.sleep(60)"
     began = time.monotonic()
     code, _, err = Launched(tmp_path, script, 3, settle=SETTLE).end()
@@ -167,7 +161,7 @@ def test_a_failing_rank_ends_all_and_is_named(tmp_path: Path) -> None:
     assert "vembed: rank 1 ended with exit code 1; ending the other 2" in err
 
 
-def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path) -> None:
+def test_a_killed_rank_ends_all_and_is_named(tmp_path):
     launched = Launched(
         tmp_path, STOPPABLE.replace("{saving}", "60"), grace=SHORT_GRACE, settle=SETTLE
     )
@@ -187,7 +181,7 @@ def test_a_killed_rank_ends_all_and_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_rank_that_names_another_is_believed(tmp_path: Path) -> None:
+def test_a_rank_that_names_another_is_believed(tmp_path):
     script = (
         "import os, time\nfrom pathlib import Path\n"
         "if os.environ['RANK'] == '1':\n    open('1', 'w').close()\n    time.sleep(60)\n"
@@ -208,8 +202,8 @@ def test_a_rank_that_names_another_is_believed(tmp_path: Path) -> None:
 
 
 def test_a_users_mistake_on_a_rank_is_exit_code_2_without_the_tracebacks_it_causes(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     script = (
         "import os, sys, time\n"
         "if os.environ['RANK'] == '0':\n"
@@ -240,9 +234,7 @@ def test_a_users_mistake_on_a_rank_is_exit_code_2_without_the_tracebacks_it_caus
         (signal.SIGHUP, 143),
     ],
 )
-def test_a_signal_is_passed_on_and_the_checkpoint_awaited(
-    tmp_path: Path, signum: int, code: int
-) -> None:
+def test_a_signal_is_passed_on_and_the_checkpoint_awaited(tmp_path, signum, code):
     launched = Launched(tmp_path, STOPPABLE.replace("{saving}", "0.5"))
     launched.wait_until_ready()
     launched.process.send_signal(signum)
@@ -250,7 +242,7 @@ def test_a_signal_is_passed_on_and_the_checkpoint_awaited(
     assert (tmp_path / "saved-0").exists() and (tmp_path / "saved-1").exists()
 
 
-def test_a_second_signal_some_time_later_ends_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_some_time_later_ends_at_once(tmp_path):
     launched = Launched(tmp_path, STOPPABLE.replace("{saving}", "60"))
     ranks = launched.wait_until_ready()
     launched.process.send_signal(signal.SIGINT)
@@ -267,7 +259,7 @@ def test_a_second_signal_some_time_later_ends_at_once(tmp_path: Path) -> None:
     assert not [rank for rank in ranks if rank.is_running()]
 
 
-def test_a_signal_to_one_rank_stops_all_where_they_agree(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_stops_all_where_they_agree(tmp_path):
     script = STOPPABLE.replace(
         "while not stop", "while not stop and not os.path.exists('saved-0')"
     ).replace("{saving}", "0")
@@ -280,9 +272,7 @@ def test_a_signal_to_one_rank_stops_all_where_they_agree(tmp_path: Path) -> None
     assert launched.end()[0] == 143
 
 
-def test_ranks_that_do_not_follow_a_stopped_one_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_do_not_follow_a_stopped_one_are_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "STOP_TIMEOUT_SECONDS", 0.5)
     (tmp_path / "rank.py").write_text(
         "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(143)\ntime.sleep(60)"
@@ -294,8 +284,8 @@ def test_ranks_that_do_not_follow_a_stopped_one_are_ended(
 
 
 def test_no_orphan_and_no_file_when_the_launcher_itself_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -311,7 +301,7 @@ def test_no_orphan_and_no_file_when_the_launcher_itself_is_killed(
     assert not list(temporary.iterdir())
 
 
-def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+def test_a_rank_that_ignores_sigterm_is_killed(tmp_path):
     script = (
         "import os, signal, sys, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "print('ready', flush=True)\n"
@@ -328,9 +318,7 @@ def test_a_rank_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
     assert not [rank for rank in ranks if rank.is_running()]
 
 
-def test_devices_are_counted_without_torch_where_there_are_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_devices_are_counted_without_torch_where_there_are_none(monkeypatch):
     assert launcher.num_visible_devices({"CUDA_VISIBLE_DEVICES": ""}) == 0
     monkeypatch.setattr(launcher, "GPU_NODES", ("/",))
     assert launcher.num_visible_devices({"CUDA_VISIBLE_DEVICES": "2,5"}) == 2

@@ -1,12 +1,8 @@
 """Two "machines" on loopback through the command."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import yaml
 
-from tests.commands import CODE, Started
+from tests.commands import CODE
 from tests.commands import start as start_command
 from tests.tiny import shared, tiny_bert
 from tests.training.test_run import settings
@@ -16,9 +12,7 @@ WITH_PACKAGES = "import sys; sys.path.insert(0, sys.argv.pop(1)); from vembed.cl
 """The command with a folder of packages that comes before the installed ones."""
 
 
-def start(
-    config: Path, machine: int, port: int, *words: str, packages: Path | None = None
-) -> Started:
+def start(config, machine, port, *words, packages=None):
     command = ["train", str(config), "--num-machines", "2", "--nproc", "1"]
     place = [
         "--machine-rank",
@@ -28,7 +22,8 @@ def start(
         "--main-process-port",
         str(port),
     ]
-    all_words, errors = [*command, *place, *words], errors_of(config, machine)
+    all_words = [*command, *place, *words]
+    errors = errors_of(config, machine)
     if packages is None:
         return start_command(*all_words, stderr=errors)
     return start_command(
@@ -36,11 +31,11 @@ def start(
     )
 
 
-def errors_of(config: Path, machine: int) -> Path:
+def errors_of(config, machine):
     return config.with_name(f"errors-{machine}")
 
 
-def test_both_machines_name_what_differs(tmp_path: Path) -> None:
+def test_both_machines_name_what_differs(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(
         yaml.safe_dump(
@@ -58,7 +53,8 @@ def test_both_machines_name_what_differs(tmp_path: Path) -> None:
     )
     machines = [start(config, 0, port), start(config, 1, port, *words)]
     for number, machine in enumerate(machines):
-        code, err = machine.wait(100), errors_of(config, number).read_text()
+        code = machine.wait(100)
+        err = errors_of(config, number).read_text()
         assert code == 2, err
         (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
         assert (
@@ -73,7 +69,7 @@ def test_both_machines_name_what_differs(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_machine_of_another_run_is_refused(tmp_path: Path) -> None:
+def test_a_machine_of_another_run_is_refused(tmp_path):
     """With equal settings, data, port and output folder nothing but the word tells the two runs apart."""
     config = tmp_path / "run.yaml"
     config.write_text(

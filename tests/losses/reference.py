@@ -16,9 +16,13 @@ from torch import Tensor
 from tests.parts import from_its_test
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import Term, source_terms
-from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
+from vembed.losses.batch import (
+    LossBatch,
+    TeacherScores,
+    TeacherVectors,
+    draw_mixtures,
+)
 from vembed.losses.declaration import SCORES
-from vembed.losses.mixing import draw_mixtures
 
 TIE = 64 * torch.finfo(torch.float64).eps
 
@@ -63,7 +67,7 @@ def reference_loss(
     mrl_dims: Sequence[int] = (),
     model_temperature: float | None = None,
 ) -> Tensor:
-    """The share of `batch.rank_rows` in L; with rank_rows = slice(None) it is L.
+    """The share of `batch.rank_rows` in L; with all rows it is L.
 
     `parameters`: the loss's learned parameters by name. `model_temperature`: that with
     which the model was trained.

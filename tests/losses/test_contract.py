@@ -16,18 +16,23 @@ import torch
 
 import vembed.losses
 from tests.losses import reference
-from tests.losses.batches import SIZES, check, config_of, gradients, make_batch
-from tests.losses.test_ranks import rank_batches
+from tests.losses.batches import (
+    SIZES,
+    check,
+    config_of,
+    gradients,
+    make_batch,
+    rank_batches,
+)
 from tests.parts import unlisted_classes
-from vembed.config.entries import LossTerm
 from vembed.config.loading import load_config
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import LossTerm, TrainConfig
 from vembed.config.terms import loss_terms, source_terms
 from vembed.errors import UserError
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
 from vembed.losses.declaration import Loss
-from vembed.losses.table import LOSSES, check_declarations, losses_table, names_where
+from vembed.losses.table import LOSSES, check_losses, losses_table, names_where
 from vembed.losses.tiles import Tiling
 
 MRL = {"mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
@@ -97,7 +102,7 @@ def test_it_equals_its_formula(case: dict[str, Any]) -> None:
     )
 
 
-@pytest.mark.parametrize("cuts", [[3], [1, 6], [0, 4]], ids=str)
+@pytest.mark.parametrize("cuts", [[3], [1, 6], [0, 4, 4]], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=case_name)
 def test_shares_of_ranks_add_up(case: dict[str, Any], cuts: list[int]) -> None:
     batch = make_batch(7, max_positives=2, max_negatives=3, num_contents=60, seed=3)
@@ -109,6 +114,13 @@ def test_shares_of_ranks_add_up(case: dict[str, Any], cuts: list[int]) -> None:
     whole = float(loss(batch).detach())
     total = sum(float(loss(part).detach()) for part in parts)
     assert total == pytest.approx(whole, rel=1e-12, abs=1e-14)
+
+
+def test_a_row_split_from_its_example_is_no_different() -> None:
+    batch = make_batch(6, max_positives=3)
+    config = config_of(hard_negatives_scope="own", bidirectional=True)
+    for start in range(batch.num_rows):
+        check(replace(batch, rank_rows=slice(start, start + 1)), config)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -240,7 +252,7 @@ def test_what_a_loss_does_not_declare_is_named(declaration: str) -> None:
     body["share"] = Hinge.share
     partial = type("Partial", (Loss,), {**body, "__module__": __name__})
     with pytest.raises(TypeError, match=f"Partial .*declares no `{declaration}`"):
-        check_declarations((partial,))
+        check_losses((partial,))
 
 
 def test_other_mistakes_of_a_declaration_are_named() -> None:
@@ -256,12 +268,12 @@ def test_other_mistakes_of_a_declaration_are_named() -> None:
         """loss: other_default: the margin."""
 
     for classes, problem in (
-        ((NoShare,), "no method `share`"),
+        ((NoShare,), "declares no `share`"),
         ((Hinge, Hinge), "hinge"),
         ((Hinge, OtherDefault), "hinge_margin"),
     ):
         with pytest.raises(TypeError, match=problem):
-            check_declarations(classes)
+            check_losses(classes)
     with pytest.raises(AssertionError, match="hinge has no `reference`"):
         reference.reference_of("hinge")
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.losses.batches import check, config_of, make_batch
 from vembed.errors import UserError
+from vembed.losses.batch import draw_mixtures
 from vembed.losses.build import build_loss
-from vembed.losses.mixing import draw_mixtures
 
 MRL = {"mrl_dims": [8, 3, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 ALL_TERMS = {

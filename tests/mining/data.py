@@ -1,10 +1,6 @@
 """Small training data and corpora, and a runner for the commands of the data engine."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,34 +9,33 @@ from tests.data.files import open_examples
 from tests.tiny import shared, texts, tiny_bert_st
 from vembed import Embedder
 from vembed.config.schema import TrainConfig
-from vembed.data.examples import Example
-from vembed.mining.mine import MineResult, mine
+from vembed.mining.mine import mine
 
 NUM_ROWS, NUM_DOCUMENTS = 40, 300
 MARGIN = 0.012
 """Similarities of the tiny model are close to each other."""
 
 
-def model() -> str:
+def model():
     return str(shared(tiny_bert_st))
 
 
-def write_lines(path: Path, records: list[Any]) -> Path:
+def write_lines(path, records):
     path.write_text(
         "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
     )
     return path
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_lines(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def documents() -> list[str]:
+def documents():
     return texts(NUM_DOCUMENTS, seed=1, shortest=5, longest=12)
 
 
-def write_data(folder: Path) -> dict[str, Any]:
+def write_data(folder):
     """Rows whose positives are in a corpus of 300 documents, and the options that name both."""
     found = documents()
     queries = [text.rpartition(" ")[0] for text in found[:NUM_ROWS]]
@@ -60,9 +55,7 @@ def write_data(folder: Path) -> dict[str, Any]:
     }
 
 
-def small(
-    folder: Path, rows: list[Any], corpus: list[Any] | None = None, **changes: Any
-) -> dict[str, Any]:
+def small(folder, rows, corpus=None, **changes):
     """Options for some rows, and documents if there are any, without a limit."""
     options = {
         "model_name": model(),
@@ -75,18 +68,16 @@ def small(
     return {**options, **changes}
 
 
-def training_examples(path: Path | str, **options: Any) -> list[Example]:
+def training_examples(path, **options):
     """What training reads in a file."""
     config = TrainConfig(model_name="m", data_path="x", **options)
     store = open_examples(config, str(path))
     return [store[number] for number in range(len(store))]
 
 
-def run(
-    options: dict[str, Any], **changes: Any
-) -> tuple[list[dict[str, Any]], MineResult]:
+def run(options, **changes):
     """Mine in this process, and read what was written."""
-    lines: list[str] = []
+    lines = []
     result = mine({**options, **changes}, log=lines.append)
     assert lines
     return read_lines(
@@ -94,7 +85,7 @@ def run(
     ) if result.output_path.suffix == ".jsonl" else [], result
 
 
-def score_matrix(queries: list[str], found: list[str]) -> np.ndarray:
+def score_matrix(queries, found):
     """[Q, N] similarities, in float64."""
     embedder = Embedder(model(), device="cpu")
     sides = (
@@ -105,7 +96,7 @@ def score_matrix(queries: list[str], found: list[str]) -> np.ndarray:
     return a @ b.T
 
 
-def assert_same_rows(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+def assert_same_rows(found, wanted):
     """Rows are equal; their scores nearly: products of other shapes may round in another way."""
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):

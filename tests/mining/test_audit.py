@@ -37,7 +37,7 @@ def options(tmp_path):
 
 
 def run(options, **changes):
-    lines: list[str] = []
+    lines = []
     result = audit({**options, **changes}, log=lines.append)
     return result, {one.kind: one for one in result.findings}
 

@@ -6,7 +6,7 @@ import pytest
 from vembed.evaluation.top_k import Pairs
 from vembed.mining.candidates import CandidateChunk
 from vembed.mining.choice import Limits, calibrate
-from vembed.mining.config import MineConfig
+from vembed.mining.options import MineConfig
 
 NUM_QUERIES, NUM_OTHERS, TOP_K = 1500, 60, 50
 

@@ -10,8 +10,8 @@ from tests.mining.data import assert_same_rows, read_lines, run, write_data
 from tests.mining.test_ranks import mined
 from vembed.evaluation.top_k import Pairs
 from vembed.mining.candidates import CONSIDERED, MARGIN, NEAREST, ClaimFinder
-from vembed.mining.config import MineConfig
-from vembed.mining.mine import open_session
+from vembed.mining.inputs import open_session
+from vembed.mining.options import MineConfig
 from vembed.mining.retrievers import DenseRetriever
 
 NUM_QUERIES, NUM_DOCUMENTS, DIM = 60, 400, 6
@@ -54,7 +54,7 @@ def test_claims_are_those_of_the_definition(tmp_path):
         exact=np.arange(NUM_DOCUMENTS), num_candidates=NUM_DOCUMENTS
     )
     known = SimpleNamespace(exact=np.arange(NUM_QUERIES))
-    with open_session(None, None) as (session, _):
+    with open_session(None) as (session, _):
         dense = DenseRetriever(tmp_path, "m", documents_of_test, known, session)
         assert dense.queries.encode(lambda numbers: queries[numbers]) == NUM_QUERIES
         dense.documents.encode(lambda numbers: documents[numbers])

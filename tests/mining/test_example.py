@@ -1,24 +1,16 @@
 """examples/mine: one command mines, a second trains, on the demo's data with a tiny model."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-
-import pytest
 
 import vembed
 from tests.docs.pages import ROOT
 from tests.mining.data import documents, model, write_lines
-from vembed.mining.config import MineConfig
-from vembed.mining.options import load_options
+from vembed.mining.options import MineConfig, load_options
 
 FOLDER = ROOT / "examples" / "mine"
 
 
-def test_one_command_mines_and_a_second_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_command_mines_and_a_second_trains(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo" / "data").mkdir(parents=True)
     rows = [

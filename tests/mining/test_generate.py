@@ -73,7 +73,7 @@ def options(tmp_path):
 
 
 def run(options, **changes):
-    lines: list[str] = []
+    lines = []
     result = generate({**options, **changes}, log=lines.append)
     return read_lines(result.output_path), result
 

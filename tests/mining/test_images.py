@@ -1,9 +1,5 @@
 """Mining for captions of images: the same command, with image paths that training finds."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from PIL import Image
 
@@ -14,7 +10,7 @@ COLOURS = ("red", "green", "blue", "white", "black", "yellow", "orange", "purple
 
 
 @pytest.fixture
-def options(tmp_path: Path) -> dict[str, object]:
+def options(tmp_path):
     (tmp_path / "images").mkdir()
     for number, colour in enumerate(COLOURS):
         Image.new("RGB", (40, 30 + number), colour).save(
@@ -33,9 +29,7 @@ def options(tmp_path: Path) -> dict[str, object]:
     }
 
 
-def test_captions_get_images_as_negatives(
-    options: dict[str, object], tmp_path: Path
-) -> None:
+def test_captions_get_images_as_negatives(options, tmp_path):
     rows, _ = run(options)
     for row in rows:
         assert len(row["negatives"]) == 3
@@ -45,9 +39,7 @@ def test_captions_get_images_as_negatives(
     assert [len(example.negatives) for example in examples] == [3] * len(COLOURS)
 
 
-def test_a_corpus_of_images_and_bare_paths(
-    options: dict[str, object], tmp_path: Path
-) -> None:
+def test_a_corpus_of_images_and_bare_paths(options, tmp_path):
     corpus = write_lines(
         tmp_path / "corpus.jsonl",
         [{"_id": one, "image": f"images/{one}.png"} for one in COLOURS],

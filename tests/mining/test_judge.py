@@ -7,10 +7,11 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.mining.data import read_lines, training_examples, write_lines
-from tests.mining.test_judges import endpoint, serve, tiny_reranker  # noqa: F401 - a fixture
+from tests.mining.test_judges import endpoint, serve  # noqa: F401 - a fixture
+from tests.tiny import tiny_reranker
 from vembed.cli.commands.make_data import judge as run_judge
-from vembed.data_tools.judge import judge
 from vembed.errors import UserError
+from vembed.mining.judges import judge
 
 GOOD = "a cat that sleeps"
 ROWS = [
@@ -164,7 +165,7 @@ def test_the_command_and_two_ranks(options, tmp_path, capsys):
         (
             {"judges": [{"model": "m"}], "output_path": "x.csv"},
             ROWS,
-            r"write .jsonl or .parquet",
+            r"must end in .jsonl or .*.parquet",
         ),
     ],
 )

@@ -17,13 +17,12 @@ from transformers import (
 
 from tests.harness import run_ranks
 from tests.mining.data import documents, read_lines, run, write_data
-from tests.tiny import shared, tiny_qwen3
-from tests.tiny_tokenizers import MAX_POSITIONS, wordpiece_tokenizer
-from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
+from tests.tiny import shared, tiny_qwen3, tiny_reranker
+from vembed.data.features import ANSWER_END, ANSWER_PROMPT
 from vembed.errors import RunError, UserError
-from vembed.mining.config import Judge, MineConfig
 from vembed.mining.judges import answer_of, load_judge
 from vembed.mining.mine import mine
+from vembed.mining.options import Judge, MineConfig
 
 
 class Server(ThreadingHTTPServer):
@@ -238,27 +237,6 @@ def test_the_second_judge_sees_what_the_first_is_unsure_of(options, serve, tmp_p
         ],
     )
     assert not server.asked
-
-
-def tiny_reranker(folder):
-    from transformers import BertConfig, BertForSequenceClassification
-
-    tokenizer = wordpiece_tokenizer()
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.5,
-        pad_token_id=0,
-        num_labels=1,
-    )
-    torch.manual_seed(0)
-    BertForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 PAIRS = [("the cat", text) for text in documents()[:20]]

@@ -365,7 +365,7 @@ def test_the_threshold_is_calibrated(tmp_path):
         ({"sampling": "tops"}, "sampling .* 'tops'; did you mean 'top'"),
         ({"top_k": 3}, "top_k: 3 .*skip_first . num_negatives: 0 . 4"),
         ({"retrievers": ["bm25"]}, "model_name or retrievers"),
-        ({"output_path": "x.csv"}, "jsonl or .parquet"),
+        ({"output_path": "x.csv"}, "output_path: x.csv must end in .jsonl or"),
         ({"output_path": "no/folder/x.jsonl"}, "no/folder"),
         ({"corpus_path": "nowhere.jsonl"}, "nowhere.jsonl"),
         ({"query_id_field": "nope"}, "query_id_field: nope"),

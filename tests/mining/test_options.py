@@ -1,18 +1,17 @@
 """Options of mine, audit, judge and generate: from their own file, from a training config, and from arguments."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from tests.mining.data import write_lines
 from vembed import UserError
 from vembed.cli.commands.make_data import audit as run_audit
-from vembed.data_tools.config import AuditConfig, GenerateConfig, JudgeConfig
-from vembed.mining.config import CommandConfig, MineConfig
-from vembed.mining.options import load_options
+from vembed.mining.options import (
+    AuditConfig,
+    GenerateConfig,
+    JudgeConfig,
+    MineConfig,
+    load_options,
+)
 
 TRAINING = """
 model_name: some/model
@@ -31,7 +30,7 @@ mine: {num_negatives: 3, every_epochs: 2}
 
 
 @pytest.fixture
-def training(tmp_path: Path) -> Path:
+def training(tmp_path):
     path = tmp_path / "cfg.yaml"
     path.write_text(TRAINING)
     row = {"query": "a question", "positive": "an answer"}
@@ -67,11 +66,11 @@ def training(tmp_path: Path) -> Path:
     ],
 )
 def test_a_training_config_serves(
-    training: Path,
-    kind: type[CommandConfig],
-    arguments: list[str],
-    taken: dict[str, Any],
-) -> None:
+    training,
+    kind,
+    arguments,
+    taken,
+):
     config = load_options(kind, training, arguments)
     assert {name: getattr(config, name) for name in taken} == taken
     paths = {"data_path": "train.jsonl", "val_data_path": "val.jsonl"}
@@ -80,7 +79,7 @@ def test_a_training_config_serves(
             assert getattr(config, name) == str(training.parent / path), "beside it"
 
 
-def test_options_of_the_command_win_over_those_of_training(training: Path) -> None:
+def test_options_of_the_command_win_over_those_of_training(training):
     with training.open("a") as file:
         file.write("num_negatives: 7\noutput_path: mined.jsonl\nmax_length: 64\n")
     text = training.read_text().replace("max_seq_length: 128\n", "")
@@ -98,7 +97,7 @@ def test_options_of_the_command_win_over_those_of_training(training: Path) -> No
         ("top_k: many", ["line 14", "top_k", "many"]),
     ],
 )
-def test_mistakes_are_named(training: Path, line: str, parts: list[str]) -> None:
+def test_mistakes_are_named(training, line, parts):
     text = training.read_text()
     if line.startswith("seed"):
         text = text.replace("seed: 5\n", "")
@@ -109,9 +108,7 @@ def test_mistakes_are_named(training: Path, line: str, parts: list[str]) -> None
         assert part in str(error.value)
 
 
-def test_audit_of_a_training_config(
-    training: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_audit_of_a_training_config(training, tmp_path, capsys):
     training.write_text(training.read_text().replace("{title: query}", "null"))
     page = tmp_path / "audit.html"
     arguments = [str(training), "model_name=null", f"output_path={page}"]

@@ -1,7 +1,5 @@
 """Broken model folders: one sentence with the file and what is wrong in it, before any weights are read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -136,7 +134,10 @@ def saved(**changes):
 BROKEN = {
     "modules that are an object": (text("modules.json", "{}"), "modules.json: "),
     "no modules": (text("modules.json", "[]"), "modules.json: "),
-    "deep JSON": (text("modules.json", "[" * 200_000), "modules.json is not valid"),
+    "deep JSON": (
+        text("modules.json", "[" * 200_000),
+        "modules.json is damaged: it is not JSON",
+    ),
     "a module without type": (module(1, type=GONE), "modules.json: 1.type"),
     "a module outside": (module(2, path="../../elsewhere"), "modules.json: path"),
     "an unknown module": (module(1, type="x.Bow"), "unsupported module type x.Bow"),
@@ -164,8 +165,14 @@ BROKEN = {
         lambda folder: (folder / "2_Dense/model.safetensors").unlink(),
         "model.safetensors is not a regular file",
     ),
-    "a config that is a list": (text("config.json", "[]"), "config.json holds a list"),
-    "a config that is no JSON": (text("config.json", "{'a'"), "config.json is not"),
+    "a config that is a list": (
+        text("config.json", "[]"),
+        "config.json is damaged: it holds a list",
+    ),
+    "a config that is no JSON": (
+        text("config.json", "{'a'"),
+        "config.json is damaged: it is not JSON",
+    ),
     "no config": (
         lambda folder: (folder / "config.json").unlink(),
         "has no config.json",

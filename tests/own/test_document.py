@@ -1,7 +1,5 @@
 """The fourth source document: its model, its snippets, its script and its make targets, on two processes of a CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -10,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -109,14 +106,14 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(autouse=True)
-def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+def importable(monkeypatch):
     """The example's package, as the document imports it."""
     monkeypatch.syspath_prepend(str(PACKAGE))
 
 
 @pytest.mark.promise("E22", "E40")
 def test_the_custom_policy_as_printed():
-    names: dict[str, Any] = {}
+    names = {}
     exec(compile(SNIPPET, "document", "exec"), names)
     assert isinstance(names["get_custom_wrap_policy"](), ModuleWrapPolicy)
 
@@ -124,7 +121,7 @@ def test_the_custom_policy_as_printed():
 @pytest.mark.promise("E37")
 def test_the_model_as_printed():
     """Without memory for its 400 million weights; and a small one with values."""
-    names: dict[str, Any] = {}
+    names = {}
     with torch.device("meta"):
         exec(compile(MODEL, "document", "exec"), names)
         logits, z_logits = names["model"](
@@ -153,7 +150,7 @@ def test_the_model_as_printed():
         names["ModelConfig"](latent_dim=48)
 
 
-def run_script() -> tuple[str, int]:
+def run_script():
     """Called on every rank: the document's script, with the names that it does not import, gloo for NCCL, the CPU for
     the GPU, and a smaller model. Returns what it printed and the number of sharded units."""
     from torch.distributed.fsdp import (
@@ -166,9 +163,7 @@ def run_script() -> tuple[str, int]:
     sys.path.insert(0, str(PACKAGE))
     from free_transformer.model import kl_to_uniform
 
-    def compute_loss(
-        logits: torch.Tensor, z_logits: torch.Tensor, ids: torch.Tensor
-    ) -> torch.Tensor:
+    def compute_loss(logits, z_logits, ids):
         entropy = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten()
         )
@@ -176,10 +171,11 @@ def run_script() -> tuple[str, int]:
 
     draw = torch.Generator().manual_seed(int(os.environ["RANK"]))
     batch = {"input_ids": torch.randint(0, 50, (4, 9), generator=draw)}
-    units: list[FullyShardedDataParallel] = []
-    start, wrap = dist.init_process_group, FullyShardedDataParallel.__init__
+    units = []
+    start = dist.init_process_group
+    wrap = FullyShardedDataParallel.__init__
 
-    def init(self: FullyShardedDataParallel, *given: Any, **options: Any) -> None:
+    def init(self, *given, **options):
         units.append(self)
         wrap(self, *given, **options)
 

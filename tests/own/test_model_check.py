@@ -1,7 +1,5 @@
 """`vembed doctor --model-class`: good classes pass, and a broken rule gets the sentence that says which."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

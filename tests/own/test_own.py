@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +32,6 @@ from tests.parity.engine import (
 from tests.tiny_tokenizers import texts, wordpiece_tokenizer
 from vembed.cli.main import app
 from vembed.config.loading import load_config
-from vembed.config.schema import TrainConfig
 from vembed.parallel.session import start_session
 
 BAG = f"{ROOT / 'tests/own/bag.py'}:Bag"
@@ -61,7 +57,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def cache(tmp_path_factory):
     """A cache folder of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -69,7 +65,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     """A tokenizer, pairs of texts and pairs of images."""
     folder = tmp_path_factory.mktemp("own")
     wordpiece_tokenizer().save_pretrained(folder / "tokenizer")
@@ -103,7 +99,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def options(place: Path, name: str, **more: Any) -> dict[str, Any]:
+def options(place, name, **more):
     """A short run."""
     return {
         "tokenizer_name": str(place / "tokenizer"),
@@ -131,7 +127,7 @@ class Found:
     auxiliary: list[dict[str, float]]
 
 
-def config_of(case: Case, place: Path, **more: Any) -> TrainConfig:
+def config_of(case, place, **more):
     """The bag, in float64 later, with the weights of both losses."""
     return load_config(
         {
@@ -146,7 +142,7 @@ def config_of(case: Case, place: Path, **more: Any) -> TrainConfig:
     )
 
 
-def on_ranks(place: Path, strategy: str) -> Found:
+def on_ranks(place, strategy):
     """Each case through the real step on this rank."""
     found = Found([], [])
     more = {"strategy": strategy}
@@ -159,7 +155,7 @@ def on_ranks(place: Path, strategy: str) -> Found:
     return found
 
 
-def wanted(case: Case, place: Path) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+def wanted(case, place):
     """The formula: every occurrence encoded by itself, and each auxiliary loss a mean over all of them."""
     config = config_of(case, place)
     model, _, featuriser = build(config)
@@ -170,7 +166,7 @@ def wanted(case: Case, place: Path) -> tuple[dict[str, torch.Tensor], dict[str, 
         for example in examples(case)
         for item, kind in occurrences(example)
     ]
-    features = featuriser.features(inputs)  # type: ignore[arg-type]
+    features = featuriser.features(inputs)
     _, losses = model([("text", featuriser.collate(features))], with_auxiliary=True)
     assert len(features) == len(batch.embeddings) and used.max() < len(features)
     means = {
@@ -188,14 +184,14 @@ def wanted(case: Case, place: Path) -> tuple[dict[str, torch.Tensor], dict[str, 
     }
 
 
-def occurrences(example: Any) -> list[tuple[Any, str]]:
+def occurrences(example):
     """The inputs of an example in the order of `plain_batch`."""
     later = [(item, "document") for item in (*example.positives, *example.negatives)]
     return [(example.query, "query"), *later]
 
 
 @pytest.fixture(scope="module")
-def found(place: Path) -> dict[str, list[Found]]:
+def found(place):
     """Results of each group of ranks, one start of processes for each."""
     groups = {"one": (1, "single"), "ddp": (3, "ddp"), "fsdp2": (2, "fsdp")}
     return {
@@ -222,7 +218,7 @@ def test_gradients_with_auxiliary_losses_are_those_of_the_formula(
 # ---- runs ----------------------------------------------------------------------------------------------------------
 
 
-def train_all(place: Path) -> list[dict[str, float]]:
+def train_all(place):
     """Models in shards with Gradient Cache, one after the other; two of them under FSDP1."""
     sharded = {"strategy": "fsdp", "eval_before": False}
     found = []
@@ -265,7 +261,7 @@ def train_all(place: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def trained(place: Path) -> list[dict[str, float]]:
+def trained(place):
     """The losses that were logged for each model."""
     return run_ranks(train_all, 2, place, process_group=False)[0]
 
@@ -320,10 +316,8 @@ def test_saved_models_load_elsewhere(trained, place, name):
     from sentence_transformers import SentenceTransformer
 
     del trained
-    folder, some = (
-        place / name / "final",
-        ["a red cat", "two dogs in the snow and a very long pipeline home", "rain"],
-    )
+    folder = place / name / "final"
+    some = ["a red cat", "two dogs in the snow and a very long pipeline home", "rain"]
     with pytest.raises(vembed.UserError, match="trust_remote_code is false"):
         vembed.Embedder(folder)
     mine = vembed.Embedder(folder, trust_remote_code=True).encode(some)
@@ -454,7 +448,7 @@ def test_adapters_are_merged_and_a_run_is_planned_and_resumed(place):
     assert checked.exit_code == 0 and f"model_class: {BAG}" in checked.output
 
 
-def test_stages_evaluate_an_own_class_without_a_flag(place: Path) -> None:
+def test_stages_evaluate_an_own_class_without_a_flag(place):
     """`final/` holds its code, which runs elsewhere with trust_remote_code alone."""
     config = options(place, "stages", model_class=BAG, max_steps=1)
     scoring = {"name": "scores", "evaluate": {"data": config["data_path"]}}

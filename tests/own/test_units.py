@@ -1,11 +1,8 @@
 """FSDP units of own models, and torch's own FSDP objects in a config."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +18,8 @@ import vembed
 from tests import tiny
 from tests.built import model_of
 from tests.docs.pages import ROOT
+from vembed.config.decisions import FsdpConfig
 from vembed.config.loading import load_config, resolve_run
-from vembed.config.resolved import FsdpConfig
 from vembed.config.schema import TrainConfig
 from vembed.models.custom.own_code import as_options, find_class
 from vembed.parallel.sharding import choose_units
@@ -37,7 +34,7 @@ SIZES = {
 
 
 @pytest.fixture(scope="module")
-def free() -> Any:
+def free():
     """The module of the example."""
     find_class(
         f"{ROOT / 'examples/own_model/free_transformer/model.py'}:FreeTransformer"
@@ -45,7 +42,7 @@ def free() -> Any:
     return sys.modules["free_transformer.model"]
 
 
-def fsdp_of(config: dict[str, Any]) -> FsdpConfig:
+def fsdp_of(config):
     """The settings of a sharded run."""
     found = resolve_run(
         {"model_name": "m", "data_path": "d", "strategy": "fsdp", **as_options(config)},
@@ -55,11 +52,7 @@ def fsdp_of(config: dict[str, Any]) -> FsdpConfig:
     return found
 
 
-def units(
-    module: torch.nn.Module,
-    fsdp: FsdpConfig,
-    names: tuple[str, ...] = ("DecoderBlock",),
-) -> dict[str, int]:
+def units(module, fsdp, names=("DecoderBlock",)):
     """Classes of the units, and how many there are of each."""
     return dict(
         Counter(type(unit).__name__ for unit in choose_units(module, fsdp, names))
@@ -130,7 +123,8 @@ def test_from_scratch_draws_weights_by_the_seed():
             "backbone.encoder.layer.0.output.dense.weight"
         ]
 
-    saved, new = weights(), weights(from_scratch=True)
+    saved = weights()
+    new = weights(from_scratch=True)
     assert not torch.equal(saved, new) and torch.equal(new, weights(from_scratch=True))
     assert not torch.equal(new, weights(from_scratch=True, seed=7))
     assert TrainConfig(model_name=folder, data_path="d").model.from_scratch is False

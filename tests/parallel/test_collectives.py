@@ -124,7 +124,49 @@ def test_gradients_of_copies_with_some_missing(average: bool) -> None:
             gradients[5], torch.full((6,), (1 + 1 / 256) * rank_batch).bfloat16()
         )
         assert gradients[6] is None
-        assert counts == {"max_ints": 1, "all_reduce_gradients": 1}
+        assert counts == {"sum_scalars": 1, "all_reduce_gradients": 1}
+
+
+def summed_early(fails: bool) -> tuple[list[Tensor], list[float], int]:
+    """Gradients of two steps, of which the second leaves the last layer out. `fails`: on rank 0, in the first one."""
+    torch.manual_seed(0)
+    rank = collectives.rank()
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
+    collectives.BUCKET_BYTES = 64  # a matrix, or a few biases
+    gradient_sum = collectives.GradientSum(layers.parameters())
+    inputs = torch.full((2, 4), rank + 1.0)
+    layers(inputs).sum().backward()
+    gradient_sum.start_early()
+    has_failed = fails and rank == 0
+    if not has_failed:
+        layers(inputs).sum().backward()
+    num_started = sum(bucket.work is not None for bucket in gradient_sum._buckets)
+    sums = gradient_sum.finish([rank + 0.5])
+    layers.zero_grad(set_to_none=True)
+    gradient_sum.start_early()
+    layers[:-1](inputs).sum().backward()
+    gradient_sum.finish()
+    gradients = [weight.grad for weight in layers.parameters()]
+    return gradients, sums, num_started
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_buckets_start_during_the_last_backward_pass(
+    num_ranks: int, fails: bool
+) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
+    for rank in range(num_ranks):
+        layers[:-1](torch.full((2, 4), rank + 1.0)).sum().backward()
+    expected = [weight.grad for weight in layers.parameters()]
+    for rank, results in enumerate(run_ranks(summed_early, num_ranks, fails)):
+        gradients, sums, num_started = results
+        assert (num_started > 5) == (not fails or rank > 0)
+        assert sums == [num_ranks**2 / 2]
+        assert gradients[-2:] == [None, None]
+        for gradient, total in zip(gradients[:-2], expected[:-2], strict=True):
+            torch.testing.assert_close(gradient, total / num_ranks)
 
 
 def gradients_without_group() -> Tensor | None:

@@ -22,15 +22,15 @@ import torch.distributed as dist
 
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import ResolvedRun
 from vembed.config.schema import FILE_OPTIONS, option_fields
 from vembed.errors import UserError
 from vembed.parallel import launch_check
 from vembed.parallel.environment import RankInfo, read_rank_info
 from vembed.parallel.launch import free_port
 from vembed.parallel.launch_check import LaunchCheck
-from vembed.training.run import MAY_DIFFER, facts_of
+from vembed.training.trainer import MAY_DIFFER, facts_of
 
 
 def another(annotation: Any, value: Any) -> Any:

@@ -397,7 +397,7 @@ def started_by_hand(
     with session.start_session(
         config_of(folder, strategy="fsdp", fsdp_sharding_strategy="HYBRID_SHARD")
     ) as one:
-        mesh = one.accelerator.torch_device_mesh
+        mesh = one.mesh
         message = [
             line.partition(";")[0]
             for line in lines
@@ -468,7 +468,7 @@ def timeouts_of_a_hybrid_mesh(folder: str) -> list[float]:
         "dist_timeout_minutes": 7,
     }
     with session.start_session(config_of(folder, **options)) as one:
-        mesh = one.accelerator.torch_device_mesh
+        mesh = one.mesh
         groups = [mesh.get_group(name) for name in mesh.mesh_dim_names]
         assert dist.group.WORLD not in groups
         return [

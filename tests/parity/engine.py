@@ -19,22 +19,23 @@ from tests.measure import gradient_errors
 from tests.tiny import shared, texts, tiny_bert, tiny_reranker
 from vembed.config.loading import resolve_run
 from vembed.config.schema import ObjectiveSection, TrainConfig
-from vembed.data.batching import microbatches
-from vembed.data.batching.feeding import Feeder
-from vembed.data.batching.rank_batch import RankBatch, make_rank_batch
+from vembed.data.batching.rank_batch import (
+    Feeder,
+    RankBatch,
+    make_rank_batch,
+    split_by_length,
+)
 from vembed.data.batching.schedule import rank_rows
 from vembed.data.examples import Example, Item
-from vembed.data.features import BaseFeaturiser
-from vembed.data.pair_features import build_featuriser
+from vembed.data.features import BaseFeaturiser, build_featuriser
 from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.losses.build import build_loss
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import plain_name
 from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
-from vembed.teachers.supply import Teachers
+from vembed.teachers import Teachers
 from vembed.training.frozen import InputSource
-from vembed.training.optimizer import synchronise
 from vembed.training.step import (
     BatchResult,
     ContrastiveStep,
@@ -121,7 +122,7 @@ def examples(case: Case) -> list[Example]:
 
 def build(
     config: TrainConfig, teacher_dims: Mapping[str, int] | None = None
-) -> tuple[EmbeddingModel, EmbeddingLoss, BaseFeaturiser[Any]]:
+) -> tuple[EmbeddingModel, EmbeddingLoss, BaseFeaturiser]:
     """Model and loss in float64, the same on every call; adapters are not left at zero."""
     description = described(config)
     model = model_of(
@@ -146,7 +147,7 @@ def build(
 def step_of(
     model: nn.Module,
     loss: EmbeddingLoss,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     rows: list[Example],
     budget: Budget,
@@ -203,7 +204,7 @@ def step_on_rank(
         auxiliary,
     )
     result = step.accumulate(rank_batch, BATCH_NUMBER, weight=1.0, last=True)
-    synchronise(model, loss, session)
+    step.synchronise(0.0)
     return {
         **full_gradients(model),
         **loss_gradients(loss),
@@ -231,7 +232,7 @@ def reference(case: Case, world_size: int) -> dict[str, Tensor]:
 
 
 def plain_batch(
-    case: Case, model: EmbeddingModel, featuriser: BaseFeaturiser[Any]
+    case: Case, model: EmbeddingModel, featuriser: BaseFeaturiser
 ) -> LossBatch:
     """Every occurrence of every text in one padded batch."""
     units: list[Any] = []
@@ -281,7 +282,7 @@ def gives_scores(model: EmbeddingModel) -> bool:
 
 
 def drawn_batch(
-    case: Case, model: EmbeddingModel, featuriser: BaseFeaturiser[Any], world_size: int
+    case: Case, model: EmbeddingModel, featuriser: BaseFeaturiser, world_size: int
 ) -> LossBatch:
     """With dropout the draws depend on the micro-batches: the same ones, with graphs kept, of all ranks in turn."""
     rows, budget = examples(case), case.budget()
@@ -293,12 +294,10 @@ def drawn_batch(
         [feature.length for feature in rank_batch.features]
         for rank_batch in rank_batches
     ]
-    count = max(
-        len(microbatches.split(one, budget.micro_batch_tokens)) for one in lengths
-    )
+    count = max(len(split_by_length(one, budget.micro_batch_tokens)) for one in lengths)
     embeddings, offsets = [], [0]
     for rank, rank_batch in enumerate(rank_batches):
-        batch_schedule = microbatches.split(
+        batch_schedule = split_by_length(
             lengths[rank], budget.micro_batch_tokens, at_least=count
         )
         parts: list[Tensor | None] = [None] * len(rank_batch.features)

@@ -31,7 +31,6 @@ from vembed.data.examples import Example, ImageRef, Item
 from vembed.losses.batch import LossBatch
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget
-from vembed.training.optimizer import synchronise
 
 NUM_EXAMPLES = 7
 LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0}
@@ -189,7 +188,7 @@ def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
                     image_bytes=image_bytes,
                 )
                 result = step.accumulate(rank_batch, 3, weight=1.0, last=True)
-                synchronise(model, loss, session)
+                step.synchronise(0.0)
                 results.append(
                     {
                         "gradients": {

@@ -18,8 +18,7 @@ from tests.measure import gradient_errors
 from tests.parity.engine import SEED, full_gradients
 from tests.tiny import shared, texts, tiny_bert
 from vembed.config.schema import TrainConfig
-from vembed.data.batching.feeding import Feeder
-from vembed.data.batching.rank_batch import make_rank_batch
+from vembed.data.batching.rank_batch import Feeder, make_rank_batch
 from vembed.data.batching.schedule import rank_rows
 from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
@@ -27,7 +26,6 @@ from vembed.losses.batch import EmbeddingLoss, LossBatch
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
-from vembed.training.optimizer import synchronise
 from vembed.training.step import ContrastiveStep
 
 NUM_EXAMPLES = 5
@@ -121,7 +119,7 @@ def step_on_rank(strategy: str, cache: bool) -> dict[str, Tensor]:
         )
         batch = replace(batch, features=features)
         result = step.accumulate(batch, 3, weight=1.0, last=True)
-        synchronise(model, loss, session)
+        step.synchronise(0.0)
         return {**full_gradients(model), "loss": result.loss_share}
 
 

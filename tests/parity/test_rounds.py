@@ -14,7 +14,6 @@ from tests.parity.engine import Case, build, examples, step_of
 from tests.tiny import shared, tiny_bert
 from vembed.parallel import collectives
 from vembed.parallel.session import start_session
-from vembed.training.optimizer import synchronise
 
 
 def count_rounds(
@@ -60,7 +59,7 @@ def count_rounds(
             reduced.clear()
             finished.clear()
             result = step.accumulate(rank_batch, 0, weight=1.0, last=True)
-            synchronise(model, loss, session)
+            step.synchronise(0.0)
             ours = dict(collectives.calls)
             units = len(reduced)  # those of FSDP alone
             found.append(

@@ -33,8 +33,7 @@ from vembed.data.row_store import RowStore
 from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
 from vembed.losses.table import LOSSES
 from vembed.parallel.session import start_session
-from vembed.teachers.models import item_key, pair_key
-from vembed.teachers.supply import Teachers
+from vembed.teachers import Teachers, item_key, pair_key
 
 MRL = {"mrl_dims": [8, 32, 16], "mrl_weights": [0.5, 1.0, 2.0]}
 EVERY_NEGATIVE = {

@@ -6,11 +6,9 @@ import base64
 import hashlib
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import unquote
 
 TOKEN = "hf_" + "abcdefgh" * 4
@@ -41,14 +39,14 @@ class Hub:
     """Of the requests."""
 
 
-def oid(data: bytes) -> str:
+def oid(data):
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 class Handler(BaseHTTPRequestHandler):
     hub: Hub
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         name = self.path.partition("/api/models/")[2].partition("/revision")[0]
         repository = self.hub.repositories.get(name)
         if repository is None:
@@ -66,13 +64,13 @@ class Handler(BaseHTTPRequestHandler):
                 },
             )
 
-    def do_PUT(self) -> None:
+    def do_PUT(self):
         data = self.body()
         self.hub.num_uploads += 1
         self.hub.stored[hashlib.sha256(data).hexdigest()] = data
         self.answer(200, {})
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         data = self.body()
         if not self.is_allowed():
             return
@@ -91,7 +89,7 @@ class Handler(BaseHTTPRequestHandler):
             repository = self.hub.repositories[name]
             getattr(self, rest.replace("-", "_"))(repository, data)
 
-    def body(self) -> bytes:
+    def body(self):
         if self.headers["Content-Length"] is not None:
             return self.rfile.read(int(self.headers["Content-Length"]))
         found = b""
@@ -101,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return found
 
-    def create(self, values: dict[str, Any]) -> None:
+    def create(self, values):
         name = f"{values.get('organization') or 'me'}/{values['name']}"
         is_new = name not in self.hub.repositories
         if is_new:
@@ -112,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
             200 if is_new else 409, {"url": f"{self.hub.url}/{name}", "name": name}
         )
 
-    def preupload(self, repository: Repository, data: bytes) -> None:
+    def preupload(self, repository, data):
         rows = []
         for file in json.loads(data)["files"]:
             path = file["path"]
@@ -127,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
             rows.append(row)
         self.answer(200, {"files": rows})
 
-    def batch(self, values: dict[str, Any]) -> None:
+    def batch(self, values):
         objects = []
         for one in values["objects"]:
             upload = {
@@ -141,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
             )
         self.answer(200, {"objects": objects, "transfer": "basic"})
 
-    def commit(self, repository: Repository, data: bytes) -> None:
+    def commit(self, repository, data):
         name = next(
             name for name, one in self.hub.repositories.items() if one is repository
         )
@@ -168,20 +166,18 @@ class Handler(BaseHTTPRequestHandler):
             },
         )
 
-    def tag(self, repository: Repository, data: bytes) -> None:
+    def tag(self, repository, data):
         repository.tags[json.loads(data)["tag"]] = dict(repository.files)
         self.answer(200, {})
 
-    def is_allowed(self) -> bool:
+    def is_allowed(self):
         given = (self.headers["Authorization"] or "").removeprefix("Bearer ")
         self.hub.tokens.add(unquote(given))
         if given != TOKEN:
             self.answer(401, {"error": "Invalid credentials"})
         return given == TOKEN
 
-    def answer(
-        self, code: int, value: Any, headers: dict[str, str] | None = None
-    ) -> None:
+    def answer(self, code, value, headers=None):
         data = json.dumps(value).encode()
         self.send_response(code)
         for name, text in {
@@ -193,12 +189,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         pass
 
 
 @contextmanager
-def running_hub() -> Iterator[Hub]:
+def running_hub():
     hub = Hub()
     handler = type("OwnHandler", (Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -1,17 +1,13 @@
 """`push_to_hub` and `vembed push`: model, card, data and report in a private repository; nothing is sent twice."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import vembed
-from tests.publish.hub_server import TOKEN, Hub, running_hub
+from tests.publish.hub_server import TOKEN, running_hub
 from tests.tiny import shared, texts, tiny_bert
 from vembed.cli.main import app
 from vembed.config.options import all_options
@@ -22,15 +18,15 @@ pytestmark = pytest.mark.filterwarnings(
 )  # inside huggingface_hub
 
 
-def run(*words: object) -> Result:
+def run(*words):
     return CliRunner().invoke(app, [str(word) for word in words])
 
 
-def refused(done: Result, part: str, code: int = 2) -> None:
+def refused(done, part, code=2):
     assert done.exit_code == code and part in done.stderr
 
 
-def use(hub: Hub, patch: pytest.MonkeyPatch) -> None:
+def use(hub, patch):
     patch.setenv("HF_TOKEN", TOKEN)
     patch.setattr("huggingface_hub.constants.ENDPOINT", hub.url)
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
@@ -38,14 +34,14 @@ def use(hub: Hub, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(monkeypatch):
     with running_hub() as found:
         use(found, monkeypatch)
         yield found
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Hub]]:
+def trained(tmp_path_factory):
     """A run with push_to_hub, and the Hub after it."""
     place = tmp_path_factory.mktemp("push")
     rows = [{"query": text, "positive": f"found {text}"} for text in texts(24)]
@@ -71,9 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Hu
         yield place / "run", found
 
 
-def test_a_run_pushes_its_best_checkpoints_and_its_end(
-    trained: tuple[Path, Hub], tmp_path: Path
-) -> None:
+def test_a_run_pushes_its_best_checkpoints_and_its_end(trained, tmp_path):
     folder, hub = trained
     repository = hub.repositories["me/found"]
     assert repository.is_private
@@ -94,9 +88,7 @@ def test_a_run_pushes_its_best_checkpoints_and_its_end(
     np.testing.assert_array_equal(vectors, expected)
 
 
-def test_neither_the_token_nor_folders_of_the_machine_are_published(
-    trained: tuple[Path, Hub],
-) -> None:
+def test_neither_the_token_nor_folders_of_the_machine_are_published(trained):
     folder, hub = trained
     assert hub.tokens == {TOKEN}
     for path in [*folder.rglob("*"), *folder.parent.glob("*")]:
@@ -110,7 +102,7 @@ def test_neither_the_token_nor_folders_of_the_machine_are_published(
         assert part in description
 
 
-def test_a_push_that_was_cut_goes_on(trained: tuple[Path, Hub], hub: Hub) -> None:
+def test_a_push_that_was_cut_goes_on(trained, hub):
     hub.broken_commit = 1
     refused(run("push", trained[0], "me/again"), "the same command goes on", code=1)
     repository = hub.repositories["me/again"]
@@ -126,9 +118,7 @@ def test_a_push_that_was_cut_goes_on(trained: tuple[Path, Hub], hub: Hub) -> Non
     assert len(repository.commits) == 1, "nothing was sent again"
 
 
-def test_a_dry_run_needs_no_token_and_sends_nothing(
-    trained: tuple[Path, Hub], hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_needs_no_token_and_sends_nothing(trained, hub, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     done = run("push", trained[0], "me/dry", "--dry-run", "--no-report")
@@ -140,9 +130,7 @@ def test_a_dry_run_needs_no_token_and_sends_nothing(
     refused(run("push", trained[0], "me/dry"), "hf auth login")
 
 
-def test_what_is_refused(
-    trained: tuple[Path, Hub], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused(trained, hub, tmp_path, monkeypatch):
     assert run("push", trained[0], "me/open", "--public").exit_code == 0
     refused(run("push", trained[0], "me/open"), "is public")
     refused(run("push", tmp_path, "me/none"), "not a model's folder")
@@ -158,5 +146,5 @@ def test_what_is_refused(
     refused(run("push", trained[0], "me/other"), "401")
 
 
-def test_options_of_the_data_description_exist() -> None:
+def test_options_of_the_data_description_exist():
     assert set(DATA_OPTIONS) <= set(all_options())

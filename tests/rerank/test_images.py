@@ -1,11 +1,8 @@
 """task: rerank of a vision-language model: texts and images as documents, scored as Qwen3-VL-Reranker is published."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,15 +12,15 @@ from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTo
 import vembed
 from tests.commands import command
 from tests.tiny import shared, tiny_qwen3_vl
-from vembed.data.pair_features import ANSWER_PROMPT, IMAGE_ANSWER_END
+from vembed.data.features import ANSWER_PROMPT, IMAGE_ANSWER_END
 from vembed.errors import UserError
 from vembed.models.families.description import IMAGE_INSTRUCTION
-from vembed.saving.layout import write_reranker_layout
+from vembed.saving.files import write_reranker_layout
 
 QUERY = "red cat"
 
 
-def published(folder: Path) -> Path:
+def published(folder):
     """A Qwen3-VL-Reranker: a vision-language model with the tokens yes and no."""
     source = shared(tiny_qwen3_vl)
     shutil.copytree(source, folder)
@@ -41,7 +38,7 @@ def published(folder: Path) -> Path:
     return folder
 
 
-def images(folder: Path, count: int) -> list[Path]:
+def images(folder, count):
     paths = []
     for number in range(count):
         path = folder / f"{number}.png"
@@ -51,13 +48,13 @@ def images(folder: Path, count: int) -> list[Path]:
     return paths
 
 
-def documents(folder: Path) -> list[Any]:
+def documents(folder):
     first, second = images(folder, 2)
     both = {"text": "a red cat sleeps", "image": str(second)}
     return ["a red cat sleeps", first, both]
 
 
-def plain_scores(model_folder: Path, listed: list[Any]) -> list[float]:
+def plain_scores(model_folder, listed):
     """Return the scores of QUERY's documents in Transformers, each alone."""
     model = AutoModelForImageTextToText.from_pretrained(model_folder).eval()
     processor = AutoImageProcessor.from_pretrained(model_folder)
@@ -73,7 +70,7 @@ def plain_scores(model_folder: Path, listed: list[Any]) -> list[float]:
         if isinstance(document, dict):
             text = document["text"]
             image = document["image"]
-        inputs: dict[str, Any] = {}
+        inputs = {}
         if image is not None:
             inputs = dict(processor(images=[Image.open(image)], return_tensors="pt"))
             # Four patches become one token.
@@ -90,7 +87,7 @@ def plain_scores(model_folder: Path, listed: list[Any]) -> list[float]:
     return scores
 
 
-def test_texts_and_images_are_scored_as_published(tmp_path: Path) -> None:
+def test_texts_and_images_are_scored_as_published(tmp_path):
     model = published(tmp_path / "published")
     listed = documents(tmp_path)
     expected = plain_scores(model, listed)
@@ -101,7 +98,7 @@ def test_texts_and_images_are_scored_as_published(tmp_path: Path) -> None:
     assert reranker.rank(QUERY, listed)[0]["index"] == best
 
 
-def test_it_is_trained_on_images_and_saved(tmp_path: Path) -> None:
+def test_it_is_trained_on_images_and_saved(tmp_path):
     model = published(tmp_path / "published")
     paths = images(tmp_path, 12)
     lines = []
@@ -135,7 +132,7 @@ def test_it_is_trained_on_images_and_saved(tmp_path: Path) -> None:
     assert expected != pytest.approx(plain_scores(model, listed), abs=1e-4)
 
 
-def test_two_processes_score_texts_and_images(tmp_path: Path) -> None:
+def test_two_processes_score_texts_and_images(tmp_path):
     model = published(tmp_path / "published")
     (picture,) = images(tmp_path, 1)
     # One process has the only image: with shards, the other runs a made one.
@@ -155,7 +152,7 @@ def test_two_processes_score_texts_and_images(tmp_path: Path) -> None:
     assert len(scores) == 3
 
 
-def test_the_question_is_saved_as_a_template(tmp_path: Path) -> None:
+def test_the_question_is_saved_as_a_template(tmp_path):
     reranker = vembed.Reranker(published(tmp_path / "published"))
     write_reranker_layout(tmp_path, reranker.description)
     template = (tmp_path / "chat_template.jinja").read_text()
@@ -164,7 +161,7 @@ def test_the_question_is_saved_as_a_template(tmp_path: Path) -> None:
         {"role": "query", "content": [{"type": "text", "text": QUERY}]},
         {"role": "document", "content": content},
     ]
-    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "published")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "published")
     rendered = tokenizer.apply_chat_template(
         messages, chat_template=template, tokenize=False
     )
@@ -173,6 +170,6 @@ def test_the_question_is_saved_as_a_template(tmp_path: Path) -> None:
     assert rendered == ANSWER_PROMPT + body + IMAGE_ANSWER_END
 
 
-def test_a_label_is_for_texts(tmp_path: Path) -> None:
+def test_a_label_is_for_texts(tmp_path):
     with pytest.raises(UserError, match="reranker_head"):
         vembed.Reranker(published(tmp_path / "published"), head="label")

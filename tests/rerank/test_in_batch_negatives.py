@@ -1,10 +1,6 @@
 """in_batch_negatives: documents of other queries of the global batch, the same on any number of processes."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +11,7 @@ from vembed.data.examples import Example, Item
 from vembed.errors import UserError
 
 
-def example(query: str, *documents: str, negatives: tuple[str, ...] = ()) -> Example:
+def example(query, *documents, negatives=()):
     return Example(
         Item(text=query),
         tuple(Item(text=text) for text in documents),
@@ -23,7 +19,7 @@ def example(query: str, *documents: str, negatives: tuple[str, ...] = ()) -> Exa
     )
 
 
-def test_documents_of_other_queries_that_the_example_does_not_have() -> None:
+def test_documents_of_other_queries_that_the_example_does_not_have():
     first = example("q", "a", "b", negatives=("c",))
     others = [
         example("q", "same query"),
@@ -42,7 +38,7 @@ def test_documents_of_other_queries_that_the_example_does_not_have() -> None:
     assert few.negatives == first.negatives
 
 
-def run(folder: Path, name: str, **changes: Any) -> list[float]:
+def run(folder, name, **changes):
     """Return the losses of a run through the real command."""
     pairs = texts(64, seed=5, longest=12)
     lines = []
@@ -50,7 +46,7 @@ def run(folder: Path, name: str, **changes: Any) -> list[float]:
         record = {"query": pairs[row], "positive": pairs[row + 1]}
         lines.append(json.dumps(record) + "\n")
     (folder / "pairs.jsonl").write_text("".join(lines))
-    options: dict[str, Any] = {
+    options = {
         "model_name": str(shared(tiny_reranker)),
         "task": "rerank",
         "data_path": "pairs.jsonl",
@@ -72,7 +68,7 @@ def run(folder: Path, name: str, **changes: Any) -> list[float]:
     return [row["loss"] for row in map(json.loads, rows) if "loss" in row]
 
 
-def test_pairs_train_a_reranker_alike_on_one_and_two_processes(tmp_path: Path) -> None:
+def test_pairs_train_a_reranker_alike_on_one_and_two_processes(tmp_path):
     losses = run(tmp_path, "one", in_batch_negatives=3)
     shared_out = run(tmp_path, "two", in_batch_negatives=3, num_processes=2)
     assert len(losses) == 4

@@ -1,11 +1,8 @@
 """task: rerank through the real command: trained, evaluated, saved, loaded by others, resumed, refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +17,7 @@ from transformers import (
 )
 
 import vembed
+from tests.built import described
 from tests.commands import command
 from tests.tiny import (
     shared,
@@ -33,13 +31,15 @@ from tests.tiny import (
     tiny_roberta,
     tiny_xlmr,
 )
-from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
+from vembed.config.schema import RELEVANCE, TrainConfig
+from vembed.data.examples import Item
+from vembed.data.features import ANSWER_END, ANSWER_PROMPT, PairFeaturiser
 from vembed.errors import UserError
 from vembed.models.families.description import RERANK_INSTRUCTION
 from vembed.saving.card import calls_of
 
 
-def tiny_xlmr_reranker(folder: Path) -> Path:
+def tiny_xlmr_reranker(folder):
     """As bge-reranker is published: an XLM-R with one label."""
     torch.manual_seed(0)
     model = XLMRobertaForSequenceClassification.from_pretrained(
@@ -55,7 +55,7 @@ def tiny_xlmr_reranker(folder: Path) -> Path:
 PAIRS = [("red cat", "a red cat sleeps"), ("blue dog", "a red cat sleeps")]
 
 
-def written(folder: Path, *, rows: int = 24) -> Path:
+def written(folder, *, rows=24):
     words = texts(4 * rows, seed=5, longest=12)
     lines = []
     for row in range(rows):
@@ -67,7 +67,7 @@ def written(folder: Path, *, rows: int = 24) -> Path:
     return path
 
 
-def trained(folder: Path, model: Path, **options: Any) -> Path:
+def trained(folder, model, **options):
     config = {
         "model_name": str(model),
         "task": "rerank",
@@ -87,7 +87,7 @@ def trained(folder: Path, model: Path, **options: Any) -> Path:
 @pytest.mark.parametrize(
     "make", [tiny_reranker, tiny_bert, tiny_distilbert, tiny_roberta, tiny_modernbert]
 )
-def test_a_trained_encoder_loads_in_cross_encoder(make: Any, tmp_path: Path) -> None:
+def test_a_trained_encoder_loads_in_cross_encoder(make, tmp_path):
     final = trained(tmp_path, shared(make))
     scores = vembed.Reranker(final).predict(PAIRS)
     other = CrossEncoder(str(final), device="cpu")
@@ -96,7 +96,7 @@ def test_a_trained_encoder_loads_in_cross_encoder(make: Any, tmp_path: Path) -> 
     assert scores[0] != scores[1]
 
 
-def answer_scores(folder: Path, document_prompt: str = "") -> list[float]:
+def answer_scores(folder, document_prompt=""):
     """Return the scores of PAIRS as Qwen3-Reranker's page computes them in Transformers."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -104,7 +104,7 @@ def answer_scores(folder: Path, document_prompt: str = "") -> list[float]:
     scores = []
     for query, document in PAIRS:
         question = f"<Instruct>: {RERANK_INSTRUCTION}\n<Query>: {query}"
-        ids: list[int] = []
+        ids = []
         for part in (
             ANSWER_PROMPT,
             f"{question}\n<Document>: {document_prompt}{document}",
@@ -117,7 +117,7 @@ def answer_scores(folder: Path, document_prompt: str = "") -> list[float]:
     return scores
 
 
-def test_a_trained_decoder_loads_as_it_was_published(tmp_path: Path) -> None:
+def test_a_trained_decoder_loads_as_it_was_published(tmp_path):
     model = shared(tiny_qwen3_reranker)
     expected = answer_scores(model)
     assert vembed.Reranker(model).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
@@ -131,7 +131,7 @@ def test_a_trained_decoder_loads_as_it_was_published(tmp_path: Path) -> None:
     )
 
 
-def classifier_scores(folder: Path) -> list[float]:
+def classifier_scores(folder):
     """Return the logits of PAIRS in Transformers, as FlagEmbedding's page computes them."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
@@ -140,14 +140,14 @@ def classifier_scores(folder: Path) -> list[float]:
         return model(**inputs).logits[:, 0].tolist()
 
 
-def as_cross_encoder(folder: Path) -> Path:
+def as_cross_encoder(folder):
     """Save a reranker as Sentence Transformers 6 does."""
     target = folder.with_name(folder.name + "-saved")
     CrossEncoder(str(folder), device="cpu").save_pretrained(str(target))
     return target
 
 
-def as_older_cross_encoder(folder: Path) -> Path:
+def as_older_cross_encoder(folder):
     """Save a reranker as Sentence Transformers 2 to 5 did: settings in config.json."""
     config = json.loads((folder / "config.json").read_text())
     config["sbert_ce_default_activation_function"] = "torch.nn.modules.linear.Identity"
@@ -158,7 +158,7 @@ def as_older_cross_encoder(folder: Path) -> Path:
 
 @pytest.mark.parametrize("layout", [Path, as_cross_encoder, as_older_cross_encoder])
 @pytest.mark.parametrize("make", [tiny_reranker, tiny_xlmr_reranker])
-def test_published_classifiers_are_read(make: Any, layout: Any, tmp_path: Path) -> None:
+def test_published_classifiers_are_read(make, layout, tmp_path):
     folder = layout(make(tmp_path / "published"))
     expected = classifier_scores(folder)
     assert vembed.Reranker(folder).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
@@ -166,14 +166,14 @@ def test_published_classifiers_are_read(make: Any, layout: Any, tmp_path: Path) 
     assert vembed.Reranker(final).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_published_decoder_in_the_layout_of_cross_encoder(tmp_path: Path) -> None:
+def test_a_published_decoder_in_the_layout_of_cross_encoder(tmp_path):
     model = tiny_qwen3_reranker(tmp_path / "published")
     expected = answer_scores(model)
     saved = as_cross_encoder(model)
     assert vembed.Reranker(saved).predict(PAIRS) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_decoder_with_a_new_label(tmp_path: Path) -> None:
+def test_a_decoder_with_a_new_label(tmp_path):
     final = trained(tmp_path, shared(tiny_qwen3), reranker_head="label")
     names = json.loads((final / "config.json").read_text())["architectures"]
     assert names == ["Qwen3ForSequenceClassification"]
@@ -181,7 +181,7 @@ def test_a_decoder_with_a_new_label(tmp_path: Path) -> None:
     assert np.isfinite(scores).all()
 
 
-def test_it_is_evaluated_on_the_first_stage(tmp_path: Path) -> None:
+def test_it_is_evaluated_on_the_first_stage(tmp_path):
     pytest.importorskip("bm25s")
     options = {"val_data_path": str(written(tmp_path)), "rerank_top_k": 5}
     config_steps = {"eval_steps": 1, "eval_metric": "mrr@10"}
@@ -194,7 +194,7 @@ def test_it_is_evaluated_on_the_first_stage(tmp_path: Path) -> None:
     assert len({line["ndcg@10"] for line in scored}) > 1
 
 
-def test_a_run_file_is_the_first_stage(tmp_path: Path) -> None:
+def test_a_run_file_is_the_first_stage(tmp_path):
     """Of ids and of texts: the relevant document is the second of each query's."""
     words = texts(16, seed=8, longest=12)
     queries = words[:8]
@@ -238,7 +238,7 @@ def test_a_run_file_is_the_first_stage(tmp_path: Path) -> None:
         trained(tmp_path, shared(tiny_reranker), **options)
 
 
-def test_a_new_layer_of_the_score_has_a_higher_learning_rate(tmp_path: Path) -> None:
+def test_a_new_layer_of_the_score_has_a_higher_learning_rate(tmp_path):
     logs = []
     for model in (tiny_bert, tiny_reranker):
         options = {"learning_rate": "auto", "max_steps": 1}
@@ -249,7 +249,7 @@ def test_a_new_layer_of_the_score_has_a_higher_learning_rate(tmp_path: Path) -> 
     assert "head_learning_rate" not in logs[1]
 
 
-def test_card_and_report_are_those_of_a_reranker(tmp_path: Path) -> None:
+def test_card_and_report_are_those_of_a_reranker(tmp_path):
     data = {"val_data_path": str(written(tmp_path, rows=8))}
     final = trained(tmp_path, shared(tiny_reranker), max_steps=1, **data)
     card = (final / "README.md").read_text()
@@ -268,7 +268,7 @@ def test_card_and_report_are_those_of_a_reranker(tmp_path: Path) -> None:
     assert "SentenceTransformer(" not in "".join(lines)
 
 
-def test_it_resumes_bit_by_bit(tmp_path: Path) -> None:
+def test_it_resumes_bit_by_bit(tmp_path):
     model = shared(tiny_reranker, dropout=0.1)
     whole = trained(tmp_path, model, max_steps=4, save_steps=2)
     scores = vembed.Reranker(whole).predict(PAIRS)
@@ -278,7 +278,7 @@ def test_it_resumes_bit_by_bit(tmp_path: Path) -> None:
     assert vembed.Reranker(again).predict(PAIRS).tolist() == scores.tolist()
 
 
-def test_documents_are_ranked(tmp_path: Path) -> None:
+def test_documents_are_ranked(tmp_path):
     reranker = vembed.Reranker(shared(tiny_reranker))
     documents = texts(5, seed=9)
     ranking = reranker.rank("a query", documents, top_k=3)
@@ -317,20 +317,18 @@ def test_documents_are_ranked(tmp_path: Path) -> None:
         ({"reranker_head": "answer"}, "reranker_head"),
     ],
 )
-def test_what_does_not_go_with_it_is_named(
-    options: dict[str, Any], named: str, tmp_path: Path
-) -> None:
+def test_what_does_not_go_with_it_is_named(options, named, tmp_path):
     with pytest.raises(UserError, match=named):
         trained(tmp_path, shared(tiny_reranker), **options)
 
 
-def test_an_embedding_model_is_no_reranker() -> None:
+def test_an_embedding_model_is_no_reranker():
     with pytest.raises(UserError, match="no layer that gives a score"):
         vembed.Reranker(shared(tiny_bert))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_two_processes_score_as_one(strategy: str, tmp_path: Path) -> None:
+def test_two_processes_score_as_one(strategy, tmp_path):
     model = str(shared(tiny_qwen3_reranker))
     documents = texts(5, seed=2)
     lists = tmp_path / "lists.jsonl"
@@ -359,7 +357,7 @@ def test_two_processes_score_as_one(strategy: str, tmp_path: Path) -> None:
     assert scores == pytest.approx(reranker.predict(asked).tolist(), abs=1e-5)
 
 
-def test_a_checkpoint_is_exported_and_used(tmp_path: Path) -> None:
+def test_a_checkpoint_is_exported_and_used(tmp_path):
     model = shared(tiny_qwen3_reranker)
     options = {"use_lora": True, "max_length": 512, "save_steps": 2, "max_steps": 2}
     final = trained(tmp_path, model, **options)
@@ -377,7 +375,90 @@ def test_a_checkpoint_is_exported_and_used(tmp_path: Path) -> None:
     assert row["score"] == pytest.approx(float(scores[0]), abs=1e-6)
 
 
-def test_lists_are_sorted_by_the_command(tmp_path: Path) -> None:
+def first_loss(folder, data, teacher):
+    """Return the loss of the first step of an embedding model that the real command trains with this teacher."""
+    config = {
+        "model_name": str(shared(tiny_bert)),
+        "data_path": str(data),
+        "output_dir": str(folder / "out"),
+        "losses": [{"loss": "kl", "teacher": teacher, "temperature": 0.1}],
+        "batch_size": 8,
+        "max_steps": 1,
+        "logging_steps": 1,
+        "mixed_precision": "no",
+        "report_to": [],
+    }
+    folder.mkdir()
+    path = folder / "cfg.yaml"
+    path.write_text(yaml.safe_dump(config))
+    result = command("train", str(path))
+    assert result.returncode == 0, result.stderr
+    assert (folder / "out" / "final" / "config.json").is_file()
+    metrics = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    return float(json.loads(metrics[0])["loss"])
+
+
+def test_a_decoder_teaches_an_embedding_model(tmp_path):
+    teacher = shared(tiny_qwen3_reranker)
+    data = written(tmp_path)
+    reranker = vembed.Reranker(teacher, instruction=RELEVANCE)
+    lines = []
+    for line in data.read_text().splitlines():
+        record = json.loads(line)
+        documents = [record["positive"], *record["negatives"]]
+        scores = reranker.predict([(record["query"], text) for text in documents])
+        record["positive_scores"] = float(scores[0])
+        record["negative_scores"] = scores[1:].tolist()
+        lines.append(json.dumps(record) + "\n")
+    scored = tmp_path / "scored.jsonl"
+    scored.write_text("".join(lines))
+    loss = first_loss(tmp_path / "model", data, str(teacher))
+    # Its scores, written to the data, teach the same.
+    expected = first_loss(tmp_path / "scores", scored, "scores")
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert loss > 1e-3
+
+
+def test_data_and_plan_count_pairs(tmp_path):
+    config = {
+        "model_name": str(shared(tiny_qwen3_reranker)),
+        "task": "rerank",
+        "data_path": str(written(tmp_path)),
+        "output_dir": str(tmp_path / "out"),
+        "loss": "bce",
+        "max_length": 512,
+        "max_negatives": 1,
+        "batch_size": 8,
+        "max_steps": 3,
+    }
+    path = tmp_path / "cfg.yaml"
+    path.write_text(yaml.safe_dump(config))
+    featuriser = PairFeaturiser(described(TrainConfig(**config)))
+    lengths = []
+    for line in (tmp_path / "train.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        for document in (record["positive"], record["negatives"][0]):
+            pair = (Item(record["query"]), Item(document))
+            (feature,) = featuriser.features([pair])
+            lengths.append(feature.length)
+    target = tmp_path / "data.json"
+    result = command("data", str(path), "--json", str(target))
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(target.read_text())["lengths"]
+    assert list(figures) == ["pairs"]
+    assert figures["pairs"]["measured"] == len(lengths)
+    assert figures["pairs"]["longest"] == max(lengths)
+    assert figures["pairs"]["median"] == round(np.median(lengths))
+    assert "query and positive (" in result.stdout
+    mean = np.mean(lengths)
+    for others in (0, 3):
+        result = command("plan", str(path), f"in_batch_negatives={others}")
+        assert result.returncode == 0, result.stderr
+        work = f"3 steps x 8 examples x {(2 + others) * mean:,.0f} tokens"
+        assert work in result.stdout
+
+
+def test_lists_are_sorted_by_the_command(tmp_path):
     documents = texts(4, seed=2)
     lists = tmp_path / "lists.jsonl"
     lists.write_text(json.dumps({"query": "a query", "documents": documents}) + "\n")

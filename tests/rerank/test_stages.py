@@ -1,16 +1,13 @@
 """examples/rerank: mining, a reranker, its judgement and an embedder that learns from it, by one command."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 from tests.commands import command
 from tests.docs.pages import ROOT
 from tests.tiny import shared, texts, tiny_bert
 
 
-def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
+def test_the_example_runs_and_resumes(tmp_path):
     folder = tmp_path / "demo" / "data"
     folder.mkdir(parents=True)
     words = texts(96, seed=5, longest=12)
@@ -28,7 +25,7 @@ def test_the_example_runs_and_resumes(tmp_path: Path) -> None:
         example = example.replace(f"batch_size: {size}", "batch_size: 8")
     (tmp_path / "stages.yaml").write_text(example)
 
-    def train(*more: str) -> str:
+    def train(*more):
         options = ("max_steps=2", "report_to=none", "strategy=single")
         done = command("train", "stages.yaml", *options, *more, folder=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr

@@ -3,9 +3,8 @@
 import json
 import sys
 
-from vembed.inference.serve.app import RequestLimits
+from vembed.inference.serve.app import RequestLimits, serve
 from vembed.inference.serve.encoder import open_encoder
-from vembed.inference.serve.server import serve
 
 if __name__ == "__main__":
     serve(

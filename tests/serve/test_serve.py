@@ -1,7 +1,5 @@
 """`vembed serve`: vectors over HTTP equal the model's; what clients do wrong ends with an answer of 4xx."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -14,11 +12,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -31,8 +26,8 @@ from tests.tiny import shared, tiny_bert_st, tiny_reranker, tiny_vit
 from vembed.cli.commands.serve import serve as run_serve
 from vembed.cli.main import app
 from vembed.errors import UserError
+from vembed.inference.serve.app import bound_socket
 from vembed.inference.serve.encoder import Batcher, ServedInput, open_encoder
-from vembed.inference.serve.server import bound_socket
 from vembed.models.processors import load_tokenizer
 
 TEXTS = ["red", "a small bird in the garden"]
@@ -47,54 +42,54 @@ SMALL_LIMITS = {
 }
 
 
-def _model(folder: Path) -> Path:
+def _model(folder):
     return tiny_bert_st(
         folder, prompts={"query": "red green: ", "document": ""}, dense_dim=24
     )
 
 
-def model_folder() -> Path:
+def model_folder():
     return shared(_model)
 
 
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+    def __init__(self, process, address):
         self.process = process
         self.address = address
         self.port = int(address.rpartition(":")[2])
 
-    def send(
-        self, route: str, values: Any = None, *, body: bytes = b"", key: str = KEY
-    ) -> tuple[int, Any]:
+    def send(self, route, values=None, *, body=b"", key=KEY):
         """POST values as JSON, or a body as it is; without both, GET. Return the status and the answer."""
         data = json.dumps(values).encode() if values is not None else body or None
         headers = {"Authorization": f"Bearer {key}"}
         request = urllib.request.Request(self.address + route, data, headers)
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:
-                status, content = answer.status, answer.read()
+                status = answer.status
+                content = answer.read()
         except urllib.error.HTTPError as error:
             with error:
-                status, content = error.code, error.read()
+                status = error.code
+                content = error.read()
         try:
             return status, json.loads(content)
         except ValueError:
             return status, content.decode()
 
-    def connect(self) -> socket.socket:
+    def connect(self):
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
-    def num_threads(self) -> int:
+    def num_threads(self):
         return psutil.Process(self.process.pid).num_threads()
 
-    def memory(self) -> int:
+    def memory(self):
         return psutil.Process(self.process.pid).memory_info().rss
 
 
 @contextmanager
-def started(command: Sequence[str], **environment: str) -> Iterator[Server]:
+def started(command, **environment):
     process = subprocess.Popen(
         [sys.executable, *command],
         stdout=subprocess.PIPE,
@@ -114,14 +109,14 @@ def started(command: Sequence[str], **environment: str) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server():
     command = ["-m", "vembed", "serve", str(model_folder()), "--port", "0"]
     with started(command, VEMBED_API_KEY=KEY) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def limited() -> Iterator[Server]:
+def limited():
     """A server whose limits a test reaches quickly. It has no key."""
     module = "tests.serve.start_server"
     command = ["-m", module, str(model_folder()), json.dumps(SMALL_LIMITS)]
@@ -130,24 +125,24 @@ def limited() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def reranking() -> Iterator[Server]:
+def reranking():
     """A server of a reranker."""
     model = str(shared(tiny_reranker))
     with started(["-m", "vembed", "serve", model, "--port", "0"]) as running:
         yield running
 
 
-def assert_alive(server: Server) -> None:
+def assert_alive(server):
     status, answer = server.send("/embed", {"inputs": TEXTS})
     assert status == 200 and len(answer) == 2
 
 
-def assert_close(served: Any, wanted: np.ndarray) -> None:
+def assert_close(served, wanted):
     """Threads of a server may split a product in another way."""
     np.testing.assert_allclose(np.array(served, np.float32), wanted, rtol=0, atol=1e-6)
 
 
-def read_all(connection: socket.socket) -> bytes:
+def read_all(connection):
     """Return what the server sends until it closes the connection."""
     content = b""
     with suppress(ConnectionResetError):
@@ -159,7 +154,7 @@ def read_all(connection: socket.socket) -> bytes:
 # ---- answers -------------------------------------------------------------------------------------------------------
 
 
-def test_the_vectors_are_those_of_the_model(server: Server) -> None:
+def test_the_vectors_are_those_of_the_model(server):
     model = vembed.Embedder(model_folder())
     _, answer = server.send("/v1/embeddings", {"model": "tiny", "input": TEXTS})
     served = [row["embedding"] for row in answer["data"]]
@@ -183,7 +178,7 @@ def test_the_vectors_are_those_of_the_model(server: Server) -> None:
     assert_close(answer, model.encode(TEXTS, "query"))
 
 
-def test_token_ids_are_taken_as_they_are(server: Server) -> None:
+def test_token_ids_are_taken_as_they_are(server):
     model = vembed.Embedder(model_folder())
     features = model.featuriser.features(
         [(vembed.data.examples.Item(text=text), "document") for text in TEXTS]
@@ -197,14 +192,14 @@ def test_token_ids_are_taken_as_they_are(server: Server) -> None:
     assert_close(answer["data"][0]["embedding"], wanted[0])
 
 
-def test_check_server_passes(limited: Server) -> None:
+def test_check_server_passes(limited):
     arguments = ["check-server", limited.address, str(model_folder())]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
 
 
-def test_many_connections_at_once_are_all_answered(server: Server) -> None:
-    def ask(number: int) -> int:
+def test_many_connections_at_once_are_all_answered(server):
+    def ask(number):
         text = " ".join(["red"] * (number % 7 + 1))
         _, answer = server.send("/embed", {"inputs": [text, *TEXTS]})
         return len(answer)
@@ -213,7 +208,7 @@ def test_many_connections_at_once_are_all_answered(server: Server) -> None:
         assert list(pool.map(ask, range(128))) == [3] * 128
 
 
-def test_a_connection_stays_open_between_requests(server: Server) -> None:
+def test_a_connection_stays_open_between_requests(server):
     request = b"GET /health HTTP/1.1\r\nHost: tiny\r\n\r\n"
     with server.connect() as connection:
         for _ in range(3):
@@ -223,7 +218,7 @@ def test_a_connection_stays_open_between_requests(server: Server) -> None:
                 answer += connection.recv(65536)
 
 
-def test_what_is_known_about_the_server(server: Server) -> None:
+def test_what_is_known_about_the_server(server):
     assert server.send("/health") == (200, {"status": "ok"})
     assert server.send("/v1/models")[1]["data"][0]["owned_by"] == "vembed"
     assert server.send("/info")[1]["max_input_length"] > 0
@@ -244,7 +239,7 @@ def test_what_is_known_about_the_server(server: Server) -> None:
 
 
 @pytest.mark.parametrize("route", ["/v1/models", "/info", "/metrics", "/embed"])
-def test_a_key_is_needed(server: Server, route: str) -> None:
+def test_a_key_is_needed(server, route):
     values = {"inputs": "a"} if route == "/embed" else None
     for key in ("", "another", "a secret with more", "\xe4"):
         status, answer = server.send(route, values, key=key)
@@ -259,12 +254,12 @@ QUERY = "a bird"
 DOCUMENTS = ["red", "a small bird in the garden", "blue"]
 
 
-def reranker_logits() -> np.ndarray:
+def reranker_logits():
     reranker = vembed.Reranker(shared(tiny_reranker))
     return reranker.predict([(QUERY, document) for document in DOCUMENTS])
 
 
-def test_tei_reranks(reranking: Server) -> None:
+def test_tei_reranks(reranking):
     logits = reranker_logits()
     values = {"query": QUERY, "texts": DOCUMENTS}
     status, rows = reranking.send("/rerank", values)
@@ -281,7 +276,7 @@ def test_tei_reranks(reranking: Server) -> None:
 
 
 @pytest.mark.parametrize("route", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_cohere_reranks(reranking: Server, route: str) -> None:
+def test_cohere_reranks(reranking, route):
     logits = reranker_logits()
     values = {"model": "tiny", "query": QUERY, "documents": DOCUMENTS, "top_n": 2}
     status, answer = reranking.send(route, values | {"return_documents": True})
@@ -296,7 +291,7 @@ def test_cohere_reranks(reranking: Server, route: str) -> None:
     assert [row["index"] for row in answer["results"]] == [0, 1]
 
 
-def test_vllm_scores(reranking: Server) -> None:
+def test_vllm_scores(reranking):
     expected = expit(reranker_logits())
     for queries in (QUERY, [QUERY] * 3):
         _, answer = reranking.send("/score", {"text_1": queries, "text_2": DOCUMENTS})
@@ -313,15 +308,13 @@ def test_vllm_scores(reranking: Server) -> None:
         ("/embed", {"inputs": TEXTS}, "/rerank"),
     ],
 )
-def test_what_clients_of_a_reranker_get_wrong(
-    reranking: Server, route: str, values: Any, words: str
-) -> None:
+def test_what_clients_of_a_reranker_get_wrong(reranking, route, values, words):
     status, answer = reranking.send(route, values)
     assert status == 400 and words in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("route", ["/rerank", "/v2/rerank", "/score"])
-def test_an_embedding_model_reranks_nothing(server: Server, route: str) -> None:
+def test_an_embedding_model_reranks_nothing(server, route):
     status, answer = server.send(route, {"query": QUERY, "texts": DOCUMENTS})
     assert status == 400 and "/embed" in answer["error"]["message"]
 
@@ -348,9 +341,7 @@ def test_an_embedding_model_reranks_nothing(server: Server, route: str) -> None:
         ("/health", {}, 405, "POST /health"),
     ],
 )
-def test_what_clients_get_wrong(
-    server: Server, route: str, values: Any, status: int, words: str
-) -> None:
+def test_what_clients_get_wrong(server, route, values, status, words):
     answer = server.send(route, values)
     assert answer[0] == status and words in answer[1]["error"]["message"]
     assert_alive(server)
@@ -360,13 +351,13 @@ def test_what_clients_get_wrong(
     "body",
     [b"[" * 5_000_000, b'{"inputs":' * 1_000_000, b"\xff", b'{"inputs": ', b"9" * 9999],
 )
-def test_a_body_that_is_no_json(server: Server, body: bytes) -> None:
+def test_a_body_that_is_no_json(server, body):
     status, answer = server.send("/embed", body=body)
     assert status == 400 and "body" in answer["error"]["message"]
     assert_alive(server)
 
 
-def test_a_body_that_is_too_large(limited: Server) -> None:
+def test_a_body_that_is_too_large(limited):
     status, answer = limited.send("/embed", body=b" " * 1_000_001)
     assert status == 413 and "1,000,000" in answer["error"]["message"]
     with limited.connect() as connection:
@@ -394,9 +385,7 @@ HIDDEN = b'POST /v1/embeddings HTTP/1.1\r\nHost: a\r\nContent-Length: 13\r\n\r\n
         b"Content-Length: %d\r\n\r\n0\r\n\r\n",
     ],
 )
-def test_no_second_request_is_hidden_in_a_body(
-    limited: Server, request_head: bytes
-) -> None:
+def test_no_second_request_is_hidden_in_a_body(limited, request_head):
     with limited.connect() as connection:
         connection.sendall(request_head % len(HIDDEN) + HIDDEN)
         connection.shutdown(socket.SHUT_WR)
@@ -408,7 +397,7 @@ def test_no_second_request_is_hidden_in_a_body(
 # ---- attacks -------------------------------------------------------------------------------------------------------
 
 
-def test_idle_and_slow_connections_lock_nobody_out(limited: Server) -> None:
+def test_idle_and_slow_connections_lock_nobody_out(limited):
     num_threads = limited.num_threads()
     connections = [limited.connect() for _ in range(60)]
     try:
@@ -426,7 +415,7 @@ def test_idle_and_slow_connections_lock_nobody_out(limited: Server) -> None:
             connection.close()
 
 
-def test_slow_bodies_are_given_up(limited: Server) -> None:
+def test_slow_bodies_are_given_up(limited):
     with limited.connect() as connection:
         connection.sendall(
             b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\n{"
@@ -436,7 +425,7 @@ def test_slow_bodies_are_given_up(limited: Server) -> None:
     assert_alive(limited)
 
 
-def test_unfinished_bodies_are_bounded_together(limited: Server) -> None:
+def test_unfinished_bodies_are_bounded_together(limited):
     before = limited.memory()
     head = b"POST /embed HTTP/1.1\r\nHost: a\r\nContent-Length: 999999\r\n\r\n"
     connections = [limited.connect() for _ in range(12)]
@@ -454,7 +443,7 @@ def test_unfinished_bodies_are_bounded_together(limited: Server) -> None:
     assert_alive(limited)
 
 
-def test_a_client_that_takes_no_answer_is_closed(limited: Server) -> None:
+def test_a_client_that_takes_no_answer_is_closed(limited):
     request = b"GET /info HTTP/1.1\r\nHost: a\r\n\r\n"
     with limited.connect() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -465,7 +454,7 @@ def test_a_client_that_takes_no_answer_is_closed(limited: Server) -> None:
     assert_alive(limited)
 
 
-def test_one_long_word_does_not_hold_the_model(limited: Server) -> None:
+def test_one_long_word_does_not_hold_the_model(limited):
     start = time.monotonic()
     assert limited.send("/embed", {"inputs": "a" * 499_999})[0] == 200
     assert limited.send("/embed", {"inputs": ["ab" * 200_000, "a"]})[0] == 200
@@ -481,11 +470,11 @@ class CountingEncoder:
     max_length = 9
     vocab_size = None
 
-    def __init__(self) -> None:
-        self.batches: list[list[Any]] = []
+    def __init__(self):
+        self.batches = []
         self.may_go = threading.Event()
 
-    def encode(self, inputs: Sequence[ServedInput]) -> tuple[np.ndarray, list[int]]:
+    def encode(self, inputs):
         self.batches.append([served.content for served in inputs])
         assert self.may_go.wait(60)
         if any(served.content == "bad" for served in inputs):
@@ -494,7 +483,7 @@ class CountingEncoder:
         return np.array(lengths, np.float32)[:, None], lengths
 
 
-def test_requests_that_wait_are_encoded_together() -> None:
+def test_requests_that_wait_are_encoded_together():
     encoder = CountingEncoder()
     batcher = Batcher(encoder)
     first = batcher.submit([ServedInput("first")])
@@ -518,7 +507,7 @@ def test_requests_that_wait_are_encoded_together() -> None:
     batcher.close()
 
 
-def test_sigterm_answers_what_has_arrived() -> None:
+def test_sigterm_answers_what_has_arrived():
     command = ["-m", "vembed", "serve", str(model_folder()), "--port", "0"]
     texts = [f"{number} red green " * 40 for number in range(500)]
     with started(command) as server, ThreadPoolExecutor(1) as pool:
@@ -536,7 +525,7 @@ def test_sigterm_answers_what_has_arrived() -> None:
         idle.close()
 
 
-def test_what_cannot_be_served() -> None:
+def test_what_cannot_be_served():
     with pytest.raises(UserError, match="images only"):
         open_encoder(str(shared(tiny_vit)))
     with bound_socket("127.0.0.1", 0) as listener:
@@ -552,7 +541,7 @@ def test_what_cannot_be_served() -> None:
 @pytest.mark.parametrize(
     "text", ["a" * 300_000 + " red", "red " + "ab" * 200_000 + " a"]
 )
-def test_a_cut_word_has_the_tokens_of_the_whole(text: str) -> None:
+def test_a_cut_word_has_the_tokens_of_the_whole(text):
     model = vembed.Embedder(model_folder())
     item = vembed.data.examples.Item(text=text)
     (features,) = model.featuriser.features([(item, "document")])

@@ -575,7 +575,8 @@ def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one(
     guide("whole")
     assert run_process("train", ["whole.yaml", "devices=1"]) == 0
     started = start(*guide("cut"), "devices=2")
-    metrics, deadline = Path("cut/stage2/metrics.jsonl"), time.monotonic() + 80
+    metrics = Path("cut/stage2/metrics.jsonl")
+    deadline = time.monotonic() + 80
     while (
         not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 2)
         and time.monotonic() < deadline
@@ -587,7 +588,8 @@ def test_the_guides_stages_on_two_ranks_killed_in_stage_two_and_resumed_on_one(
     assert run_process("train", ["cut.yaml", "devices=1"]) == 0
     assert "stage stage1: done already" in capsys.readouterr().err
     for stage in ("stage1", "stage2"):
-        found, expected = losses(f"cut/{stage}"), losses(f"whole/{stage}")
+        found = losses(f"cut/{stage}")
+        expected = losses(f"whole/{stage}")
         assert list(found) == list(expected) == [1, 2, 3, 4, 5, 6]
         assert found == pytest.approx(expected, rel=1e-5)
     assert vembed.load_config("cut/stage1/config.yaml").parallel.strategy == "fsdp"

@@ -16,11 +16,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 from safetensors.torch import load_file
@@ -57,7 +55,7 @@ class Story:
     """True when the run has been finished and compared."""
 
     @classmethod
-    def of(cls, folder: Path, seed: int) -> Story:
+    def of(cls, folder, seed):
         """Return the story of a folder, or a new one."""
         path = folder / "story.json"
         if not path.exists():
@@ -67,12 +65,12 @@ class Story:
             **values | {name: Counter(values[name]) for name in ("faults", "starts")}
         )
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder):
         """Keep the story in the folder."""
         (folder / "story.json").write_text(json.dumps(vars(self)))
 
 
-def main(words: list[str] | None = None) -> None:
+def main(words=None):
     """Parse the arguments and run; exit code 0 if the two runs are equal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -109,14 +107,7 @@ def main(words: list[str] | None = None) -> None:
         )
 
 
-def chaos(
-    folder: Path,
-    rounds: int,
-    seed: int,
-    *,
-    is_forked: bool = False,
-    until: float = float("inf"),
-) -> Story:
+def chaos(folder, rounds, seed, *, is_forked=False, until=float("inf")):
     """Break a run `rounds` times in `folder`, then compare it with the unbroken one; asserts that they are equal. After
     `until` it returns; another call goes on.
 
@@ -125,7 +116,8 @@ def chaos(
     start = partial(start_run, is_forked=is_forked)
     story = Story.of(folder, seed)
     print(f"chaos: {rounds} rounds, seed {story.seed}, {story.num_rounds} of them done")
-    whole, broken = folder / "whole", folder / "broken"
+    whole = folder / "whole"
+    broken = folder / "broken"
     config = folder / "run.yaml"
     if not config.exists():
         write_run(folder, num_steps=STEPS_PER_ROUND * (rounds + 1))
@@ -161,20 +153,12 @@ def chaos(
     return story
 
 
-def one_round(
-    start: Callable[..., Process],
-    config: Path,
-    broken: Path,
-    draw: random.Random,
-    story: Story,
-) -> None:
+def one_round(start, config, broken, draw, story):
     """Start the run, let it take some steps, and break it; every fifth time damage its newest checkpoint."""
     number = story.num_rounds
-    nproc, strategy, fault = (
-        draw.choice([1, 2, 3]),
-        draw.choice(["ddp", "fsdp"]),
-        FAULTS[number % len(FAULTS)],
-    )
+    nproc = draw.choice([1, 2, 3])
+    strategy = draw.choice(["ddp", "fsdp"])
+    fault = FAULTS[number % len(FAULTS)]
     process = start(config, broken, nproc, strategy, has_small_disk=fault == "disk")
     wait_for_steps(
         process, broken, last_step(broken) + draw.randint(0, STEPS_PER_ROUND)
@@ -200,7 +184,7 @@ def one_round(
     print(f"round {story.num_rounds}: {did}", flush=True)
 
 
-def write_run(folder: Path, num_steps: int) -> Path:
+def write_run(folder, num_steps):
     """A tiny model, data and config; the path of the config."""
     draw = random.Random(0)
     lines = []
@@ -235,14 +219,8 @@ def write_run(folder: Path, num_steps: int) -> Path:
 
 
 def start_run(
-    config: Path,
-    output: Path,
-    nproc: int,
-    strategy: str,
-    *,
-    has_small_disk: bool = False,
-    is_forked: bool = False,
-) -> Process:
+    config, output, nproc, strategy, *, has_small_disk=False, is_forked=False
+):
     """`vembed train` as a user starts it, in a process group of its own and in its output folder."""
     words = [
         "train",
@@ -272,14 +250,14 @@ def start_run(
         )
 
 
-def finish(process: Process) -> None:
+def finish(process):
     """Wait for a run that nobody disturbs."""
     assert process.wait(timeout=10 * PATIENCE_SECONDS) == 0, (
         f"exit code {process.returncode}"
     )
 
 
-def wait_for_steps(process: Process, output: Path, wanted: int) -> None:
+def wait_for_steps(process, output, wanted):
     """Until the run has logged a step, has ended, or the patience has."""
     end = time.monotonic() + PATIENCE_SECONDS
     while (
@@ -288,7 +266,7 @@ def wait_for_steps(process: Process, output: Path, wanted: int) -> None:
         time.sleep(0.05)
 
 
-def wait_for_evaluation(process: Process, output: Path) -> None:
+def wait_for_evaluation(process, output):
     """Until a step is logged whose evaluation is not."""
     end = time.monotonic() + PATIENCE_SECONDS
     while process.poll() is None and time.monotonic() < end:
@@ -302,7 +280,7 @@ def wait_for_evaluation(process: Process, output: Path) -> None:
         time.sleep(0.002)
 
 
-def wait_for_final(process: Process, output: Path) -> None:
+def wait_for_final(process, output):
     """Until final/ is being written."""
     end = time.monotonic() + 10 * PATIENCE_SECONDS
     while (
@@ -313,14 +291,7 @@ def wait_for_final(process: Process, output: Path) -> None:
         time.sleep(0.002)
 
 
-def hurt(
-    process: Process,
-    fault: str,
-    draw: random.Random,
-    story: Story,
-    *,
-    as_what: str | None = None,
-) -> None:
+def hurt(process, fault, draw, story, *, as_what=None):
     """Do one of FAULTS to a run, and wait for its end. `as_what`: the name that is counted."""
     family = [process.pid, *(child.pid for child in children(process.pid))]
     if process.poll() is None or fault == "disk":
@@ -351,7 +322,7 @@ def hurt(
     assert code in allowed, f"exit code {code}"
 
 
-def children(pid: int) -> Iterator[psutil.Process]:
+def children(pid):
     """All processes below one that is still there."""
     try:
         yield from psutil.Process(pid).children(recursive=True)
@@ -359,7 +330,7 @@ def children(pid: int) -> Iterator[psutil.Process]:
         return
 
 
-def send(pid: int, number: signal.Signals) -> None:
+def send(pid, number):
     """A signal to a process that may be gone."""
     try:
         os.kill(pid, number)
@@ -367,7 +338,7 @@ def send(pid: int, number: signal.Signals) -> None:
         return
 
 
-def assert_nobody_left(output: Path) -> None:
+def assert_nobody_left(output):
     """Within a few seconds no process works on the folder any more."""
     end = time.monotonic() + 30
     while True:
@@ -382,15 +353,15 @@ def assert_nobody_left(output: Path) -> None:
         time.sleep(0.1)
 
 
-def last_step(output: Path) -> int:
+def last_step(output):
     """The newest logged step; 0 before the first."""
     return max(steps_and_losses(output), default=0)
 
 
-def steps_and_losses(output: Path, key: str = "loss") -> dict[int, Any]:
+def steps_and_losses(output, key="loss"):
     """Every logged step, or evaluation, once; AssertionError where one is doubled."""
     path = output / "metrics.jsonl"
-    found: dict[int, Any] = {}
+    found = {}
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             values = json.loads(line)
@@ -402,23 +373,24 @@ def steps_and_losses(output: Path, key: str = "loss") -> dict[int, Any]:
     return found
 
 
-def step_of(checkpoint: Path) -> int:
+def step_of(checkpoint):
     """checkpoint-12 -> 12."""
     return int(checkpoint.name.rsplit("-", 1)[1])
 
 
-def exit_of(process: Process) -> str:
+def exit_of(process):
     """How the launcher ended."""
     return f"exit code {process.returncode}"
 
 
-def compare(whole: Path, broken: Path) -> None:
+def compare(whole, broken):
     """Same steps, same losses, same weights."""
     evaluations = steps_and_losses(whole, "eval"), steps_and_losses(broken, "eval")
     assert list(evaluations[0]) == list(evaluations[1]), (
         "evaluations are missing or doubled"
     )
-    wanted, found = steps_and_losses(whole), steps_and_losses(broken)
+    wanted = steps_and_losses(whole)
+    found = steps_and_losses(broken)
     assert list(found) == list(wanted), (
         f"steps differ: {sorted(set(wanted) ^ set(found))}"
     )

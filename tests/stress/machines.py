@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +58,7 @@ ROWS = (
 )
 
 
-def why_not() -> str | None:
+def why_not():
     """Return why this machine cannot play several, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
@@ -76,9 +75,9 @@ def why_not() -> str | None:
 
 
 @contextmanager
-def namespaces(count: int) -> Iterator[list[str]]:
+def namespaces(count):
     """Lay out machines 10.77.0.1, 10.77.0.2, ... with links between all, and give the names of their namespaces."""
-    made: list[str] = []
+    made = []
     try:
         for number in range(count + 1):
             name = f"vembed-{os.getpid()}-{number}"
@@ -106,14 +105,12 @@ def namespaces(count: int) -> Iterator[list[str]]:
             run(f"ip netns delete {name}")
 
 
-def run(command: str) -> None:
+def run(command):
     """Run a command; CalledProcessError has what it said."""
     subprocess.run(command.split(), check=True, capture_output=True)
 
 
-def start(
-    names: Sequence[str], config: Path, output: Path, row: Row
-) -> list[subprocess.Popen[bytes]]:
+def start(names, config, output, row):
     """Start every machine by the command of the docs."""
     machines = []
     for number, name in enumerate(names):
@@ -137,7 +134,7 @@ def start(
     return machines
 
 
-def kill_machine(name: str) -> None:
+def kill_machine(name):
     """End every process of a machine at once, as a power failure does."""
     found = subprocess.run(
         ["ip", "netns", "pids", name], check=True, capture_output=True, text=True
@@ -146,7 +143,7 @@ def kill_machine(name: str) -> None:
         os.kill(int(pid), signal.SIGKILL)
 
 
-def train(row: Row, folder: Path, config: Path, whole: Path) -> None:
+def train(row, folder, config, whole):
     """Train over the machines of a row, kill the last one, start all again, and compare with one process."""
     output = folder / row.name
     with namespaces(row.machines) as names:
@@ -171,7 +168,7 @@ def train(row: Row, folder: Path, config: Path, whole: Path) -> None:
     compare(whole, output)
 
 
-def all_rows(folder: Path, rows: Sequence[Row]) -> None:
+def all_rows(folder, rows):
     """Train every row, and one process to compare with."""
     config = write_run(folder, NUM_STEPS)
     whole = folder / "whole"
@@ -180,7 +177,7 @@ def all_rows(folder: Path, rows: Sequence[Row]) -> None:
         train(row, folder, config, whole)
 
 
-def main(words: list[str] | None = None) -> None:
+def main(words=None):
     """Run the rows that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(

@@ -1,9 +1,6 @@
 """The short version of `make chaos`. VEMBED_CHAOS_ROUNDS=10 in the environment makes it longer."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -11,7 +8,7 @@ from tests.stress.chaos import chaos
 
 
 @pytest.mark.timeout(900)
-def test_a_broken_run_ends_like_an_unbroken_one(tmp_path: Path) -> None:
+def test_a_broken_run_ends_like_an_unbroken_one(tmp_path):
     rounds = int(os.environ.get("VEMBED_CHAOS_ROUNDS", "3"))
     story = chaos(tmp_path, rounds, seed=12, is_forked=True)
     assert (

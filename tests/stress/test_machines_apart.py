@@ -3,10 +3,7 @@
 VEMBED_MACHINES=ddp-2 (or several names, or `all`) in the environment runs it: real commands take minutes.
 """
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -20,12 +17,12 @@ ASKED = os.environ.get("VEMBED_MACHINES", "").split()
     reason="minutes of real commands: VEMBED_MACHINES=all, or python -m tests.stress.machines",
 )
 @pytest.mark.timeout(1200)
-def test_losses_over_machines_are_those_of_one(tmp_path: Path) -> None:
+def test_losses_over_machines_are_those_of_one(tmp_path):
     if (reason := why_not()) is not None:
         pytest.skip(reason)
     all_rows(tmp_path, [row for row in ROWS if "all" in ASKED or row.name in ASKED])
 
 
-def test_machines_of_their_own_or_a_reason() -> None:
+def test_machines_of_their_own_or_a_reason():
     reason = why_not()
     assert reason is None or reason.strip()

@@ -1,11 +1,7 @@
 """Answers of teachers on disk: a second run computes nothing, damage is named and mended, two runs share a folder."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ from vembed.data.examples import Example, Item, ReadAs
 from vembed.data.row_store import RowStore
 from vembed.errors import UserError
 from vembed.parallel.session import start_session
-from vembed.teachers.supply import Teachers
+from vembed.teachers import Teachers
 
 LOSSES = [
     {"loss": "kl", "distill_candidates": "batch", "teacher": "bert"},
@@ -25,7 +21,7 @@ LOSSES = [
 ]
 
 
-def config_of(teacher: Path, reranker: Path, **options: Any) -> TrainConfig:
+def config_of(teacher, reranker, **options):
     teachers = [
         {"model": str(teacher), "name": "bert"},
         {"model": str(reranker), "name": "reranker"},
@@ -39,7 +35,7 @@ def config_of(teacher: Path, reranker: Path, **options: Any) -> TrainConfig:
     )
 
 
-def rows(count: int = 30) -> list[Example]:
+def rows(count=30):
     words = texts(3 * count, seed=1, longest=12)
     return [
         Example(
@@ -56,16 +52,14 @@ class Data:
     examples: list[Example]
     fingerprint: str
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.examples)
 
-    def __getitem__(self, index: int, /) -> Example:
+    def __getitem__(self, index, /):
         return self.examples[index]
 
 
-def prepare(
-    config: TrainConfig, cache: Path, examples: list[Example], fingerprint: str = "data"
-) -> dict[str, int]:
+def prepare(config, cache, examples, fingerprint="data"):
     """Called on every rank: the answers that were added to the stores."""
     with start_session(config) as session:
         teachers = Teachers(config.objective, config.data, config.model, session, cache)
@@ -73,26 +67,24 @@ def prepare(
         return {name: one.store.num_added for name, one in teachers.by_name.items()}
 
 
-def run(
-    world_size: int, config: TrainConfig, cache: Path, *more: Any
-) -> list[dict[str, int]]:
+def run(world_size, config, cache, *more):
     return run_ranks(
         prepare, world_size, config, cache, rows(), *more, process_group=False
     )
 
 
 @pytest.fixture
-def config() -> TrainConfig:
+def config():
     return config_of(shared(tiny_bert), shared(tiny_reranker), strategy="ddp")
 
 
-def width_of(store: RowStore) -> int:
+def width_of(store):
     """Values per row of a store, 0 without rows."""
     rows = store.find_rows(list(store._places._recent)[:1])
     return sum(map(len, rows.values()))
 
 
-def stores(cache: Path) -> dict[int, RowStore]:
+def stores(cache):
     found = [
         RowStore(cache / "teachers", path.name, "teacher", ".answers")
         for path in (cache / "teachers").iterdir()
@@ -100,7 +92,7 @@ def stores(cache: Path) -> dict[int, RowStore]:
     return {width_of(store): store for store in found}
 
 
-def answers_on_disk(cache: Path) -> dict[int, np.ndarray]:
+def answers_on_disk(cache):
     """All rows of each store, in the order of their keys."""
     answers = {}
     for width, store in stores(cache).items():
@@ -108,9 +100,7 @@ def answers_on_disk(cache: Path) -> dict[int, np.ndarray]:
     return answers
 
 
-def test_two_ranks_answer_once_and_a_second_run_reads(
-    tmp_path: Path, config: TrainConfig
-) -> None:
+def test_two_ranks_answer_once_and_a_second_run_reads(tmp_path, config):
     first = run(2, config, tmp_path)
     assert first == [{"bert": 90, "reranker": 60}, {"bert": 0, "reranker": 0}], (
         "one process of a machine writes"
@@ -124,9 +114,7 @@ def test_two_ranks_answer_once_and_a_second_run_reads(
     assert run(1, config, tmp_path, "more data") == [{"bert": 0, "reranker": 0}]
 
 
-def test_damage_is_named_and_mended(
-    tmp_path: Path, config: TrainConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damage_is_named_and_mended(tmp_path, config, caplog):
     run(1, config, tmp_path)
     whole = answers_on_disk(tmp_path)
     kept = stores(tmp_path)
@@ -147,9 +135,7 @@ def test_damage_is_named_and_mended(
         np.testing.assert_allclose(answers, whole[width], atol=1e-6)
 
 
-def test_the_answers_change_with_the_model_and_its_settings(
-    tmp_path: Path, config: TrainConfig
-) -> None:
+def test_the_answers_change_with_the_model_and_its_settings(tmp_path, config):
     run(1, config, tmp_path)
     entries = [
         {"model": str(shared(tiny_bert)), "name": "bert", "max_length": 4},
@@ -159,20 +145,18 @@ def test_the_answers_change_with_the_model_and_its_settings(
     assert run(1, changed, tmp_path) == [{"bert": 90, "reranker": 0}]
 
 
-def vectors_of(config: TrainConfig, cache: Path, items: list[Item]) -> np.ndarray:
+def vectors_of(config, cache, items):
     """The vectors of a teacher for items as queries, asked for one after the other."""
     with start_session(config) as session:
         teachers = Teachers(config.objective, config.data, config.model, session, cache)
         asked = []
         for item in items:
-            key, question = teachers.by_name["bert"].model.question(item, "query")
+            key, question = teachers.by_name["bert"].question(item, "query")
             asked.append(teachers.by_name["bert"].answers([key], [question]))
     return np.concatenate(asked)
 
 
-def test_answers_do_not_depend_on_what_was_asked_for_first(
-    tmp_path: Path, config: TrainConfig
-) -> None:
+def test_answers_do_not_depend_on_what_was_asked_for_first(tmp_path, config):
     text = texts(1, seed=3, shortest=12, longest=12)[0]
     items = [Item(text), Item(text, prompt="find: "), Item(text, max_length=5)]
     found = vectors_of(config, tmp_path / "a", items)
@@ -182,7 +166,7 @@ def test_answers_do_not_depend_on_what_was_asked_for_first(
     assert np.abs(found[0] - found[1]).max() > 0.01 < np.abs(found[0] - found[2]).max()
 
 
-def test_two_runs_at_once_share_a_folder(tmp_path: Path) -> None:
+def test_two_runs_at_once_share_a_folder(tmp_path):
     """Each process writes a file of its own and sees what the others have written; nobody reads half a block."""
     keys = [number.to_bytes(16, "little") for number in range(40)]
     rows = np.arange(160, dtype=np.float32).reshape(40, 4)
@@ -207,7 +191,7 @@ def test_two_runs_at_once_share_a_folder(tmp_path: Path) -> None:
         assert np.array_equal(row, rows[place])
 
 
-def test_a_reranker_gives_no_vectors(config: TrainConfig) -> None:
+def test_a_reranker_gives_no_vectors(config):
     asked = TrainConfig(
         **{
             **config.to_dict(),
@@ -222,11 +206,11 @@ def test_a_reranker_gives_no_vectors(config: TrainConfig) -> None:
 
 
 def test_own_prompts_and_length_of_a_teacher_come_before_those_of_a_source(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     source = ReadAs(query_prompt="find: ", document_prompt="passage: ", max_length=4)
 
-    def added(**own: Any) -> list[int]:
+    def added(**own):
         config = config_of(shared(tiny_bert), shared(tiny_reranker), strategy="ddp")
         config.objective.teachers[0] = config.objective.teachers[0].model_copy(
             update=own

@@ -1,10 +1,6 @@
 """Whole runs with teachers, through the function that the command calls."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,14 +11,12 @@ from vembed.files import cache_folder
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert cache_folder() == tmp_path / "cache" / "vembed"
 
 
-def train(
-    tmp_path: Path, records: list[dict[str, Any]], **options: Any
-) -> list[dict[str, Any]]:
+def train(tmp_path, records, **options):
     """The logged steps of a run."""
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(one) + "\n" for one in records))
@@ -43,7 +37,7 @@ def train(
     ]
 
 
-def records(count: int = 12) -> list[dict[str, Any]]:
+def records(count=12):
     words = texts(4 * count, seed=1, longest=12)
     return [
         {
@@ -55,7 +49,7 @@ def records(count: int = 12) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_run_with_several_losses_and_a_teacher(tmp_path: Path) -> None:
+def test_a_run_with_several_losses_and_a_teacher(tmp_path):
     losses = [
         {"loss": "infonce", "guide": "teacher", "mix_negatives": 1},
         {"loss": "embedding"},
@@ -74,7 +68,7 @@ def test_a_run_with_several_losses_and_a_teacher(tmp_path: Path) -> None:
     assert all("projection" not in path.name for path in weights)
 
 
-def test_a_teacher_of_texts_and_images(tmp_path: Path) -> None:
+def test_a_teacher_of_texts_and_images(tmp_path):
     pictures = [write(tmp_path / f"{n}.jpg", seed=n).name for n in range(8)]
     rows = [
         {"query": text, "positive": {"image": name}}
@@ -91,7 +85,7 @@ def test_a_teacher_of_texts_and_images(tmp_path: Path) -> None:
     assert len([step for step in steps if "loss" in step]) == 3
 
 
-def test_texts_without_pairs_follow_a_teacher(tmp_path: Path) -> None:
+def test_texts_without_pairs_follow_a_teacher(tmp_path):
     alone = [{"text": one} for one in texts(24, seed=5)]
     teacher = str(shared(tiny_bert, layers=1, hidden=24))
     losses = [{"loss": "embedding"}, {"loss": "relational"}]
@@ -116,7 +110,7 @@ def test_texts_without_pairs_follow_a_teacher(tmp_path: Path) -> None:
         )
 
 
-def test_scores_in_the_data(tmp_path: Path) -> None:
+def test_scores_in_the_data(tmp_path):
     scored = [{**one, "scores": [2.0, 0.5, -1.0]} for one in records()]
     train(tmp_path, scored, loss="kl", teacher="scores", temperature=1.0)
     apart = [
@@ -134,9 +128,7 @@ def test_scores_in_the_data(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", ["margin_mse", "score_mse", "kl"])
-def test_losses_that_compare_with_hard_negatives_alone_need_some(
-    loss: str, tmp_path: Path
-) -> None:
+def test_losses_that_compare_with_hard_negatives_alone_need_some(loss, tmp_path):
     pairs = [{"query": one["query"], "positive": one["positive"]} for one in records()]
     teacher = str(shared(tiny_bert))
     with pytest.raises(

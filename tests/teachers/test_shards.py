@@ -1,11 +1,7 @@
 """Teachers in shards, and decoders that answer yes or no: the same answers as whole ones in one process."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,19 +16,16 @@ from transformers import (
 from tests.harness import run_ranks
 from tests.teachers.test_cache import Data, rows
 from tests.tiny import shared, tiny_bert, tiny_qwen3, tiny_reranker
-from vembed.config.entries import Teacher
-from vembed.config.schema import TrainConfig
-from vembed.data.examples import Example
-from vembed.data.pair_features import ANSWER_END, ANSWER_PROMPT
+from vembed.config.schema import Teacher, TrainConfig
+from vembed.data.features import ANSWER_END, ANSWER_PROMPT
 from vembed.data.row_store import RowStore
 from vembed.errors import UserError
 from vembed.inference.reranker import Reranker
 from vembed.parallel.session import start_session
-from vembed.teachers.models import PairTeacher, is_sharded
-from vembed.teachers.supply import Teachers, teacher_kind
+from vembed.teachers import PairTeacher, Teachers, is_sharded, teacher_kind
 
 
-def yes_no_decoder(folder: Path) -> Path:
+def yes_no_decoder(folder):
     """A Qwen3 whose tokenizer has single tokens for yes and no."""
     tokenizer = AutoTokenizer.from_pretrained(shared(tiny_qwen3))
     tokenizer.add_tokens(["yes", "no"])
@@ -43,7 +36,7 @@ def yes_no_decoder(folder: Path) -> Path:
     return folder
 
 
-def config_of(judge: Path, **settings: Any) -> TrainConfig:
+def config_of(judge, **settings):
     """A run with a teacher of each kind."""
     folders = {
         "vectors": shared(tiny_bert),
@@ -54,7 +47,7 @@ def config_of(judge: Path, **settings: Any) -> TrainConfig:
         Teacher(model=str(folder), name=name, **settings)
         for name, folder in folders.items()
     ]
-    losses: list[Any] = [{"loss": "kl", "teacher": name} for name in folders]
+    losses = [{"loss": "kl", "teacher": name} for name in folders]
     losses[0]["distill_candidates"] = "batch"
     return TrainConfig(
         model_name=str(folders["vectors"]),
@@ -65,16 +58,16 @@ def config_of(judge: Path, **settings: Any) -> TrainConfig:
     )
 
 
-def answer(config: TrainConfig, cache: Path, data: list[list[Example]]) -> list[type]:
+def answer(config, cache, data):
     """Called on every rank: fill the cache with the answers for some data, and return the classes of the models."""
     with start_session(config) as session:
         teachers = Teachers(config.objective, config.data, config.model, session, cache)
         for number, examples in enumerate(data):
             teachers.prepare(Data(examples, str(number)))
-        return [type(teacher.model) for teacher in teachers.by_name.values()]
+        return [type(teacher) for teacher in teachers.by_name.values()]
 
 
-def kept(cache: Path) -> dict[str, dict[bytes, np.ndarray]]:
+def kept(cache):
     """All answers in a cache, by store and key."""
     stores = [
         RowStore(cache / "teachers", path.name, "teacher", ".answers")
@@ -89,7 +82,7 @@ def kept(cache: Path) -> dict[str, dict[bytes, np.ndarray]]:
     return found
 
 
-def test_shards_answer_as_whole_teachers_do(tmp_path: Path) -> None:
+def test_shards_answer_as_whole_teachers_do(tmp_path):
     judge = yes_no_decoder(tmp_path / "judge")
     single = [
         replace(one, negatives=()) for one in rows(40)[39:]
@@ -104,7 +97,8 @@ def test_shards_answer_as_whole_teachers_do(tmp_path: Path) -> None:
         data,
         process_group=False,
     )
-    whole, shards = kept(tmp_path / "whole"), kept(tmp_path / "shards")
+    whole = kept(tmp_path / "whole")
+    shards = kept(tmp_path / "shards")
     assert whole.keys() == shards.keys(), "shards are no part of a teacher's identity"
     assert sorted(map(len, whole.values())) == [19, 19, 29]
     for name, rows_by_key in whole.items():
@@ -113,7 +107,7 @@ def test_shards_answer_as_whole_teachers_do(tmp_path: Path) -> None:
             np.testing.assert_allclose(shards[name][key], row, atol=2e-5)
 
 
-def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
+def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path):
     folder = yes_no_decoder(tmp_path / "judge")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -130,7 +124,7 @@ def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
             config.objective, config.data, config.model, session, tmp_path / "cache"
         )
         teachers.prepare(Data([example], "data"))
-        found = teachers.by_name[str(folder)].model.compute(
+        found = teachers.by_name[str(folder)].compute(
             [(example.query, example.negatives[0])]
         )
     text = f"<Instruct>: Do they match\n<Query>: {example.query.text}\n<Document>: {example.negatives[0].text}"
@@ -148,8 +142,8 @@ def test_the_answer_is_the_logit_of_yes_less_that_of_no(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_pairs_runs_a_decoder_whose_tokenizer_makes_nothing_of_an_empty_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     tokenizer = AutoTokenizer.from_pretrained(shared(tiny_qwen3))
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="$A", pair="$A $B"
@@ -163,7 +157,13 @@ def test_a_rank_without_pairs_runs_a_decoder_whose_tokenizer_makes_nothing_of_an
     config = config_of(shared(tiny_qwen3))
     with start_session(config) as session:
         judge = PairTeacher(
-            teacher, "reranker", tmp_path, session, trust_remote_code=False
+            teacher,
+            "reranker",
+            tmp_path,
+            session,
+            tmp_path,
+            arithmetic="float32",
+            trust_remote_code=False,
         )
         assert judge.compute([]).shape == (0, 1)
         assert tokenizer("", "")["input_ids"] == []
@@ -175,15 +175,15 @@ def test_a_rank_without_pairs_runs_a_decoder_whose_tokenizer_makes_nothing_of_an
 
 
 def test_a_teacher_that_does_not_fit_is_sharded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     teacher = Teacher(model=str(shared(tiny_bert)))
     size = sum(path.stat().st_size for path in shared(tiny_bert).rglob("*.safetensors"))
     monkeypatch.setattr(
         "vembed.parallel.collectives.broadcast_object", lambda value: value
     )
 
-    ranks: Any = SimpleNamespace(world_size=2, memory=size)
+    ranks = SimpleNamespace(world_size=2, memory=size)
     folder = shared(tiny_bert)
     assert is_sharded(teacher, folder, ranks)
     ranks.memory = 2 * size
@@ -194,7 +194,7 @@ def test_a_teacher_that_does_not_fit_is_sharded(
     assert not is_sharded(always, folder, ranks)
 
 
-def test_a_decoder_without_tokens_for_yes_and_no(tmp_path: Path) -> None:
+def test_a_decoder_without_tokens_for_yes_and_no(tmp_path):
     with pytest.raises(UserError, match="no single tokens for yes and no"):
         Reranker(
             shared(tiny_qwen3),

@@ -1,10 +1,6 @@
 """`vembed plan` predicts from shapes alone; `vembed export` copies a model, or merges its adapter."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +16,11 @@ from vembed.config.loading import resolve_run
 from vembed.errors import UserError
 from vembed.models.precision import Bf16Linear
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.placement import Placement, place
+from vembed.parallel.placement import place
 from vembed.parallel.step_memory import MemoryEstimate, measure
 
 
-def placed(num_ranks: int = 1, **options: Any) -> Placement:
+def placed(num_ranks=1, **options):
     run = resolve_run(
         {"data_path": "unused", "model_name": str(shared(tiny_qwen3)), **options}
     )
@@ -37,7 +33,7 @@ def placed(num_ranks: int = 1, **options: Any) -> Placement:
 
 
 @pytest.mark.promise("D01")
-def test_plan_counts_parameters_and_divides_them() -> None:
+def test_plan_counts_parameters_and_divides_them():
     alone = placed()
     size = measure(alone.run.config)
     real = model_of(alone.run.config)
@@ -61,8 +57,9 @@ def test_plan_counts_parameters_and_divides_them() -> None:
     )
 
 
-def test_plan_left_out_the_copies_of_weights_in_bfloat16() -> None:
-    wide, narrow = placed(mixed_precision="no"), placed(mixed_precision="bf16")
+def test_plan_left_out_the_copies_of_weights_in_bfloat16():
+    wide = placed(mixed_precision="no")
+    narrow = placed(mixed_precision="bf16")
     size = measure(wide.run.config)
     assert (
         MemoryEstimate(wide, size).in_step().copies == 0
@@ -86,7 +83,7 @@ def test_plan_left_out_the_copies_of_weights_in_bfloat16() -> None:
     )
 
 
-def test_plan_reads_the_options_of_the_batch() -> None:
+def test_plan_reads_the_options_of_the_batch():
     size = measure(placed().run.config)
     assert placed(2, global_batch_size=16).rows == 8
     one_row = MemoryEstimate(
@@ -106,9 +103,7 @@ def test_plan_reads_the_options_of_the_batch() -> None:
         placed(3, global_batch_size=16)
 
 
-def test_plan_says_whether_it_fits(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_says_whether_it_fits(tmp_path, capsys):
     config = tmp_path / "run.yaml"
     config.write_text(json.dumps(settings(tmp_path)))  # JSON is YAML too
     words = [str(config)]
@@ -122,8 +117,8 @@ def test_plan_says_whether_it_fits(
     assert "fits with use_gradient_cache: auto" in capsys.readouterr().out
 
 
-def test_export_merges_an_adapter(tmp_path: Path) -> None:
-    more: dict[str, Any] = {
+def test_export_merges_an_adapter(tmp_path):
+    more = {
         "use_lora": True,
         "save_merged": False,
         "max_steps": 2,

@@ -22,6 +22,7 @@ from vembed import Embedder, UserError, evaluate
 from vembed.cli.commands import encode
 from vembed.cli.commands import scores as scoring
 from vembed.cli.commands.scores import eval as evaluate_command
+from vembed.cli.support import ModelUse
 from vembed.parallel.session import start_command_session
 
 TEXTS = [
@@ -157,10 +158,11 @@ def test_a_target_that_cannot_be_written_is_said_first(records, tmp_path):
 
 def _on_a_rank(folder, texts, records, val, out, strategy):
     """Everything at once, since a start costs more than the work."""
-    encode.encode(folder, texts, f"{out}/vectors.npy", strategy=strategy)
-    encode.encode(folder, texts, f"{out}/layers.npy", layers="all", strategy=strategy)
-    scoring.score(folder, records, f"{out}/scores.npy", strategy=strategy)
-    scores = evaluate_command(folder, val, strategy=strategy)
+    use = ModelUse(strategy=strategy)
+    encode.encode(folder, texts, f"{out}/vectors.npy", use=use)
+    encode.encode(folder, texts, f"{out}/layers.npy", layers="all", use=use)
+    scoring.score(folder, records, f"{out}/scores.npy", use=use)
+    scores = evaluate_command(folder, val, use=use)
     with start_command_session(folder, strategy=strategy) as session:
         embedder = Embedder(folder, session=session)
         held = [
@@ -211,7 +213,8 @@ def _assert_as_one_writes(folder, val, out, strategy, ends):
 
 
 def test_pairs_of_sentences_with_given_scores_are_scored(tmp_path):
-    path, output = tmp_path / "sts.csv", tmp_path / "scores.npy"
+    path = tmp_path / "sts.csv"
+    output = tmp_path / "scores.npy"
     lines = ["sentence1,sentence2,score", *(f"{text},bird,0.5" for text in TEXTS)]
     path.write_text("\n".join(lines))
     scoring.score(str(shared(tiny_bert)), str(path), str(output))

@@ -12,7 +12,7 @@ import vembed
 from tests import tiny
 from tests.data.files import write_jsonl
 from tests.training.test_run import metrics
-from vembed.config.auto import (
+from vembed.config.decisions import (
     RunSize,
     Trained,
     decide_epochs,
@@ -21,7 +21,7 @@ from vembed.config.auto import (
 )
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import run_temperature
-from vembed.training.checkpoint.resume import kept_decisions
+from vembed.training.checkpoint.folders import kept_decisions
 from vembed.training.hooks.base import Evaluation
 from vembed.training.hooks.evaluations import Patience
 
@@ -33,6 +33,8 @@ SIZE = RunSize(
     num_training=2.0,
     num_evaluated=400,
     checkpoint_bytes=10**8,
+    has_validation=True,
+    is_length_given=False,
 )
 UNSCORED = {"val_data_path": None}
 LARGE = {"checkpoint_bytes": 10**11}
@@ -178,11 +180,13 @@ def test_few_examples_are_seen_more_often(examples, texts, towers):
 )
 def test_intervals_suit_the_size_of_the_run(options, size, found):
     config = TrainConfig(**{**SCORED, **options})
-    intervals = run_intervals(
-        config,
-        replace(SIZE, **size),
+    facts = replace(
+        SIZE,
+        has_validation=config.data.has_validation,
         is_length_given=config.optimizer.gives_length(),
+        **size,
     )
+    intervals = run_intervals(config.evaluation, config.run, config.logging, facts)
     values = intervals.options()
     assert (
         values["eval_steps"],

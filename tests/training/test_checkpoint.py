@@ -29,8 +29,9 @@ from tests.training.tiny_run import (
 )
 from vembed.errors import RunError, UserError
 from vembed.parallel.session import start_session
-from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint import folders as integrity
 from vembed.training.checkpoint.checkpointer import Checkpointer, read_state
+from vembed.training.checkpoint.tensors import Trained
 from vembed.training.optimizer import build_optimizer
 from vembed.training.trainer import LoopState
 
@@ -53,6 +54,10 @@ class Run:
         self.optimizer = build_optimizer(self.model, self.loss, self.config.optimizer)
         return self
 
+    @property
+    def trained(self):
+        return Trained(self.model, self.loss, self.optimizer)
+
     def resume(self, identity=None):
         self.found = self.checkpointer.find(self.config.model)
         identity = identity or {"data": "abc", "global_batch_size": 8}
@@ -60,9 +65,7 @@ class Run:
         self.checkpointer.require_steps_left(self.found, 1_000)
         self.checkpointer.begin(self.found)
         if self.found is not None:
-            self.state = self.checkpointer.load(
-                self.found, self.model, self.loss, self.optimizer
-            )
+            self.state = self.checkpointer.load(self.found, self.trained)
         return self
 
     def train(self, num_steps=1):
@@ -72,7 +75,7 @@ class Run:
         return self
 
     def save(self, extra=None):
-        self.checkpointer.save(self.state, self.model, self.loss, self.optimizer, extra)
+        self.checkpointer.save(self.state, self.trained, extra)
         return self
 
     def whole(self):
@@ -208,9 +211,7 @@ def test_the_best_weights_come_back_alone(tmp_path):
         optimizer = {
             key: value["exp_avg"].clone() for key, value in run.optimizer.state.items()
         }
-        assert run.checkpointer.load_weights(
-            run.checkpointer.path_of(1), run.model, run.loss
-        )
+        assert run.checkpointer.load_weights(run.checkpointer.path_of(1), run.trained)
         for name, value in run.model.state_dict().items():
             assert torch.equal(value, best[name])
         assert all(
@@ -224,11 +225,11 @@ def test_best_weights_that_are_not_there_leave_the_last_ones(tmp_path, caplog):
         run.resume().train().save().train()
         expected = run.whole()
         assert not run.checkpointer.load_weights(
-            run.checkpointer.path_of(7), run.model, run.loss
+            run.checkpointer.path_of(7), run.trained
         )
         (tmp_path / "checkpoint-1" / "state.json").write_text("{}")
         assert not run.checkpointer.load_weights(
-            run.checkpointer.path_of(1), run.model, run.loss
+            run.checkpointer.path_of(1), run.trained
         )
         assert_same(run.whole(), expected)
     assert "checkpoint-7: manifest.json is missing" in caplog.text
@@ -433,8 +434,8 @@ def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
 
 
 def without_permission(folder):
-    with start_session(config_for(folder / "run")) as session:
-        config = config_for(folder / "run")
+    config = config_for(folder / "run", strategy="ddp", mixed_precision="no")
+    with start_session(config) as session:
         checkpointer = Checkpointer(config.run, session)
         if os.geteuid() == 0:  # root may write everywhere
             os.setgid(65534)
@@ -450,11 +451,11 @@ def test_a_folder_without_permission_is_named_before_anything_is_loaded(mode):
     folder = Path(tempfile.mkdtemp())
     try:
         folder.chmod(mode)
-        said = run_ranks(without_permission, 1, folder, process_group=False)[0]
+        said = run_ranks(without_permission, 2, folder, process_group=False)[0]
     finally:
         folder.chmod(0o700)
         folder.rmdir()
-    assert "cannot be written to (process 0: Permission denied)" in said
+    assert "cannot be written to (process 0: Permission denied; process 1: " in said
 
 
 def test_tensors_alone_go_into_a_checkpoint(tmp_path):

@@ -11,7 +11,7 @@ from tests.training.test_checkpoint import Run
 from tests.training.tiny_run import assert_same, config_for
 from vembed.errors import RunError, UserError
 from vembed.parallel.session import start_session
-from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint import folders as integrity
 from vembed.training.checkpoint.checkpointer import Checkpointer
 
 

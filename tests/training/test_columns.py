@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from tests.harness import run_ranks
-from vembed.data.distinct import distinct
+from vembed.data.examples import distinct
 from vembed.parallel import collectives
 from vembed.training.step import Column, gather_columns
 

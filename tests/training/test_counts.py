@@ -49,7 +49,6 @@ def test_collectives_do_not_depend_on_micro_batches(found):
     once = {
         "all_gather_ints": 1,
         "all_reduce_gradients": 1,
-        "max_ints": 1,
         "reduce_scatter_rows": 1,
         "sum_scalars": 1,
     }

@@ -21,7 +21,7 @@ from vembed.parallel.devices import matmul_precision
 from vembed.parallel.session import start_session
 from vembed.training import trainer
 from vembed.training.hooks.base import StepReport
-from vembed.training.hooks.checks import Watch
+from vembed.training.hooks.metrics import Watch
 from vembed.training.optimizer import Outcome
 
 

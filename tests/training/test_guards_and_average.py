@@ -15,7 +15,7 @@ from tests.training.test_run import metrics
 from tests.weights.variants import pairs
 from vembed.errors import RunError, UserError
 from vembed.training.hooks.base import Hook
-from vembed.weights.checkpoints import whole_model
+from vembed.weights.sources import whole_model
 
 COMMON = {
     "model_name": "",

@@ -6,8 +6,8 @@ import pytest
 
 from tests.harness import run_ranks
 from tests.training.test_run import metrics, settings
+from vembed.entrypoints.python_train import train
 from vembed.training.hooks.base import Hook
-from vembed.training.run import train
 
 
 class Notes(Hook):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint import folders as integrity
 
 
 def fake_checkpoint(output_dir, step, content=b"0123456789" * 20):
@@ -63,7 +63,7 @@ def test_another_format_is_not_mistaken_for_damage(tmp_path):
     (folder / integrity.MANIFEST).write_text(
         json.dumps({**content, "sha256": integrity._seal(content)})
     )
-    assert "has format 99, and this vembed reads 2" in integrity.verify(folder)[0]
+    assert "has format 99, and this vembed reads 3" in integrity.verify(folder)[0]
 
 
 def test_each_part_of_the_files_is_looked_at_by_one(tmp_path):

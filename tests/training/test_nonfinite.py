@@ -7,7 +7,7 @@ import vembed
 from tests.training.test_run import metrics, settings
 from vembed.errors import RunError
 from vembed.training.hooks.base import Hook
-from vembed.training.hooks.checks import MAX_SKIPPED_STEPS
+from vembed.training.hooks.metrics import MAX_SKIPPED_STEPS
 
 
 class Breaks(Hook):

@@ -13,8 +13,8 @@ from tests.training.test_integrity import damage, fake_checkpoint
 from tests.training.tiny_run import config_for
 from vembed.config.schema import option_fields
 from vembed.errors import UserError
-from vembed.training.checkpoint import folder as integrity
-from vembed.training.checkpoint.resume import (
+from vembed.training.checkpoint import folders as integrity
+from vembed.training.checkpoint.folders import (
     JUDGES,
     MAY_CHANGE,
     candidates,

@@ -15,18 +15,18 @@ import vembed
 from tests.data.pictures import write
 from tests.harness import run_ranks
 from tests.training.test_run import settings
-from vembed.config.resolved import Decision
+from vembed.config.decisions import Decision
 from vembed.data.examples import Example, ImageRef, Item
 from vembed.errors import UserError
 from vembed.evaluation.dataset import ScoredPairs
 from vembed.parallel import placement, session
 from vembed.parallel.placement import CHECKPOINT, choose_precision
 from vembed.training import trainer
-from vembed.training.checkpoint import folder as integrity
+from vembed.training.checkpoint import folders as integrity
 from vembed.training.fingerprints import of_images
 from vembed.training.optimizer import Update
 from vembed.training.setup import require_same_data
-from vembed.weights.checkpoints import whole_model
+from vembed.weights.sources import whole_model
 
 AUTO = Decision("auto", "auto")
 CPU = torch.device("cpu")

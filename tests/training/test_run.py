@@ -13,7 +13,7 @@ import vembed
 from tests.data.files import write_jsonl
 from tests.tiny import WORDS, shared, tiny_bert
 from vembed.errors import RunError, UserError
-from vembed.training.hooks.checks import mean_cosine
+from vembed.training.hooks.metrics import mean_cosine
 
 NUM_TRAIN, NUM_VAL = 96, 40
 

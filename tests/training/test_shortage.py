@@ -2,39 +2,30 @@
 
 import itertools
 import logging
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import vembed
+from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
 from tests.training.test_run import metrics, settings
 from tests.training.tiny_run import config_for
+from vembed.config.decisions import FsdpConfig
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import FsdpConfig
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError
 from vembed.models.embedding_model import EmbeddingModel
+from vembed.parallel.devices import is_shortage
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import GPUS
-from vembed.parallel.memory import is_shortage
 from vembed.parallel.placement import place
-from vembed.parallel.step_memory import Budget, MemoryGuard, advice, find_budget
+from vembed.parallel.step_memory import Budget, advice, find_budget
 
 H100 = next(one for one in GPUS if one.name == "H100-80GB")
-
-
-@pytest.fixture
-def watched(monkeypatch):
-    """The guard as on a GPU."""
-    original = MemoryGuard.__init__
-
-    def on_a_gpu(self, session):
-        original(self, session)
-        self.active = True
-
-    monkeypatch.setattr(MemoryGuard, "__init__", on_a_gpu)
 
 
 def fail_at(monkeypatch, micro_batches, *, above_rows=0):
@@ -108,7 +99,7 @@ def test_graphs_of_as_many_micro_batches_as_fit_are_kept(
 
 @pytest.mark.parametrize("cache", [True, False])
 @pytest.mark.promise("A15")
-def test_step_is_replayed_with_half_the_budget(cache, tmp_path, monkeypatch, watched):
+def test_step_is_replayed_with_half_the_budget(cache, tmp_path, monkeypatch):
     common = settings(
         tmp_path,
         model_name=str(shared(tiny_bert, dropout=0.0)),
@@ -132,6 +123,31 @@ def test_step_is_replayed_with_half_the_budget(cache, tmp_path, monkeypatch, wat
     assert "micro-batches of 200 tokens instead of 400" in said
 
 
+def two_ranks(folder: Path, failing_calls: set[int]) -> list[float]:
+    """Train on a rank of two, of which rank 1 runs out of memory at some calls of the model. Return the losses."""
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            fail_at(patch, failing_calls)
+        run = settings(
+            folder,
+            model_name=str(shared(tiny_bert, dropout=0.0)),
+            val_data_path=None,
+            max_steps=3,
+            micro_batch_tokens=400,
+            gradient_accumulation_steps=2,
+            use_gradient_cache=True,
+            output_dir=str(folder / f"run-{len(failing_calls)}"),
+        )
+        return metrics(vembed.train(run).output_dir)
+
+
+def test_a_shortage_of_one_rank_is_known_to_all(tmp_path):
+    (plain, _) = run_ranks(two_ranks, 2, tmp_path, set(), process_group=False)
+    failing_calls = {3, 11, 19}
+    (short, _) = run_ranks(two_ranks, 2, tmp_path, failing_calls, process_group=False)
+    assert short == pytest.approx(plain, rel=1e-5)
+
+
 def test_other_errors_are_no_shortage():
     assert not is_shortage(
         RuntimeError(
@@ -142,7 +158,7 @@ def test_other_errors_are_no_shortage():
 
 
 @pytest.mark.promise("D26")
-def test_no_budget_is_small_enough(tmp_path, monkeypatch, watched):
+def test_no_budget_is_small_enough(tmp_path, monkeypatch):
     fail_at(monkeypatch, set(range(1, 100)))
     with pytest.raises(
         RunError, match=r"out of device memory .*2\. micro_batch_tokens.*use_lora: true"

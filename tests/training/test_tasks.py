@@ -15,15 +15,15 @@ from tests.harness import run_ranks
 from tests.losses.batches import check, config_of, make_batch
 from tests.tiny import shared, texts, tiny_bert, tiny_clip
 from tests.training.test_run import metrics
-from vembed.config.entries import DataSource, parse_sampling
 from vembed.config.loading import resolve_run
+from vembed.config.schema import DataSource, parse_sampling
 from vembed.config.terms import (
     source_batch_sizes,
     task_names,
     task_numbers,
 )
 from vembed.data.batching.schedule import BatchSchedule
-from vembed.data_tools.datasets import open_sets
+from vembed.data.datasets import open_sets
 from vembed.evaluation.dataset import RetrievalData
 from vembed.losses.build import build_loss
 

@@ -11,7 +11,7 @@ from tests.training.test_checkpoint import starting
 from tests.training.tiny_run import assert_same, config_for
 from vembed.errors import RunError
 from vembed.training import optimizer as module
-from vembed.training.hooks.checks import Watch
+from vembed.training.hooks.metrics import Watch
 from vembed.training.optimizer import FIRST_SCALE, GradientScale, Outcome, Update
 from vembed.training.trainer import LoopState
 
@@ -36,7 +36,7 @@ def train(run, state, tmp_path, overflows):
             next(one for one in run.model.parameters() if one.grad is not None).grad[
                 0
             ] = torch.inf
-        outcome = update.apply(loss.detach())
+        outcome = update.apply(float(loss.detach()))
         assert outcome.applied is not is_overflow
         state.step += 1
         scales.append(state.scale.value)
@@ -117,7 +117,7 @@ def test_float16_that_overflows_with_the_lowest_scale_stops_the_run(tmp_path):
             next(one for one in run.model.parameters() if one.grad is not None).grad[
                 0
             ] = torch.inf
-            outcomes.append(update.apply(torch.ones(())))
+            outcomes.append(update.apply(1.0))
     assert [one.is_overflow for one in outcomes] == [True, False] and scale.value == 1.0
     watch.on_step(report_of(1, outcomes[0], parts))
     with pytest.raises(

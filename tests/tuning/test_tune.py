@@ -1,13 +1,9 @@
 """vembed tune: the first trial is the config itself, a stopped search goes on, processes share it, the best is YAML."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -20,11 +16,11 @@ from vembed.config.loading import load_config
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, UserError
 from vembed.pipelines import option_search as searching
-from vembed.pipelines.option_search import Range, Search, ranges, run_tune
+from vembed.pipelines.option_search import Search, ranges, run_tune
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tune")
     rows = [
         {"query": word, "positive": f"{word} {other}"}
@@ -48,15 +44,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_search_that_fails_in_the_middle_goes_on(
-    config: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    config, tmp_path, monkeypatch, capsys
+):
     search = Search(str(config), (), tmp_path / "tune", 5)
     original = searching._run
 
-    def killed(search: Search, number: int, *arguments: Any) -> Any:
+    def killed(search, number, *arguments):
         if number == 2:
             raise KeyboardInterrupt
         return original(search, number, *arguments)
@@ -89,9 +82,7 @@ def test_a_search_that_fails_in_the_middle_goes_on(
         run_tune(Search(str(config), ("seed=3",), tmp_path / "tune", 5))
 
 
-def test_a_search_that_goes_on_tries_nothing_twice(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_search_that_goes_on_tries_nothing_twice(config, tmp_path, monkeypatch):
     given = {**yaml.safe_load(config.read_text()), "learning_rate": 1e-4}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(given))
     monkeypatch.setattr(searching, "_run", lambda *arguments: ([0.5], tmp_path))
@@ -108,9 +99,10 @@ def test_a_search_that_goes_on_tries_nothing_twice(
 
 @pytest.mark.parametrize("nproc", ["1", "2"])
 def test_an_interrupted_search_says_how_it_goes_on(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nproc: str
-) -> None:
-    folder, words = tmp_path / "tune", ("epochs=1000", "learning_rate=1e-4")
+    config, tmp_path, monkeypatch, nproc
+):
+    folder = tmp_path / "tune"
+    words = ("epochs=1000", "learning_rate=1e-4")
     given = {
         **yaml.safe_load(config.read_text()),
         "epochs": 1000,
@@ -143,7 +135,7 @@ def test_an_interrupted_search_says_how_it_goes_on(
     assert not list(folder.glob("trial-*/checkpoint-*")), "nothing would read them"
 
 
-def test_a_trial_whose_time_is_up_has_its_score(config: Path, tmp_path: Path) -> None:
+def test_a_trial_whose_time_is_up_has_its_score(config, tmp_path):
     """The limit is on each training, not on the search."""
     words = ("epochs=1000", "max_train_minutes=0.03")
     options = ("temperature",)
@@ -156,7 +148,7 @@ def test_a_trial_whose_time_is_up_has_its_score(config: Path, tmp_path: Path) ->
         run_tune(Search(str(config), other, tmp_path / "other", 2, options))
 
 
-def test_two_processes_share_the_trials(config: Path, tmp_path: Path) -> None:
+def test_two_processes_share_the_trials(config, tmp_path):
     flags = "--trials 6 --options learning_rate,temperature --nproc 2 --output"
     done = command("tune", str(config), *flags.split(), str(tmp_path / "tune"))
     assert done.returncode == 0, done.stderr
@@ -171,9 +163,7 @@ def test_two_processes_share_the_trials(config: Path, tmp_path: Path) -> None:
     assert all(path.is_file() == (len(complete) >= 4) for path in pictures)
 
 
-def test_a_dry_run_shows_ranges_and_writes_nothing(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_shows_ranges_and_writes_nothing(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["tune", str(config), "use_lora=true", "--trials", "9", "--dry-run"]
     done = CliRunner().invoke(app, words)
@@ -193,12 +183,8 @@ def test_a_dry_run_shows_ranges_and_writes_nothing(
     ],
 )
 def test_mistakes_are_said_before_the_first_trial(
-    config: Path,
-    tmp_path: Path,
-    overrides: tuple[str, ...],
-    options: tuple[str, ...],
-    sentence: str,
-) -> None:
+    config, tmp_path, overrides, options, sentence
+):
     folder = tmp_path / "tune"
     with pytest.raises(UserError, match=sentence):
         run_tune(Search(str(config), overrides, folder, 3, options))
@@ -206,8 +192,8 @@ def test_mistakes_are_said_before_the_first_trial(
 
 
 def test_a_file_in_place_of_the_folder_and_a_missing_optuna_are_named(
-    config: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    config, monkeypatch
+):
     with pytest.raises(UserError, match=r"--output .* is a file; give a folder"):
         run_tune(Search(str(config), (), config, 3))
     monkeypatch.setitem(sys.modules, "optuna", None)
@@ -215,12 +201,12 @@ def test_a_file_in_place_of_the_folder_and_a_missing_optuna_are_named(
         run_tune(Search(str(config), (), config, 3))
 
 
-def ranges_with(**options: Any) -> dict[str, Range]:
+def ranges_with(**options):
     base = {"model_name": "m", "data_path": "d", "learning_rate": 1e-4}
     return {entry.option: entry for entry in ranges(TrainConfig(**base, **options))}
 
 
-def test_only_what_has_an_effect_is_searched() -> None:
+def test_only_what_has_an_effect_is_searched():
     assert "temperature" not in ranges_with(loss="cosine")
     assert "batch_size" not in ranges_with(global_batch_size=64)
     start = ranges_with(loss="cosent")["temperature"].start
@@ -230,9 +216,7 @@ def test_only_what_has_an_effect_is_searched() -> None:
 
 
 @pytest.mark.parametrize("start", [0.001, 3.0])
-def test_the_range_of_the_temperature_holds_that_of_the_first_trial(
-    start: float,
-) -> None:
+def test_the_range_of_the_temperature_holds_that_of_the_first_trial(start):
     temperature = ranges_with(temperature=start)["temperature"]
     assert temperature.low <= start <= temperature.high
     assert temperature.low < temperature.high

@@ -1,11 +1,8 @@
 """A bilingual model and its texts: a cipher maps each word of one language to one of the other, and the model's
 embeddings of both differ by what the languages differ in."""
 
-from __future__ import annotations
-
 import random
 import shutil
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +15,7 @@ HALF = len(PLAIN) // 2
 CIPHER = dict(zip(PLAIN[:HALF], PLAIN[HALF : 2 * HALF], strict=True))
 
 
-def bilingual_model(folder: Path, distance: float = 3.0) -> Path:
+def bilingual_model(folder, distance=3.0):
     """A tiny BERT in which an enciphered word is the plain word and a step in one direction."""
     shutil.copytree(shared(tiny_bert_st), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -36,7 +33,7 @@ def bilingual_model(folder: Path, distance: float = 3.0) -> Path:
     return folder
 
 
-def bilingual_texts(count: int, words: int = 4) -> tuple[list[str], list[str]]:
+def bilingual_texts(count, words=4):
     """The same sentences in both languages."""
     draw = random.Random(3)
     plain = [[draw.choice(PLAIN[:HALF]) for _ in range(words)] for _ in range(count)]

@@ -15,8 +15,16 @@ from vembed import Embedder, UserError
 from vembed.cli.main import app
 from vembed.config.schema import TrainConfig
 from vembed.parallel.session import start_session
-from vembed.weights.directions import directions, erasure, linear_probe, projection
-from vembed.weights.edit import edit, pareto_front, read_texts, residual_writers
+from vembed.weights.edit import (
+    directions,
+    edit,
+    erasure,
+    linear_probe,
+    pareto_front,
+    projection,
+    read_texts,
+    residual_writers,
+)
 
 COUNT = 200
 
@@ -61,15 +69,14 @@ def test_directions_and_projection():
 def test_erasure_leaves_one_mean_and_nothing_to_a_linear_probe():
     draw = np.random.default_rng(1)
     mix = draw.normal(size=(8, 8))
-    first, second = (
-        draw.normal(size=(2000, 8)) @ mix,
-        (draw.normal(size=(2000, 8)) + 1) @ mix,
-    )
+    first = draw.normal(size=(2000, 8)) @ mix
+    second = (draw.normal(size=(2000, 8)) + 1) @ mix
     assert (
         linear_probe((first[:1000], second[:1000]), (first[1000:], second[1000:])) > 0.9
     )
     matrix, offset = erasure(first, second, 1.0)
-    one, two = first @ matrix.T + offset, second @ matrix.T + offset
+    one = first @ matrix.T + offset
+    two = second @ matrix.T + offset
     np.testing.assert_allclose(one.mean(axis=0), two.mean(axis=0), atol=0.05)
     assert linear_probe((one[:1000], two[:1000]), (one[1000:], two[1000:])) < 0.55
 
@@ -131,7 +138,8 @@ def test_a_language_is_removed_and_texts_find_each_other_across(
         )
     assert end.value.code == 0
     told = json.loads((tmp_path / "out" / "edit.json").read_text())
-    before, after = told["before"], told["after"]
+    before = told["before"]
+    after = told["after"]
     assert before["probe"] > 0.95
     assert after["probe"] < 0.6
     assert after["across"] > before["across"] + 0.3

@@ -91,7 +91,8 @@ def test_back_to_a_base_with_other_names(models, tmp_path):
         base / "model.safetensors",
     )
     vembed.merge(models[0], tmp_path / "out", base=base, interpolate=0.5)
-    own, found = weights_of(models[0]), weights_of(tmp_path / "out")
+    own = weights_of(models[0])
+    found = weights_of(tmp_path / "out")
     for name in own:
         np.testing.assert_allclose(
             found[name], (own[name] + tensors[name]) / 2, atol=1e-6
@@ -208,7 +209,8 @@ def test_mean_of_the_last_checkpoints_of_a_run(runs, tmp_path):
             base=shared(tiny_bert_st),
         )
     steps = [weights_of(tmp_path / f"m{step}") for step in (2, 3, 4)]
-    final, found = weights_of(run / "final"), weights_of(tmp_path / "out")
+    final = weights_of(run / "final")
+    found = weights_of(tmp_path / "out")
     for name, value in found.items():
         np.testing.assert_allclose(steps[-1][name], final[name], atol=1e-6)
         np.testing.assert_allclose(
@@ -237,7 +239,8 @@ def test_checkpoints_of_a_run_whose_loss_has_learned_weights(tmp_path):
         "task_arithmetic",
         base=shared(tiny_bert_st),
     )
-    final, found = weights_of(tmp_path / "run" / "final"), weights_of(tmp_path / "m2")
+    final = weights_of(tmp_path / "run" / "final")
+    found = weights_of(tmp_path / "m2")
     for name, value in found.items():
         np.testing.assert_allclose(value, final[name], atol=1e-6)
 
@@ -251,7 +254,8 @@ def test_an_adapter_counts_as_the_whole_model(runs, tmp_path):
         weights=[1, 3],
     )
     whole = weights_of(copy_model(str(lora / "final"), tmp_path / "whole", merge=True))
-    base, found = weights_of(shared(tiny_bert_st)), weights_of(tmp_path / "out")
+    base = weights_of(shared(tiny_bert_st))
+    found = weights_of(tmp_path / "out")
     assert any(np.abs(whole[name] - base[name]).max() > 1e-3 for name in base)
     for name, value in found.items():
         np.testing.assert_allclose(value, (whole[name] + 3 * base[name]) / 4, atol=1e-6)
@@ -275,7 +279,8 @@ def test_a_model_saved_by_an_older_transformers_has_position_ids(
     )
     pair = [older, models[1]] if is_first else [models[1], older]
     vembed.merge(pair, tmp_path / "out")
-    one, two = weights_of(models[0]), weights_of(models[1])
+    one = weights_of(models[0])
+    two = weights_of(models[1])
     for name, value in weights_of(tmp_path / "out").items():
         if not name.endswith("position_ids"):
             np.testing.assert_allclose(value, (one[name] + two[name]) / 2, atol=1e-6)

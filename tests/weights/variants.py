@@ -1,10 +1,7 @@
 """Models of one architecture with different weights, and evaluation data for them."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,9 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.tiny import shared, texts, tiny_bert_st
 
 
-def variant(
-    folder: Path, seed: int, *, of: Path | None = None, by: float = 0.05
-) -> Path:
+def variant(folder, seed, *, of=None, by=0.05):
     """A copy of a model with noise on its weights."""
     shutil.copytree(of or shared(tiny_bert_st), folder)
     draw = torch.Generator().manual_seed(seed)
@@ -29,7 +24,7 @@ def variant(
     return folder
 
 
-def pairs(path: Path, count: int = 12) -> Path:
+def pairs(path, count=12):
     """Queries that share words with what they should find."""
     rows = [{"query": text, "positive": f"{text} found"} for text in texts(count)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

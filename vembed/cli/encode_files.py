@@ -17,26 +17,30 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.data.documents import (
+from vembed.data.examples import BadRecord, Item
+from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
+from vembed.data.formats.saved_datasets import is_saved_dataset
+from vembed.data.formats.table import (
+    CODECS,
+    ENDINGS,
+    WAYS_OUT,
+    ending_of,
+    open_reader,
+    unknown_ending,
+    unpacked_copy,
+)
+from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
+from vembed.data.records import (
     ID_FIELDS,
     IMAGE_FIELDS,
     TEXT_FIELDS,
     document_id,
     document_item,
 )
-from vembed.data.examples import BadRecord, Item
-from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
-from vembed.data.formats.copies import CODECS, unpacked_copy
-from vembed.data.formats.opening import WAYS_OUT, open_reader, unknown_ending
-from vembed.data.formats.saved_datasets import is_saved_dataset
-from vembed.data.formats.table import ENDINGS, ending_of
-from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
-from vembed.data.messages import listed
-from vembed.errors import UserError
-from vembed.files import cache_folder
+from vembed.errors import UserError, listed
+from vembed.files import replaced_file
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
-from vembed.saving.durability import replaced_file
 
 FIRST_ROWS = 256
 """Rows that are read and checked before the model is loaded."""
@@ -117,7 +121,7 @@ class EncodeInput:
         if self.is_stdin:
             return self._line_rows(sys.stdin.buffer)
         if self.path.suffix.lower() in CODECS:
-            self.path = unpacked_copy(self.path, cache_folder())
+            self.path = unpacked_copy(self.path)
         with self.path.open("rb") as file:
             self.total = sum(1 for _ in file)
         return self._line_rows(self.path.open("rb"))
@@ -146,7 +150,7 @@ class EncodeInput:
                 raise UserError(
                     f"{self.path} holds several data sets: give one of them, as {saved[0]}"
                 )
-        reader = open_reader(str(self.path), None, "train", cache_folder())
+        reader = open_reader(self.path)
         texts = [self.column] if self.column else [*TEXT_COLUMNS, *IMAGE_FIELDS]
         needed = {*ID_FIELDS, *self.keep, *texts, "title"}
         columns = [name for name in reader.columns or () if name in needed]

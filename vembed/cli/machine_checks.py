@@ -17,14 +17,13 @@ import torch.distributed as dist
 
 from vembed.cli.run_train import Launch, resolve_launch
 from vembed.cli.support import LINE, print_lines
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
-from vembed.config.resolved import ResolvedRun
 from vembed.errors import UserError
 from vembed.models.families.description import describe
 from vembed.models.families.model_files import check_whole_weights, read_tensors
-from vembed.parallel.devices import bf16_instructions
+from vembed.parallel.devices import GIB, bf16_instructions
 from vembed.parallel.launch import num_visible_devices, rank_environments, run_ranks
-from vembed.parallel.memory import GIB
 from vembed.parallel.placement import FITS_SHARE, Placement
 from vembed.parallel.step_memory import MemoryEstimate, ModelSize, measure
 from vembed.pipelines.prediction import FITS, place_here

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from copy import copy
+from dataclasses import fields
 from importlib import import_module
 from typing import Annotated, Any, get_type_hints
 
@@ -16,7 +17,7 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
-from vembed.cli.support import MODE, Command, guarded, open_closed_streams
+from vembed.cli.support import MODE, Command, ModelUse, guarded, open_closed_streams
 
 TRAIN = "Train"
 DATA = "Make and check training data"
@@ -80,7 +81,12 @@ def command_of(name: str, function: Any, **settings: Any) -> Any:
     is what its docstring says of them."""
     about, _, arguments = str(inspect.getdoc(function)).partition("\n\nArgs:\n")
     hints = get_type_hints(function, include_extras=True)
-    parameters = inspect.signature(function).parameters
+    parameters = dict(inspect.signature(function).parameters)
+    run = function
+    if parameters.pop("use", None) is not None:
+        run = with_model_options(function)
+        parameters |= inspect.signature(ModelUse).parameters
+        hints |= get_type_hints(ModelUse, include_extras=True)
     for parameter, text in ARGUMENT.findall(arguments):
         default = parameters[parameter].default
         if not hasattr(hints[parameter], "__metadata__"):
@@ -94,12 +100,23 @@ def command_of(name: str, function: Any, **settings: Any) -> Any:
         declared = copy(declared)  # the type may be that of several commands
         declared.help = " ".join(text.split())
         hints[parameter] = Annotated[hints[parameter].__origin__, declared]
-    function.__annotations__ = hints
+    declared_parameters = []
+    for parameter, declaration in parameters.items():
+        declared_parameters.append(declaration.replace(annotation=hints[parameter]))
+    run.__signature__ = inspect.Signature(declared_parameters)
     command_app = typer.Typer(add_completion=False)
-    command_app.command(name, cls=Command, help=about, context_settings=settings)(
-        function
-    )
+    command_app.command(name, cls=Command, help=about, context_settings=settings)(run)
     return typer.main.get_command(command_app)
+
+
+def with_model_options(function: Any) -> Any:
+    """Return a function that takes the fields of ModelUse beside its own arguments."""
+
+    def run(**arguments: Any) -> Any:
+        values = {field.name: arguments.pop(field.name) for field in fields(ModelUse)}
+        return function(use=ModelUse(**values), **arguments)
+
+    return run
 
 
 def load_command(name: str) -> Any:

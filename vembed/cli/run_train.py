@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.arguments import TrainArguments
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import render, require_earlier_stage, resolve_run
-from vembed.config.paths import data_paths
-from vembed.config.resolved import ResolvedRun
+from vembed.config.rules import data_paths
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
-from vembed.names import exists
+from vembed.names import existing
 from vembed.parallel.environment import GROUP, RankInfo, read_rank_info
 from vembed.parallel.launch import (
     DEFAULT_PORT,
@@ -26,7 +26,7 @@ from vembed.parallel.launch import (
     rank_environments,
     run_ranks,
 )
-from vembed.training.checkpoint.resume import (
+from vembed.training.checkpoint.folders import (
     candidates,
     refuse_own_model,
     require_output_folder,
@@ -100,7 +100,7 @@ def run_train(
         # A mistake in the data is reported after what is known. No data are fetched for a dry run.
         sys.stdout.flush()
         require_output_folder(config.run.output_dir)
-        if all(exists(path) for _, path in data_paths(config.data)):
+        if all(existing(path) for _, path in data_paths(config.data)):
             from vembed.data_tools.data_page import data_facts
 
             sys.stdout.write(f"\n==== data\n{data_facts(config)[0]}")
@@ -117,7 +117,7 @@ def run_train(
     code = 0
     changes = launch.changes or {}
     if rank_info is not None or launch.world_size == 1:
-        from vembed.training.run import train as train_here
+        from vembed.training.trainer import train as train_here
 
         os.environ.update({**changes, **run_variables})
         train_here(run)
@@ -224,10 +224,9 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
     names = {"data_path": "data", "val_data_path": "validation data"}
     files = []
     for option, path in data_paths(data):
-        file = Path(path)
+        file = existing(path)
         size = "not here: a name on the Hub, or a path that is missing"
-        # Unlike Path.exists, False for a name that no file can have.
-        if os.path.exists(file):  # noqa: PTH110
+        if file is not None:
             size = f"{file.stat().st_size:,d} bytes" if file.is_file() else "a folder"
         files.append((names[option], path, size))
     words = ["python", "-m", "vembed.entrypoints.train"]

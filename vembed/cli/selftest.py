@@ -14,7 +14,7 @@ from vembed.config.schema import ModelSection
 from vembed.models import attention
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import ModelDescription
-from vembed.parallel import collectives, memory, parameters
+from vembed.parallel import collectives, devices, parameters
 from vembed.parallel.environment import read_rank_info
 from vembed.parallel.session import Session, start_command_session
 
@@ -132,8 +132,8 @@ def _run(session: Session) -> None:
         )
     _say(rank, "Testing FSDP-aware memory management...")
     with check("memory", rank):
-        memory.fsdp_empty_cache()
-        for line in memory.memory_lines():
+        devices.fsdp_empty_cache()
+        for line in devices.memory_lines():
             _say(rank, line)
         _pass(rank, "* memory: measured on every process, caches emptied together")
 

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from contextvars import ContextVar
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from vembed.config.arguments import TrainArguments
-    from vembed.parallel.session import Session
 
 ConfigArguments = Annotated[
     list[str] | None, Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")
@@ -32,12 +31,6 @@ ConfigArguments = Annotated[
 Nproc = Annotated[
     int,
     Option("--nproc", min=1, help="Processes on this machine that share the work."),
-]
-Strategy = Annotated[
-    Literal["auto", "ddp", "fsdp"],
-    Option(
-        help="ddp: a copy of the model per process, fsdp: a shard, for large models, or auto."
-    ),
 ]
 TrustRemoteCode = Annotated[
     bool,
@@ -48,9 +41,6 @@ AnyModel = Annotated[
     Argument(
         metavar="MODEL", help="A model folder, a Hub name, a run or a checkpoint."
     ),
-]
-WeightsDtype = Annotated[
-    str, Option("--torch-dtype", help="auto, float32, bfloat16 or float16.")
 ]
 ColumnMapping = Annotated[
     str, Option(help="As the option of that name: {question: query}.")
@@ -76,6 +66,53 @@ CheckData = Annotated[
     str | None,
     Option(help="Evaluation data for texts and nDCG. Default: those of the run."),
 ]
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """How a command loads its model and shares its work. These are options of each command with such a parameter."""
+
+    torch_dtype: Annotated[str, Option(help="auto, float32, bfloat16 or float16.")] = (
+        "auto"
+    )
+    trust_remote_code: TrustRemoteCode = False
+    strategy: Annotated[
+        Literal["auto", "ddp", "fsdp"],
+        Option(
+            help="ddp: a copy of the model per process, fsdp: a shard, for large models, or auto."
+        ),
+    ] = "ddp"
+    nproc: Nproc = 1
+
+    def share(self) -> None:
+        """End the command here if other processes are to do its work."""
+        option("torch_dtype", self.torch_dtype)
+        share(self.nproc)
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the folder or Hub name of a model, and options with which it is loaded: the session is one of them."""
+        from vembed.parallel.session import start_command_session
+
+        trust = self.trust_remote_code
+        with (
+            usable_model(name) as path,
+            start_command_session(
+                path, self.strategy, trust_remote_code=trust
+            ) as session,
+        ):
+            yield (
+                path,
+                {
+                    "torch_dtype": option("torch_dtype", self.torch_dtype),
+                    "trust_remote_code": trust,
+                    "session": session,
+                },
+            )
+
+
+ALONE = ModelUse()
+"""One process, and the model as it is stored."""
 
 MODE: ContextVar[Literal["command", "check", "process"]] = ContextVar(
     "mode", default="command"
@@ -207,7 +244,7 @@ def guarded(function: Callable[[], int | None]) -> int:
     except typer.Exit:
         raise
     except Exception as error:
-        from vembed.saving.durability import refusal
+        from vembed.files import refusal
 
         message = refusal(error)
         if message is None:
@@ -270,25 +307,9 @@ def share(nproc: int, **machines: Any) -> None:
 
 
 @contextmanager
-def open_model(
-    name: str, strategy: Literal["auto", "ddp", "fsdp"], *, trust_remote_code: bool
-) -> Iterator[tuple[str, Session]]:
-    """Yield the folder or Hub name of a model, and the session of the processes that use it."""
-    from vembed.parallel.session import start_command_session
-
-    with (
-        usable_model(name) as path,
-        start_command_session(
-            path, strategy, trust_remote_code=trust_remote_code
-        ) as session,
-    ):
-        yield path, session
-
-
-@contextmanager
 def usable_model(name: str) -> Iterator[str]:
     """Yield a model that can be loaded: `name` itself, or a temporary model made from a checkpoint."""
-    from vembed.weights.checkpoints import is_checkpoint, whole_model
+    from vembed.weights.sources import is_checkpoint, whole_model
 
     if not is_checkpoint(Path(name).expanduser()):
         yield name
@@ -315,7 +336,7 @@ def numbers(flag: str, text: str, kind: type = int) -> Any:
 
 def option(name: str, text: str) -> Any:
     """Parse a value like the config option of that name; None for an empty text."""
-    from vembed.config.aliases import canonical
+    from vembed.config.layers import canonical
     from vembed.config.options import all_options
 
     if not text:

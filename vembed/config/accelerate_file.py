@@ -8,12 +8,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import vembed
-from vembed.config.aliases import FIXED_IN_FSDP, as_bool, target_of
-from vembed.config.layers import Layer, Level, plain_layer
+from vembed.config.layers import (
+    FIXED_IN_FSDP,
+    Layer,
+    Level,
+    as_bool,
+    target_of,
+)
 from vembed.config.options import join_words, quoted, yaml_word
 from vembed.config.parsing import Node, read_tree
 from vembed.errors import UserError
-from vembed.names import exists, nearest
+from vembed.names import existing, nearest
 
 Distribution = Literal["single", "ddp", "fsdp"]
 
@@ -68,31 +73,27 @@ class AccelerateFile:
     notes: tuple[str, ...] = ()
 
 
-def presets_folder() -> Path:
-    """Return the folder of the presets."""
-    return Path(vembed.__file__).parent / "configs"
-
-
+PRESETS_FOLDER = Path(vembed.__file__).parent / "configs"
 TRAINING_CONFIGS = ("free_transformer",)
 """Files beside the presets that are training configs."""
 
 
 def preset_names() -> list[str]:
     """Return the names of the presets that `accelerate_config` accepts."""
-    names = {path.stem for path in presets_folder().glob("*.yaml")}
+    names = {path.stem for path in PRESETS_FOLDER.glob("*.yaml")}
     return sorted(names.difference(TRAINING_CONFIGS))
 
 
 def find_accelerate_file(name: str) -> Path:
     """Return the file of a preset name or a path. Raise UserError with the known names if there is none."""
     path = Path(name)
-    if exists(name) and path.is_file() and name not in preset_names():
+    if existing(name) and path.is_file() and name not in preset_names():
         return path
     # `configs/accelerate_fsdp.yaml` names the preset even without a checkout.
     if name in preset_names() or (
         path.stem in preset_names() and path.parent.name == "configs"
     ):
-        return presets_folder() / f"{path.stem}.yaml"
+        return PRESETS_FOLDER / f"{path.stem}.yaml"
     near = nearest(path.stem, preset_names())
     hint = f", did you mean {near!r}?" if near else ""
     raise UserError(
@@ -104,7 +105,7 @@ def read_accelerate_file(name: str) -> AccelerateFile:
     """Read a preset or a file. Unknown keys are errors, also inside fsdp_config, where Accelerate ignores them."""
     path = find_accelerate_file(name)
     source = str(path)
-    if path.parent == presets_folder():
+    if path.parent == PRESETS_FOLDER:
         source = f"configs/{path.name}"
     notes: list[str] = []
     keys = _known_keys(read_tree(path), source, notes)
@@ -168,14 +169,6 @@ def read_accelerate_file(name: str) -> AccelerateFile:
         gpu_ids=None if gpu_ids in ("all", "None") else gpu_ids,
         notes=tuple(notes),
     )
-
-
-def file_layer(file: AccelerateFile, level: Level) -> Layer:
-    """Return the layer of an Accelerate file. The default preset, which nobody has named, gives the FSDP options alone."""
-    options: dict[str, Any] = {"strategy": file.distribution, **file.options}
-    if level is Level.PRESET:
-        options = {name: options[name] for name in options if name.startswith("fsdp_")}
-    return plain_layer(file.source, level, options)
 
 
 def launcher_layer(env: Mapping[str, str]) -> tuple[Layer, list[str]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vembed.config.aliases import BLOCKS, BOOLS, option_of, target_of
+from vembed.config.layers import BLOCKS, BOOLS, option_of, target_of
 from vembed.config.options import all_options, quoted
 from vembed.errors import UserError
 from vembed.names import nearest

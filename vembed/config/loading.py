@@ -15,27 +15,26 @@ import yaml
 
 from vembed.config import rules
 from vembed.config.accelerate_file import (
-    file_layer,
     launcher_layer,
     preset_names,
     read_accelerate_file,
 )
-from vembed.config.entries import DataSource
+from vembed.config.decisions import DEFAULT, ResolvedRun, decide
 from vembed.config.layers import (
     REPLACES,
     Layer,
     Level,
     OptionValue,
     command_line_layer,
+    plain_layer,
 )
 from vembed.config.options import all_options
 from vembed.config.parsing import CoreDumper, Node
-from vembed.config.resolved import DEFAULT, ResolvedRun, decide
-from vembed.config.schema import TrainConfig
+from vembed.config.schema import DataSource, TrainConfig
 from vembed.config.stages import USER_PRESETS, source_layers
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
-from vembed.names import short_name
+from vembed.names import existing, short_name
 
 DEFAULT_PRESET = "accelerate_fsdp"
 """Base of the FSDP options if no file is named."""
@@ -101,13 +100,19 @@ def resolve_run(
     if naming is not None:
         file = read_accelerate_file(naming.values["accelerate_config"].value)
         notes += file.notes
-        files.append(file_layer(file, Level.FILE))
+        options = {"strategy": file.distribution, **file.options}
+        files.append(plain_layer(file.source, Level.FILE, options))
         base = file.source
     if "strategy" in launcher.values:
         base = launcher.name
     elif file is None or file.distribution != "fsdp":
         preset = read_accelerate_file(DEFAULT_PRESET)
-        files.insert(0, file_layer(preset, Level.PRESET))
+        # Nobody has named it: it gives the FSDP options alone.
+        options = {}
+        for name, value in preset.options.items():
+            if name.startswith("fsdp_"):
+                options[name] = value
+        files.insert(0, plain_layer(preset.source, Level.PRESET, options))
         base = preset.source
     notes += launcher_notes
     # More than one config layer: the last one is a stage's block.
@@ -134,15 +139,15 @@ def resolve_run(
         raise UserError("\nalso: ".join(problems))
 
     # The config has what the user has set. The default preset is not part of it: `decide` uses it only if FSDP is on.
-    options = {}
+    set_options = {}
     places = {}
     origins = dict.fromkeys(all_options(), DEFAULT)
     for name, value in values.items():
         if value.level > Level.PRESET:
-            options[name] = value.value
+            set_options[name] = value.value
             places[name] = value.place
             origins[name] = value.source
-    config = TrainConfig(**options)
+    config = TrainConfig(**set_options)
     problems = rules.violations(config, places)
     if problems:
         raise UserError("\nalso: ".join(problems))
@@ -298,36 +303,33 @@ def resolve_paths(
     if file is None:
         return
 
-    def find(name: str, path: str) -> str:
-        """Return the path that one name stands for. It may also be a Hub name or an address, which stays."""
-        beside = file.parent / path
-        try:
-            stays = Path(path).is_absolute() or Path(path).exists()
-            if stays or not beside.exists():
-                return path
-        except (OSError, ValueError):
-            return path  # not a valid file name: the reader of the data reports it
-        notes.append(
-            f"{name}: {path} is not in the current directory; using the one beside "
-            f"{file.name}"
-        )
-        return str(beside)
+    def locate(name: str, value: Any) -> Any:
+        """Return the value of an option with all paths in it resolved: a list, an entry of data_path or one path.
 
-    def find_all(name: str, value: Any) -> Any:
-        """Return the value of an option with all paths in it resolved: a list, an entry of data_path or one path."""
+        A path may also be a Hub name or an address, which stays.
+        """
+        if isinstance(value, list):
+            return [locate(name, entry) for entry in value]
+        if isinstance(value, DataSource):
+            paths = {"path": locate(name, value.path)}
+            if value.val_data_path is not None:
+                paths["val_data_path"] = locate(name, value.val_data_path)
+            return value.model_copy(update=paths)
+        path = str(value)
+        attribute = ""
         if name in CODE_OPTIONS:
-            path, _, attribute = str(value).rpartition(":")
+            path, _, attribute = path.rpartition(":")
             if not path.endswith(".py"):  # package.module:Class
                 return value
-            return f"{find(name, path)}:{attribute}"
-        if isinstance(value, list):
-            return [find_all(name, entry) for entry in value]
-        if isinstance(value, DataSource):
-            paths = {"path": find(name, value.path)}
-            if value.val_data_path is not None:
-                paths["val_data_path"] = find(name, value.val_data_path)
-            return value.model_copy(update=paths)
-        return find(name, value)
+            attribute = f":{attribute}"
+        beside = file.parent / path
+        stays = Path(path).is_absolute() or existing(path)
+        if stays or not existing(beside):
+            return value
+        notes.append(
+            f"{name}: {path} is not in the current directory; using the one beside {file.name}"
+        )
+        return f"{beside}{attribute}"
 
     for name in names:
         value = values.get(name)
@@ -335,7 +337,7 @@ def resolve_paths(
             continue
         # Arguments of the command line are typed in the current directory.
         if value.level is not Level.COMMAND_LINE:
-            values[name] = replace(value, value=find_all(name, value.value))
+            values[name] = replace(value, value=locate(name, value.value))
 
 
 def expand_output_dir(

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from vembed.config.parsing import parse_value
-from vembed.config.schema import option_fields, section_title
+from vembed.config.schema import sections_by_option
 from vembed.config.values import Form
 from vembed.losses.table import with_constraints
 from vembed.names import nearest
@@ -84,7 +84,7 @@ class Option:
 
     def _refusal(self, value: Any, error: ValidationError) -> str:
         # Of a union pydantic lists the problems with each member. The one furthest inside says most.
-        problem = max(error.errors(), key=lambda problem: len(problem["loc"]))
+        problem = max(error.errors(), key=lambda entry: len(entry["loc"]))
         place = self.name
         key = ""
         keys: list[str] = [] if self.entry is None else list(self.entry.model_fields)
@@ -115,10 +115,11 @@ class Option:
 @cache
 def all_options() -> dict[str, Option]:
     """Return every option by name, in the order of the schema."""
-    return {
-        name: field_option(name, field, section_title(name))
-        for name, field in option_fields().items()
-    }
+    options = {}
+    for name, (_, section, field) in sections_by_option().items():
+        title = str(section.model_config["title"])
+        options[name] = field_option(name, field, title)
+    return options
 
 
 def field_option(name: str, field: FieldInfo, section: str = "") -> Option:

@@ -123,7 +123,9 @@ def parse_yaml(text: str, name: str) -> Node:
         raise UserError(f"{name}{where}: not valid YAML: {problem}.") from None
     except (yaml.YAMLError, RecursionError) as error:
         raise UserError(f"{name}: not valid YAML: {error}.") from None
-    tree = Node(None, None) if root is None else _YamlTree(name).node(root, depth=0)
+    tree = Node(None, None)
+    if root is not None:
+        tree = _YamlTree(name).node(root, depth=0)
     if not isinstance(tree.value, dict) or not tree.value:
         problem = "is empty" if root is None else "has no options"
         if isinstance(tree.value, list):
@@ -132,13 +134,17 @@ def parse_yaml(text: str, name: str) -> Node:
     return tree
 
 
-def parse_value(text: str, name: str = "command line") -> Any:
+def parse_value(text: str) -> Any:
     """Parse a value of the command line as YAML; return the text itself if it is not valid YAML."""
     if len(text) > MAX_BYTES:
-        raise UserError(f"{name}: a value of {len(text):,d} characters is too long.")
+        raise UserError(
+            f"command line: a value of {len(text):,d} characters is too long."
+        )
     try:
         root = yaml.compose(text, Loader=CoreLoader)
-        return None if root is None else _YamlTree(name).node(root, depth=0).plain()
+        if root is None:
+            return None
+        return _YamlTree("command line").node(root, depth=0).plain()
     except (yaml.YAMLError, RecursionError, UserError):
         return text
 
@@ -224,7 +230,8 @@ def _scalar(text: str, kind: str) -> Any:
 def parse_toml(text: str, name: str) -> Node:
     """Return the tree of TOML text."""
     # Counted before parsing, since tomllib's time grows with the square of nested keys.
-    most_dots = max(line.partition("=")[0].count(".") for line in text.split("\n"))
+    keys = [line.partition("=")[0] for line in text.split("\n")]
+    most_dots = max(key.count(".") for key in keys)
     if most_dots > MAX_DEPTH or text.count("=") > MAX_TOML_KEYS:
         raise UserError(
             f"{name}: more than {MAX_TOML_KEYS:,d} keys, or nested deeper than {MAX_DEPTH} levels."

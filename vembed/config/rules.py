@@ -1,4 +1,4 @@
-"""Rules between options, and remarks on options without effect. None needs a model or a device.
+"""Rules between options, remarks on options without effect, and paths that are missing. None needs a model or a device.
 
 A rule yields one sentence: what is wrong, the values, what to do. The places of the options
 that it names are added to it.
@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
+from typing import Any
 
 from vembed.config.options import all_options, yaml_word
 from vembed.config.schema import (
+    AdapterSection,
     BatchSection,
     DataSection,
     EvaluationSection,
+    MatryoshkaSection,
+    ModelSection,
     ObjectiveSection,
+    OptimizerSection,
     RunSection,
     TrainConfig,
 )
@@ -25,12 +30,14 @@ from vembed.config.terms import (
     has_tasks,
     listed_teachers,
     loss_names,
-    loss_terms,
     needed_teachers,
     run_terms,
 )
+from vembed.config.values import RESULT_OF
+from vembed.errors import UserError
 from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, SCORES
-from vembed.losses.table import LOSSES, loss_options, read_options
+from vembed.losses.table import LOSS_OPTIONS, LOSSES, read_options
+from vembed.names import existing, is_address, is_hub_model, is_pattern, similar_path
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
 
@@ -74,19 +81,25 @@ LOWEST_USUAL_ADAPTER_RATE = 1e-4
 def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     """Return a sentence for each rule that a config breaks, with the places where its options were set."""
     sentences = []
+    options = config.options()
+    objective = config.objective
     data = config.data
+    batch = config.batch
+    dims = config.matryoshka.mrl_dims
+    terms = run_terms(objective, data, config.model.model_name)
     for rules in (
-        _value_rules(config),
-        _model_rules(config),
-        _loss_rules(config),
-        _source_rules(data, config.batch),
-        _reranker_rules(config),
+        _value_rules(options),
+        _model_rules(config.model, config.adapters, batch.cache_frozen_features),
+        _size_rules(config.matryoshka, batch, config.optimizer),
+        _loss_rules(objective, data, terms, dims if isinstance(dims, list) else []),
+        _source_rules(data, batch),
+        _task_rules(options, terms),
         _evaluation_rules(config.evaluation, config.run, data),
         _file_rules(config.run, data, config.logging.log_file),
     ):
         for sentence in rules:
             names = set(re.findall(r"\w+", sentence))
-            if names & {"loss", *loss_options()}:
+            if names & {"loss", *LOSS_OPTIONS}:
                 names.add("losses")  # an entry may have set it
             where = [f"{name}: {places[name]}" for name in places if name in names]
             sentences.append(f"{sentence} ({'; '.join(where)})" if where else sentence)
@@ -97,8 +110,7 @@ MAX_NAME_BYTES = 255
 """Longest name of a file or folder on common file systems."""
 
 
-def _value_rules(config: TrainConfig) -> Iterator[str]:
-    options = config.options()
+def _value_rules(options: Mapping[str, Any]) -> Iterator[str]:
     for name in ("model_name", "data_path", "output_dir"):
         if options[name] in ("", []):
             yield f"{name} is empty: give it a value"
@@ -112,28 +124,15 @@ def _value_rules(config: TrainConfig) -> Iterator[str]:
             json.dumps(value, ensure_ascii=False, default=dict).encode()
         except UnicodeEncodeError:
             yield f"{name} has a lone surrogate, which no file can hold: write it as UTF-8"
-    steps = config.logging.profile_steps
+    steps = options["profile_steps"]
     if steps is not None and (len(steps) != 2 or steps[0] > steps[1]):
         yield f"profile_steps: {steps} must be two numbers, the first and the last step: [10, 12]"
 
 
-def _model_rules(config: TrainConfig) -> Iterator[str]:
-    """Rules on the model, its adapters and sizes, the batch and the optimizer."""
-    model = config.model
-    batch = config.batch
-    # Given, with whatever value: whoever writes both believes that both count.
-    if batch.global_batch_size is not None and "batch_size" in config.explicit_options:
-        yield (
-            f"batch_size: {batch.batch_size:,d} (per process) and global_batch_size: {batch.global_batch_size:,d} (over "
-            "all processes) are two ways to say one thing: keep one of them"
-        )
-    warmup = config.optimizer.warmup_steps
-    max_steps = config.optimizer.max_steps
-    if isinstance(warmup, int) and warmup > (max_steps or warmup):
-        yield (
-            f"warmup_steps: {warmup:,d} is more than max_steps: {max_steps:,d}, so the learning rate would never reach "
-            "its peak: use fewer warm-up steps"
-        )
+def _model_rules(
+    model: ModelSection, adapters: AdapterSection, caches_features: bool
+) -> Iterator[str]:
+    """Rules on the model, its towers, adapters and frozen parts."""
     second = model.image_model_name
     if model.model_family == "composed" and second is None:
         yield "model_family: composed needs a second tower: give image_model_name the model that encodes images"
@@ -146,21 +145,40 @@ def _model_rules(config: TrainConfig) -> Iterator[str]:
     largest = model.max_pixels
     if smallest is not None and largest is not None and smallest > largest:
         yield f"min_pixels: {smallest:,d} is more than max_pixels: {largest:,d}: exchange them"
-    quantized = config.adapters.quantize_weights
-    if quantized == "nf4" and not config.adapters.use_lora:
+    quantized = adapters.quantize_weights
+    if quantized == "nf4" and not adapters.use_lora:
         yield "quantize_weights: nf4 (use_qlora: true) holds weights that are not trained: set use_lora: true"
-    if quantized == "int8" and config.adapters.use_lora:
+    if quantized == "int8" and adapters.use_lora:
         yield (
             "quantize_weights: int8 rounds weights that are trained, and use_lora: true trains adapters beside weights "
             "that are not: keep one of them"
         )
-    if batch.cache_frozen_features and not config.adapters.freeze:
+    if caches_features and not adapters.freeze:
         yield (
             "cache_frozen_features: true needs a tower of which nothing is trained, and this run trains all: freeze one "
             "(freeze: [vision] or [text]), or set it to false"
         )
-    dims = config.matryoshka.mrl_dims
-    weights = config.matryoshka.mrl_weights
+
+
+def _size_rules(
+    matryoshka: MatryoshkaSection, batch: BatchSection, optimizer: OptimizerSection
+) -> Iterator[str]:
+    """Rules on Matryoshka sizes, the batch and the warm-up."""
+    # Given, with whatever value: whoever writes both believes that both count.
+    if batch.global_batch_size is not None and "batch_size" in batch.model_fields_set:
+        yield (
+            f"batch_size: {batch.batch_size:,d} (per process) and global_batch_size: {batch.global_batch_size:,d} (over "
+            "all processes) are two ways to say one thing: keep one of them"
+        )
+    warmup = optimizer.warmup_steps
+    max_steps = optimizer.max_steps
+    if isinstance(warmup, int) and warmup > (max_steps or warmup):
+        yield (
+            f"warmup_steps: {warmup:,d} is more than max_steps: {max_steps:,d}, so the learning rate would never reach "
+            "its peak: use fewer warm-up steps"
+        )
+    dims = matryoshka.mrl_dims
+    weights = matryoshka.mrl_weights
     if weights is not None and not isinstance(dims, list):
         yield f"mrl_weights: {weights} needs mrl_dims: say which sizes they are for"
     if not isinstance(dims, list):
@@ -176,10 +194,12 @@ def _model_rules(config: TrainConfig) -> Iterator[str]:
         yield f"mrl_dims: {dims} names a size twice: keep it once"
 
 
-def _loss_rules(config: TrainConfig) -> Iterator[str]:
-    objective = config.objective
-    data = config.data
-    start_model = config.model.model_name
+def _loss_rules(
+    objective: ObjectiveSection,
+    data: DataSection,
+    terms: Sequence[Term],
+    mrl_dims: list[int],
+) -> Iterator[str]:
     if objective.losses == []:
         yield "losses is an empty list: name a loss in it"
     # A config that a run has written names every option, and `loss` with its default.
@@ -190,14 +210,14 @@ def _loss_rules(config: TrainConfig) -> Iterator[str]:
     if SCORES in labels:
         yield f"teachers: the name {SCORES!r} stands for scores in the data: choose another"
     # Without those of single sources.
-    for name in loss_names(loss_terms(objective, start_model)):
+    run_losses = [entry.loss for entry in objective.losses or []]
+    for name in dict.fromkeys(run_losses or [objective.loss]):
         if data.max_negatives == 0 and LOSSES[name].negatives == "each":
             yield f"loss: {name} needs hard negatives in every record, and max_negatives: 0 leaves none: raise it"
-    terms = run_terms(objective, data, start_model)
-    dims = config.matryoshka.mrl_dims
     for term in terms:
-        yield from _term_rules(term, dims if isinstance(dims, list) else [])
-    if data.mine is not None and all(term.loss.negatives == "unread" for term in terms):
+        yield from _term_rules(term, mrl_dims)
+    reads_negatives = any(term.loss.negatives != "unread" for term in terms)
+    if data.mine is not None and not reads_negatives:
         yield f"mine adds hard negatives, and {_names(objective, terms)} reads none: use loss: infonce, or leave mine out"
     if any(term.teacher == SCORES for term in terms):
         for option in ("mine", "in_batch_negatives"):
@@ -266,16 +286,15 @@ def _source_rules(data: DataSection, batch: BatchSection) -> Iterator[str]:
         yield "sampling: round_robin takes a batch of each source in turn: set homogeneous_batches: true"
 
 
-def _reranker_rules(config: TrainConfig) -> Iterator[str]:
+def _task_rules(options: Mapping[str, Any], terms: Sequence[Term]) -> Iterator[str]:
     """Options that go only with one of the two tasks."""
-    options = config.options()
     # By value: a config that a run has written names every option.
     changed = [
         name
         for name, option in all_options().items()
         if options[name] != option.default
     ]
-    if config.model.task == "embed":
+    if options["task"] == "embed":
         for name in RERANKER_OPTIONS.split():
             if name in changed:
                 yield f"{name} is for rerankers: set task: rerank, or leave it out"
@@ -284,7 +303,7 @@ def _reranker_rules(config: TrainConfig) -> Iterator[str]:
         if name in changed:
             yield f"{name}: {options[name]} does not go with task: rerank, because {reason}: leave it out"
     known = [name for name, loss in LOSSES.items() if loss.reads_lists]
-    for term in run_terms(config.objective, config.data, config.model.model_name):
+    for term in terms:
         loss = term.loss
         if loss.name not in known:
             yield (
@@ -345,9 +364,7 @@ def _file_rules(run: RunSection, data: DataSection, log_file: str) -> Iterator[s
         )
     # A run replaces or cuts its own files, so data must not be among them.
     output = Path(run.output_dir).absolute()
-    paths = [("data_path", source.path) for source in data.sources()]
-    paths.append(("val_data_path", data.val_data_path or ""))
-    for option, name in paths:
+    for option, name in data_paths(data):
         path = Path(name).absolute()
         if output not in path.parents or not path.exists():
             continue
@@ -381,20 +398,18 @@ def remarks(config: TrainConfig) -> list[str]:
     for switch, names in NEEDED_BY.items():
         if not values[switch]:
             unread[f"without {switch}"] = set(names.split())
-    of_losses = {*loss_options(), "max_negatives"}
+    of_losses = {*LOSS_OPTIONS, "max_negatives"}
     for term in terms:
         # A guide or a teacher may serve one of several losses, so one that reads it is enough.
         of_losses -= read_options(term.loss.name)
     unread[f"with {_names(config.objective, terms)}"] = of_losses
-    of_optimizers = {name for kind in OPTIMIZERS.values() for name in kind.options}
-    of_optimizers -= OPTIMIZERS[optimizer.optim].options
-    unread[f"with optim: {optimizer.optim}"] = of_optimizers
-    of_trackers = {name for kind in TRACKERS.values() for name in kind.options}
-    for name in config.logging.report_to:
-        of_trackers -= TRACKERS[name].options
-    trackers = ", ".join(config.logging.report_to) or "none"
+    optim = optimizer.optim
+    unread[f"with optim: {optim}"] = _options_of_others(OPTIMIZERS, [optim])
+    report_to = config.logging.report_to
+    trackers = ", ".join(report_to) or "none"
+    of_trackers = _options_of_others(TRACKERS, report_to)
     unread[f"with report_to: {trackers}"] = of_trackers
-    if not config.data.has_validation:
+    if not data.has_validation:
         of_evaluation = {"eval_before", "eval_metric"}
         for name in ("eval_steps", "patience"):
             if isinstance(values[name], int):
@@ -415,7 +430,7 @@ def remarks(config: TrainConfig) -> list[str]:
                     f"{name}: {yaml_word(values[name])} has no effect {reason}"
                 )
     for number, entry in enumerate(config.objective.losses or [], 1):
-        for name in sorted(loss_options().keys() - read_options(entry.loss)):
+        for name in sorted(LOSS_OPTIONS.keys() - read_options(entry.loss)):
             value = getattr(entry, name)
             if value is not None:
                 lines.append(
@@ -468,8 +483,83 @@ def remarks(config: TrainConfig) -> list[str]:
     return lines
 
 
-def _names(objective: ObjectiveSection, terms: list[Term]) -> str:
+def _options_of_others(kinds: Mapping[str, Any], chosen: Sequence[str]) -> set[str]:
+    """Return the options that declared kinds read, and none of the chosen ones."""
+    options = set()
+    for kind in kinds.values():
+        options |= kind.options
+    for name in chosen:
+        options -= kinds[name].options
+    return options
+
+
+def _names(objective: ObjectiveSection, terms: Sequence[Term]) -> str:
     names = loss_names(terms)
     if len(names) == 1 and objective.losses is None:
         return f"loss: {names[0]}"
     return f"losses: {', '.join(names)}"
+
+
+# ---- paths that are missing
+
+
+def data_paths(data: DataSection) -> list[tuple[str, str]]:
+    """Return the option and the path of each source of data."""
+    sources = data.sources()
+    paths = [("data_path", source.path) for source in sources]
+    for source in sources:
+        if source.val_data_path is not None:
+            paths.append(("val_data_path", source.val_data_path))
+    if data.val_data_path:
+        paths.append(("val_data_path", data.val_data_path))
+    return paths
+
+
+def missing_path(option: str, path: str) -> str | None:
+    """Return a sentence about data that are not here and no name on the Hub, pattern or address; otherwise None."""
+    if existing(path) or is_pattern(path) or is_address(path):
+        return None
+    from vembed.data.formats.table import is_hub_dataset  # loads the formats' libraries
+
+    if is_hub_dataset(path):
+        return None
+    return f"{option}: {path} does not exist (looked from {Path.cwd()}){similar_path(path)}"
+
+
+def is_inside(path: str, folders: Sequence[Path]) -> bool:
+    """Return whether a path is in one of the folders, none of which need be there yet."""
+    return any(
+        Path(path).absolute().is_relative_to(folder.absolute()) for folder in folders
+    )
+
+
+def require_paths(
+    model: ModelSection,
+    data: DataSection,
+    origins: Mapping[str, str],
+    made: Sequence[Path] = (),
+) -> None:
+    """Raise UserError if a file or folder is missing that a run would look for. `made`: folders that will be there when
+    the run begins."""
+    problems = []
+    for option, path in data_paths(data):
+        sentence = None if is_inside(path, made) else missing_path(option, path)
+        if sentence is not None:
+            problems.append(sentence)
+    folder = model.model_name
+    is_given_elsewhere = (
+        folder == model.model_class
+        or RESULT_OF in origins["model_name"]
+        or is_inside(folder, made)
+    )
+    if not existing(folder) and not is_hub_model(folder) and not is_given_elsewhere:
+        problems.append(
+            f"model_name: {folder} is not a folder (looked from {Path.cwd()}); give an existing folder or a Hub name "
+            f"such as org/model{similar_path(folder)}"
+        )
+    if data.image_root is not None and not existing(data.image_root):
+        problems.append(
+            f"image_root: {data.image_root} does not exist (looked from {Path.cwd()})"
+        )
+    if problems:
+        raise UserError("\nalso: ".join(problems))

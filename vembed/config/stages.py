@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from vembed.config.layers import Layer, Level, plain_layer
+from vembed.config.layers import Layer, Level, option_of, plain_layer
 from vembed.config.parsing import Node, source_tree, tree_of_mapping
 from vembed.config.schema import TrainConfig
 from vembed.config.values import RESULT_OF
@@ -173,6 +173,31 @@ def source_layers(
     return [Layer(name).take_all(keys)], presets.value
 
 
+def values_by_option(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the values of `key=value` words by option, whichever of its names is written; of several the last one."""
+    values = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        values[option_of(key) or key] = value
+    return values
+
+
+def chosen_pipeline(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    stage: str | None = None,
+) -> Pipeline | None:
+    """Return the steps to run; None where it is one training: no stages, or one of them by name."""
+    options = values_by_option(overrides)
+    pipeline = read_pipeline(source, options.get("output_dir"))
+    name = stage or options.get("stage")
+    if pipeline is None or name is None:
+        return pipeline
+    # A name that no step has counts as a training, which refuses it with the names that there are.
+    kinds = [step.kind for step in pipeline.steps if step.name == name]
+    return None if kinds in ([], ["train"]) else pipeline
+
+
 def read_pipeline(
     source: str | Path | Mapping[str, Any], root: str | None = None
 ) -> Pipeline | None:
@@ -220,13 +245,14 @@ def _blocks(node: Node, name: str) -> list[tuple[str | None, dict[str, Node]]]:
             where = f"{name}, line {line}" if line else name
             raise UserError(f"{where}: stage {step_name or number} must hold options")
         block = dict(entry.value)
-        own_name = None if step_name else block.pop("name", None)
-        blocks.append((str(own_name.plain()) if own_name else step_name, block))
+        name_node = None if step_name else block.pop("name", None)
+        stage_name = step_name if name_node is None else str(name_node.plain())
+        blocks.append((stage_name, block))
     return blocks
 
 
 def _step(
-    given_name: str | None,
+    stage_name: str | None,
     block: dict[str, Node],
     source: str,
     before: list[Step],
@@ -242,7 +268,7 @@ def _step(
             kind = other
     number = len(before) + 1
     separator = "" if kind == "train" else "-"
-    name = given_name or f"{kind}{separator}{number}"
+    name = stage_name or f"{kind}{separator}{number}"
     earlier = [step.name for step in before]
     if name in earlier:
         raise UserError(

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vembed.config.entries import DataSource, LossTerm, Teacher
 from vembed.config.schema import (
     BatchSection,
     DataSection,
+    DataSource,
+    LossTerm,
     ModelSection,
     ObjectiveSection,
+    Teacher,
 )
 from vembed.losses.declaration import SCORES, Loss
 from vembed.losses.table import LOSSES

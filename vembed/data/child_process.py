@@ -10,28 +10,45 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import IO, Any
 
 
-def start_child(
-    code: str,
-    *arguments: str,
-    environment: dict[str, str] | None = None,
-    **options: Any,
-) -> subprocess.Popen[bytes]:
-    """Start a process that runs this code, and finds modules where this process does."""
-    paths = os.pathsep.join(path for path in sys.path if path)
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": paths, **(environment or {})},
-        **options,
-    )
+class Child:
+    """A process that runs some code, and finds modules where this process does."""
+
+    def __init__(
+        self, code: str, environment: Mapping[str, str] = os.environ, **options: Any
+    ) -> None:
+        """`options`: of subprocess.Popen."""
+        paths = os.pathsep.join(path for path in sys.path if path)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**environment, "PYTHONPATH": paths},
+            **options,
+        )
+
+    def send(self, message: object) -> None:
+        """Send a job. Raises BrokenPipeError if the process has ended."""
+        assert self.process.stdin is not None
+        send(self.process.stdin, message)
+
+    def receive(self) -> Any:
+        """Return the next answer. Raises EOFError if the process has ended."""
+        assert self.process.stdout is not None
+        return pickle.load(self.process.stdout)  # from this process's own child
+
+    def close(self) -> None:
+        """End the process, close the pipes, and wait."""
+        self.process.kill()
+        with self.process:
+            pass
 
 
 def send(file: IO[bytes], message: object) -> None:
-    """Write a message. Raises BrokenPipeError if the other process has ended."""
+    """Write a message."""
     pickle.dump(message, file)
     file.flush()
 

@@ -13,8 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from vembed.config.entries import DataSource
-from vembed.config.schema import DataSection, ObjectiveSection
+from vembed.config.schema import (
+    DataSection,
+    DataSource,
+    ObjectiveSection,
+    sources_of,
+)
 from vembed.config.terms import (
     lacks_comparisons,
     loss_names,
@@ -23,25 +27,25 @@ from vembed.config.terms import (
     run_terms,
 )
 from vembed.data.batching.schedule import ContentKeys, next_of_class
-from vembed.data.cache import change_since, short_hash
-from vembed.data.columns import LABEL, Columns, is_conversation
-from vembed.data.examples import BadRecord, Example, ReadAs
-from vembed.data.first_pass import NUM_NAMED, Index, cached_index
-from vembed.data.formats.base import Format
-from vembed.data.formats.opening import open_reader
-from vembed.data.formats.saved_datasets import Role
-from vembed.data.images.files import ImageRoot
-from vembed.data.messages import joined, listed
-from vembed.data.misreadings import (
+from vembed.data.columns import (
+    LABEL,
+    Columns,
     classes_as_scores,
+    is_conversation,
     taken_for_texts,
     unread_judgement,
     unread_negatives,
     unread_prompt,
 )
+from vembed.data.examples import BadRecord, Example, ReadAs
+from vembed.data.first_pass import NUM_NAMED, Index, cached_index
+from vembed.data.formats.base import Format
+from vembed.data.formats.saved_datasets import Role
+from vembed.data.formats.table import open_reader
+from vembed.data.images.files import ImageRoot
 from vembed.data.records import RecordFormat
-from vembed.errors import UserError
-from vembed.files import cache_folder
+from vembed.errors import UserError, joined, listed
+from vembed.files import change_since, short_hash
 from vembed.losses.table import LOSSES
 
 NUM_INSPECTED = 20
@@ -320,42 +324,62 @@ class ExampleStore:
 
 def open_examples(
     data: DataSection,
-    path_spec: str | Sequence[str | DataSource],
+    paths: str | Sequence[str | DataSource],
     objective: ObjectiveSection | None = None,
     *,
     model_name: str = "",
     role: Role = "train",
-    cache_dir: Path | None = None,
 ) -> ExampleStore:
-    """Check every record of `path_spec` and return the good ones. Raise UserError with the first ten bad ones.
+    """Check every record of `paths` and return the good ones. Raise UserError with the first ten bad ones.
 
     `objective` and `model_name` say what the losses need; without them, it is the default loss. For validation data,
     `max_train_examples`, `max_negatives` and the requirements of the loss do not apply.
     """
-    specs = [path_spec] if isinstance(path_spec, str) else path_spec
-    if not specs:
-        raise UserError(
-            "data_path is an empty list: name at least one file, folder or dataset"
-        )
+    entries = sources_of(paths)
     objective = objective or ObjectiveSection()
     is_training = role == "train"
     sources = []
-    for spec in specs:
-        entry = DataSource(path=spec) if isinstance(spec, str) else spec
-        # A mapping for several files need not match each of them; validation data may use vembed's own names.
-        is_only_one = len(specs) == 1 and is_training
-        may_miss = not is_only_one and entry.column_mapping is None
-        sources.append(
-            _open_source(
-                data,
-                entry,
-                objective,
-                model_name,
-                role,
-                cache_dir or cache_folder(),
-                may_miss=may_miss,
-            )
+    for entry in entries:
+        terms = loss_terms(objective, model_name, entry)
+        losses = loss_names(terms)
+        requirements: dict[str, Any] = {}
+        takes_texts = False
+        if is_training:
+            max_negatives = entry.max_negatives
+            if max_negatives is None:
+                max_negatives = data.max_negatives
+            needs_cosines = any(term.loss.needs_cosine_scores for term in terms)
+            takes_texts = all(LOSSES[loss].records == "texts" for loss in losses)
+            requirements = {
+                "losses": losses,
+                "max_negatives": max_negatives,
+                "bounded_scores": needs_cosines and objective.similarity == "cosine",
+                "gets_negatives": data.adds_negatives(),
+            }
+        # Validation data may use vembed's own names.
+        records = open_records(
+            data,
+            entry,
+            role,
+            may_miss=not is_training or len(entries) > 1,
+            texts_alone=takes_texts,
+            with_keys=is_training and data.no_duplicates,
+            **requirements,
         )
+        read_as = ReadAs(entry.query_prompt, entry.document_prompt, entry.max_length)
+        source = _Source(
+            **vars(records),
+            entry=entry,
+            size=len(records),
+            read_as=read_as,
+            reads_scores=reads_scores(terms),
+        )
+        sources.append(source)
+    refuse_bad_sources(
+        sources,
+        on_bad_record=data.on_bad_record,
+        purpose="train" if is_training else "evaluate",
+    )
     terms = run_terms(objective, data, model_name)
     has_negatives = any(source.index.counts["negatives"] for source in sources)
     if (
@@ -364,25 +388,19 @@ def open_examples(
         and not data.in_batch_negatives
         and lacks_comparisons(terms)
         and not has_negatives
-        and any(map(len, sources))
     ):
         raise UserError(
             f"loss: {' and '.join(sorted(loss_names(terms)))} compares a positive with the hard negatives of its "
             "record, and no record has one, so that the loss would be 0 at every step: `vembed mine` adds some; kl "
             "with distill_candidates: batch, embedding and relational need none"
         )
-    refuse_bad_records(
-        sources,
-        on_bad_record=data.on_bad_record,
-        purpose="train" if is_training else "evaluate",
-    )
     # Each source may lack names of the run's mapping, which serves all of them.
     missing = []
     for source in sources:
         if source.entry.column_mapping is None:
             missing.append(set(source.index.missing))
     names = sorted(set.intersection(*missing)) if missing else []
-    if is_training and len(specs) > 1 and names:
+    if is_training and len(entries) > 1 and names:
         hints = [source.form.columns.nearest() for source in sources]
         raise UserError(
             f"column_mapping names {listed(names)}, which no record of any source has{max(hints)}"
@@ -407,68 +425,29 @@ def open_examples(
     return ExampleStore(sources, short_hash(options, identities))
 
 
-def _open_source(
-    data: DataSection,
-    entry: DataSource,
-    objective: ObjectiveSection,
-    model_name: str,
-    role: Role,
-    cache: Path,
-    *,
-    may_miss: bool,
-) -> _Source:
-    terms = loss_terms(objective, model_name, entry)
-    is_training = role == "train"
-    losses = loss_names(terms) if is_training else ()
-    mapping = entry.column_mapping
-    if mapping is None:
-        mapping = data.column_mapping
-    max_negatives = entry.max_negatives
-    if max_negatives is None:
-        max_negatives = data.max_negatives
-    needs_cosines = any(term.loss.needs_cosine_scores for term in terms)
-    columns = Columns(
-        mapping,
-        may_miss=may_miss,
-        texts_alone=is_training
-        and all(LOSSES[loss].records == "texts" for loss in losses),
-    )
-    records = open_records(
-        data,
-        entry,
-        columns,
-        role,
-        cache,
-        with_keys=is_training and data.no_duplicates,
-        losses=losses,
-        max_negatives=max_negatives if is_training else None,
-        bounded_scores=is_training
-        and needs_cosines
-        and objective.similarity == "cosine",
-        gets_negatives=data.adds_negatives(),
-    )
-    return _Source(
-        **vars(records),
-        entry=entry,
-        size=len(records),
-        read_as=ReadAs(entry.query_prompt, entry.document_prompt, entry.max_length),
-        reads_scores=reads_scores(terms),
-    )
-
-
 def open_records(
     options: Any,
     entry: DataSource,
-    columns: Columns,
     role: Role,
-    cache: Path,
     *,
+    may_miss: bool,
+    texts_alone: bool = False,
+    reads_all: bool = False,
     with_keys: bool = False,
     **requirements: Any,
 ) -> Records:
-    """Check every record of one source. `options`: `image_root`, `allow_image_urls` and `retrieval_mode` of a run or of
-    a command on data. `requirements`: of the losses, for `RecordFormat`."""
-    reader = open_reader(entry.path, columns, role, cache)
+    """Check every record of one source. `options`: `image_root`, `allow_image_urls`, `retrieval_mode` and
+    `column_mapping` of a run or of a command on data. `may_miss`: their column mapping may have names that the source
+    lacks. `requirements`: of the losses, for `RecordFormat`."""
+    mapping = entry.column_mapping
+    if mapping is None:
+        mapping = options.column_mapping
+    else:
+        may_miss = False
+    columns = Columns(
+        mapping, may_miss=may_miss, texts_alone=texts_alone, reads_all=reads_all
+    )
+    reader = open_reader(entry.path, columns, role)
     # Before reading: a change during the pass is noticed too.
     files = {path: path.stat() for path in reader.files()}
     images = ImageRoot(
@@ -481,40 +460,58 @@ def open_records(
         numbers_in_text=reader.numbers_are_text,
         **requirements,
     )
-    identity = [reader.name, columns.mapping, options.retrieval_mode, images.folder]
-    identity += [images.allow_urls, type(columns).__name__, requirements]
-    index = cached_index(reader, form, cache, identity, with_keys=with_keys)
-    if index.missing and not columns.may_miss:
+    identity = [reader.name, mapping, options.retrieval_mode, images.folder]
+    identity += [images.allow_urls, texts_alone, reads_all, requirements]
+    index = cached_index(reader, form, identity, with_keys=with_keys)
+    if index.missing and not may_miss:
         raise UserError(
             f"{reader.name}: column_mapping names {listed(index.missing)}, which no record has{columns.nearest()}"
         )
     return Records(entry.name or entry.path, reader, form, index, images.folder, files)
 
 
-def refuse_bad_records(
+def refuse_bad_sources(
     sources: Sequence[Records], *, on_bad_record: str, purpose: str
 ) -> None:
     """Raise UserError with the first bad records, unless they are left out; and for a source without a good one."""
-    num_bad = sum(source.index.num_bad for source in sources)
-    num_good = sum(map(len, sources))
     problems: list[str] = []
     for source in sources:
         problems += source.index.problems
-    problems = problems[:NUM_NAMED]
-    if num_bad and (on_bad_record == "stop" or not num_good):
-        lines = joined(problems)
-        if num_bad > len(problems):
-            lines.append(f"and {num_bad - len(problems):,d} more")
-        way_out = "fix them, or set on_bad_record: skip to leave them out"
-        if not num_good:
-            way_out = f"there is nothing to {purpose} on"
-        raise UserError(
-            f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, {way_out}:\n  "
-            + "\n  ".join(lines)
-        )
+    refuse_bad_records(
+        problems,
+        num_bad=sum(source.index.num_bad for source in sources),
+        num_good=sum(map(len, sources)),
+        on_bad_record=on_bad_record,
+        purpose=purpose,
+    )
     for source in sources:
         if not len(source):
             reason = "no records"
             if source.index.problems:
                 reason = f"no record that can be used: {source.index.problems[0]}"
             raise UserError(f"{source.reader.name} holds {reason}")
+
+
+def refuse_bad_records(
+    problems: Sequence[str],
+    *,
+    num_bad: int,
+    num_good: int,
+    on_bad_record: str,
+    purpose: str,
+) -> None:
+    """Raise UserError if there are bad records, unless they are left out and others are good. `problems`: of at least
+    the first ones."""
+    if not num_bad or (num_good and on_bad_record != "stop"):
+        return
+    named = problems[:NUM_NAMED]
+    lines = joined(named)
+    if num_bad > len(named):
+        lines.append(f"and {num_bad - len(named):,d} more")
+    way_out = "fix them, or set on_bad_record: skip to leave them out"
+    if not num_good:
+        way_out = f"there is nothing to {purpose} on"
+    raise UserError(
+        f"{num_bad:,d} of {num_bad + num_good:,d} records cannot be used, {way_out}:\n  "
+        + "\n  ".join(lines)
+    )

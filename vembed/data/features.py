@@ -1,28 +1,32 @@
-"""Featuriser: conversion of items to model inputs, tokenised once and cached, and collation of micro-batches."""
+"""Featurisers: conversion of items, or of pairs for a reranker, to model inputs, and collation of micro-batches."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from threading import Lock
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vembed.data.examples import Example, ImageRef, Item, Kind
-from vembed.data.images.picture_bytes import PIXELS
+from vembed.data.images.decoders import PIXELS
 from vembed.data.images.pixels import Pixels, blank_image
 from vembed.data.processing import ChatProcessing, TextProcessing
 from vembed.errors import UserError
+from vembed.models.attention import PREFIX
+from vembed.models.embedding_model import SEGMENTS
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
+from vembed.models.processors import image_placeholder
 
 _ENTRY_BYTES = 400
 """Estimated overhead of one cached entry besides its token ids, in bytes."""
-
-Unit = TypeVar("Unit")
 
 Address = tuple[int, str, int | None]
 """Cache key of an item's features: content, prompt, and the item's own maximum length."""
@@ -49,7 +53,7 @@ class Features:
     """int32, 0 for tokens of a pair's query and 1 for those of its document, where the tokenizer tells."""
 
 
-class BaseFeaturiser(ABC, Generic[Unit]):
+class BaseFeaturiser(ABC):
     """Converter from what a model reads at once (an input, or a pair of them) to features and tensors. Thread-safe."""
 
     def __init__(
@@ -78,11 +82,11 @@ class BaseFeaturiser(ABC, Generic[Unit]):
             self.texts = TextProcessing(description)
 
     @abstractmethod
-    def units(self, example: Example) -> list[Unit]:
+    def units(self, example: Example) -> list[Any]:
         """Return what the model reads of an example, with its positives and hard negatives last, one unit for each."""
 
     @abstractmethod
-    def features(self, units: Sequence[Unit]) -> list[Features]:
+    def features(self, units: Sequence[Any]) -> list[Features]:
         """Return the features of each unit, in order. Reads only the headers of images."""
 
     def dummy(self, modality: Modality) -> Features:
@@ -135,7 +139,7 @@ class BaseFeaturiser(ABC, Generic[Unit]):
             self.pixels.decode_ahead(images)
 
 
-class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
+class Featuriser(BaseFeaturiser):
     """Converter from items in the role of query or document to features and tensors."""
 
     def __init__(
@@ -182,31 +186,23 @@ class Featuriser(BaseFeaturiser[tuple[Item, Kind]]):
         return [known[address] for address in addresses]
 
     def _modality(self, item: Item) -> Modality:
-        modalities = self.description.modalities
-        name = self.description.name or self.description.source
-        if item.text is None and not item.images:
-            raise UserError(
-                "an item has neither a text nor an image; give it one of them"
-            )
-        if not item.images:
-            if "text" not in modalities:
-                raise UserError(
-                    f"{name} embeds images only, and got the text {item.text!r:.60}; give it images: "
-                    "retrieval_mode: i2i takes plain strings for their paths"
-                )
-            return "text"
-        if "multimodal" in modalities:
-            return "multimodal"
-        if "image" not in modalities:
-            raise UserError(
-                f"{name} embeds texts only, and got an item with an image; give it texts"
-            )
-        if item.text is not None or len(item.images) > 1:
-            raise UserError(
-                f"{name} embeds a text or one image, and got an item with {len(item.images)} image(s)"
-                f"{' and a text' if item.text is not None else ''}; a vision-language model takes several at once"
-            )
-        return "image"
+        modality: Modality = "text"
+        if item.images:
+            modality = "multimodal" if self.chat is not None else "image"
+        num_contents = (item.text is not None) + len(item.images)
+        is_readable = num_contents == 1 or modality == "multimodal"
+        if is_readable and modality in self.modalities:
+            return modality
+        contents = []
+        if item.text is not None:
+            contents.append(f"the text {item.text!r:.60}")
+        if item.images:
+            contents.append(f"{len(item.images)} image(s)")
+        raise UserError(
+            f"{self.description.name or self.description.source} embeds one {' or '.join(self.modalities)} at a time, "
+            f"and got {' and '.join(contents) or 'nothing'}: set retrieval_mode where plain strings are paths of images (i2i: all "
+            "are), or take a vision-language model, which reads a text and images together"
+        )
 
     def _make(
         self, modality: Modality, items: Mapping[Address, Item]
@@ -267,3 +263,195 @@ def input_key(
         # The length prefix separates images: without it, ["ab", "c"] and ["a", "bc"] would be equal.
         digest.update(len(identity).to_bytes(8, "little") + identity)
     return int.from_bytes(digest.digest(), "little") >> 1
+
+
+Pair = tuple[Item, Item]
+"""A query and a document."""
+ANSWER_PROMPT = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+)
+ANSWER_END = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+"""The form that Qwen3-Reranker was trained on."""
+IMAGE_ANSWER_END = "<|im_end|>\n<|im_start|>assistant\n"
+"""The same of Qwen3-VL-Reranker."""
+
+
+class PairFeaturiser(BaseFeaturiser):
+    """Converter from pairs of texts (of vision-language models also images) to token ids, and to the tensors of a forward
+    pass."""
+
+    def __init__(
+        self, description: ModelDescription, role: str = "", **options: Any
+    ) -> None:
+        """`role` names the model in messages; by default its own name. `options`: those of BaseFeaturiser."""
+        super().__init__(description, **options)
+        assert self.texts is not None
+        self._texts = self.texts
+        if self.chat is not None:
+            self._placeholder = image_placeholder(description)
+        self._template_length = 0
+        if description.scores == "answer" and self.chat is None:
+            instruction, query_mark, _, _ = answer_form(description)
+            begin, instructed = self._texts.tokenize(
+                [ANSWER_PROMPT, instruction + query_mark]
+            )
+            self._template_length = len(begin) + len(instructed)
+        self.role = role or description.name
+        self._lock = Lock()  # a fast tokenizer keeps the truncation as a state
+
+    def units(self, example: Example) -> list[Pair]:
+        """See BaseFeaturiser."""
+        documents = (*example.positives, *example.negatives)
+        return [(example.query, document) for document in documents]
+
+    def features(self, units: Sequence[Pair]) -> list[Features]:
+        """See BaseFeaturiser. A pair that is longer than `max_length` loses tokens of the longer text."""
+        if not units:
+            return []
+        document_prompt = self.description.document_prompt
+        queries = [self._content(item) for item, _ in units]
+        documents = [document_prompt + self._content(item) for _, item in units]
+        images = [(*query.images, *document.images) for query, document in units]
+        if self.description.scores == "answer":
+            rows = self._questions(queries, documents, images)
+            segments = None
+        else:
+            query_prompt = self.description.query_prompt
+            with self._lock:
+                encoded = self._texts.tokenizer(
+                    [query_prompt + query for query in queries],
+                    documents,
+                    truncation=True,
+                    max_length=self.description.max_length,
+                )
+            rows = encoded["input_ids"]
+            segments = encoded.get(SEGMENTS)
+        features = []
+        for number, (_, item) in enumerate(units):
+            token_ids = np.asarray(rows[number], dtype=np.int32)
+            segment = None
+            if segments is not None:
+                segment = np.asarray(segments[number], dtype=np.int32)
+            modality: Modality = "multimodal" if images[number] else "text"
+            features.append(
+                Features(
+                    modality=modality,
+                    length=len(token_ids),
+                    key=input_key(modality, token_ids, images[number]),
+                    content=item.key(),
+                    token_ids=token_ids,
+                    images=images[number],
+                    segments=segment,
+                )
+            )
+        return features
+
+    def joined(self, features: Sequence[Features]) -> dict[str, Tensor]:
+        """See BaseFeaturiser. What all questions begin with is there once, as PREFIX."""
+        if self._template_length:
+            rows = [np.asarray(feature.token_ids) for feature in features]
+            # At most the template, because memory is measured with copies of one question.
+            num_shared = shared_length(rows, self._template_length)
+            if num_shared:
+                batch = self._texts.pad([row[num_shared:] for row in rows])
+                batch[PREFIX] = torch.from_numpy(rows[0][:num_shared]).long()
+                return batch
+        batch = super().joined(features)
+        if features[0].segments is not None:
+            segments = torch.zeros_like(batch["input_ids"])
+            mask = batch.get("attention_mask", torch.ones_like(segments))
+            joined = np.concatenate([feature.segments for feature in features])
+            segments[mask.bool()] = torch.from_numpy(joined).long()
+            batch[SEGMENTS] = segments
+        return batch
+
+    def _questions(
+        self,
+        queries: Sequence[str],
+        documents: Sequence[str],
+        images: Sequence[tuple[ImageRef, ...]],
+    ) -> list[list[int]]:
+        """Return the token ids of the questions whose answer is yes or no. What is too long is cut at its end."""
+        instruction, query_mark, document_mark, end_text = answer_form(self.description)
+        begin, end = self._texts.tokenize([ANSWER_PROMPT, end_text])
+        room = max(self.description.max_length - len(begin) - len(end), 1)
+        bodies = []
+        for query, document in zip(queries, documents, strict=True):
+            bodies.append(instruction + query_mark + query + document_mark + document)
+        rows = []
+        encoded = self._texts.tokenize(bodies)
+        for body, pair_images in zip(encoded, images, strict=True):
+            row = body[:room]
+            if self.chat is not None:
+                whole = self.chat.with_image_tokens(body, pair_images)
+                row = whole[:room]
+                self.chat.check_images(row, whole, len(pair_images))
+            rows.append([*begin, *row, *end])
+        return rows
+
+    def _content(self, item: Item) -> str:
+        """Return the text of an item, after what stands for its images."""
+        if self.chat is not None:
+            return self._placeholder * len(item.images) + (item.text or "")
+        if item.text is None or item.images:
+            raise UserError(
+                f"{self.role} scores texts, and the data have images: use a vision-language model"
+            )
+        return item.text
+
+
+def shared_length(rows: Sequence[np.ndarray], limit: int) -> int:
+    """Return how many tokens all rows begin with, at most `limit`, and fewer than any row has. One row shares none."""
+    if len(rows) == 1:
+        return 0
+    shortest = min(map(len, rows))
+    limit = min(limit, shortest - 1)
+    beginnings = np.stack([row[:limit] for row in rows])
+    is_equal = (beginnings == beginnings[0]).all(axis=0)
+    return int(np.logical_and.accumulate(is_equal).sum())
+
+
+def answer_form(description: ModelDescription) -> tuple[str, str, str, str]:
+    """Return the texts around the query and the document of a question after ANSWER_PROMPT, and its end, in the form that
+    Qwen3-Reranker was trained on, or Qwen3-VL-Reranker."""
+    begin = f"<Instruct>: {description.query_prompt}"
+    if description.traits.reads_chats:
+        return begin, "<Query>:", "\n<Document>:", IMAGE_ANSWER_END
+    return begin, "\n<Query>: ", "\n<Document>: ", ANSWER_END
+
+
+def pair_template(description: ModelDescription, image_placeholder: str = "") -> str:
+    """Return the question of `_questions` as a chat template, by which other libraries ask a decoder about a pair.
+
+    Its messages have the roles query and document, and system for another instruction.
+    """
+    _, query_mark, document_mark, end = answer_form(description)
+    image = json.dumps(image_placeholder)
+    lines = [
+        "{%- macro content(role) -%}",
+        "{%- for message in messages if message['role'] == role -%}",
+        "{%- if message['content'] is string -%}{{- message['content'] -}}",
+        "{%- else -%}{%- for part in message['content'] -%}",
+        f"{{{{- {image} if part['type'] == 'image' else part['text'] -}}}}",
+        "{%- endfor -%}{%- endif -%}{%- endfor -%}{%- endmacro -%}",
+    ]
+    instruction = json.dumps(description.query_prompt)
+    parts = [
+        json.dumps(ANSWER_PROMPT + "<Instruct>: "),
+        f"(content('system') or {instruction})",
+        json.dumps(query_mark),
+        "content('query')",
+        json.dumps(document_mark + description.document_prompt),
+        "content('document')",
+        json.dumps(end),
+    ]
+    lines.append("{{- " + " ~ ".join(parts) + " }}")
+    return "\n".join(lines)
+
+
+def build_featuriser(description: ModelDescription, **options: Any) -> BaseFeaturiser:
+    """Return the featuriser of a model. `options`: those of `Featuriser`."""
+    if description.scores is not None:
+        return PairFeaturiser(description, **options)
+    return Featuriser(description, **options)

@@ -28,15 +28,15 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from vembed.cores import num_cores
 from vembed.data.batching.schedule import ContentKeys, label_key
-from vembed.data.cache import short_hash, stamp, written_aside
-from vembed.data.child_process import answers, send, start_child
+from vembed.data.child_process import Child, answers, send
 from vembed.data.examples import BadRecord, Example, ImageRef
 from vembed.data.formats.base import FILE_BITS, Format
 from vembed.data.images.files import check_image
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
+from vembed.files import cache_folder, short_hash, stamp, written_aside
+from vembed.parallel.environment import num_cores
 from vembed.progress import ProgressReport
 
 log = logging.getLogger("vembed")
@@ -223,7 +223,7 @@ def index_part(
 ) -> PartIndex:
     """Check the records of a part. `with_keys`: keep the content keys."""
     index = PartIndex()
-    rows = reader.rows(part.start, part.stop)
+    rows = reader.rows(part)
     with ThreadPoolExecutor(IMAGE_THREADS) as pool:
         while block := list(itertools.islice(rows, BLOCK_ROWS)):
             numbers, lines, records = zip(*block, strict=True)
@@ -332,24 +332,21 @@ def in_processes(
     children = []
     with ExitStack() as stack:
         for first in range(num_processes):
-            child = stack.enter_context(
-                start_child(
-                    "from vembed.data.first_pass import index_for_parent as run; run()"
-                )
+            child = Child(
+                "from vembed.data.first_pass import index_for_parent as run; run()"
             )
             # After an error or Ctrl-C no process begins another part.
-            stack.callback(child.kill)
-            assert child.stdin is not None
-            send(child.stdin, (reader, form, parts[first::num_processes], with_keys))
+            stack.callback(child.close)
+            child.send((reader, form, parts[first::num_processes], with_keys))
             children.append(child)
         for number in range(len(parts)):
             child = children[number % num_processes]
-            assert child.stdout is not None
             try:
-                answer = pickle.load(child.stdout)  # from this process's own child
+                answer = child.receive()
             except EOFError as error:
+                exit_code = child.process.wait()
                 raise RuntimeError(
-                    f"a process of the first pass over the data ended with exit code {child.wait()}"
+                    f"a process of the first pass over the data ended with exit code {exit_code}"
                 ) from error
             if isinstance(answer, UserError):
                 raise answer
@@ -376,7 +373,6 @@ def index_for_parent() -> None:
 def cached_index(
     reader: Format,
     form: RecordFormat,
-    folder: Path,
     options: Sequence[Any],
     *,
     with_keys: bool,
@@ -387,7 +383,7 @@ def cached_index(
     name = short_hash(
         _code_hash(), [str(path.absolute()) for path in files], with_keys, *options
     )
-    path = folder / "index" / f"{name}.safetensors"
+    path = cache_folder() / "index" / f"{name}.safetensors"
     stamps = [stamp(file) for file in files]
     with suppress(OSError, SafetensorError):  # missing or damaged: it is built again
         with safe_open(path, "np") as file:

@@ -10,10 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vembed.data.cache import written_aside
-from vembed.data.messages import listed
-from vembed.errors import UserError
-from vembed.files import cache_folder
+from vembed.errors import UserError, listed
+from vembed.files import cache_folder, written_aside
 
 FOLDER = "python"
 """Folder inside the cache; a file's name is the hash of its content."""

@@ -43,18 +43,13 @@ MAX_TEXTS = 500
 
 def is_english(texts: Sequence[str]) -> bool:
     """Return whether texts may be English. Texts that show no language are taken for English."""
-    text = " ".join(texts[:MAX_TEXTS]).casefold()
+    letters = [
+        letter for text in texts[:MAX_TEXTS] for letter in text if letter.isalpha()
+    ]
     # Accents and other scripts first: they decide without any list of words.
-    letters = [letter for letter in text if letter.isalpha()]
     num_foreign = sum(not letter.isascii() for letter in letters)
-    if num_foreign > MIN_SHARE_OF_LETTERS * max(len(letters), 1):
-        return False
-    words = re.findall(r"[a-z]+", text)
-    others = frozenset().union(*FREQUENT_WORDS.values()) - FREQUENT_WORDS["en"]
-    num_other = sum(word in others for word in words)
-    num_english = sum(word in FREQUENT_WORDS["en"] for word in words)
-    is_other = num_other >= MIN_SHARE_OF_WORDS * max(len(words), 1)
-    return not is_other or num_other <= num_english
+    is_ascii = num_foreign <= MIN_SHARE_OF_LETTERS * max(len(letters), 1)
+    return is_ascii and language_of(texts) in ("en", None)
 
 
 def language_of(texts: Sequence[str]) -> str | None:

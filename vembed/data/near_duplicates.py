@@ -12,7 +12,7 @@ import math
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -121,13 +121,13 @@ class NearIndex:
 
     def __init__(
         self,
-        features: Sequence[np.ndarray],
+        features: Iterable[Iterable[Hashable]],
         threshold: float,
         *,
         min_features: int = MIN_FEATURES,
         min_size_ratio: float = 0.0,
     ) -> None:
-        """`features`: those of all texts that may be added or searched for (`feature_arrays`). `min_features`: the
+        """`features`: those of all texts that may be added or searched for. `min_features`: the
         smaller text has at least so many. `min_size_ratio`: it has at least this share of the larger one's number.
         """
         self._threshold = threshold
@@ -135,19 +135,23 @@ class NearIndex:
         self._min_size_ratio = min_size_ratio
         # Two only where a near text shares two at least.
         self._num_shared = min(2, self._needed(min_features))
-        counts = np.zeros(COUNTERS, np.int32)
-        for values in features:
-            counts[values % COUNTERS] += 1
+        self._counts = np.zeros(COUNTERS, np.int32)
         self._features = []
-        for values in features:
-            count = counts[values % COUNTERS]
-            self._features.append(values[np.lexsort((values, count))])
-        self._counts = counts
+        for different in map(frozenset, features):
+            values = np.fromiter(map(hash, different), np.int64)
+            self._counts[values % COUNTERS] += 1
+            self._features.append(values)
+        for text, values in enumerate(self._features):
+            count = self._counts[values % COUNTERS]
+            self._features[text] = values[np.lexsort((values, count))]
         self._containing: _Postings = {}
         self._beginning: _Postings = {}
         self._feature_set = functools.lru_cache(maxsize=KEPT_TEXTS)(
             lambda text: frozenset(self._features[text].tolist())
         )
+
+    def __len__(self) -> int:
+        return len(self._features)
 
     def add(self, text: int, group: int | None = None) -> None:
         """Add a text by its number. `group`: the number of a text of its group."""
@@ -237,13 +241,6 @@ def _enter(postings: _Postings, values: np.ndarray, group: int, text: int) -> No
         postings.setdefault(value, {}).setdefault(group, []).append(text)
 
 
-def feature_arrays(features: Iterable[Iterable[Hashable]]) -> list[np.ndarray]:
-    """Return the distinct features of each text as an array of numbers."""
-    return [
-        np.fromiter(map(hash, values), np.int64) for values in map(frozenset, features)
-    ]
-
-
 class Groups:
     """Numbers that are joined into groups. A group is called by its smallest number."""
 
@@ -266,7 +263,7 @@ class Groups:
 
 
 def near_links(
-    features: Sequence[np.ndarray], **options: Any
+    features: Iterable[Iterable[Hashable]], **options: Any
 ) -> Iterator[tuple[int, int]]:
     """Yield pairs of near texts that connect each group of texts which are near-duplicates, or joined by a chain of them.
     `options`: of `NearIndex`."""
@@ -276,31 +273,8 @@ def near_links(
     def are_apart(text: int, other: int) -> bool:
         return groups.of(text) != groups.of(other)
 
-    for text in range(len(features)):
+    for text in range(len(index)):
         for other in index.near(text, functools.partial(are_apart, text)):
             groups.join(text, other)
             yield other, text
         index.add(text, groups.of(text))
-
-
-class DuplicateFinder:
-    """Compares documents by their numbers, and keeps the n-grams of those that come again."""
-
-    def __init__(
-        self, text_of: Callable[[int], str | None], threshold: float | None
-    ) -> None:
-        """`text_of`: the text of a document, or None. `threshold`: None means that nothing is a near-duplicate."""
-        self._threshold = threshold
-        self._ngrams = functools.lru_cache(maxsize=KEPT_TEXTS)(
-            lambda number: ngrams(text_of(number) or "")
-        )
-
-    def is_near(self, document: int, others: Sequence[int]) -> bool:
-        """Return whether a document is a near-duplicate of one of the others."""
-        if self._threshold is None:
-            return False
-        for other in others:
-            share = containment(self._ngrams(document), self._ngrams(int(other)))
-            if share >= self._threshold:
-                return True
-        return False

@@ -1,4 +1,7 @@
-"""RecordFormat: conversion of one record to an Example, or a BadRecord with the reason. Opens no file or image."""
+"""Conversion of one record to an Example (`RecordFormat`) or to a document, or a BadRecord with the reason.
+
+Opens no file or image.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from vembed.data.examples import (
     has_lone_surrogate,
 )
 from vembed.data.images.files import ImageRoot
-from vembed.data.messages import listed, printable
+from vembed.errors import listed, printable
 from vembed.losses.table import LOSSES
 
 Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
@@ -402,3 +405,81 @@ def described(value: Any) -> str:
     }
     kind: type = type(value)
     return names.get(kind, f"a {kind.__name__}")
+
+
+ID_FIELDS = ("_id", "id", "doc_id", "document_id", "docid", "pid")
+"""Names of the id of a document; the first one that is there."""
+TEXT_FIELDS = (
+    "text",
+    "document",
+    "positive",
+    "passage",
+    "content",
+    "contents",
+    "body",
+    "abstract",
+    "sentence",
+)
+"""Names of the text of a document; the first one that is there. A title goes before `text`, as BEIR encodes them."""
+IMAGE_FIELDS = ("image", "images", "image_path")
+DOCUMENT_FIELDS = (*ID_FIELDS, *TEXT_FIELDS, *IMAGE_FIELDS, "title")
+
+
+def document_id(record: Any) -> str | None:
+    """Return the id of a document, if it has one."""
+    if not isinstance(record, dict):
+        return None
+    for name in ID_FIELDS:
+        value = record.get(name)
+        if value is not None:
+            is_id = isinstance(value, str | int) and not isinstance(value, bool)
+            return str(value) if is_id else None
+    return None
+
+
+def document_text(record: Any, fields: Sequence[str] = TEXT_FIELDS) -> str:
+    """Return the text of a document; title and `text` are joined by a space. Empty: it has none."""
+    if isinstance(record, str):
+        return record.strip()
+    if not isinstance(record, dict):
+        return ""
+    for name in fields:
+        text = record.get(name)
+        if isinstance(text, str):
+            break
+    else:
+        name = "text"
+        text = ""
+    title = record.get("title")
+    if name == "text" and isinstance(title, str) and title:
+        text = f"{title} {text}"
+    return text.strip()
+
+
+def document_item(
+    record: Any, images: ImageRoot, fields: Sequence[str] = TEXT_FIELDS
+) -> Item:
+    """Return a document as it is encoded. Raise BadRecord with the reason if it is none."""
+    if isinstance(record, BadRecord):
+        raise record
+    if not isinstance(record, str | dict):
+        raise BadRecord("neither an object nor a text")
+    text = document_text(record, fields)
+    if has_lone_surrogate(text):
+        raise BadRecord(f"the text {LONE_SURROGATE}")
+    if isinstance(record, str):
+        if not text:
+            raise BadRecord("an empty text")
+        return Item(text=text)
+    refs: list[ImageRef] = []
+    for name in IMAGE_FIELDS:
+        value = record.get(name)
+        if value is not None and not refs:
+            values = value if isinstance(value, list) else [value]
+            refs = [image_ref(image, name, images) for image in values]
+    if not refs and not text:
+        names = f"{', '.join(fields)} and image are read"
+        raise BadRecord(
+            f"no text and no image ({names}, and it has {listed(record) or 'no fields'})"
+        )
+    return Item(text=text or None, images=tuple(refs))

@@ -20,10 +20,9 @@ from uuid import uuid4
 
 import numpy as np
 
-from vembed.data.cache import stamp
 from vembed.data.examples import ImageRef
 from vembed.errors import UserError
-from vembed.files import open_regular
+from vembed.files import open_regular, stamp
 
 if TYPE_CHECKING:
     from vembed.data.features import Features

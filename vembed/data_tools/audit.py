@@ -17,31 +17,34 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from vembed.config.schema import ModelSection
+from vembed.data.columns import unread_judgement
+from vembed.data.datasets import overlap_warnings
 from vembed.data.example_store import Records
 from vembed.data.examples import Example, Item
-from vembed.data.held_out import overlap_warnings
-from vembed.data.messages import joined, listed
-from vembed.data.misreadings import unread_judgement
 from vembed.data.near_duplicates import (
     NearIndex,
-    feature_arrays,
     image_digest,
     ngrams,
 )
-from vembed.data_tools.config import AuditConfig
 from vembed.data_tools.data_page import PageSection, sections
-from vembed.errors import UserError
+from vembed.errors import UserError, joined, listed
 from vembed.evaluation.report.page import render_page
+from vembed.files import replace_text
 from vembed.mining.candidates import CandidateSearch, open_candidates
 from vembed.mining.choice import calibrate
-from vembed.mining.config import MineConfig
-from vembed.mining.inputs import Inputs, Rows, content_key, open_rows, read_inputs
-from vembed.mining.mine import Log, open_session, work_folder
-from vembed.mining.options import Source, load_options
+from vembed.mining.inputs import (
+    Inputs,
+    Log,
+    Rows,
+    content_key,
+    open_rows,
+    open_session,
+    read_inputs,
+)
+from vembed.mining.mine import work_folder
+from vembed.mining.options import AuditConfig, MineConfig, Source, load_options
 from vembed.mining.output import check_output, write_rows
-from vembed.parallel.session import Session
 from vembed.progress import duration
-from vembed.saving.durability import replace_text
 
 Severity = Literal["error", "warning", "note"]
 SOURCE_COLUMNS = (
@@ -94,7 +97,6 @@ def audit(
     source: Source,
     overrides: Sequence[str] = (),
     *,
-    session: Session | None = None,
     log: Log | None = None,
 ) -> AuditResult:
     """Check training data with the options of a YAML file, a dict or an `AuditConfig`. Collective, as `mine`."""
@@ -102,7 +104,7 @@ def audit(
     page = check_audit(config)
     json_path = page.with_suffix(".json")
     began = time.monotonic()
-    with open_session(session, log) as (running, log_line):
+    with open_session(log) as (running, log_line):
         mining = mining_config(config)
         inputs = read_inputs(mining)
         rows = inputs.rows
@@ -142,7 +144,10 @@ def audit(
             num_cleaned = len(rows) - len(dropped)
             if running.is_main:
                 kept = (row for row in range(len(rows)) if row not in dropped)
-                write_rows(check_output(config.cleaned_path), map(rows.record, kept))
+                write_rows(
+                    check_output(config.cleaned_path, option="cleaned_path"),
+                    map(rows.record, kept),
+                )
             log_line(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
         findings = checks.findings
         name = f"{len(data.names)} sources"
@@ -175,17 +180,9 @@ def audit(
 
 def check_audit(config: AuditConfig) -> Path:
     """Refuse what cannot be written before anything is read; returns the page's path."""
-    page = Path(config.output_path).expanduser()
-    if page.suffix.lower() not in (".html", ".htm"):
-        raise UserError(
-            f"output_path: {config.output_path} must end in .html; the JSON is written beside it"
-        )
-    if not page.absolute().parent.is_dir():
-        raise UserError(
-            f"{page.absolute().parent} is no folder, so {page.name} cannot be written there"
-        )
+    page = check_output(config.output_path, (".html", ".htm"))
     if config.cleaned_path is not None:
-        check_output(config.cleaned_path)
+        check_output(config.cleaned_path, option="cleaned_path")
     return page
 
 
@@ -454,7 +451,7 @@ class Checks:
             texts.append(
                 f"{example.query.text or ''}\n{example.positives[0].text or ''}"
             )
-        index = NearIndex(feature_arrays(map(ngrams, texts)), threshold)
+        index = NearIndex(map(ngrams, texts), threshold)
         near: dict[int, int] = {}
         for row in range(len(texts)):
             if row in self.rows_to_drop["duplicates"]:
@@ -490,8 +487,7 @@ class Checks:
                 for key, example in zip(rows.query_keys, rows.examples, strict=True):
                     queries[key] = example.query.text or ""
             texts = list(queries.values())
-            features = feature_arrays(map(ngrams, texts))
-            index = NearIndex(features, self.config.near_duplicate)
+            index = NearIndex(map(ngrams, texts), self.config.near_duplicate)
             num_held_out = len(in_validation)
             for number, key in enumerate(queries):
                 if number < num_held_out:

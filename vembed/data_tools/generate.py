@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -19,33 +20,40 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from vembed.data.cache import short_hash
-from vembed.data.documents import document_id, document_text
 from vembed.data.examples import Item
 from vembed.data.near_duplicates import casefolded
-from vembed.data_tools.config import GenerateConfig, Writer
-from vembed.data_tools.functions import documented_functions
+from vembed.data.records import document_id, document_text
 from vembed.errors import UserError
+from vembed.files import short_hash
 from vembed.inference.reranker import add_padding_token, read_weights
 from vembed.mining.candidates import open_candidates
-from vembed.mining.config import Endpoint, MineConfig, RowOptions, paths_of
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.inputs import (
     EXACT,
     FILE,
     START,
     CorpusFile,
+    Log,
     content_key,
     distinct_by,
     open_rows,
+    open_session,
     read_corpus,
     read_inputs,
 )
-from vembed.mining.mine import Log, open_session
-from vembed.mining.options import Source, load_options
+from vembed.mining.mine import work_folder
+from vembed.mining.options import (
+    Endpoint,
+    GenerateConfig,
+    MineConfig,
+    RowOptions,
+    Source,
+    Writer,
+    load_options,
+    paths_of,
+)
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.retrievers import files_identity
-from vembed.mining.vectors import DTYPES
+from vembed.mining.retrievers import DTYPES, files_identity
 from vembed.models.families.model_files import whole_model_folder
 from vembed.models.processors import open_tokenizer
 from vembed.parallel.session import Session
@@ -95,16 +103,15 @@ def generate(
     source: Source,
     overrides: Sequence[str] = (),
     *,
-    session: Session | None = None,
     log: Log | None = None,
 ) -> GenerateResult:
     """Make pairs from documents with the options of a YAML file, a dict or a `GenerateConfig`. Collective, as `mine`."""
     config = load_options(GenerateConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()
-    folder = Path(config.work_dir or f"{config.output_path}.work").expanduser()
+    folder = work_folder(config)
     left_out: Counter[str] = Counter()
-    with open_session(session, log) as (running, log_line):
+    with open_session(log) as (running, log_line):
         files = []
         for path in paths_of(config.corpus_path):
             allows = config.allow_image_urls
@@ -506,3 +513,28 @@ def pairs_of(
 
 def _is_long(text: str, num_words: int) -> bool:
     return len(text.split()) >= num_words
+
+
+def documented_functions(source: str) -> list[tuple[str, str]]:
+    """Return the first paragraph of the docstring of each function that has one, and the function without it and without
+    its indentation, in the order of the source. Raise SyntaxError if it is no Python."""
+    functions = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            functions.append(node)
+    # As Python counts them: a form feed ends no line.
+    lines = re.split(r"\r\n?|\n", source)
+    pairs = []
+    for function in sorted(functions, key=lambda function: function.lineno):
+        docstring = ast.get_docstring(function)
+        if not docstring or len(function.body) < 2:
+            continue
+        first = function.body[0]
+        # From `def` on, without decorators, to the line before the docstring; then all behind it, comments included.
+        head = lines[function.lineno - 1 : first.lineno - 1]
+        body = lines[first.end_lineno or first.lineno : function.end_lineno]
+        indent = " " * function.col_offset
+        code = "\n".join(line.removeprefix(indent) for line in head + body)
+        summary = " ".join(docstring.partition("\n\n")[0].split())
+        pairs.append((summary, code.rstrip()))
+    return pairs

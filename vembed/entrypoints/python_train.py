@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vembed.config.arguments import TrainArguments
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import Source, resolve_run
-from vembed.config.resolved import ResolvedRun
-from vembed.config.stages import STAGES, TRAINING_STAGES
+from vembed.config.stages import chosen_pipeline
 from vembed.data.in_memory import as_path
 from vembed.errors import RunError, UserError
-from vembed.pipelines.stages import pipeline_of_arguments, run_stages
-from vembed.training.checkpoint.resume import finished_run
-from vembed.training.hooks.base import Hook
-from vembed.training.hooks.callbacks import OnEvaluation, OnStep
-from vembed.training.run import DATA
-from vembed.training.run import train as train_once
+from vembed.models.custom.own_code import as_options
+from vembed.training.checkpoint.folders import finished_run
+from vembed.training.hooks.base import Callbacks, Hook, OnEvaluation, OnStep
 from vembed.training.trainer import TrainResult
+from vembed.training.trainer import train as train_once
+
+DATA = ("data_path", "val_data_path", "train_data", "train_file", "val_data")
+"""Options that may be Python objects, and the likeliest of their other names."""
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,29 +47,40 @@ def train(
 
     With `stages` all of them run in this process, and the result is that of the last training.
     """
-    arguments = _with_stages(config, overrides)
-    pipeline = None if arguments is None else pipeline_of_arguments(arguments)
-    if arguments is None or pipeline is None:
-        return train_once(
-            config,
-            overrides,
-            hooks,
-            on_step=on_step,
-            on_evaluation=on_evaluation,
-            model=model,
+    source = config
+    if isinstance(config, Mapping):
+        source = as_options(_stored(config), model)
+    elif model is not None:
+        raise UserError(
+            "model= goes with a config that is a dict; in a file, model_class names the class"
         )
+    callbacks = []
+    if on_step is not None or on_evaluation is not None:
+        callbacks = [Callbacks(on_step, on_evaluation)]
+    pipeline = None
+    if isinstance(source, str | Path | Mapping):
+        pipeline = chosen_pipeline(source, overrides)
+    if pipeline is None:
+        return train_once(resolve_run(source, overrides), [*hooks, *callbacks])
     if hooks or model is not None:
         raise UserError(
             "hooks and model= are for one training: name one of the stages, as overrides=['stage=NAME']"
         )
 
-    def train_stage(arguments_of_stage: TrainArguments) -> int:
-        resolved = resolve_run(
-            arguments_of_stage.source,
-            arguments_of_stage.overrides,
-            stage=arguments_of_stage.stage,
+    # Commands of the steps between, and the arguments of their processes.
+    from vembed.config.arguments import TrainArguments
+    from vembed.pipelines.stages import run_stages
+
+    arguments = TrainArguments(None, tuple(overrides))
+    if isinstance(source, Mapping):
+        arguments = replace(arguments, mapping=source)
+    else:
+        arguments = replace(arguments, config=str(source))
+
+    def train_stage(stage: TrainArguments) -> int:
+        train_once(
+            resolve_run(stage.source, stage.overrides, stage=stage.stage), callbacks
         )
-        train_once(resolved, on_step=on_step, on_evaluation=on_evaluation)
         return 0
 
     code = run_stages(pipeline, arguments, train_stage)
@@ -83,17 +95,6 @@ def train(
     if done is None:
         raise RunError(f"{pipeline.source}: none of its stages is a finished training")
     return TrainResult(done.model_dir, done.folder, done.scores(), done.step)
-
-
-def _with_stages(
-    config: Source | ResolvedRun, overrides: Sequence[str]
-) -> TrainArguments | None:
-    """Return the arguments of a config that may have stages; None for one that cannot."""
-    if isinstance(config, str | Path):
-        return TrainArguments(str(config), tuple(overrides))
-    if isinstance(config, Mapping) and {STAGES, TRAINING_STAGES} & config.keys():
-        return TrainArguments(None, tuple(overrides), mapping=_stored(config))
-    return None
 
 
 def _stored(config: Any) -> Any:

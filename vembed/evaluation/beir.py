@@ -13,26 +13,24 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from vembed.config.options import join_words
-from vembed.data.distinct import KeyIndex
-from vembed.data.documents import (
-    DOCUMENT_FIELDS,
-    ID_FIELDS,
-    document_id,
-    document_text,
-    open_document_reader,
-)
+from vembed.data.columns import judgement_column
 from vembed.data.examples import (
     LONE_SURROGATE,
     BadRecord,
     Item,
+    KeyIndex,
     ReadAs,
     has_lone_surrogate,
 )
 from vembed.data.formats.base import Format
-from vembed.data.formats.opening import data_files
-from vembed.data.messages import listed
-from vembed.data.misreadings import judgement_column
-from vembed.errors import UserError
+from vembed.data.formats.table import data_files, open_document_reader
+from vembed.data.records import (
+    DOCUMENT_FIELDS,
+    ID_FIELDS,
+    document_id,
+    document_text,
+)
+from vembed.errors import UserError, listed
 
 TextPart = Literal["corpus", "queries"]
 QRELS_ENDINGS = (".tsv", ".jsonl", ".parquet")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vembed.config.schema import EvaluationSection
-from vembed.data.pair_features import Pair, PairFeaturiser
+from vembed.data.features import Pair, PairFeaturiser
 from vembed.errors import UserError
 from vembed.evaluation.bm25 import best_keys, build_index, scores_of_query
 from vembed.evaluation.dataset import EvalData, RetrievalData

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vembed.data.distinct import KeyIndex
+from vembed.data.examples import KeyIndex
 from vembed.evaluation.beir import Corpus
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults

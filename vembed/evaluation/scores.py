@@ -12,8 +12,7 @@ from torch import nn
 
 from vembed.config.schema import DataSection, EvaluationSection
 from vembed.data.examples import Item, Kind
-from vembed.data.features import BaseFeaturiser
-from vembed.data.pair_features import PairFeaturiser
+from vembed.data.features import BaseFeaturiser, PairFeaturiser
 from vembed.errors import UserError
 from vembed.evaluation.beir import Corpus
 from vembed.evaluation.dataset import (
@@ -128,7 +127,7 @@ def evaluate(
 
 def evaluate_model(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     data: EvalData,
     evaluation: EvaluationSection,
     session: Session | None,

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 from PIL import Image
 from scipy.stats import spearmanr
 
+from vembed.config.schema import DataSection
 from vembed.data.examples import Item, Kind
 from vembed.data.images.files import load_image
-from vembed.evaluation.dataset import EvalData, RetrievalData
+from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
+from vembed.evaluation.report.record import read_run
 from vembed.evaluation.retrieval import retrieval_metrics
 from vembed.export.formats import ExportReader, WeightPrecision
 from vembed.export.onnx_format import OnnxImages, made_images
@@ -133,6 +135,28 @@ def _are_close(distance: float, length_error: float, tolerance: float) -> bool:
 
 
 # ---- inputs --------------------------------------------------------------------------------------------------------
+
+
+def evaluation_data(model: str, data: str | None) -> EvalData | None:
+    """Return evaluation data: those at `data`, by default those of the run that made the model, if they are there."""
+    options: dict[str, Any] = {}
+    if data is None:
+        options = run_options(model, ("column_mapping", "image_root", "on_bad_record"))
+        data = run_options(model, ("val_data_path",)).get("val_data_path")
+        if data is None or not Path(data).exists():
+            return None
+    return open_eval_data(DataSection(data_path=data, **options), data)
+
+
+def run_options(model: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return options of the run that made a model; none for a model of another origin."""
+    path = Path(model).expanduser()
+    # The run itself, or its final/ or one of its checkpoints.
+    for folder in (path, path.parent):
+        if (folder / "config.yaml").is_file():
+            config = read_run(folder).config
+            return {name: config[name] for name in names if name in config}
+    return {}
 
 
 def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:

@@ -1,21 +1,27 @@
-"""ExportFormat: the interface of an export format, what it is given, and what reads its files."""
+"""ExportFormat: the interface of an export format, what it is given, what reads its files, and the simplest one."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import numpy as np
+import torch
 from transformers import AutoTokenizer
 
 from vembed.data.examples import Kind
 from vembed.data.processing import CHARACTERS_PER_TOKEN, cut_words
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder
+from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.families.backbones import quiet_transformers
 from vembed.models.families.model_files import read_object
+from vembed.saving.files import save_model
 
 FormatName = Literal["safetensors", "onnx", "static", "openvino", "gguf"]
 WeightPrecision = Literal["float32", "float16", "bfloat16", "int8"]
@@ -64,10 +70,17 @@ class ExportFormat(ABC):
 
     precisions: ClassVar[tuple[WeightPrecision, ...]]
     """Precisions of the weights that the format has."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Modules that writing or checking it imports."""
+    install: ClassVar[str] = ""
+    """The command that installs them."""
 
-    @abstractmethod
     def missing(self) -> str | None:
         """Return what is not installed and how to install it; None if everything is there."""
+        names = [name for name in self.packages if find_spec(name) is None]
+        if not names:
+            return None
+        return f"{', '.join(names)} not installed: {self.install}"
 
     @abstractmethod
     def refusal(self, embedder: Embedder) -> str | None:
@@ -141,3 +154,67 @@ def write_texts(
     write_json(folder / PROMPTS_FILE, settings)
     lengths = {"max_seq_length": max_length, "do_lower_case": False}
     write_json(folder / LENGTH_FILE, lengths)
+
+
+# ---- safetensors: the folder of Sentence Transformers, with weights in a chosen dtype ----------------------------------
+
+
+class SafetensorsFormat(ExportFormat):
+    """Whole weights, adapters merged, in the layout that Sentence Transformers, TEI, vLLM and infinity read."""
+
+    precisions = ("float32", "float16", "bfloat16")
+    packages = ("sentence_transformers",)
+    install = "`pip install sentence-transformers`, or --no-check"
+
+    def refusal(self, embedder: Embedder) -> str | None:
+        """Return why this model cannot be exported; None if it can."""
+        if "text" not in embedder.description.modalities:
+            return "the check takes texts, and this model embeds images only: leave out --precision to copy it"
+        if embedder.description.traits.sentence_transformers is None:
+            return "Sentence Transformers cannot read its layout: leave out --precision to copy it"
+        return None
+
+    def write(self, job: ExportJob, folder: Path) -> None:
+        """Write the model's folder."""
+        model = job.embedder.model
+        assert isinstance(model, EmbeddingModel)  # an export has no shards
+        dtype = getattr(torch, job.precision)
+        save_model(folder, model, model.state_dict(), dtype=dtype)
+
+    def reader(self, folder: Path) -> ExportReader:
+        """Return the export in Sentence Transformers."""
+        return SentenceTransformersReader(folder)
+
+
+def open_in_sentence_transformers(folder: Path) -> Any:
+    """Return a folder as a model of Sentence Transformers."""
+    from sentence_transformers import SentenceTransformer
+
+    with quiet_transformers():
+        return SentenceTransformer(str(folder), device="cpu", local_files_only=True)
+
+
+class SentenceTransformersReader:
+    """A folder in Sentence Transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.runtime = f"sentence-transformers {version('sentence-transformers')}"
+        self.folder = folder
+        self.model = open_in_sentence_transformers(folder)
+
+    def token_ids(self, text: str, kind: Kind | None) -> list[int]:
+        """Return the token ids of a text with its prompt."""
+        return FolderTexts(self.folder).token_ids([text], kind)[0]
+
+    def encode(self, texts: list[str], kind: Kind | None) -> np.ndarray:
+        """Return [n, d] embeddings."""
+        options = {"show_progress_bar": False, "batch_size": 16}
+        vectors: np.ndarray
+        if kind == "query":
+            vectors = self.model.encode_query(texts, **options)
+        elif kind == "document":
+            vectors = self.model.encode_document(texts, **options)
+        else:
+            # Without an empty prompt, `encode` would take the model's default one.
+            vectors = self.model.encode(texts, prompt="", **options)
+        return vectors.astype(np.float32)

@@ -15,8 +15,13 @@ import torch
 
 from vembed.data.examples import Kind
 from vembed.errors import RunError
-from vembed.export.formats import ExportFormat, ExportJob, ExportReader, FolderTexts
-from vembed.export.safetensors_format import SafetensorsFormat
+from vembed.export.formats import (
+    ExportFormat,
+    ExportJob,
+    ExportReader,
+    FolderTexts,
+    SafetensorsFormat,
+)
 from vembed.inference.embedder import Embedder
 from vembed.models.poolings.table import POOLINGS
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,12 @@ from vembed.export.formats import (
 )
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder, to_item
-from vembed.models.embedding_model import pool
+from vembed.models.embedding_model import pool, tower_module
 from vembed.models.families.backbones import is_decoder_only
 from vembed.models.families.description import IMAGE_TOWER_FOLDER
 from vembed.models.families.family import Modality
 from vembed.models.families.model_files import read_object
 from vembed.models.processors import save_processors
-from vembed.models.towers import tower_module
 
 ONNX_FILE = "model.onnx"
 IMAGE_FILE = "image_model.onnx"
@@ -265,14 +263,8 @@ class OnnxFormat(ExportFormat):
     """ONNX by torch's exporter; int8 and float16 by onnxruntime's converters."""
 
     precisions = ("float32", "float16", "int8")
-
-    def missing(self) -> str | None:
-        """Return what is not installed and how to install it; None if everything is there."""
-        packages = ("onnx", "onnxscript", "onnxruntime")
-        names = [name for name in packages if find_spec(name) is None]
-        if not names:
-            return None
-        return f"{', '.join(names)} not installed: `pip install 'vembed[export]'`"
+    packages = ("onnx", "onnxscript", "onnxruntime")
+    install = "`pip install 'vembed[export]'`"
 
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
@@ -414,12 +406,8 @@ class OpenvinoFormat(ExportFormat):
     """OpenVINO, converted from the float32 graph of ONNX."""
 
     precisions = ("float32", "float16")
-
-    def missing(self) -> str | None:
-        """Return what is not installed and how to install it; None if everything is there."""
-        if find_spec("openvino") is None:
-            return "openvino is not installed: `pip install openvino 'vembed[export]'`"
-        return OnnxFormat().missing()
+    packages = ("openvino", *OnnxFormat.packages)
+    install = "`pip install openvino 'vembed[export]'`"
 
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""

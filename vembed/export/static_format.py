@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +17,13 @@ from transformers import PreTrainedTokenizerFast
 from vembed.config.terms import Term
 from vembed.data.examples import Kind
 from vembed.export.check import encode_all
-from vembed.export.formats import ExportFormat, ExportJob, ExportReader, write_texts
-from vembed.export.safetensors_format import open_in_sentence_transformers
+from vembed.export.formats import (
+    ExportFormat,
+    ExportJob,
+    ExportReader,
+    open_in_sentence_transformers,
+    write_texts,
+)
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.losses.batch import EmbeddingLoss, LossBatch, TeacherVectors
@@ -28,7 +32,7 @@ from vembed.losses.vectors import Relational
 from vembed.models.families.backbones import StaticConfig
 from vembed.models.families.model_files import STATIC
 from vembed.models.processors import load_tokenizer
-from vembed.saving.layout import MODULE
+from vembed.saving.files import MODULE
 
 MAX_DIMS = 256
 """Most dimensions of a student."""
@@ -53,12 +57,8 @@ class StaticFormat(ExportFormat):
     check compares similarities and not vectors."""
 
     precisions = ("float32", "float16")
-
-    def missing(self) -> str | None:
-        """Return what is not installed and how to install it; None if everything is there."""
-        if find_spec("sentence_transformers") is None:
-            return "sentence-transformers is not installed: `pip install sentence-transformers`"
-        return None
+    packages = ("sentence_transformers",)
+    install = "`pip install sentence-transformers`"
 
     def refusal(self, embedder: Embedder) -> str | None:
         """Return why this model cannot be exported; None if it can."""
@@ -262,8 +262,8 @@ def _relational(
         negative=no_rows,
         negative_example=no_rows,
         scores=None,
-        rank_rows=slice(None),
-        rank_negatives=slice(None),
+        rank_rows=slice(0, half),
+        rank_negatives=slice(0, 0),
         teachers={TEACHER: teacher},
     )
     value: Tensor = loss(batch)

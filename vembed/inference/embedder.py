@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from vembed.config.resolved import Decision, Precision
+from vembed.config.decisions import Decision, Precision
 from vembed.data.examples import (
     LONE_SURROGATE,
     ImageRef,

@@ -12,15 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vembed.data.batching.feeding import (
+from vembed.data.batching.rank_batch import (
     Feeder,
+    LockstepSplit,
     ModalitySlice,
     indices_by_modality,
     row_index,
 )
-from vembed.data.batching.microbatches import LockstepSplit
-from vembed.data.distinct import distinct
-from vembed.data.examples import Item, Kind
+from vembed.data.examples import Item, Kind, distinct
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.models.families.family import Modality
 from vembed.models.precision import holding_copies
@@ -51,7 +50,7 @@ def default_budget(device: torch.device | str) -> int:
 
 def encode_items(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     items: Sequence[Item],
     kind: Kind,
     *,
@@ -84,7 +83,7 @@ def encode_items(
 
 def encode_chunks(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     contents: Sequence[Item],
     kind: Kind,
     take: Take,
@@ -166,7 +165,7 @@ def encode_chunks(
 
 def encode_features(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     features: Sequence[Features],
     device: torch.device,
     *,

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from vembed.config.schema import ModelSection
-from vembed.data.features import Features
-from vembed.data.pair_features import Pair, PairFeaturiser
+from vembed.data.features import Features, Pair, PairFeaturiser
 from vembed.errors import UserError
+from vembed.files import check_weights
 from vembed.inference.embedder import Input, to_item
 from vembed.inference.encoding import encode_features
 from vembed.models.building import build_model
@@ -23,7 +23,6 @@ from vembed.models.families.description import describe
 from vembed.models.families.model_files import check_config, check_whole_weights
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
-from vembed.saving.checksums import check_weights
 
 
 class Reranker:

@@ -1,21 +1,24 @@
-"""LossBatch: the embeddings of one global batch, with its rows and its teachers' answers."""
+"""LossBatch: the embeddings of one global batch, with its rows, its teachers' answers and its listed pairs.
+
+Listed pairs are a row's positive pair and the hard negatives of its example, in groups. Losses on them need no matrix:
+their memory grows with the number of listed pairs.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vembed.errors import UserError
-from vembed.losses.similarity import PAIRS_AT_ONCE, chunks
+from vembed.losses.similarity import PAIRS_AT_ONCE, arithmetic_dtype, chunks
 
-if TYPE_CHECKING:
-    from vembed.losses.listed import ListedPairs
-
+NO_KEY_ROW = -1
+"""Fills the keys of rows up to a rectangle."""
 INDEX_FIELDS = (
     "content",
     "query",
@@ -122,7 +125,7 @@ class LossBatch:
     scores: Tensor | None
     """[R] label score of each row's pair. None if the data have no scores."""
     rank_rows: slice
-    """Rows whose loss terms this rank computes."""
+    """Rows whose loss terms this rank computes. Both slices have plain bounds."""
     rank_negatives: slice
     """Hard negatives of this rank's examples."""
     negative_scores: Tensor | None = None
@@ -143,15 +146,6 @@ class LossBatch:
     host_indices: Mapping[str, Tensor] | None = None
     """The integer fields on the host, by name, where the batch is on a GPU: to read them there would wait for it."""
 
-    def __post_init__(self) -> None:
-        """Give both slices plain bounds."""
-        rows = range(self.num_rows)[self.rank_rows]
-        negatives = range(self.negative.numel())[self.rank_negatives]
-        object.__setattr__(self, "rank_rows", slice(rows.start, rows.stop))
-        object.__setattr__(
-            self, "rank_negatives", slice(negatives.start, negatives.stop)
-        )
-
     def on_host(self) -> LossBatch:
         """Return the batch with its integers on the host, where they are known."""
         if self.host_indices is None:
@@ -162,11 +156,6 @@ class LossBatch:
     def num_rows(self) -> int:
         """Number of rows R of the global batch."""
         return int(self.query.numel())
-
-    @property
-    def num_occurrences(self) -> int:
-        """Number of occurrences 2 R + H."""
-        return 2 * self.num_rows + self.negative.numel()
 
     def occurrences(self) -> Tensor:
         """Return [2 R + H] the index of each query, positive and hard negative in `embeddings`."""
@@ -183,11 +172,109 @@ class LossBatch:
             (queries[rows], positives[rows], negatives[self.rank_negatives])
         )
 
-    def parts_of_negatives(self) -> Tensor:
-        """Return [H, 1 or 2] indices of the embeddings that each hard negative is made of."""
-        if self.negative_parts is None:
-            return self.negative[:, None]
-        return self.negative_parts
+    def as_scores(self, values: Tensor) -> Tensor:
+        """Return values on the device and in the dtype of the scores."""
+        dtype = arithmetic_dtype(self.embeddings)
+        return values.to(self.embeddings.device, dtype)
+
+    # ---- Contents, and the pairs that examples list ------------------------------------
+
+    def content_keys(self, content: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys by the content [U] of each embedding: [R, S] of each row's query and its example's positives, and
+        [H, 1 or 2] of what each hard negative is made of. Unused slots of rows are -1."""
+        positive = content[self.positive]
+        example, size = torch.unique(
+            self.example, return_inverse=True, return_counts=True
+        )[1:]
+        # `example` [R]: number of each row's example. `size` [examples]: its number of positives. Scatter the positives
+        # into [examples, width]. The slot of a positive is its place in the sorted order minus that of the first
+        # positive of its example.
+        order = torch.argsort(example, stable=True)
+        first = size.cumsum(0) - size
+        slot = torch.arange(order.numel(), device=order.device) - first[example[order]]
+        width = int(size.max()) if size.numel() else 0
+        positives = positive.new_full((size.numel(), width), NO_KEY_ROW)
+        positives[example[order], slot] = positive[order]
+        query = content[self.query][:, None]
+        row_keys = torch.cat((query, positives[example]), dim=1)
+        parts = self.negative_parts
+        if parts is None:
+            parts = self.negative[:, None]
+        return row_keys, content[parts]
+
+    def example_negatives(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return rows [P] and hard negatives [P]: each row with each hard negative of its example.
+
+        Rows count from the start of `rows`, ascending. Pairs are dropped whose negative has the content of the row's
+        query or of one of its example's positives.
+        """
+        row, negative = join_equal(self.example[rows], self.negative_example)
+        if not row.numel():
+            return row, negative
+        row_keys, negative_keys = self.content_keys(compact_keys(self.content))
+        row_keys = row_keys[rows][row]  # [P, S]
+        negative_keys = negative_keys[negative]
+        # [P, S, 1 or 2]: every key of the row against every key of the negative.
+        differs = (row_keys[:, :, None] != negative_keys[:, None]).flatten(1).all(1)
+        return row[differs], negative[differs]
+
+    def listed_by_row(self) -> ListedPairs:
+        """Return a group for each row of this rank. Pair i of the n positive pairs is in group i."""
+        rank_rows = self.rank_rows
+        # All ranks' pairs, since losses divide by their number.
+        row, negative = self.on_host().example_negatives(slice(None))
+        is_of_rank = (row >= rank_rows.start) & (row < rank_rows.stop)
+        rows = torch.arange(rank_rows.start, rank_rows.stop, device=row.device)
+        negative_rows = row[is_of_rank]
+        tensors = {
+            "rows": rows,
+            "negative_rows": negative_rows,
+            "negatives": negative[is_of_rank],
+            "groups": torch.cat((rows, negative_rows)) - rank_rows.start,
+        }
+        return ListedPairs(
+            **copied_together(tensors, self.query.device),
+            num_groups=rows.numel(),
+            num_negative_pairs=row.numel(),
+        )
+
+    def listed_by_example(self, *, of_rank: bool = True) -> ListedPairs:
+        """Return a group for each example of the global batch.
+
+        `of_rank`: only the pairs of examples whose first row this rank has. A list belongs to one rank, also where its
+        rows lie on two: otherwise it would count twice. Groups keep their numbers.
+        """
+        host = self.on_host()
+        examples, example = torch.unique(host.example, return_inverse=True)
+        rows = torch.arange(host.num_rows, device=example.device)
+        first_row = rows.new_full((examples.numel(),), host.num_rows)
+        first_row = first_row.scatter_reduce(0, example, rows, "amin")
+        negative_rows, negatives = host.example_negatives(slice(None))
+        # Every row of an example has all of its negatives: take those of the first.
+        is_first = first_row[example[negative_rows]] == negative_rows
+        negative_rows = negative_rows[is_first]
+        negatives = negatives[is_first]
+        num_negative_pairs = negative_rows.numel()
+        if of_rank:
+            rank_rows = self.rank_rows
+            is_of_rank = (first_row >= rank_rows.start) & (first_row < rank_rows.stop)
+            is_of_rank = is_of_rank[example]
+            negatives = negatives[is_of_rank[negative_rows]]
+            negative_rows = negative_rows[is_of_rank[negative_rows]]
+            rows = rows[is_of_rank]
+        tensors = {
+            "rows": rows,
+            "negative_rows": negative_rows,
+            "negatives": negatives,
+            "groups": torch.cat((example[rows], example[negative_rows])),
+        }
+        return ListedPairs(
+            **copied_together(tensors, self.query.device),
+            num_groups=examples.numel(),
+            num_negative_pairs=num_negative_pairs,
+        )
+
+    # ---- Scores of the data and of teachers --------------------------------------------
 
     def required_scores(self, loss: str) -> Tensor:
         """Return the label scores. Raise UserError if the data have none."""
@@ -197,6 +284,19 @@ class LossBatch:
                 "add them (sentence1, sentence2, score) or use loss: infonce."
             )
         return self.scores
+
+    def scores_of_data(self, loss: str, *, may_lack: bool) -> TeacherScores:
+        """Return the scores of the data. `may_lack`: hard negatives without a score get NaN."""
+        positive = self.required_scores(loss)
+        negative = self.negative_scores
+        if negative is None:
+            if self.negative.numel() and not may_lack:
+                raise UserError(
+                    f"loss: {loss} with teacher: scores needs a score for every positive and every negative of a "
+                    "record; give as many scores as there are both, or name a model as teacher."
+                )
+            negative = positive.new_full(self.negative.shape, float("nan"))
+        return TeacherScores(positive, negative)
 
     def teacher(self, name: str) -> Teaching:
         """Return the answers of a teacher. Raise UserError if it has none for this batch."""
@@ -255,3 +355,197 @@ class EmbeddingLoss(nn.Module):
         """Return the losses that this one is made of."""
         others = [module for module in self.modules() if module is not self]
         return [module for module in others if isinstance(module, EmbeddingLoss)]
+
+
+@dataclass(frozen=True, slots=True)
+class ListedPairs:
+    """n positive pairs of rows, then P pairs of a row's query and a hard negative."""
+
+    rows: Tensor
+    """[n] row of each positive pair."""
+    negative_rows: Tensor
+    """[P] row whose query meets the hard negative."""
+    negatives: Tensor
+    """[P] number of the hard negative among those of the batch."""
+    groups: Tensor
+    """[n + P] group of each pair, counted from 0."""
+    num_groups: int
+    num_negative_pairs: int
+    """Pairs with a hard negative on all ranks."""
+
+    def sides(self, of: LossBatch | TeacherVectors) -> tuple[Tensor, Tensor]:
+        """Return [n + P] the index of each pair's query, and of its document, in the vectors of a batch or a teacher."""
+        left = torch.cat((of.query[self.rows], of.query[self.negative_rows]))
+        right = torch.cat((of.positive[self.rows], of.negative[self.negatives]))
+        return left, right
+
+    def select(self, is_selected: Tensor) -> ListedPairs:
+        """Return the pairs for which a bool tensor [n + P] is true. Groups keep their numbers."""
+        num_rows = len(self.rows)
+        is_positive = is_selected[:num_rows]
+        is_negative = is_selected[num_rows:]
+        return ListedPairs(
+            rows=self.rows[is_positive],
+            negative_rows=self.negative_rows[is_negative],
+            negatives=self.negatives[is_negative],
+            groups=self.groups[is_selected],
+            num_groups=self.num_groups,
+            num_negative_pairs=self.num_negative_pairs,
+        )
+
+    def margins(self, scores: Tensor) -> Tensor:
+        """Return [K, P] how far each hard negative of `listed_by_row` is below the positive of its row."""
+        num_rows = len(self.rows)
+        return scores[:, self.groups[num_rows:]] - scores[:, num_rows:]
+
+    def log_softmax(self, logits: Tensor) -> Tensor:
+        """Return [K, n + P] the log softmax of logits [K, n + P] within each group."""
+        shape = len(logits), self.num_groups
+        groups = self.groups.expand(len(logits), -1)
+        # Relative to the largest logit of the group, so that no exp overflows. It cancels, so it needs no gradient.
+        largest = logits.new_full(shape, -torch.inf).scatter_reduce(
+            1, groups, logits.detach(), "amax"
+        )
+        differences = logits - largest.gather(1, groups)
+        sums = logits.new_zeros(shape).scatter_add(1, groups, differences.exp())
+        return differences - sums.gather(1, groups).log()
+
+    def ordered(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return two pairs [M], [M] of one group, of which the first has the higher target, for targets [n + P].
+
+        A target that is not a number is below all others.
+        """
+        left, right = join_equal(self.groups, self.groups)
+        targets = targets.nan_to_num(nan=-torch.inf)
+        is_higher = targets[left] > targets[right]
+        return left[is_higher], right[is_higher]
+
+
+def compact_keys(values: Tensor) -> Tensor:
+    """Return int32 keys that are equal where the int64 values are: the place of each value among the sorted distinct ones.
+
+    They take half the memory.
+    """
+    inverse: Tensor = torch.unique(values, return_inverse=True)[1]
+    return inverse.int()
+
+
+def join_equal(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """Return i [P] and j [P] of all pairs with left[i] == right[j], ascending by i (a sort-merge join)."""
+    # For each value of `left`: where its equal values begin in the sorted `right`, and how many there are.
+    ordered, order = torch.sort(right, stable=True)
+    first = torch.searchsorted(ordered, left)
+    count = torch.searchsorted(ordered, left, right=True) - first
+    i = torch.repeat_interleave(count)
+    # Equal values of `right` are adjacent after sorting: match m of left[i] is at first[i] + m.
+    before = (count.cumsum(0) - count)[i]
+    match = torch.arange(i.numel(), device=left.device) - before
+    return i, order[first[i] + match]
+
+
+# ---- Mixed negatives ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Mixtures:
+    """The hard negatives of each mixture, and their weights."""
+
+    left: Tensor
+    """[X] number of the first hard negative."""
+    right: Tensor
+    """[X]"""
+    share: Tensor
+    """[X] float64, lambda."""
+    example: Tensor
+    """[X] number of the example."""
+
+
+def draw_mixtures(batch: LossBatch, seed: int, count: int) -> Mixtures:
+    """Draw `count` mixtures for each example that has two hard negatives or more."""
+    # On the host, where the numbers are the same on every device.
+    negative_example = batch.on_host().negative_example.cpu()
+    example, size = torch.unique_consecutive(negative_example, return_counts=True)
+    # The hard negatives of an example are adjacent: `start` is the place of its first.
+    start = size.cumsum(0) - size
+    has_two = size >= 2
+    example = example[has_two]
+    size = size[has_two, None]
+    start = start[has_two, None]
+    # A table for the whole batch, with a row for each place of an example in it.
+    num_examples = int(example.max()) + 1 if example.numel() else 0
+    draw = torch.Generator().manual_seed((seed * 0x9E3779B9 + batch.number) % 2**63)
+    table = torch.rand(num_examples, count, 5, generator=draw, dtype=torch.float64)
+    uniform = table[example]  # [examples, count, 5]
+    left = torch.minimum((uniform[:, :, 0] * size).long(), size - 1)
+    right = torch.minimum((uniform[:, :, 1] * (size - 1)).long(), size - 2)
+    # k is drawn from m - 1 numbers and steps over j, so that j != k and every pair is equally likely.
+    right = right + (right >= left)
+    # The middle one of three uniform numbers has the distribution Beta(2, 2).
+    share = uniform[:, :, 2:].sort(2).values[:, :, 1]
+    mixtures = {
+        "left": (start + left).flatten(),
+        "right": (start + right).flatten(),
+        "share": share.flatten(),
+        "example": example.repeat_interleave(count),
+    }
+    return Mixtures(**copied_together(mixtures, batch.negative.device))
+
+
+def with_mixtures(
+    batch: LossBatch, seed: int, count: int, *, cosine: bool
+) -> LossBatch:
+    """Return the batch with `count` mixed negatives of each example behind its own.
+
+    For an example with the hard negatives h_1 .. h_m, m >= 2, each of the `mix_negatives` further ones is
+
+        h = lambda * u(h_j) + (1 - lambda) * u(h_k)        j != k, lambda from Beta(2, 2)
+
+    with u(x) = x / |x|, for the dot product u(x) = x. The draws are a function of the seed, the number of the batch and the
+    example's place in it, so that they are the same on any number of ranks and in a resumed run. A
+    mixture is left out where one of its parts is. The gradient passes through the mixture to both of its parts.
+
+    `rank_negatives` stay those of the data.
+    """
+    drawn = draw_mixtures(batch, seed, count)
+    left = batch.negative[drawn.left]
+    right = batch.negative[drawn.right]
+    embeddings = batch.embeddings.to(arithmetic_dtype(batch.embeddings))
+    mixed = _mixed(embeddings[left], embeddings[right], drawn.share, unit=cosine)
+    numbers = torch.arange(left.numel(), device=left.device)
+    # A hard negative of the data is made of itself twice.
+    twice = batch.negative[:, None].expand(-1, 2)
+    teachers = dict(batch.teachers)
+    for name, teacher in batch.teachers.items():
+        if isinstance(teacher, TeacherVectors):
+            # The teacher's vector of a mixture is the mixture of its vectors, of length 1.
+            vectors = teacher.vectors
+            teacher_left = vectors[teacher.negative[drawn.left]]
+            teacher_right = vectors[teacher.negative[drawn.right]]
+            mixtures = _mixed(teacher_left, teacher_right, drawn.share, unit=True)
+            mixtures = F.normalize(mixtures, dim=1).to(vectors.dtype)
+            teachers[name] = replace(
+                teacher,
+                vectors=torch.cat((vectors, mixtures)),
+                negative=torch.cat((teacher.negative, len(vectors) + numbers)),
+            )
+    return replace(
+        batch,
+        embeddings=torch.cat((embeddings, mixed)),
+        # Exclusion looks at both parts (`negative_parts`). This only gives each input an id.
+        content=torch.cat((batch.content, batch.content[left])),
+        negative=torch.cat((batch.negative, len(embeddings) + numbers)),
+        negative_example=torch.cat((batch.negative_example, drawn.example)),
+        negative_parts=torch.cat((twice, torch.stack((left, right), dim=1))),
+        teachers=teachers,
+        host_indices=None,  # they lack the mixtures
+    )
+
+
+def _mixed(left: Tensor, right: Tensor, share: Tensor, *, unit: bool) -> Tensor:
+    weight = share[:, None].to(arithmetic_dtype(left))
+    left = left.to(weight.dtype)
+    right = right.to(weight.dtype)
+    if unit:
+        left = F.normalize(left, dim=1)
+        right = F.normalize(right, dim=1)
+    return weight * left + (1 - weight) * right

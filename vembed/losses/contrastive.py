@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
     from vembed.losses.batch import LossBatch
     from vembed.losses.build import TermLoss
-    from vembed.losses.row_losses import RowLoss
+    from vembed.losses.tiles import RowLoss
 
 START_BIAS = -10.0
 """Initial bias of SigLIP: at the start most pairs are classified as negative."""
@@ -104,6 +104,7 @@ class GuidedLoss(CandidateLoss):
                 guide = Guide(vectors, share_of_score, True)
             else:
                 guide = Guide(vectors, self.guide_margin, False)
+        # N counts the rows of all ranks, of which this rank adds up its own. With both directions L is their mean.
         share = 1.0 / max(1, batch.num_rows)
         scoring = Scoring(
             candidates=candidates,
@@ -152,8 +153,8 @@ class InfoNCE(GuidedLoss, Temperature):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.mixing import with_mixtures
-        from vembed.losses.row_losses import SoftmaxRows
+        from vembed.losses.batch import with_mixtures
+        from vembed.losses.tiles import SoftmaxRows
 
         if batch.holds_scores:
             return self._share_of_lists(batch, term)
@@ -164,6 +165,7 @@ class InfoNCE(GuidedLoss, Temperature):
         scale = term.scale(batch.embeddings)
         stretch = None
         if self.hardness_alpha:
+            # s/T + a s = (1 + a T) s/T, with the scale 1/T.
             stretch = 1.0 + self.hardness_alpha / scale.detach()
         stretches_pairs_only = self.hardness_scope == "own"
         row_loss = partial(
@@ -183,10 +185,8 @@ class InfoNCE(GuidedLoss, Temperature):
 
     def _share_of_lists(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """Return the share of a reranker, whose candidates are the hard negatives of the row's example."""
-        from vembed.losses.listed import ListedPairs
-
-        pairs = ListedPairs.of_rank(batch)
-        logits = term.scores(batch, pairs) * term.scale(batch.embeddings)
+        pairs = batch.listed_by_row()
+        logits = term.scores(batch, pairs) * term.scale(batch.embeddings)  # [1, n + P]
         # The positive pair of each row comes first, one for each group.
         positives = pairs.log_softmax(logits)[:, : pairs.num_groups]
         return -term.mean(positives, batch.num_rows)
@@ -219,7 +219,7 @@ class Circle(GuidedLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.row_losses import CircleRows
+        from vembed.losses.tiles import CircleRows
 
         margin = 0.25 if self.margin is None else self.margin
         row_loss = partial(CircleRows, temperature=self.temperature, margin=margin)
@@ -255,8 +255,7 @@ class Sigmoid(GuidedLoss):
         scale = 1.0 / self.temperature if start.scale is None else start.scale
         scale = min(max(scale, 1.0 / HIGHEST_TEMPERATURE), 1.0 / LOWEST_TEMPERATURE)
         bias = START_BIAS if start.bias is None else start.bias
-        # Learned as a logarithm, as in CLIP and SigLIP: equal steps change the scale
-        # by equal factors.
+        # Learned as a logarithm, as in CLIP and SigLIP: equal steps change the scale by equal factors.
         return {
             "log_scale": torch.tensor(math.log(scale)),
             "bias": torch.tensor(bias),
@@ -277,8 +276,9 @@ class Sigmoid(GuidedLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.row_losses import SigmoidRows
+        from vembed.losses.tiles import SigmoidRows
 
+        # Each logit is t s + b, whose sign says yes or no. No logit depends on another one.
         scale = term.parameter("log_scale", batch.embeddings).exp()
         bias = term.parameter("bias", batch.embeddings)
         return self.tiled_share(
@@ -306,9 +306,7 @@ class Triplet(Loss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs
-
-        pairs = ListedPairs.of_rank(batch)
+        pairs = batch.listed_by_row()
         margins = pairs.margins(term.scores(batch, pairs))  # [K, P]
         margin = 0.2 if self.margin is None else self.margin
         return term.mean((margin - margins).relu(), pairs.num_negative_pairs)

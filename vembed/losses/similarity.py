@@ -129,8 +129,7 @@ class PrefixTable:
             x, inverse_norms = self._unit_vectors(entries)  # [n, d], [K, n]
             self.x[entries] = x
             if self.prefix_scales is not None:
-                # |e[:d]| / |e[:k]| = 1 / |x[:k]|. For a zero vector both inverses are
-                # 0, and 0 / 0 must become 0.
+                # |e[:d]| / |e[:k]| = 1 / |x[:k]|. For a zero vector both inverses are 0, and 0 / 0 must become 0.
                 scales = inverse_norms[:-1] / inverse_norms[-1]
                 self.prefix_scales[:, entries] = scales.nan_to_num_(0.0)
         if with_gradient:
@@ -154,8 +153,7 @@ class PrefixTable:
     def pair_scores(self, left: Entries, right: Entries) -> Tensor:
         """Return the scores [K, P] of the pairs (left_n, right_n) at all K sizes."""
         product = self.x[left] * self.x[right]
-        # Sum the coordinates that each size adds once. The running sum over sizes gives
-        # every prefix.
+        # Sum the coordinates that each size adds once. The running sum over sizes gives every prefix.
         sums = (product[:, part].sum(1) for part in self.similarity.parts)
         scores = _running_sums(sums)
         if self.prefix_scales is not None:
@@ -173,8 +171,7 @@ class PrefixTable:
             norm_grad = (d_scores * scores)[:-1]
             _add(self.norm_grad, 1, left, norm_grad)
             _add(self.norm_grad, 1, right, norm_grad)
-        # A coordinate is part of every size that is large enough: a suffix sum over
-        # sizes, [K, P].
+        # A coordinate is part of every size that is large enough: a suffix sum over sizes, [K, P].
         d_parts = _running_sums(d_products.flip(0)).flip(0)
         for part, d_part in zip(self.similarity.parts, d_parts, strict=True):
             _add(self.dx[:, part], 0, left, self.x[right, part] * d_part[:, None])
@@ -194,9 +191,8 @@ class PrefixTable:
 
         Sizes come from the smallest to the largest. The caller may overwrite out[k] once it is yielded.
         """
-        # The last size's buffer accumulates the raw products: each size costs its
-        # additional coordinates only. Masks are written after that size's copy was
-        # taken. At the last size no product follows that they could spoil.
+        # The last size's buffer accumulates the raw products: each size costs its additional coordinates only. Masks
+        # are written after that size's copy was taken. At the last size no product follows that they could spoil.
         x = self.x[columns]
         products = out[-1]
         for k, part in enumerate(self.similarity.parts):
@@ -232,8 +228,7 @@ class PrefixTable:
             d_logits = derivative(k)
             if k < len(logits) - 1:
                 if self.prefix_scales is not None:
-                    # logits * dL/d(logits) = score * dL/d(score), the terms of the
-                    # gradient of the norm.
+                    # logits * dL/d(logits) = score * dL/d(score), the terms of the gradient of the norm.
                     norm_terms = logits[k].mul_(d_logits)
                     self.norm_grad[k, rows.entries] += norm_terms.sum(1)
                     self.norm_grad[k, columns] += norm_terms.sum(0)
@@ -254,8 +249,7 @@ class PrefixTable:
     def finish(self, rows: RowVectors, scale: Tensor) -> Tensor:
         """Add the gradient of the rows to the table's, and return dL/d(scale)."""
         assert rows.dx is not None
-        # logits = scale * (x . column): dx * x summed is dL/d(scale), and dx * scale is
-        # dL/dx.
+        # logits = scale * (x . column): dx * x summed is dL/d(scale), and dx * scale is dL/dx.
         d_scale = (rows.dx * self.x[rows.entries]).sum()
         self.dx[rows.entries] += rows.dx.mul_(scale)
         return d_scale
@@ -275,13 +269,11 @@ class PrefixTable:
             if self.prefix_scales is not None:
                 x, inverse_norms = self._unit_vectors(entries)
                 for k, dim in enumerate(dims[:-1]):
-                    # Through the prefix scale a: dL/da = norm_grad / a, times
-                    # -a^3 * x[:k].
+                    # Through the prefix scale a: dL/da = norm_grad / a, times -a^3 * x[:k].
                     scale = self.prefix_scales[k, entries]
                     factor = scale * scale * self.norm_grad[k, entries]
                     dx[:, :dim] -= x[:, :dim] * factor[:, None]
-                # Through x = e / |e[:d]|: remove the component along x, then divide by
-                # the norm.
+                # Through x = e / |e[:d]|: remove the component along x, then divide by the norm.
                 dx -= x * (x * dx).sum(1, keepdim=True)
                 dx *= inverse_norms[-1][:, None]
             # index_add_, not assignment: a vector may have several entries.
@@ -326,8 +318,7 @@ class _PairScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_scores: Tensor) -> tuple[Tensor | None, ...]:
         embeddings, left, right, scores = ctx.saved_tensors
-        # Accumulate over chunks in the arithmetic dtype. Rounding to the embeddings'
-        # dtype happens once, at the end.
+        # Accumulate over chunks in the arithmetic dtype. Rounding to the embeddings' dtype happens once, at the end.
         gradient = torch.zeros_like(embeddings, dtype=scores.dtype)
         for pairs in chunks(left.numel(), PAIRS_AT_ONCE):
             index = torch.cat((left[pairs], right[pairs]))
@@ -359,8 +350,8 @@ class _KnownGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:
-        # The loss is a scalar, so the chain rule is one multiplication. The arguments `loss` and `gradients` of `forward`
-        # get no gradient.
+        # The loss is a scalar, so the chain rule is one multiplication. The arguments `loss` and `gradients` of
+        # `forward` get no gradient.
         products: list[Tensor | None] = [None, None]
         for needs_gradient, gradient in zip(
             ctx.needs_input_grad[2:], ctx.saved_tensors, strict=True
@@ -368,6 +359,11 @@ class _KnownGradients(torch.autograd.Function):
             product = gradient * d_loss.to(gradient.dtype) if needs_gradient else None
             products.append(product)
         return tuple(products)
+
+
+def length_of(entries: slice) -> int:
+    """Return the number of entries of a slice with plain bounds."""
+    return int(entries.stop - entries.start)
 
 
 def chunks(num: int, size: int) -> list[slice]:
@@ -382,16 +378,15 @@ def _halves(index: Tensor) -> tuple[slice, slice]:
 
 def _running_sums(parts: Iterable[Tensor]) -> Tensor:
     """Return the sums of the first 1, 2, ... parts, stacked."""
-    # Not by cumsum, which has no deterministic kernel for floating-point numbers on
-    # GPUs, so that `deterministic: true` would refuse it.
+    # Not by cumsum, which has no deterministic kernel for floating-point numbers on GPUs, so that `deterministic: true`
+    # would refuse it.
     return torch.stack(list(accumulate(parts)))
 
 
 def _add(target: Tensor, axis: int, entries: Entries, value: Tensor) -> None:
     """Add `value` to target[entries] along an axis. Entries may repeat."""
     if isinstance(entries, slice):
-        length = entries.stop - entries.start
-        target.narrow(axis, entries.start, length).add_(value)
+        target.narrow(axis, entries.start, length_of(entries)).add_(value)
     else:
         target.index_add_(axis, entries, value)
 

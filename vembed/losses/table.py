@@ -6,23 +6,27 @@ function `reference` in tests/losses/test_NAME.py that computes it plainly.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, get_args
 
 from pydantic.fields import FieldInfo
 
+from vembed.declarations import check_parts
 from vembed.losses.contrastive import Circle, InfoNCE, Sigmoid, Triplet
 from vembed.losses.declaration import Follows, Loss, Negatives, Records
-from vembed.losses.listwise import (
+from vembed.losses.scored import (
     BCE,
     KL,
     MSE,
+    Angle,
+    CoSENT,
+    Cosine,
     Lambda,
     Listwise,
     MarginMSE,
     RankNet,
     ScoreMSE,
 )
-from vembed.losses.scored_pairs import Angle, CoSENT, Cosine
 from vembed.losses.vectors import (
     Anchor,
     Embedding,
@@ -55,54 +59,43 @@ _CLASSES: tuple[type[Loss], ...] = (
 )
 
 
-def check_declarations(classes: tuple[type[Loss], ...]) -> dict[str, type[Loss]]:
-    """Return the losses by name. Raise TypeError for a declaration that lacks something."""
-    losses: dict[str, type[Loss]] = {}
-    options: dict[str, tuple[type[Loss], FieldInfo]] = {}
+def check_losses(
+    classes: Sequence[type[Loss]],
+) -> tuple[dict[str, type[Loss]], dict[str, FieldInfo]]:
+    """Return the losses and their options, by name. Raise TypeError for a declaration that lacks something."""
+    losses = check_parts(
+        "loss",
+        Loss,
+        classes,
+        lambda loss: (loss.name,),
+        needed=("name", "summary", "records", "negatives"),
+        allowed={
+            "records": get_args(Records),
+            "negatives": get_args(Negatives),
+            "follows": get_args(Follows),
+        },
+    )
+    owners: dict[str, type[Loss]] = {}
     for loss in classes:
         where = f"loss {loss.__name__} of {loss.__module__}"
-        for declaration in ("name", "summary", "records", "negatives"):
-            if not hasattr(loss, declaration):
-                raise TypeError(f"{where} declares no `{declaration}`")
-        for declaration, values in (
-            ("records", get_args(Records)),
-            ("negatives", get_args(Negatives)),
-            ("follows", get_args(Follows)),
-        ):
-            value = getattr(loss, declaration)
-            if value not in values:
-                raise TypeError(
-                    f"{where} declares `{declaration}` = {value!r}: write one of {', '.join(values)}"
-                )
-        if loss.name in losses:
-            raise TypeError(f"{where} has the name of another loss: {loss.name}")
-        if loss.__abstractmethods__:
-            raise TypeError(f"{where} has no method `share`")
-        losses[loss.name] = loss
         for option, field in loss.model_fields.items():
             if field.description is None:
                 raise TypeError(f"{where} has no text under its option `{option}`")
             # Its option is one of every run, also of those with another loss.
             if field.is_required():
                 raise TypeError(f"{where} has no default for its option `{option}`")
-            other, known = options.setdefault(option, (loss, field))
+            owner = owners.setdefault(option, loss)
+            known = owner.model_fields[option]
             if (known.annotation, known.default) != (field.annotation, field.default):
                 raise TypeError(
-                    f"{where} has another default or type for `{option}` than {other.__name__}"
+                    f"{where} has another default or type for `{option}` than {owner.__name__}"
                 )
-    return losses
+    options = {name: owner.model_fields[name] for name, owner in owners.items()}
+    return losses, options
 
 
-LOSSES = check_declarations(_CLASSES)
-"""Every loss, by name."""
-
-
-def loss_options() -> dict[str, FieldInfo]:
-    """Return the options of all losses, by name."""
-    options: dict[str, FieldInfo] = {}
-    for loss in LOSSES.values():
-        options |= loss.model_fields
-    return options
+LOSSES, LOSS_OPTIONS = check_losses(_CLASSES)
+"""Every loss, and every option of the losses, by name."""
 
 
 ENTRY_OPTIONS = (

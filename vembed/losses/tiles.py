@@ -24,36 +24,41 @@ Where a score's derivative does not depend on the others of its row (`Scoring.is
 differentiated immediately after it is scored, and all tiles share one buffer.
 
 Who does what: `candidates.py` says which scores count. The similarity's table computes them and turns their derivatives
-into the gradient of the embeddings. The row losses (`row_losses.py`) add them up. This module brings the three together.
-Vectors are named by their entry in the table of candidates. Shapes: K sizes, n rows of a block, t columns of a tile,
-P explicit pairs of a block. `d_x` is dL/dx.
+into the gradient of the embeddings. The row losses, below, add them up. `_ScorePass` brings the three together. Vectors
+are named by their entry in the table of candidates. Shapes: K sizes, n rows of a block, t columns of a tile, P explicit
+pairs of a block. `d_x` is dL/dx.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vembed.losses.batch import TeacherVectors
 from vembed.losses.candidates import (
     FORWARD,
-    ExcludedScores,
     LossCandidates,
     shifted,
 )
-from vembed.losses.row_losses import EXCLUDED, CandidateLogits, RowLoss, RowStart
 from vembed.losses.similarity import (
+    Entries,
     RowVectors,
     Similarity,
     arithmetic_dtype,
     chunks,
+    length_of,
     with_known_gradients,
 )
 
 MEBIBYTE = 2**20
+EXCLUDED = -1e30
+"""Logit of an excluded candidate. Finite, since 0 * -inf would be NaN."""
 TIE_TOLERANCE = 64
 """A score that exceeds a ceiling by at most this many rounding errors counts as equal to it, and is not left out."""
 
@@ -76,9 +81,8 @@ class Tiling:
         tile_mebibytes = 32 if is_cpu else 128
         max_rows = 512 if is_cpu else 4096
         scores_per_mebibyte = MEBIBYTE // arithmetic_dtype(embeddings).itemsize
-        # A block keeps rows * scores_per_row values. A tile is a temporary of rows *
-        # columns values. At least 16 each, or a huge batch would degrade to vector
-        # products.
+        # A block keeps rows * scores_per_row values. A tile is a temporary of rows * columns values. At least 16 each,
+        # or a huge batch would degrade to vector products.
         rows = block_mebibytes * scores_per_mebibyte // max(1, scores_per_row)
         rows = min(max_rows, max(16, rows))
         columns = tile_mebibytes * scores_per_mebibyte // rows
@@ -149,11 +153,11 @@ class _TeacherTable:
         self.vectors = teacher.vectors.to(like.device, like.dtype)
         self.index = teacher.occurrences()[candidates.occurrence]
 
-    def at(self, entries: slice | Tensor) -> Tensor:
+    def at(self, entries: Entries) -> Tensor:
         """Return [n, E] vectors."""
         return self.vectors[self.index[entries]]
 
-    def pair_scores(self, left: slice | Tensor, right: slice | Tensor) -> Tensor:
+    def pair_scores(self, left: Entries, right: Entries) -> Tensor:
         """Return [n] scores of pairs."""
         return (self.at(left) * self.at(right)).sum(1)
 
@@ -174,28 +178,24 @@ class _Tile:
 
 @dataclass(frozen=True, slots=True)
 class _ScoredPairs:
-    """The P explicit pairs of a row block."""
+    """P single pairs of a row block: its positives, or explicit pairs."""
 
-    left: Tensor
+    left: Entries
     """[P] entry of the row's query or positive."""
-    right: Tensor
-    """[P] entry of the hard negative."""
+    right: Entries
+    """[P] entry of the row's positive, or of the hard negative."""
     scores: Tensor
     """[K, P]"""
-    by_size: list[CandidateLogits]
-    """What the row losses of each size read of them: logits [P]."""
+    by_size: list[CandidateLogits] = field(default_factory=list)
+    """Of explicit pairs: what the row losses of each size read of them, logits [P]."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RowBlock:
     """n rows of this rank, with the state of their losses."""
 
-    queries: slice
-    """Entries of the rows' queries."""
-    positives: slice
-    """Entries of the rows' positives."""
-    positive_scores: Tensor
-    """[K, n] scores of the rows' queries and positives."""
+    positives: _ScoredPairs
+    """The rows' queries and positives, with scores [K, n]."""
     losses: list[list[RowLoss]]
     """By size and direction."""
     ceilings: Tensor | None
@@ -237,16 +237,16 @@ class _ScorePass:
             self.teacher = _TeacherTable(scoring.teacher, candidates, self.scale)
         # A tile's logits at all sizes, and the teacher's scores where there is one.
         self.num_matrices = self.num_sizes + (self.teacher is not None)
-        widths = [group.num_columns for group in candidates.column_groups]
+        widths = [length_of(group.columns) for group in candidates.column_groups]
         num_columns = sum(widths)
         self.tiling = scoring.tiling or Tiling.for_scores(
             num_columns * self.num_matrices, embeddings
         )
         self.keeps_tiles = with_gradient and not scoring.is_separable
-        # Buffers for the largest row block: the logits of all tiles, or of one where none
-        # is kept, and two temporaries of the size of a tile.
+        # Buffers for the largest row block: the logits of all tiles, or of one where none is kept, and two temporaries
+        # of the size of a tile.
         widest_tile = min(max(widths, default=0), self.tiling.columns)
-        max_rows = min(self.tiling.rows, candidates.num_rows)
+        max_rows = min(self.tiling.rows, length_of(candidates.queries))
         width = num_columns if self.keeps_tiles else widest_tile
         size = self.num_matrices * max_rows * width
         self.logits_buffer = self.scale.new_empty(size)
@@ -257,7 +257,7 @@ class _ScorePass:
 
     def run(self) -> None:
         """Accumulate `loss`, and with gradients also `d_scale`, `d_bias` and the table's gradient."""
-        for rows in chunks(self.candidates.num_rows, self.tiling.rows):
+        for rows in chunks(length_of(self.candidates.queries), self.tiling.rows):
             # The positives first: they start the online softmax and define the ceilings.
             block = self._start(rows)
             explicit = self._score_explicit(rows, block)
@@ -314,9 +314,8 @@ class _ScorePass:
             unit = guide_scores.abs() if guide.is_relative else 1.0
             margin = guide.margin_below_positive * unit
             guide_ceilings = _with_tolerance(guide_scores - margin)
-        return _RowBlock(
-            queries, positives, positive_scores, losses, ceilings, guide_ceilings
-        )
+        pairs = _ScoredPairs(queries, positives, positive_scores)
+        return _RowBlock(pairs, losses, ceilings, guide_ceilings)
 
     def _score_explicit(self, rows: slice, block: _RowBlock) -> list[_ScoredPairs]:
         """Score the explicit pairs of a row block, and add them to the row losses."""
@@ -355,35 +354,25 @@ class _ScorePass:
         self, block: _RowBlock, explicit: list[_ScoredPairs]
     ) -> None:
         """Add the gradient of a block's positives and explicit pairs."""
-        d_positives = []
-        for by_direction in block.losses:
-            # Both directions share the positive's score, so their derivatives add up.
-            directions = [row_loss.d_positive() for row_loss in by_direction]
-            d_positives.append(torch.stack(directions).sum(0))
-        self._add_pair_gradient(
-            block.queries, block.positives, block.positive_scores, d_positives
-        )
-        for pairs in explicit:
-            d_logits = []
-            for candidates, by_direction in zip(
-                pairs.by_size, block.losses, strict=True
-            ):
-                d_logits.append(by_direction[FORWARD].grad(candidates))
-            self._add_pair_gradient(pairs.left, pairs.right, pairs.scores, d_logits)
-
-    def _add_pair_gradient(
-        self,
-        left: slice | Tensor,
-        right: slice | Tensor,
-        scores: Tensor,
-        d_logits_by_size: list[Tensor],
-    ) -> None:
-        d_logits = torch.stack(d_logits_by_size)  # [K, P]
-        if self.bias is not None:
-            self.d_bias += d_logits.sum()
-        # An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
-        self.d_scale += (d_logits * scores).sum()
-        self.table.add_pair_gradient(left, right, scores, d_logits * self.scale)
+        for pairs in (block.positives, *explicit):
+            by_size = []
+            for k, by_direction in enumerate(block.losses):
+                if pairs.by_size:
+                    derivative = by_direction[FORWARD].grad(pairs.by_size[k])
+                else:
+                    # Both directions share the positive's score, so their derivatives add up.
+                    directions = [row_loss.d_positive() for row_loss in by_direction]
+                    derivative = torch.stack(directions).sum(0)
+                by_size.append(derivative)
+            d_logits = torch.stack(by_size)  # [K, P]
+            if self.bias is not None:
+                self.d_bias += d_logits.sum()
+            # logits = scale * scores. An excluded pair has d_logits 0 and a finite score, so it adds 0 and not NaN.
+            self.d_scale += (d_logits * pairs.scores).sum()
+            d_scores = d_logits * self.scale
+            self.table.add_pair_gradient(
+                pairs.left, pairs.right, pairs.scores, d_scores
+            )
 
     # ---- Tiles ------------------------------------------------------------------------
 
@@ -394,14 +383,14 @@ class _ScorePass:
 
         Unless tiles are kept, the next one overwrites the logits.
         """
-        num_rows = rows.stop - rows.start
+        num_rows = length_of(rows)
         offset = 0
         groups = self.candidates.column_groups
         for group, vectors in zip(groups, row_vectors, strict=True):
             # Each mask yields its part of every tile, in the order of the loop below.
             masks = [mask.tiles(rows, self.tiling.columns) for mask in group.masks]
-            for columns in chunks(group.num_columns, self.tiling.columns):
-                num_columns = columns.stop - columns.start
+            for columns in chunks(length_of(group.columns), self.tiling.columns):
+                num_columns = length_of(columns)
                 size = self.num_matrices * num_rows * num_columns
                 buffer = self.logits_buffer[offset : offset + size]
                 matrices = buffer.view(self.num_matrices, num_rows, num_columns)
@@ -417,9 +406,7 @@ class _ScorePass:
                 if self.keeps_tiles:
                     offset += size
 
-    def _score(
-        self, tile: _Tile, block: _RowBlock, excluded: list[ExcludedScores]
-    ) -> None:
+    def _score(self, tile: _Tile, block: _RowBlock, excluded: list[Tensor]) -> None:
         """Compute a tile's logits, from the smallest size to the largest, and add them to the row losses.
 
         `excluded`: scores that do not count at any size.
@@ -435,10 +422,7 @@ class _ScorePass:
         for k in self.table.scores(tile.row_vectors, tile.columns, tile.logits):
             logits = tile.logits[k]
             for mask in excluded:
-                if isinstance(mask, Tensor):
-                    logits.masked_fill_(mask, EXCLUDED)
-                elif mask[0].numel():
-                    logits[mask] = EXCLUDED
+                logits.masked_fill_(mask, EXCLUDED)
             if block.ceilings is not None:
                 is_above = logits > block.ceilings[k, :, None]
                 logits.masked_fill_(is_above, EXCLUDED)
@@ -473,3 +457,348 @@ def _with_tolerance(ceilings: Tensor) -> Tensor:
     """Return ceilings that are higher by rounding errors: scores within them are not above."""
     rounding = TIE_TOLERANCE * torch.finfo(ceilings.dtype).eps
     return ceilings + rounding * ceilings.abs().clamp(min=1.0)
+
+
+# ---- Row losses: the loss of each row and its derivatives, tile by tile ----------------------
+#
+# A row has the logit of its positive and the logits of its candidates. Excluded candidates have the logit EXCLUDED.
+
+
+def is_excluded(logits: Tensor) -> Tensor:
+    """Return true where a candidate is excluded."""
+    # Explicit pairs are excluded before they are scaled: their logit is EXCLUDED times any scale.
+    return logits <= EXCLUDED * 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """What the losses of n rows begin with."""
+
+    logits: Tensor
+    """[n] of the positives."""
+    coefficient: float
+    """Factor of the losses."""
+    bias: Tensor | None = None
+    """Added to every logit."""
+    target: Tensor | None = None
+    """[n] a teacher's scores of the positives."""
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateLogits:
+    """Logits of candidates of n rows: those of a tile, or single ones."""
+
+    logits: Tensor
+    """[n, t], or [P] with `row`."""
+    target: Tensor | None = None
+    """A teacher's scores of the same pairs, for losses that follow one."""
+    row: Tensor | None = None
+    """[P] the row of each single logit. Rows may repeat."""
+    out: Tensor | None = None
+    """Like the logits: overwritten in place of a new tensor."""
+
+
+class RowLoss(ABC):
+    """Losses of n rows.
+
+    Create it with the positives' logits, add all candidates, call `total`, then ask for the derivatives. Where the
+    derivatives do not depend on the other scores (`Scoring.is_separable`), `grad` may come before `total`.
+    """
+
+    def __init__(self, start: RowStart) -> None:
+        self.positive = start.logits
+        self.coefficient = start.coefficient
+
+    @abstractmethod
+    def add(self, candidates: CandidateLogits) -> None:
+        """Add candidates. `candidates.out` must not be the logits."""
+
+    @abstractmethod
+    def total(self) -> Tensor:
+        """Return coefficient * sum of the rows' losses. Call it once, after all candidates have been added."""
+
+    @abstractmethod
+    def grad(self, candidates: CandidateLogits) -> Tensor:
+        """Return the gradient of the total with respect to the candidates' logits. `out` may be the logits."""
+
+    @abstractmethod
+    def d_positive(self) -> Tensor:
+        """Return the gradient of the total with respect to the positives' logits [n]."""
+
+
+def for_each(values: Tensor, row: Tensor | None) -> Tensor:
+    """Return a value of each row [n] in a shape that meets its logits: [n, 1] for a tile, [P] for single logits."""
+    return values[:, None] if row is None else values[row]
+
+
+def _add_to_rows(sums: Tensor, values: Tensor, row: Tensor | None) -> Tensor:
+    """Return the sums of rows [n] plus the values of a tile [n, t], or of single logits [P]."""
+    return sums + values.sum(1) if row is None else sums.index_add(0, row, values)
+
+
+class OnlineSum:
+    """Sum of exp(logit) of each row, relative to the row's largest logit so far.
+
+    No exp has a positive exponent. When a tile raises the maximum, what was summed before is rescaled to it.
+    """
+
+    def __init__(self, largest: Tensor, total: Tensor) -> None:
+        self.largest = largest
+        self.sum = total
+
+    def add(
+        self, logits: Tensor, row: Tensor | None, out: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Add logits. Return their exp(logit - largest), and [n] the factor of what was summed before."""
+        if row is None:
+            largest = torch.maximum(self.largest, logits.amax(1))
+        else:
+            largest = self.largest.scatter_reduce(0, row, logits, "amax")
+        terms = torch.sub(logits, for_each(largest, row), out=out).exp_()
+        rescale = torch.exp(self.largest - largest)
+        self.sum = _add_to_rows(self.sum * rescale, terms, row)
+        self.largest = largest
+        return terms, rescale
+
+    def log(self) -> Tensor:
+        """Return [n] the logarithm of the sums."""
+        return self.largest + self.sum.log()
+
+
+class SoftmaxRows(RowLoss):
+    """Negative log softmax of the positive among itself and all candidates, as an online softmax.
+
+    `rest` sums the candidates alone. The positive's term is added at the end by expm1 and log1p, which keeps the
+    precision of small losses.
+
+    `stretch`: candidates enter as stretch * logit, and the difference to the logit has no gradient (hardness_alpha).
+    `stretches_pairs_only`: only single logits do, which are those of the row's own hard negatives (hardness_scope: own).
+    `focal_gamma`: a row's loss l is multiplied by (1 - exp(-l)) ** focal_gamma.
+    """
+
+    def __init__(
+        self,
+        start: RowStart,
+        *,
+        stretch: Tensor | None = None,
+        stretches_pairs_only: bool = False,
+        focal_gamma: float = 0.0,
+    ) -> None:
+        assert start.bias is None, "a bias cancels in a softmax"
+        super().__init__(start)
+        self.stretch = stretch
+        self.stretches_pairs_only = stretches_pairs_only
+        self.focal_gamma = focal_gamma
+        # The positive is part of the maximum from the start.
+        self.rest = OnlineSum(self.positive, torch.zeros_like(self.positive))
+
+    def add(self, candidates: CandidateLogits) -> None:
+        """See RowLoss."""
+        self.rest.add(self._stretched(candidates), candidates.row, candidates.out)
+
+    def _stretched(self, candidates: CandidateLogits) -> Tensor:
+        is_tile = candidates.row is None
+        if self.stretch is None or (is_tile and self.stretches_pairs_only):
+            return candidates.logits
+        return torch.mul(candidates.logits, self.stretch, out=candidates.out)
+
+    def total(self) -> Tensor:
+        """See RowLoss."""
+        largest = self.rest.largest
+        # log(sum of all exp(logit)) - largest. expm1 and log1p keep precision if the positive dominates.
+        surplus = torch.log1p(self.rest.sum + torch.expm1(self.positive - largest))
+        losses = surplus + (largest - self.positive)
+        self.log_sum = surplus + largest  # [n]
+        # `focus` [n]: derivative of the focal loss by the loss of the row.
+        self.focus: Tensor | float = 1.0
+        shift = self.log_sum - math.log(self.coefficient)
+        if self.focal_gamma:
+            # 1 - exp(-l) without cancellation for small l.
+            rest = -torch.expm1(-losses)
+            weights = rest**self.focal_gamma
+            # d/dl of rest^g * l; l / rest is 1 in the limit of l = 0.
+            ratio = torch.where(rest > 0, losses / rest, torch.ones_like(rest))
+            self.focus = weights * (1 + self.focal_gamma * (1 - rest) * ratio)
+            shift = shift - torch.log(self.focus)
+            losses = losses * weights
+        self.shift = shift
+        return self.coefficient * losses.sum()
+
+    def grad(self, candidates: CandidateLogits) -> Tensor:
+        """See RowLoss."""
+        # coefficient * focus * softmax = exp(logit - shift): one subtraction and one exp over the tile.
+        logits = self._stretched(candidates)
+        shift = for_each(self.shift, candidates.row)
+        return torch.sub(logits, shift, out=candidates.out).exp_()
+
+    def d_positive(self) -> Tensor:
+        """See RowLoss."""
+        # coefficient * (softmax - 1). expm1 avoids the cancellation where the softmax is near 1.
+        slope = torch.expm1(self.positive - self.log_sum)
+        return self.coefficient * self.focus * slope
+
+
+class CircleRows(SoftmaxRows):
+    """Softmax over weighted logits: that of the positive is a (s - 1 + m) / T, that of a candidate b (s - m) / T, with
+    s = T * logit. Their derivatives by the logit are a and b."""
+
+    def __init__(self, start: RowStart, *, temperature: float, margin: float) -> None:
+        self.temperature = temperature
+        self.margin = margin
+        score = start.logits * temperature
+        # a_i of the formula. It has no gradient: `d_positive` multiplies by it.
+        self.positive_weight = (1.0 + margin - score).clamp_(min=0.0)
+        weighted = self.positive_weight * (score - (1.0 - margin)) / temperature
+        super().__init__(replace(start, logits=weighted))
+
+    def _weights(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return b, 0 for excluded candidates."""
+        scores = torch.mul(logits, self.temperature, out=out)
+        return scores.add_(self.margin).clamp_(min=0.0)
+
+    def _weighted(self, candidates: CandidateLogits) -> CandidateLogits:
+        """Return b (s - m) / T as ((s + m) - 2 m) (s + m) / T, and EXCLUDED for excluded candidates."""
+        excluded = is_excluded(candidates.logits)  # first, since `out` may be the tile
+        weights = self._weights(candidates.logits, candidates.out)
+        weighted = weights.mul_(weights - 2.0 * self.margin).div_(self.temperature)
+        return replace(candidates, logits=weighted.masked_fill_(excluded, EXCLUDED))
+
+    def add(self, candidates: CandidateLogits) -> None:
+        """See RowLoss."""
+        super().add(self._weighted(candidates))
+
+    def grad(self, candidates: CandidateLogits) -> Tensor:
+        """See RowLoss."""
+        # d(b (s - m) / T) / d(logit) is b here: the paper's weight b has no gradient of its own. Before `out`, which
+        # may be the tile itself, is written.
+        weights = self._weights(candidates.logits)
+        return super().grad(self._weighted(candidates)).mul_(weights)
+
+    def d_positive(self) -> Tensor:
+        """See RowLoss."""
+        return super().d_positive() * self.positive_weight
+
+
+class SigmoidRows(RowLoss):
+    """Sum of -log sigmoid(logit + bias) of the positive and -log sigmoid(-(logit + bias)) of every candidate."""
+
+    def __init__(self, start: RowStart) -> None:
+        super().__init__(start)
+        self.bias = self.positive.new_zeros(()) if start.bias is None else start.bias
+        self.sum = _softplus(-(self.positive + self.bias)).sum()
+
+    def add(self, candidates: CandidateLogits) -> None:
+        """See RowLoss."""
+        # No mask: softplus and sigmoid of EXCLUDED are exactly 0.
+        logits = torch.add(candidates.logits, self.bias, out=candidates.out)
+        self.sum = self.sum + _softplus(logits).sum()
+
+    def total(self) -> Tensor:
+        """See RowLoss."""
+        return self.coefficient * self.sum
+
+    def grad(self, candidates: CandidateLogits) -> Tensor:
+        """See RowLoss."""
+        logits = torch.add(candidates.logits, self.bias, out=candidates.out)
+        return logits.sigmoid_().mul_(self.coefficient)
+
+    def d_positive(self) -> Tensor:
+        """See RowLoss."""
+        return -self.coefficient * torch.sigmoid(-(self.positive + self.bias))
+
+
+def _softplus(x: Tensor) -> Tensor:
+    """Return log(1 + exp(x)). torch returns x itself above 20 by default, which is too coarse in float64."""
+    return F.softplus(x, threshold=50.0)
+
+
+class DivergenceRows(RowLoss):
+    """KL(softmax(teacher) || softmax(student)) over the positive and all candidates of a row.
+
+    With t and s the logits of teacher and student it is sum_c softmax(t)_c * (t_c - s_c) - log sum exp(t) + log sum
+    exp(s). Each of the three is summed up relative to the largest logit so far.
+    """
+
+    def __init__(self, start: RowStart, *, target_scale: float = 1.0) -> None:
+        """`target_scale`: one over the teacher's temperature."""
+        assert start.bias is None, "a bias cancels in a softmax"
+        assert start.target is not None, "a divergence needs a teacher's scores"
+        super().__init__(start)
+        self.target_scale = target_scale
+        self.positive_target = start.target * target_scale
+        # The positive is the first candidate: exp(0) = 1.
+        self.student = OnlineSum(self.positive, torch.ones_like(self.positive))
+        self.teacher = OnlineSum(self.positive_target, torch.ones_like(self.positive))
+        self.difference = self.positive_target - self.positive
+        """[n] sum of exp(t - largest t) * (t - s)"""
+
+    def _targets(self, candidates: CandidateLogits) -> Tensor:
+        """Return the teacher's logits, with what the student leaves out left out too."""
+        assert candidates.target is not None
+        targets = candidates.target * self.target_scale
+        return targets.masked_fill_(is_excluded(candidates.logits), EXCLUDED)
+
+    def add(self, candidates: CandidateLogits) -> None:
+        """See RowLoss."""
+        targets = self._targets(candidates)
+        row = candidates.row
+        self.student.add(candidates.logits, row, candidates.out)
+        weights, rescale = self.teacher.add(targets, row, candidates.out)
+        # An excluded candidate has weight exp(EXCLUDED) = 0 and a finite difference, so it adds 0.
+        weighted = weights.mul_(targets.sub_(candidates.logits))
+        self.difference = _add_to_rows(self.difference * rescale, weighted, row)
+
+    def total(self) -> Tensor:
+        """See RowLoss."""
+        self.student_log_sum = self.student.log()
+        self.teacher_log_sum = self.teacher.log()
+        cross = self.difference / self.teacher.sum
+        losses = cross - self.teacher_log_sum + self.student_log_sum
+        return self.coefficient * losses.sum()
+
+    def grad(self, candidates: CandidateLogits) -> Tensor:
+        """See RowLoss."""
+        # coefficient * (softmax of the student - softmax of the teacher)
+        row = candidates.row
+        teacher = self._targets(candidates)
+        teacher.sub_(for_each(self.teacher_log_sum, row)).exp_()
+        log_sum = for_each(self.student_log_sum, row)
+        student = torch.sub(candidates.logits, log_sum, out=candidates.out).exp_()
+        return student.sub_(teacher).mul_(self.coefficient)
+
+    def d_positive(self) -> Tensor:
+        """See RowLoss."""
+        student = torch.exp(self.positive - self.student_log_sum)
+        teacher = torch.exp(self.positive_target - self.teacher_log_sum)
+        return self.coefficient * (student - teacher)
+
+
+class SquaredErrorRows(RowLoss):
+    """(logit - target)^2 summed over all candidates, with 0 for the target where there is no teacher. The positive does
+    not count."""
+
+    def __init__(self, start: RowStart) -> None:
+        super().__init__(start)
+        self.sum = self.positive.new_zeros(())
+
+    def _errors(self, candidates: CandidateLogits) -> Tensor:
+        excluded = is_excluded(candidates.logits)  # first, since `out` may be the tile
+        target = 0.0 if candidates.target is None else candidates.target
+        errors = torch.sub(candidates.logits, target, out=candidates.out)
+        return errors.masked_fill_(excluded, 0.0)
+
+    def add(self, candidates: CandidateLogits) -> None:
+        """See RowLoss."""
+        self.sum = self.sum + self._errors(candidates).square_().sum()
+
+    def total(self) -> Tensor:
+        """See RowLoss."""
+        return self.coefficient * self.sum
+
+    def grad(self, candidates: CandidateLogits) -> Tensor:
+        """See RowLoss."""
+        return self._errors(candidates).mul_(2 * self.coefficient)
+
+    def d_positive(self) -> Tensor:
+        """See RowLoss."""
+        return torch.zeros_like(self.positive)

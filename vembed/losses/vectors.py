@@ -77,7 +77,7 @@ class Anchor(Loss):
         """See Loss."""
         import torch
 
-        from vembed.losses.similarity import Similarity, arithmetic_dtype
+        from vembed.losses.similarity import Similarity
 
         teacher = batch.teacher_vectors(str(term.teacher), "loss: anchor")
         embeddings = batch.embeddings
@@ -88,9 +88,7 @@ class Anchor(Loss):
                 f"loss: anchor: the embeddings have {dim} dimensions, and those of {term.teacher} before "
                 f"training have {teacher_dim}: leave out what changes the size, or this loss"
             )
-        identity = torch.eye(
-            dim, device=embeddings.device, dtype=arithmetic_dtype(embeddings)
-        )
+        identity = batch.as_scores(torch.eye(dim, device=embeddings.device))
         full_size = Similarity(term.configured.cosine, (dim,))
         return _mean_distance(batch, teacher, identity, full_size)
 
@@ -116,10 +114,9 @@ class Relational(TeacherLoss):
         from vembed.losses.candidates import ExclusionMask
 
         rows = batch.rank_occurrences()
-        num_occurrences = batch.num_occurrences
+        num_occurrences = len(batch.occurrences())
         columns = torch.arange(num_occurrences, device=rows.device)
-        # The key of an occurrence is its number, on both sides. So the diagonal is left
-        # out.
+        # The key of an occurrence is its number, on both sides. So the diagonal is left out.
         diagonal = ExclusionMask(rows[:, None].int(), columns[:, None].int())
         coefficient = 1.0 / max(1, num_occurrences) ** 2
         teacher = batch.teacher_vectors(str(term.teacher), "loss: relational")
@@ -145,8 +142,8 @@ class SpreadOut(Loss):
         """See Loss."""
         import torch
 
-        from vembed.losses.batch import copied_together
-        from vembed.losses.candidates import ExclusionMask, compact_keys
+        from vembed.losses.batch import compact_keys, copied_together
+        from vembed.losses.candidates import ExclusionMask
 
         num_rows = batch.num_rows
         rank_rows = batch.rank_rows
@@ -207,12 +204,10 @@ def _squared_errors(
     import torch
 
     from vembed.losses.candidates import ColumnGroup, LossCandidates
-    from vembed.losses.row_losses import SquaredErrorRows
-    from vembed.losses.similarity import arithmetic_dtype
-    from vembed.losses.tiles import Scoring, tiled_loss
+    from vembed.losses.tiles import Scoring, SquaredErrorRows, tiled_loss
 
-    # The table has this rank's rows first, then all columns. There is no positive pair:
-    # the rows stand in for both sides of it, and the row loss does not count it.
+    # The table has this rank's rows first, then all columns. There is no positive pair: the rows stand in for both
+    # sides of it, and the row loss does not count it.
     occurrence = torch.cat((rows, columns))
     row_entries = slice(0, rows.numel())
     column_entries = slice(rows.numel(), occurrence.numel())
@@ -233,7 +228,7 @@ def _squared_errors(
         tiling=term.tiling,
         teacher=teacher,
     )
-    scale = torch.ones((), dtype=arithmetic_dtype(embeddings), device=embeddings.device)
+    scale = batch.as_scores(torch.ones((), device=embeddings.device))
     return tiled_loss(embeddings, scoring, scale)
 
 
@@ -259,8 +254,7 @@ def _mean_distance(
     d_embeddings = torch.zeros_like(batch.embeddings, dtype=projection.dtype)
     d_projection = torch.zeros_like(projection)
     with torch.autocast(batch.embeddings.device.type, enabled=False):
-        # Autograd for one chunk at a time: the projected vectors [M, E] of all
-        # occurrences never exist at once.
+        # Autograd for one chunk at a time: the projected vectors [M, E] of all occurrences never exist at once.
         for chunk in chunks(index.numel(), OCCURRENCES_AT_ONCE):
             with torch.enable_grad():
                 z = batch.embeddings.detach()[index[chunk]].to(projection.dtype)
@@ -270,14 +264,13 @@ def _mean_distance(
                 loss = _sum_of_distances(z, weight, targets, similarity)
             d_z, d_weight = torch.autograd.grad(loss, (z, weight))
             total += loss.detach()
-            # An input that occurs several times gets the sum of the gradients of its
-            # occurrences.
+            # An input that occurs several times gets the sum of the gradients of its occurrences.
             d_embeddings.index_add_(0, index[chunk], d_z)
             d_projection += d_weight
     total = with_known_gradients(
         total, (batch.embeddings, projection), (d_embeddings, d_projection)
     )
-    return total / max(1, batch.num_occurrences)
+    return total / max(1, len(batch.occurrences()))
 
 
 def _sum_of_distances(
@@ -291,8 +284,7 @@ def _sum_of_distances(
     projected = vectors.new_zeros(vectors.shape)
     losses = []
     for part in similarity.parts:
-        # The coordinates that this size adds to the one before: W z of every size for
-        # the price of the full one.
+        # The coordinates that this size adds to the one before: W z of every size for the price of the full one.
         projected = projected + z[:, part] @ projection[:, part].T
         squares = projected.square().sum(1)
         # A vector of zeros has the cosine 0 and no gradient.

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from vembed.config.entries import ChoiceOptions
-from vembed.data.cache import short_hash
+from vembed.config.schema import ChoiceOptions
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
-from vembed.mining.config import BM25, MineConfig
+from vembed.files import replaced_file, short_hash
 from vembed.mining.inputs import Inputs, KnownPositives, array_identity
+from vembed.mining.options import BM25, MineConfig
 from vembed.mining.retrievers import (
     DenseRetriever,
     LexicalRetriever,
@@ -22,7 +22,6 @@ from vembed.mining.retrievers import (
     open_dense,
 )
 from vembed.parallel.session import Session
-from vembed.saving.durability import replaced_file
 
 CHUNK = 32_768
 """Queries that are searched for together: what bounds the memory, and what a kill in the search loses."""
@@ -157,48 +156,41 @@ class CandidateChunk:
         return lowest
 
 
+@dataclass
 class CandidateSearch:
     """The search for all queries by all retrievers, chunk by chunk. Methods are collective."""
 
-    def __init__(
-        self,
-        options: ChoiceOptions,
-        known: KnownPositives,
-        retrievers: Sequence[LexicalRetriever | DenseRetriever],
-        session: Session,
-        *,
-        excluded: Pairs,
-        folder: Path,
-        fuse_rankings: Callable[[Sequence[Ranking]], np.ndarray] | None = None,
-    ) -> None:
-        """`folder`: for the result of each chunk, which all ranks see. `fuse_rankings`: of several retrievers."""
-        self._top_k = options.top_k
-        self._known = known
-        self._retrievers = retrievers
-        self._session = session
-        self._excluded = excluded
-        self._folder = folder
-        self._fuse = fuse_rankings
-        dense = [each for each in retrievers if isinstance(each, DenseRetriever)]
+    options: ChoiceOptions
+    known: KnownPositives
+    retrievers: Sequence[LexicalRetriever | DenseRetriever]
+    session: Session
+    excluded: Pairs
+    folder: Path
+    """For the result of each chunk; all ranks see it."""
+    fuse_rankings: Callable[[Sequence[Ranking]], np.ndarray] | None = None
+    """Of several retrievers."""
+
+    def __post_init__(self) -> None:
+        dense = [each for each in self.retrievers if isinstance(each, DenseRetriever)]
         self.summary = [retriever.summary for retriever in dense]
         self.num_encoded = sum(retriever.num_encoded for retriever in dense)
         """Vectors that were computed now, and not found on disk."""
         # Limits are on the scores of one model: the first dense one, since those of BM25 have no common scale.
-        self._primary = next(iter(dense), retrievers[0])
+        self._primary = next(iter(dense), self.retrievers[0])
         self._claims: ClaimFinder | None = None
-        if options.takes_claimed and dense:
-            self._claims = ClaimFinder(dense[0], known.positives)
+        if self.options.takes_claimed and dense:
+            self._claims = ClaimFinder(dense[0], self.known.positives)
 
     def chunks(self) -> Iterator[CandidateChunk]:
         """Search chunk by chunk, and keep each on disk, where a later call or run finds it. Collective."""
-        for first in range(0, self._known.num_queries, CHUNK):
-            last = min(first + CHUNK, self._known.num_queries)
-            path = self._folder / f"{first:09d}-{last:09d}.npz"
+        for first in range(0, self.known.num_queries, CHUNK):
+            last = min(first + CHUNK, self.known.num_queries)
+            path = self.folder / f"{first:09d}-{last:09d}.npz"
             # All ranks see the folder, and files appear only behind the search, which is collective: they agree on what
             # is missing.
             if not path.exists():
                 candidates = self._find(first, last)
-                if self._session.is_main:
+                if self.session.is_main:
                     path.parent.mkdir(parents=True, exist_ok=True)
                     with replaced_file(path) as partial, partial.open("wb") as file:
                         np.savez(
@@ -208,33 +200,33 @@ class CandidateSearch:
                             positive_scores=candidates.positive_scores,
                             claimed=candidates.claimed,
                         )
-                self._session.barrier()
-            positives = self._known.positives.from_query(first, last)
+                self.session.barrier()
+            positives = self.known.positives.from_query(first, last)
             with np.load(path) as arrays:
                 yield CandidateChunk(first, positives=positives, **arrays)
 
     def scores_of(self, pairs: Pairs) -> np.ndarray:
         """Return the first model's scores of pairs."""
         scores = [np.zeros(0, np.float32)]
-        for first in range(0, self._known.num_queries, CHUNK):
+        for first in range(0, self.known.num_queries, CHUNK):
             chunk = pairs.from_query(first, first + CHUNK)
             scores.append(self._primary.pair_scores(first, chunk))
         return np.concatenate(scores)
 
     def _find(self, first: int, last: int) -> CandidateChunk:
-        excluded = self._excluded.from_query(first, last)
+        excluded = self.excluded.from_query(first, last)
         rankings = []
-        for retriever in self._retrievers:
-            rankings.append(retriever.search(first, last, self._top_k, excluded))
+        for retriever in self.retrievers:
+            rankings.append(retriever.search(first, last, self.options.top_k, excluded))
         documents, scores = rankings[0]
-        if self._fuse is not None:
-            documents = self._fuse(rankings)
+        if self.fuse_rankings is not None:
+            documents = self.fuse_rankings(rankings)
             query, column = np.nonzero(documents >= 0)
             pairs = Pairs(query, documents[query, column])
             scores = np.full(documents.shape, -np.inf, np.float32)
             # A fused rank is no score: all candidates get that of one model.
             scores[query, column] = self._primary.pair_scores(first, pairs)
-        positives = self._known.positives.from_query(first, last)
+        positives = self.known.positives.from_query(first, last)
         positive_scores = self._primary.pair_scores(first, positives)
         claimed = np.zeros(documents.shape, bool)
         candidates = CandidateChunk(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from vembed.config.entries import ChoiceOptions
-from vembed.data.near_duplicates import DuplicateFinder
+from vembed.config.schema import ChoiceOptions
+from vembed.data.near_duplicates import KEPT_TEXTS, containment, ngrams
 from vembed.errors import UserError
 from vembed.mining.candidates import CandidateChunk, CandidateSearch, claimed_limit
 from vembed.mining.inputs import Documents
@@ -64,8 +67,7 @@ UNDECIDED = -1.0
 """In place of a judgement."""
 
 
-@dataclass(frozen=True)
-class Chosen:
+class Chosen(NamedTuple):
     """The negatives of some consecutive queries, best first; -1 and -inf where there are fewer."""
 
     documents: np.ndarray
@@ -111,44 +113,37 @@ def choose_negatives(
     for candidates in search.chunks():
         negatives = chooser.choose(candidates, depth)
         chunks.append(judge(candidates, negatives) if judge else negatives)
-    chosen = Chosen(
-        np.concatenate([chunk.documents for chunk in chunks]),
-        np.concatenate([chunk.scores for chunk in chunks]),
-        np.concatenate([chunk.judgements for chunk in chunks]),
-    )
+    chosen = Chosen(*map(np.concatenate, zip(*chunks, strict=True)))
     return Choice(chosen, chooser.counts(), limits, calibration)
 
 
+@dataclass
 class Chooser:
     """Chooses for chunks of queries, and counts why candidates are left out."""
 
-    def __init__(
-        self,
-        options: ChoiceOptions,
-        seed: int,
-        limits: Limits,
-        documents: Documents,
-        session: Session,
-    ) -> None:
-        self._options = options
-        self._seed = seed
-        self._limits = limits
-        self._session = session
-        self._near = DuplicateFinder(
-            lambda number: documents.item(number).text, options.near_duplicate
+    options: ChoiceOptions
+    seed: int
+    limits: Limits
+    documents: Documents
+    session: Session
+    num_left_out: Counter[str] = field(default_factory=Counter)
+    """Candidates of this rank, and how many of them were left out for which reason."""
+
+    def __post_init__(self) -> None:
+        # The n-grams of documents that come again are kept.
+        self._ngrams = functools.lru_cache(maxsize=KEPT_TEXTS)(
+            lambda number: ngrams(self.documents.item(number).text or "")
         )
-        names = ("candidates", "skipped", "too_high", "too_low", "near_duplicates")
-        self._counts = dict.fromkeys(names, 0)
 
     def choose(self, candidates: CandidateChunk, depth: int) -> Chosen:
         """At most `depth` negatives for each query. Collective: the ranks share the queries."""
-        session = self._session
+        session = self.session
         queries = range(session.rank, len(candidates), session.world_size)
         documents = np.full((len(queries), depth), -1, np.int64)
         scores = np.full((len(queries), depth), -np.inf, np.float32)
         allowed = self._allowed(candidates, queries)
         bounds = candidates.positives.bounds(len(candidates))
-        claimed = candidates.claimed & self._options.takes_claimed
+        claimed = candidates.claimed & self.options.takes_claimed
         for row, query in enumerate(queries):
             positives = candidates.positives.documents[
                 bounds[query] : bounds[query + 1]
@@ -164,8 +159,8 @@ class Chooser:
             place = 0
             for column in order:
                 document = int(candidates.documents[query, column])
-                if self._near.is_near(document, compared):
-                    self._counts["near_duplicates"] += 1
+                if self._is_near(document, compared):
+                    self.num_left_out["near_duplicates"] += 1
                     continue
                 documents[row, place] = document
                 scores[row, place] = candidates.scores[query, column]
@@ -181,10 +176,22 @@ class Chooser:
             np.full((num_queries, depth), UNDECIDED, np.float32),
         )
 
+    def _is_near(self, document: int, others: Sequence[int]) -> bool:
+        """Return whether a document is a near-duplicate of one of the others."""
+        threshold = self.options.near_duplicate
+        if threshold is None:
+            return False
+        for other in others:
+            share = containment(self._ngrams(document), self._ngrams(other))
+            if share >= threshold:
+                return True
+        return False
+
     def counts(self) -> dict[str, int]:
         """Candidates by what became of them, of all ranks. Collective."""
-        totals = collectives.sum_ints(list(self._counts.values()))
-        return dict(zip(self._counts, totals, strict=True))
+        names = ("candidates", "skipped", "too_high", "too_low", "near_duplicates")
+        totals = collectives.sum_ints([self.num_left_out[name] for name in names])
+        return dict(zip(names, totals, strict=True))
 
     def _allowed(self, candidates: CandidateChunk, queries: range) -> np.ndarray:
         """[n, K] which candidates of some queries keep to the limits."""
@@ -193,39 +200,39 @@ class Chooser:
         is_candidate = candidates.documents[rows] >= 0
         # Counted among those that are there, so that skip_first skips documents and not empty places.
         place = np.cumsum(is_candidate, axis=1)
-        later = is_candidate & (place > self._options.skip_first)
+        later = is_candidate & (place > self.options.skip_first)
         lowest = candidates.lowest_positive()[rows]
         # In float64: a candidate at the limit is at it in any arithmetic.
         exact = scores.astype(np.float64)
-        low_enough = exact <= self._limits.highest(lowest)[:, None]
-        if self._options.takes_claimed and self._options.prefer_claimed == "auto":
+        low_enough = exact <= self.limits.highest(lowest)[:, None]
+        if self.options.takes_claimed and self.options.prefer_claimed == "auto":
             # Nobody has set a limit: the default margin is for those that nobody claims.
             is_below = exact <= claimed_limit(lowest)[:, None]
             low_enough |= candidates.claimed[rows] & is_below
         low_enough &= later
         is_allowed = low_enough
-        if self._limits.min_score is not None:
-            is_allowed = low_enough & (scores >= self._limits.min_score)
-        self._counts["candidates"] += int(is_candidate.sum())
-        self._counts["skipped"] += int((is_candidate & ~later).sum())
-        self._counts["too_high"] += int((later & ~low_enough).sum())
-        self._counts["too_low"] += int((low_enough & ~is_allowed).sum())
+        if self.limits.min_score is not None:
+            is_allowed = low_enough & (scores >= self.limits.min_score)
+        self.num_left_out["candidates"] += int(is_candidate.sum())
+        self.num_left_out["skipped"] += int((is_candidate & ~later).sum())
+        self.num_left_out["too_high"] += int((later & ~low_enough).sum())
+        self.num_left_out["too_low"] += int((low_enough & ~is_allowed).sum())
         return is_allowed
 
     def _order(
         self, candidates: CandidateChunk, query: int, columns: np.ndarray
     ) -> np.ndarray:
         """The columns in the order in which they are taken: a pure function of seed, query and candidates."""
-        if self._options.sampling == "top" or not len(columns):
+        if self.options.sampling == "top" or not len(columns):
             return columns
-        random = np.random.default_rng([self._seed, candidates.first + query])
+        random = np.random.default_rng([self.seed, candidates.first + query])
         # Drawn for all columns and then selected: a candidate's draw does not depend on which others are allowed.
         draws = random.uniform(size=(candidates.documents.shape[1],))[columns]
-        if self._options.sampling == "random":
+        if self.options.sampling == "random":
             return columns[np.argsort(draws, kind="stable")]
         # Gumbel's trick: the order of score / temperature + noise is that of draws without replacement.
         noise = -np.log(-np.log(draws + 1e-300))
-        scores = candidates.scores[query, columns] / self._options.sampling_temperature
+        scores = candidates.scores[query, columns] / self.options.sampling_temperature
         return columns[np.argsort(-(scores + noise), kind="stable")]
 
 

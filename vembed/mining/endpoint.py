@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from vembed.errors import RunError, UserError
-from vembed.mining.config import Endpoint
+from vembed.mining.options import Endpoint
 
 LONGEST_WAIT = 60.0
 # Timeouts, limits and overload; 529 is how some providers say that they are overloaded.

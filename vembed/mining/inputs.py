@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vembed.config.entries import DataSource
+from vembed.config.schema import sources_of
 from vembed.data.columns import Columns
-from vembed.data.distinct import KeyIndex
-from vembed.data.documents import (
+from vembed.data.example_store import (
+    Records,
+    open_records,
+    refuse_bad_records,
+    refuse_bad_sources,
+)
+from vembed.data.examples import BadRecord, Example, Item, KeyIndex
+from vembed.data.first_pass import NUM_NAMED
+from vembed.data.formats.base import Format
+from vembed.data.formats.table import open_document_reader
+from vembed.data.images.files import ImageRoot
+from vembed.data.near_duplicates import casefolded
+from vembed.data.records import (
+    RecordFormat,
     document_id,
     document_item,
     document_text,
-    open_document_reader,
 )
-from vembed.data.example_store import Records, open_records, refuse_bad_records
-from vembed.data.examples import BadRecord, Example, Item
-from vembed.data.formats.base import Format
-from vembed.data.images.files import ImageRoot
-from vembed.data.near_duplicates import casefolded
-from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 from vembed.evaluation.beir import (
     choose_qrels,
@@ -36,18 +43,23 @@ from vembed.evaluation.beir import (
     texts_path,
 )
 from vembed.evaluation.top_k import Pairs
-from vembed.files import cache_folder
-from vembed.mining.config import DataOptions, RowOptions, paths_of
+from vembed.mining.options import DataOptions, RowOptions, paths_of
+from vembed.parallel.session import Session, start_command_session
+
+log = logging.getLogger("vembed")
 
 SPLITS = ("train", "dev", "validation", "val", "test")
 
 
-class AllColumns(Columns):
-    """Keeps every column of a table, also those that training does not read."""
+Log = Callable[[str], object]
 
-    def needed(self, columns: Any) -> list[str]:
-        """All columns."""
-        return list(columns)
+
+@contextmanager
+def open_session(log_line: Log | None) -> Iterator[tuple[Session, Log]]:
+    """Yield the session of a command, and what prints a line on the first process."""
+    with start_command_session() as session:
+        log_line = log_line or log.info
+        yield session, log_line if session.is_main else lambda _: None
 
 
 class BeirTable:
@@ -147,31 +159,19 @@ class Rows:
 
 def open_rows(options: RowOptions) -> Rows:
     """Check every record of `data_path`; a `UserError` names the first ten that cannot be used."""
-    entries = (
-        options.data_path
-        if isinstance(options.data_path, list)
-        else [options.data_path]
-    )
-    if not entries:
-        raise UserError(
-            "data_path is an empty list: name at least one file, folder or dataset"
-        )
+    sources = sources_of(options.data_path)
     tables: list[Table] = []
-    for entry in entries:
-        source = DataSource(path=entry) if isinstance(entry, str) else entry
+    for source in sources:
         folder = Path(source.path)
         if is_beir_folder(folder):
             tables.append(BeirTable(folder, options.split))
         else:
-            mapping = source.column_mapping
-            if mapping is None:
-                mapping = options.column_mapping
-            # A mapping for all sources may name columns that one of them lacks. A source's own may not.
-            may_miss = len(entries) > 1 and source.column_mapping is None
-            columns = AllColumns(mapping, may_miss=may_miss)
-            cache = cache_folder()
-            tables.append(open_records(options, source, columns, "train", cache))
-    refuse_bad_records(
+            may_miss = len(sources) > 1
+            records = open_records(
+                options, source, "train", may_miss=may_miss, reads_all=True
+            )
+            tables.append(records)
+    refuse_bad_sources(
         [table for table in tables if isinstance(table, Records)],
         on_bad_record=options.on_bad_record,
         purpose="work",
@@ -198,7 +198,6 @@ def _objects(reader: Format) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, record
 
 
-NUM_SHOWN = 10
 NUM_COLUMNS = 6
 FILE, START, SLOT, KEY, EXACT, ID = range(NUM_COLUMNS)
 """Columns of a table of documents, which has a row for each: number of the file, or ROWS; offset of the record in its
@@ -266,17 +265,19 @@ def read_corpus(
                 item = file.item(record)
             except BadRecord as error:
                 num_bad += 1
-                if len(problems) < NUM_SHOWN:
+                if len(problems) < NUM_NAMED:
                     problems.append(f"{file.reader.where(line)}: {error}")
                 continue
             identity = document_id(record)
             key = 0 if identity is None else id_key(identity)
             table.extend((number, start, 0, content_key(item), item.key(), key))
-    if num_bad and (on_bad_record == "stop" or not table):
-        raise UserError(
-            f"{num_bad:,d} documents of corpus_path cannot be used, fix them, or set on_bad_record: skip to leave "
-            "them out:\n  " + "\n  ".join(problems)
-        )
+    refuse_bad_records(
+        problems,
+        num_bad=num_bad,
+        num_good=len(table) // NUM_COLUMNS,
+        on_bad_record=on_bad_record,
+        purpose="work",
+    )
     if not table:
         names = ", ".join(file.reader.name for file in files)
         raise UserError(f"{names} holds no documents")
@@ -399,6 +400,11 @@ def row_value(item: Item, image_folder: str) -> Any:
         return item.text
     value: dict[str, Any] = {} if item.text is None else {"text": item.text}
     return value | {"image": images[0] if len(images) == 1 else images}
+
+
+def row_values(items: Iterable[Item], image_folder: str) -> list[Any]:
+    """Return several items as a row holds them."""
+    return [row_value(item, image_folder) for item in items]
 
 
 QUERY_ID_FIELDS = ("query_id", "qid", "query-id", "_id")

@@ -1,30 +1,171 @@
-"""Files of training data that grow row by row and have their name only when they are whole: JSON Lines and Parquet."""
+"""Rows with their negatives, and the files of training data in which they are written."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vembed.data.columns import as_fields, is_conversation, is_negative_name
+from vembed.data.examples import Example, Item
 from vembed.errors import UserError
-from vembed.saving.durability import replaced_file
+from vembed.evaluation.top_k import NO_PAIRS, Pairs
+from vembed.files import replaced_file
+from vembed.mining.candidates import CandidateSearch
+from vembed.mining.choice import UNDECIDED, Chosen, columns_by_row
+from vembed.mining.inputs import Inputs, content_key, row_value, row_values
+from vembed.mining.options import MineConfig
+
+SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
+POSITIVE_NAME = "positive"
+QUERY_NAME = "query"
+NEGATIVES_NAME = "negatives"
+
+
+class RowMaker:
+    """Joins the rows with what was chosen for their queries."""
+
+    def __init__(
+        self,
+        config: MineConfig,
+        inputs: Inputs,
+        chosen: Chosen,
+        relabelled: Mapping[int, Sequence[int]],
+        search: CandidateSearch,
+    ) -> None:
+        """`chosen`: for all queries. `relabelled`: query -> documents that become its positives. Collective."""
+        known = inputs.known
+        self._rows = inputs.rows
+        self._documents = inputs.documents
+        self._known = known
+        self._config = config
+        self._chosen = chosen
+        self._relabelled = relabelled
+        self.num_negatives = self.num_short = self.num_dropped = self.num_rows = 0
+        self._pairs = NO_PAIRS
+        if config.scores:
+            added = [
+                (query, document)
+                for query, query_documents in relabelled.items()
+                for document in query_documents
+            ]
+            table = np.array(added, np.int64).reshape(-1, 2)
+            new = Pairs.of(table[:, 0], table[:, 1])
+            # Every document that a row may hold in the output, so that each gets its score.
+            self._pairs = Pairs.union([known.positives, known.negatives, new])
+        self._pair_codes = self._pairs.codes
+        self._pair_scores = search.scores_of(self._pairs)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The rows to write, in the order of the input."""
+        number = self._config.num_negatives
+        query_of_row = self._known.query_of_row
+        by_row = columns_by_row(self._chosen, query_of_row, number)
+        for row, columns in enumerate(by_row):
+            query = int(query_of_row[row])
+            made = self._row(row, query, columns)
+            self.num_short += len(columns) < number
+            if not made[NEGATIVES_NAME] and self._config.on_missing == "drop":
+                self.num_dropped += 1
+                continue
+            self.num_rows += 1
+            self.num_negatives += len(columns)
+            yield made
+
+    def _row(self, row: int, query: int, columns: np.ndarray) -> dict[str, Any]:
+        config = self._config
+        table, number = self._rows.locate(row)
+        record = table.record(number)
+        example = table.example(number)
+        folder = table.image_folder
+
+        if is_conversation(record):  # written as the fields that it is read as
+            record = {**as_fields(record), QUERY_NAME: None, POSITIVE_NAME: None}
+            if example.negatives:
+                record[NEGATIVES_NAME] = row_values(example.negatives, folder)
+        mapping = config.column_mapping or {}
+        # With scores all negatives of the row come in one list: the scores have the order in which they are read.
+        joins = config.scores and bool(example.negatives)
+        made: dict[str, Any] = {}
+        kept: list[Any] = []
+        for name, value in record.items():
+            if name in SCORE_NAMES:  # they would not fit the negatives that come
+                continue
+            if is_negative_name(mapping.get(name, name)):
+                if joins or not config.keep_negatives:
+                    continue
+                if name == NEGATIVES_NAME and value is not None:
+                    kept = value if isinstance(value, list) else [value]
+            made[name] = value
+        if joins and config.keep_negatives:
+            kept = row_values(example.negatives, folder)
+        if made.get(QUERY_NAME) is None:
+            made[QUERY_NAME] = row_value(example.query, folder)
+        if made.get(POSITIVE_NAME) is None:
+            values = row_values(example.positives, folder)
+            made[POSITIVE_NAME] = values if len(values) > 1 else values[0]
+        added: list[Item] = []
+        if example.scores is None:  # a row with scores of its own gets no positives
+            numbers = self._relabelled.get(query, ())
+            added = [self._documents.item(number) for number in numbers]
+        if added:
+            positives = made[POSITIVE_NAME]
+            if not isinstance(positives, list):
+                positives = [positives]
+            made[POSITIVE_NAME] = positives + row_values(added, folder)
+        mined = self._chosen.documents[query, columns].tolist()
+        items = [self._documents.item(document) for document in mined]
+        made[NEGATIVES_NAME] = kept + row_values(items, folder)
+        if self._documents.has_ids:
+            ids = [self._documents.identity(document) for document in mined]
+            made["negative_ids"] = [None] * len(kept) + ids
+        if config.scores:
+            self._add_scores(made, query, example, added, columns)
+        return made
+
+    def _add_scores(
+        self,
+        made: dict[str, Any],
+        query: int,
+        example: Example,
+        added: Sequence[Item],
+        columns: np.ndarray,
+    ) -> None:
+        def known_scores(items: Sequence[Item]) -> list[float]:
+            contents = [content_key(item) for item in items]
+            codes = query << 32 | self._documents.find_contents(contents)
+            places = np.searchsorted(self._pair_codes, codes)
+            return [round(float(score), 6) for score in self._pair_scores[places]]
+
+        if example.scores is None:
+            made["positive_scores"] = known_scores([*example.positives, *added])
+        kept = known_scores(example.negatives) if self._config.keep_negatives else []
+        scores = self._chosen.scores[query, columns].tolist()
+        made["negative_scores"] = kept + [round(score, 6) for score in scores]
+        if self._config.judges:
+            judged: list[float | None] = [None] * len(kept)
+            for judgement in self._chosen.judgements[query, columns].tolist():
+                judged.append(None if judgement == UNDECIDED else round(judgement, 6))
+            made["negative_judge_scores"] = judged
+
 
 ENDINGS = (".jsonl", ".ndjson", ".parquet", ".pq")
 ROWS_PER_GROUP = 4096
 
 
-def check_output(path: str) -> Path:
+def check_output(
+    path: str, endings: Sequence[str] = ENDINGS, option: str = "output_path"
+) -> Path:
     """The path of a file that can be written, by its ending and its folder."""
     target = Path(path).expanduser()
-    if target.suffix.lower() not in ENDINGS:
-        raise UserError(
-            f"output_path: {path} ends in {target.suffix or 'nothing'}; write .jsonl or .parquet, which data_path reads"
-        )
+    if target.suffix.lower() not in endings:
+        raise UserError(f"{option}: {path} must end in {' or '.join(endings)}")
     if not target.absolute().parent.is_dir():
         raise UserError(
             f"{target.absolute().parent} is no folder, so {target.name} cannot be written there"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import AdapterSection, ModelSection
 from vembed.errors import UserError
+from vembed.files import check_weights
+from vembed.models.embedding_model import TwoTowers, names_frozen_by
 from vembed.models.families.backbones import linear_names, linear_names_inside_layers
 from vembed.models.families.family import Family
 from vembed.models.families.model_files import (
@@ -24,10 +28,8 @@ from vembed.models.families.model_files import (
     first_sentence,
     read_header,
 )
-from vembed.models.precision import dequantized, is_quantized
-from vembed.models.towers import TwoTowers, names_frozen_by
+from vembed.models.precision import dequantized, is_quantized, weight_in_use
 from vembed.parallel.devices import quieten_bitsandbytes
-from vembed.saving.checksums import check_weights
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,97 @@ def target_names(
             )
     endings = tuple(f".{name_end}" for name_end in targets)
     return [name for name in linear_layers if f".{name}".endswith(endings)]
+
+
+# ---- adapted layers on GPUs ------------------------------------------------------------------------------------
+
+
+def fuse_adapters(backbone: nn.Module) -> None:
+    """Let adapted linear layers take three matrix products forward and five backward, and little else, on GPUs.
+
+    peft converts, scales and adds in kernels of their own. Without dropout inside the adapters, which has a mask.
+    """
+    from peft.tuners.lora.layer import Linear
+
+    for module in backbone.modules():
+        # Of exactly this class: layers of 4 bits have another one.
+        if type(module) is not Linear:
+            continue
+        layer: Any = module
+        # A variant (DoRA) has another formula.
+        has_dropout = not isinstance(layer.lora_dropout[_NAME], nn.Identity)
+        if not layer.lora_variant and not has_dropout:
+            layer.forward = partial(_adapted, layer, layer.forward)
+
+
+def _adapted(layer: Any, plain: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Apply an adapted layer. `plain`: peft's forward, for what the products below cannot do."""
+    base = layer.get_base_layer()
+    down = layer.lora_A[_NAME]
+    up = layer.lora_B[_NAME]
+    is_linear = isinstance(base, nn.Linear) and not base.weight.requires_grad
+    weight, down_weight, up_weight = map(weight_in_use, (base, down, up))
+    dtype = weight.dtype
+    has_one_dtype = dtype == down_weight.dtype == up_weight.dtype
+    device = values.device.type
+    if torch.is_autocast_enabled(device):
+        # It would convert the products, and forward only.
+        has_one_dtype &= dtype == torch.get_autocast_dtype(device)
+    if not is_linear or not has_one_dtype:
+        return plain(values)
+    bias = None if base.bias is None else base.bias.to(dtype)
+    output: Tensor = _LowRankLinear.apply(  # type: ignore[no-untyped-call]
+        values.to(dtype),
+        down.weight,
+        up.weight,
+        weight,
+        bias,
+        down_weight,
+        up_weight,
+        layer.scaling[_NAME],
+    )
+    return output
+
+
+class _LowRankLinear(torch.autograd.Function):
+    """x W^T + b + scaling * x A^T B^T. W [out, in] and b are frozen, A [rank, in] and B [out, rank] are trained."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        down: Tensor,
+        up: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        down_copy: Tensor,
+        up_copy: Tensor,
+        scaling: float,
+    ) -> Tensor:
+        """`down`, `up`: A and B, for their gradients. `down_copy`, `up_copy`: the same in the dtype of `values`."""
+        ctx.dtypes = down.dtype, up.dtype
+        ctx.scaling = scaling
+        rows = values.flatten(0, -2)  # [all tokens, in]
+        inner = torch.mm(rows, down_copy.t())  # [all tokens, rank]
+        output = functional.linear(rows, weight, bias)
+        output.addmm_(inner, up_copy.t(), alpha=scaling)
+        ctx.save_for_backward(rows, inner, weight, down_copy, up_copy)
+        return output.view(*values.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, inner, weight, down, up = ctx.saved_tensors
+        gradient = gradients[0].flatten(0, -2)  # [all tokens, out]
+        # With beta=0 the first argument only gives the shape. So the product is scaled without a kernel of its own.
+        of_inner = torch.addmm(inner, gradient, up, beta=0, alpha=ctx.scaling)
+        of_values = None
+        if ctx.needs_input_grad[0]:
+            of_values = torch.mm(gradient, weight).addmm_(of_inner, down)
+            of_values = of_values.view(*gradients[0].shape[:-1], -1)
+        of_down = torch.mm(of_inner.t(), rows).to(ctx.dtypes[0])
+        of_up = torch.addmm(up, gradient.t(), inner, beta=0, alpha=ctx.scaling)
+        of_up = of_up.to(ctx.dtypes[1])
+        return of_values, of_down, of_up, None, None, None, None, None
 
 
 # ---- weights in and out ----------------------------------------------------------------------------------------

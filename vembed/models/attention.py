@@ -11,9 +11,10 @@ same. The draws differ from torch's and depend on torch's seed only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -38,10 +39,12 @@ from vembed.models.custom.modeling import PACKED, OwnConfig
 
 PACKED_ATTENTION = "vembed_packed"
 """Name of `attention` in Transformers' registry. A backbone loaded with it packs its texts."""
-CPU_ATTENTION = "vembed_cpu"
-"""Name of `attention` for padded inputs on CPUs."""
+PADDED_ATTENTION = "vembed_padded"
+"""Name of `attention` for padded inputs."""
 IMAGE_ATTENTION = "vembed_packed_flash_images"
 """Name of `attention` for image towers. With "flash" in it, they hand over cumulative lengths."""
+PREFIX = "prefix_ids"
+"""Input key: [p] token ids that precede each text of `input_ids`, which are without them."""
 TOKEN_INDEX = "token_index"
 """Input key: [real tokens], their positions in the flattened input_ids. Computed on the host to avoid a GPU sync."""
 MODEL_TYPES = (
@@ -197,7 +200,7 @@ def uses_flash3() -> bool:
 
 
 def register(name: str, *, compiled_layers: bool = False) -> str:
-    """Register `attention` with Transformers under a name, with the masks of sdpa, and return the name.
+    """Register `attention` with Transformers under a name, with its masks, and return the name.
 
     `compiled_layers`: compiled layers call it as it is. Its kernels are whole already, and the lengths of the texts
     would make the compiler start again.
@@ -206,8 +209,22 @@ def register(name: str, *, compiled_layers: bool = False) -> str:
     if compiled_layers:
         function = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, mask_without_wait)
     return name
+
+
+def mask_without_wait(
+    *args: Any, attention_mask: Tensor | None = None, **options: Any
+) -> Tensor | None:
+    """Return the mask that sdpa gets, or None where it needs none. The values of a mask on a GPU are not read.
+
+    Collation leaves out a mask of ones, so that a mask which is given hides something.
+    """
+    if attention_mask is not None:
+        options["allow_is_causal_skip"] = False
+        options["allow_is_bidirectional_skip"] = False
+    mask: Tensor | None = sdpa_mask(*args, attention_mask=attention_mask, **options)
+    return mask
 
 
 def packs(backbone: Any) -> bool:
@@ -230,6 +247,44 @@ class Packed:
     starts: Tensor
     """int32 [n + 1]: start of each text, and the end of the last one."""
     longest: int
+    shared: Shared | None = None
+    """Set where the texts begin with the same tokens, which the row holds once. `starts` and `longest` are those of the
+    whole texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """Indices of causal texts with a shared prefix: a row [prefix, rest of each text], and whole texts end to end.
+
+    The layers compute the row. Only attention computes the whole texts, so that every kernel takes them.
+    """
+
+    whole: Tensor
+    """int64 [tokens of the whole texts]: where each token is in the row."""
+    row: Tensor
+    """int64 [tokens of the row]: where each token is in the whole texts. The prefix is that of the first text, which
+    sees nothing behind it, as in all others."""
+
+
+def shared_indices(starts: Tensor, texts: Tensor, prefix: int) -> Shared:
+    """Return the indices for a prefix of so many tokens.
+
+    starts: [n + 1] start of the rest of each text among all rests, end to end. texts: [tokens of the rests], the
+    number of each token's text.
+    """
+    num_texts = len(starts) - 1
+    num_tokens = len(texts)
+    device = starts.device
+    tokens = torch.arange(num_tokens, device=device)
+    prefix_tokens = torch.arange(prefix, device=device)
+    # Behind the prefix of its own text and of each text before it.
+    rest_at = tokens + prefix * (texts + 1)
+    whole_starts = starts[:-1] + prefix * torch.arange(num_texts, device=device)
+    prefixes_at = whole_starts[:, None] + prefix_tokens
+    whole = tokens.new_empty(num_tokens + num_texts * prefix)
+    whole[prefixes_at] = prefix_tokens.expand(num_texts, -1)
+    whole[rest_at] = prefix + tokens
+    return Shared(whole, torch.cat([prefix_tokens, rest_at]))
 
 
 def attention(
@@ -287,6 +342,11 @@ def attention(
     narrow = half_dtype(query, key, value)
     if narrow is not None:
         query, key, value = (tensor.to(narrow) for tensor in (query, key, value))
+    shared = None if packed is None else packed.shared
+    if shared is not None:
+        query, key, value = (
+            tensor.index_select(0, shared.whole) for tensor in (query, key, value)
+        )
     score_bytes = num_heads * query.dtype.itemsize
     pieces: Sequence[Piece]
     if packed is None:
@@ -308,6 +368,8 @@ def attention(
             output = by_kernel(
                 query, key, value, packed, dropout, scaling, causal, window
             )
+            if shared is not None:
+                output = output.index_select(0, shared.row)
             return output[None], None
         # A limit on the scores of all heads together, so that a piece stays in the caches.
         starts = tuple(packed.starts.tolist())
@@ -317,6 +379,8 @@ def attention(
         output = _DroppedAttention.apply(query, key, value, pieces, dropout, scaling)  # type: ignore[no-untyped-call]
     else:
         output = sdpa_by_piece(query, key, value, pieces, dropout, scaling)
+    if shared is not None:
+        output = output.index_select(0, shared.row)
     return output.view(num_rows, length, num_heads, -1), None
 
 
@@ -392,6 +456,91 @@ def by_kernel(
 
 def _flash_forward() -> Any:
     return torch.ops.aten._flash_attention_forward
+
+
+# ---- rotary positions on GPUs ------------------------------------------------------------------------------------
+
+
+_ROTARY_MODELS = (
+    "eurobert",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "llama",
+    "mistral",
+    "modernbert",
+    "qwen2",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3",
+    "qwen3_vl",
+)
+"""Models of Transformers whose function `apply_rotary_pos_emb` has the formula x * cos + rotate_half(x) * sin."""
+
+
+def fuse_rotary_positions(backbone: nn.Module) -> None:
+    """Let the backbone's model of Transformers apply rotary positions by fewer kernels on GPUs, in this process."""
+    names = {type(module).__module__ for module in backbone.modules()}
+    for model in _ROTARY_MODELS:
+        name = f"transformers.models.{model}.modeling_{model}"
+        if name in names:
+            _fuse_rotary_positions(name)
+
+
+@cache
+def _fuse_rotary_positions(name: str) -> None:
+    library: Any = sys.modules[name]
+    plain = library.apply_rotary_pos_emb
+    library.apply_rotary_pos_emb = partial(rotate_both, plain)
+
+
+def rotate_both(
+    plain: Callable[..., tuple[Tensor, Tensor]],
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    unsqueeze_dim: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """Apply rotary positions to queries and keys, in their dtypes. `plain`: the function of Transformers."""
+    # The compiler fuses the plain formula.
+    if query.device.type != "cuda" or torch.compiler.is_compiling():
+        return plain(query, key, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    queries: Tensor = _Rotated.apply(query, cos, sin)  # type: ignore[no-untyped-call]
+    keys: Tensor = _Rotated.apply(key, cos, sin)  # type: ignore[no-untyped-call]
+    return queries, keys
+
+
+class _Rotated(torch.autograd.Function):
+    """x * cos + rotate_half(x) * sin for x = [first, second], where rotate_half(x) = [-second, first].
+
+    Three kernels in each direction: the second term is added to each half in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        first, second = values.chunk(2, dim=-1)
+        sin_first, sin_second = sin.chunk(2, dim=-1)
+        output = torch.mul(values, cos, out=torch.empty_like(values))
+        output_first, output_second = output.chunk(2, dim=-1)
+        output_first.addcmul_(second, sin_first, value=-1)
+        output_second.addcmul_(first, sin_second)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        first, second = gradients[0].chunk(2, dim=-1)
+        sin_first, sin_second = sin.chunk(2, dim=-1)
+        # The transposed rotation.
+        result = torch.mul(gradients[0], cos, out=torch.empty_like(gradients[0]))
+        result_first, result_second = result.chunk(2, dim=-1)
+        result_first.addcmul_(second, sin_second)
+        result_second.addcmul_(first, sin_first, value=-1)
+        return result, None, None
 
 
 # ---- pieces on CPUs ----------------------------------------------------------------------------------------------

@@ -21,13 +21,27 @@ from transformers.pytorch_utils import Conv1D
 
 from vembed.config.schema import AdapterSection, ModelSection, ObjectiveSection
 from vembed.errors import UserError
+from vembed.files import check_weights
+from vembed.losses.table import LOSSES
 from vembed.models import attention, precision, vision
-from vembed.models.adapters import add_adapters, merge_saved_adapter
+from vembed.models.adapters import (
+    add_adapters,
+    fuse_adapters,
+    merge_saved_adapter,
+)
 from vembed.models.custom.modeling import OwnConfig
-from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.embedding_model import (
+    EmbeddingModel,
+    TwoTowers,
+    freeze_unused,
+    frozen_towers,
+    names_frozen_by,
+    tower_module,
+)
 from vembed.models.families.backbones import (
     ENCODER_ONLY,
     file_dtype,
+    is_decoder_only,
     is_never_used,
     layers_of,
     linear_names_inside_layers,
@@ -44,14 +58,16 @@ from vembed.models.families.model_files import (
     LIBRARY_ERRORS,
     check_whole_weights,
     first_sentence,
+    is_own,
 )
 from vembed.models.heads import (
+    MASKED_TOKEN,
+    NEXT_TOKEN,
     Dense,
     Head,
     LanguageHead,
     build_score_head,
     choose_class_with_head,
-    has_language_head,
     load_dense,
 )
 from vembed.models.poolings.table import POOLINGS
@@ -61,14 +77,6 @@ from vembed.models.precision import (
     round_weights,
     rounded_to_four_bits,
 )
-from vembed.models.towers import (
-    TwoTowers,
-    freeze_unused,
-    frozen_towers,
-    names_frozen_by,
-    tower_module,
-)
-from vembed.saving.checksums import check_weights
 
 log = logging.getLogger(__name__)
 
@@ -183,8 +191,8 @@ def build_model(
             backbone.get_parameter(name).requires_grad = False
         cast_frozen_towers(description, options, adapters.freeze, backbone)
     if keeps_masters:
-        # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.head_names`).
-        for head_module in model.heads():
+        # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.heads`).
+        for head_module in model.heads().values():
             head_module.float()
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
@@ -195,18 +203,61 @@ def build_model(
         for module in backbone.modules():
             if type(module) is nn.Dropout and module.p > 0.0:
                 module.__class__ = attention.CpuDropout
+    if compiles is None:
+        compiles = options.torch_compile is True
+    if computes_on.type == "cuda" and not compiles:
+        # The compiler fuses the plain formulas.
+        precision.fuse_norms(backbone)
+        attention.fuse_rotary_positions(backbone)
+        if adapters.use_lora:
+            fuse_adapters(backbone)
+        if description.traits.reads_chats:
+            vision.add_without_waits(tower_module(backbone, description.traits, "text"))
     # Checkpointing first, so that the compiler sees the checkpointed layers.
     layers = layers_of(backbone)
     if recompute:
         precision.enable_checkpointing(layers)
-    if compiles is None:
-        compiles = options.torch_compile is True
     # Packed texts call attention outside of the compiled graph (torch.compiler.disable). The compiler gives up on a
     # checkpointed layer with such a call.
     if compiles and not (recompute and model.packs_texts()):
         attention.register(attention.PACKED_ATTENTION, compiled_layers=True)
         precision.compile_layers(layers)
     return model if meta else model.to(device)
+
+
+def has_language_head(
+    objective: ObjectiveSection, description: ModelDescription
+) -> bool:
+    """Return True if the run trains by the language-model head. Raise UserError if it asks for what cannot be."""
+    alone = objective.losses is None and LOSSES[objective.loss].is_of_model
+    is_own_model = is_own(Path(description.source))
+    names = {NEXT_TOKEN, MASKED_TOKEN}.intersection(objective.auxiliary_losses or {})
+    has_weight = bool(names) and not is_own_model
+    if not alone and not has_weight:
+        return False
+    trust = description.trust_remote_code
+    config = read_config(Path(description.source), trust_remote_code=trust)
+    problem = None
+    if description.scores is not None:
+        problem = "is a reranker"
+    elif is_own_model:
+        problem = "is an own model, which returns losses of its own"
+    elif not description.traits.reads_only_text or description.traits.has_two_models:
+        problem = f"is of the family {description.family}, and only text models have a language-model head here"
+    elif description.bidirectional_attention:
+        problem = "has bidirectional_attention: true, so that each token sees the next one, which it would predict"
+    elif not alone and not is_decoder_only(config):
+        problem = "is an encoder, and tokens that are hidden from it would be hidden from the other loss too"
+    elif description.quantized:
+        problem = "has weights in 4 bits (use_qlora)"
+    if problem is None:
+        return True
+    if not has_weight:
+        return False
+    name = names.pop()
+    raise UserError(
+        f"auxiliary_losses: {name} is not possible: {description.name} {problem}; leave it out"
+    )
 
 
 def load_embedder(
@@ -358,8 +409,8 @@ def _load(
     # The attention of vembed takes the kernel's place, and calls it or its own (vembed.models.attention).
     if why_padded is None:
         kernel = attention.register(attention.PACKED_ATTENTION)
-    elif kernel == "sdpa" and implementation == "auto" and device.type == "cpu":
-        kernel = attention.register(attention.CPU_ATTENTION)
+    elif kernel == "sdpa" and implementation == "auto":
+        kernel = attention.register(attention.PADDED_ATTENTION)
 
     # ---- weights
     built_class = base_class if class_with_head is None else class_with_head(config)

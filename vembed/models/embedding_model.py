@@ -1,4 +1,5 @@
-"""EmbeddingModel: backbone, pooling and head in one forward, with what the step and the saved files need to know.
+"""EmbeddingModel: backbone, pooling and head in one forward, with what the step and the saved files need to know. Its
+towers: their parameters, freezing, and two models in one.
 
 Tower and projection are separate steps, so that features of a frozen tower can be cached while its projection is
 trained.
@@ -6,38 +7,53 @@ trained.
 
 from __future__ import annotations
 
+import difflib
 import inspect
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Self, cast
+from pathlib import Path
+from typing import Any, Literal, Self, cast, get_args
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 from vembed.errors import UserError
 from vembed.models import precision
-from vembed.models.attention import TOKEN_INDEX, Packed, packs, real_tokens
+from vembed.models.attention import (
+    PREFIX,
+    TOKEN_INDEX,
+    Packed,
+    packs,
+    real_tokens,
+    shared_indices,
+)
 from vembed.models.custom.modeling import OwnConfig, OwnModel
 from vembed.models.families.backbones import (
     POSITIONS_AFTER_PADDING,
     is_decoder_only,
+    is_never_used,
     layers_of,
 )
-from vembed.models.families.description import ModelDescription
-from vembed.models.families.family import Modality
+from vembed.models.families.description import IMAGE_TOWER_FOLDER, ModelDescription
+from vembed.models.families.family import Family, Modality, Tower
 from vembed.models.heads import Dense, Head, LanguageHead
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
-from vembed.models.towers import TOWERS_OF_MODALITY, frozen_towers, tower_module
 from vembed.models.vision import (
     LONGEST_IMAGE,
     VISION_PREFIX,
     image_tower_output,
     tower_output,
 )
+
+log = logging.getLogger(__name__)
 
 Inputs = dict[str, Tensor]
 ModalitySlice = tuple[Modality, Inputs]
@@ -49,6 +65,18 @@ IMAGE_FEATURES = "image_features"
 """Input key of the modality vision: precomputed output of the image tower, in place of the pixels."""
 SEGMENTS = "token_type_ids"
 """Input of pairs: 0 for tokens of the query and 1 for those of the document, for models that tell them apart."""
+
+TOWERS_OF_MODALITY: dict[Modality, tuple[Tower, ...]] = {
+    "text": ("text",),
+    "image": ("vision",),
+    "multimodal": ("text", "vision"),
+}
+"""Modality -> the towers that its inputs pass through."""
+_INPUT_EMBEDDINGS = re.compile(
+    r"(^|\.)(embeddings|embed_tokens|shared|wte|wpe|patch_embed|pos_embed)(\.|$)"
+)
+LOSS_PARAMETERS = ("logit_scale", "logit_bias")
+"""Parameters of CLIP and SigLIP that the loss replaces by its own."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +199,8 @@ class EmbeddingModel(nn.Module):
         if family.has_two_models or forward == "pooled_towers":
             (tower,) = TOWERS_OF_MODALITY[modality]
             backbone = tower_module(backbone, family, tower)
+        if PREFIX in inputs and not packs(backbone):
+            inputs = with_prefix(inputs)
         mask = padding_mask(inputs)
         if forward == "pooled_towers":
             arguments: dict[str, Any] = {**inputs, "attention_mask": mask}
@@ -192,9 +222,13 @@ class EmbeddingModel(nn.Module):
             output = run_chats(backbone, inputs, mask)
             states = output.last_hidden_state
         elif packs(backbone):
-            # From states [1, all tokens, dim] of one row back to [n, tokens, dim].
+            # From states [1, all tokens, dim] of one row back to [n, tokens, dim]. Not `[0]`, whose derivative is a tensor
+            # of zeros and a copy into it.
             output = run_packed(backbone, inputs, mask)
-            states = padded_states(output.last_hidden_state[0], inputs, mask)
+            states = output.last_hidden_state.squeeze(0)
+            if PREFIX in inputs:
+                states = states[len(inputs[PREFIX]) :]
+            states = padded_states(states, inputs, mask)
         else:
             output = run_texts(self.description, backbone, inputs, mask)
             states = output.last_hidden_state
@@ -210,7 +244,7 @@ class EmbeddingModel(nn.Module):
         if name is None:
             return features
         projection: Any = self.backbone.get_submodule(name)
-        # In the dtype of its weights (see `head_names`).
+        # In the dtype of its weights (see `heads`).
         with torch.autocast(features.device.type, enabled=False):
             projected: Tensor = projection(features.to(projection.weight.dtype))
         return projected
@@ -255,8 +289,8 @@ class EmbeddingModel(nn.Module):
         # In float32, as the forward returns them.
         return 4 * self.description.hidden_dim * num_vectors
 
-    def head_names(self) -> list[str]:
-        """Names of the modules behind the towers: a trained pooling, projections and head.
+    def heads(self) -> dict[str, nn.Module]:
+        """Return the modules behind the towers by name: a trained pooling, projections and head.
 
         They compute in float32 in every precision, because they are small and give the
         embedding. They learn at `head_learning_rate`.
@@ -267,11 +301,7 @@ class EmbeddingModel(nn.Module):
             names.append("pooling")
         if self.head is not None:
             names.append("head")
-        return names
-
-    def heads(self) -> list[nn.Module]:
-        """Return the modules of `head_names`."""
-        return [self.get_submodule(name) for name in self.head_names()]
+        return {name: self.get_submodule(name) for name in names}
 
     def has_auxiliary(self) -> bool:
         """True if the model may return losses of its own."""
@@ -347,7 +377,9 @@ def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
         starts = torch.arange(num_texts + 1, device=device) * longest
     else:
         # Each token's position in its own text, wherever the padding stands.
-        index = token_index(inputs, mask)
+        index = inputs.get(TOKEN_INDEX)
+        if index is None:
+            index = real_tokens(mask)
         tokens = input_ids.flatten()[index]
         positions = (mask.cumsum(dim=1) - 1).flatten()[index]
         # Where each text begins in the row: cumulative lengths with a leading 0.
@@ -355,6 +387,20 @@ def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
     # RoBERTa and models derived from it count positions from the padding token's id + 1.
     if backbone.config.model_type in POSITIONS_AFTER_PADDING:
         positions = positions + backbone.config.pad_token_id + 1
+    shared = None
+    if PREFIX in inputs:
+        # The row begins with the prefix, and each text continues its positions.
+        prefix = inputs[PREFIX]
+        num_shared = len(prefix)
+        slots = index
+        if slots is None:
+            slots = torch.arange(len(tokens), device=device)
+        shared = shared_indices(starts, slots // longest, num_shared)
+        tokens = torch.cat([prefix, tokens])
+        prefix_positions = torch.arange(num_shared, device=device)
+        positions = torch.cat([prefix_positions, positions + num_shared])
+        starts = starts + num_shared * torch.arange(num_texts + 1, device=device)
+        longest += num_shared
     starts = starts.to(torch.int32)
     if backbone.config.model_type == OwnConfig.model_type:
         return backbone(input_ids=tokens[None], cu_seqlens=starts)
@@ -363,7 +409,7 @@ def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
         "position_ids": positions[None],
         # Transformers passes a 4D mask on unchanged instead of building one. The attention of vembed ignores it.
         "attention_mask": tokens.new_zeros(1, 1, 1, 1),
-        "packed": Packed(starts, longest),
+        "packed": Packed(starts, longest, shared),
     }
     if SEGMENTS in inputs:
         segments = inputs[SEGMENTS].flatten()
@@ -375,18 +421,28 @@ def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
     return backbone(**arguments)
 
 
-def token_index(inputs: Inputs, mask: Tensor) -> Tensor:
-    """Return the positions of real tokens in the flattened input_ids."""
-    return inputs[TOKEN_INDEX] if TOKEN_INDEX in inputs else real_tokens(mask)
+def with_prefix(inputs: Inputs) -> Inputs:
+    """Put the shared prefix back before each text. Padding on the left stays between the two: it is masked, and no
+    position counts it."""
+    inputs = dict(inputs)
+    prefix = inputs.pop(PREFIX).expand(len(inputs["input_ids"]), -1)
+    inputs["input_ids"] = torch.cat([prefix, inputs["input_ids"]], dim=1)
+    if "attention_mask" in inputs:
+        mask = torch.cat([torch.ones_like(prefix), inputs["attention_mask"]], dim=1)
+        inputs["attention_mask"] = mask
+    return inputs
 
 
 def padded_states(states: Tensor, inputs: Inputs, mask: Tensor | None) -> Tensor:
     """Map the states [all tokens, dim] of packed texts to [n, tokens, dim], with zeros as padding."""
     num_texts, longest = inputs["input_ids"].shape
     if mask is not None:
+        index = inputs.get(TOKEN_INDEX)
+        if index is None:
+            index = real_tokens(mask)
         # `index_copy` and not `index_copy_`: autograd needs a new tensor.
         padded = states.new_zeros(num_texts * longest, states.shape[1])
-        states = padded.index_copy(0, token_index(inputs, mask), states)
+        states = padded.index_copy(0, index, states)
     return states.view(num_texts, longest, -1)
 
 
@@ -595,3 +651,179 @@ class HiddenStates(nn.Module):
         if self._packs:
             hidden = padded_states(hidden[0], inputs, mask)
         return pool(self.pooling, hidden, mask).float()
+
+
+# ---- towers: their parameters, and freezing ----------------------------------------------------------------------------
+
+
+def frozen_towers(backbone: nn.Module, family: Family) -> list[Tower]:
+    """Return the towers without trained parameters."""
+    # By parameters and not by the option: adapters freeze towers too.
+    trained = [
+        name
+        for name, parameter in backbone.named_parameters()
+        if parameter.requires_grad
+    ]
+    frozen = []
+    for tower, prefix in family.towers.items():
+        if not any(name.startswith(prefix) for name in trained):
+            frozen.append(tower)
+    return frozen
+
+
+def tower_module(backbone: nn.Module, family: Family, tower: Tower) -> nn.Module:
+    """Return the tower's module; the backbone itself if it has a single tower."""
+    return backbone.get_submodule(family.towers[tower].removesuffix("."))
+
+
+def freeze_unused(
+    backbone: nn.Module, family: Family, image_pooling: str | None
+) -> None:
+    """Freeze parameters that no embedding depends on. They would never get a gradient, and FSDP would wait for it."""
+    norms_left_out: tuple[str, ...] = ()
+    if family.forwards.get("image") == "image" and image_pooling != MODEL_POOLING:
+        vision: Any = tower_module(backbone, family, "vision")
+        if vision.config.model_type in ("convnext", "convnextv2"):
+            # ConvNeXt's final norm follows the model's own pooling, so other poolings do not use it.
+            norms_left_out = (family.towers["vision"] + "layernorm.",)
+    unused = []
+    for name, parameter in backbone.named_parameters():
+        if name in LOSS_PARAMETERS:
+            parameter.requires_grad = False
+            log.info(
+                "frozen: %s (the loss learns its own with loss: sigmoid or learn_temperature: true)",
+                name,
+            )
+        elif is_never_used(name) or name.startswith(norms_left_out):
+            parameter.requires_grad = False
+            unused.append(name)
+    if unused:
+        log.info("frozen: %s (no embedding depends on them)", ", ".join(unused))
+
+
+def names_frozen_by(
+    backbone: nn.Module, family: Family, parts: Sequence[str]
+) -> set[str]:
+    """Return the names of the backbone parameters that the option `freeze` selects."""
+    every = [name for name, _ in backbone.named_parameters()]
+    layer_ids = set(map(id, layers_of(backbone)))
+    # Each tower's layers in the order of the forward pass, by the prefix of their parameters. The layers of a tower are
+    # counted through: the stages of a hierarchical one are not stacks of their own.
+    layers: dict[str, list[str]] = {tower: [] for tower in family.towers}
+    for module_name, module in backbone.named_modules():
+        for tower, tower_prefix in family.towers.items():
+            if id(module) in layer_ids and module_name.startswith(tower_prefix):
+                layers[tower].append(f"{module_name}.")
+    frozen: set[str] = set()
+    for part in parts:
+        kind, _, count = part.rpartition("=")
+        if part in get_args(Tower):
+            prefix = family.towers.get(cast(Tower, part))
+            if prefix is None:
+                raise UserError(
+                    f"freeze: {part} is not a tower of this {family.name} model; it has {', '.join(family.towers)}"
+                )
+            names = {name for name in every if name.startswith(prefix)}
+        elif part == "embeddings":
+            # Embeddings inside of layers (of relative positions) belong to their layer.
+            inside = tuple(prefix for stack in layers.values() for prefix in stack)
+            names = {
+                name
+                for name in every
+                if _INPUT_EMBEDDINGS.search(name) and not name.startswith(inside)
+            }
+        elif kind.endswith("first_n_layers"):
+            tower_name = kind.removesuffix("first_n_layers").removesuffix(".")
+            stacks = [
+                stack for name, stack in layers.items() if tower_name in ("", name)
+            ]
+            deepest = max(map(len, stacks), default=0)
+            if not count.isdecimal() or int(count) > deepest or not stacks:
+                numbers = [f"{name} {len(stack)}" for name, stack in layers.items()]
+                raise UserError(
+                    f"freeze: {part} must be first_n_layers=N with N from 0 to {deepest} (of every tower) or "
+                    f"TOWER.first_n_layers=N; the number of layers: {', '.join(numbers)}"
+                )
+            first = tuple(prefix for stack in stacks for prefix in stack[: int(count)])
+            names = {name for name in every if name.startswith(first)}
+        else:
+            beginning = part.removeprefix("backbone.")
+            names = {name for name in every if name.startswith(beginning)}
+            if not names:
+                near = difflib.get_close_matches(beginning, every, n=1, cutoff=0.0)[0]
+                raise UserError(
+                    f"freeze: no parameter's name begins with {part}; the nearest is {near} "
+                    "(or use text, vision, embeddings, first_n_layers=N, TOWER.first_n_layers=N)"
+                )
+        log.info("freeze: %s, %d tensors", part, len(names))
+        frozen |= names
+    return frozen
+
+
+# ---- two models in one ----------------------------------------------------------------
+
+
+PROJECTIONS_FILE = "projections.safetensors"
+"""File with the weights of both projections, in the text tower's folder."""
+
+
+class TwoTowers(nn.Module):
+    """Two independent models, projected into a shared space."""
+
+    def __init__(
+        self,
+        text_model: PreTrainedModel,
+        vision_model: PreTrainedModel,
+        description: ModelDescription,
+    ) -> None:
+        super().__init__()
+        self.text_model = text_model
+        self.vision_model = vision_model
+        shared_dim = description.hidden_dim
+        projections = []
+        for width in (description.text_hidden_dim, description.image_hidden_dim):
+            assert width is not None
+            projection = nn.Linear(width, shared_dim, bias=False)
+            if width == shared_dim:
+                nn.init.eye_(projection.weight)
+            else:
+                nn.init.orthogonal_(projection.weight)
+            projections.append(projection)
+        self.text_projection, self.visual_projection = projections
+
+    def load_projections(self, folder: Path) -> None:
+        """Load the projections of a saved composed model."""
+        path = folder / PROJECTIONS_FILE
+        if not path.is_file():
+            raise UserError(
+                f"{folder} is a composed model without {PROJECTIONS_FILE}; it is incomplete"
+            )
+        weights = load_file(path)
+        with torch.no_grad():
+            self.text_projection.weight.copy_(weights["text_projection.weight"])
+            self.visual_projection.weight.copy_(weights["visual_projection.weight"])
+
+    def save_pretrained(
+        self, folder: str | Path, *, state_dict: dict[str, Tensor]
+    ) -> None:
+        """Save the text tower and the projections in `folder`, and the image tower in a subfolder."""
+        folder = Path(folder)
+        # Each tower's file has the names of the tower itself, so that it loads alone.
+        text = taken(state_dict, "text_model.")
+        self.text_model.save_pretrained(folder, state_dict=text)
+        vision = taken(state_dict, "vision_model.")
+        target = folder / IMAGE_TOWER_FOLDER
+        self.vision_model.save_pretrained(target, state_dict=vision)
+        known = {"text_projection.weight", "visual_projection.weight"}
+        if state_dict.keys() != known:
+            raise RuntimeError(
+                f"two towers are saved with {sorted(known)}, and not with {sorted(state_dict)}"
+            )
+        projections = {key: value.contiguous() for key, value in state_dict.items()}
+        save_file(projections, folder / PROJECTIONS_FILE)
+
+
+def taken(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Take what begins with a prefix out of a state dict, and return it under names without the prefix."""
+    names = [name for name in state if name.startswith(prefix)]
+    return {name.removeprefix(prefix): state.pop(name) for name in names}

@@ -28,18 +28,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
 )
 
-from vembed.config.schema import ObjectiveSection
 from vembed.errors import UserError
-from vembed.losses.table import LOSSES
+from vembed.files import check_weights
 from vembed.models.families.backbones import (
     is_decoder_only,
     language_class,
-    read_config,
 )
 from vembed.models.families.description import ModelDescription
-from vembed.models.families.model_files import is_own, read_dense, read_tensors
+from vembed.models.families.model_files import read_dense, read_tensors
 from vembed.models.processors import load_tokenizer
-from vembed.saving.checksums import check_weights
 
 log = logging.getLogger(__name__)
 
@@ -338,41 +335,6 @@ HIDDEN_SHARE = 0.15
 KEPT_SHARE = 0.1
 REPLACED_SHARE = 0.1
 """Of the tokens to be predicted: the share that stays as it is, and the share that another token replaces."""
-
-
-def has_language_head(
-    objective: ObjectiveSection, description: ModelDescription
-) -> bool:
-    """Return True if the run trains by the language-model head. Raise UserError if it asks for what cannot be."""
-    alone = objective.losses is None and LOSSES[objective.loss].is_of_model
-    is_own_model = is_own(Path(description.source))
-    names = {NEXT_TOKEN, MASKED_TOKEN}.intersection(objective.auxiliary_losses or {})
-    has_weight = bool(names) and not is_own_model
-    if not alone and not has_weight:
-        return False
-    trust = description.trust_remote_code
-    config = read_config(Path(description.source), trust_remote_code=trust)
-    problem = None
-    if description.scores is not None:
-        problem = "is a reranker"
-    elif is_own_model:
-        problem = "is an own model, which returns losses of its own"
-    elif not description.traits.reads_only_text or description.traits.has_two_models:
-        problem = f"is of the family {description.family}, and only text models have a language-model head here"
-    elif description.bidirectional_attention:
-        problem = "has bidirectional_attention: true, so that each token sees the next one, which it would predict"
-    elif not alone and not is_decoder_only(config):
-        problem = "is an encoder, and tokens that are hidden from it would be hidden from the other loss too"
-    elif description.quantized:
-        problem = "has weights in 4 bits (use_qlora)"
-    if problem is None:
-        return True
-    if not has_weight:
-        return False
-    name = names.pop()
-    raise UserError(
-        f"auxiliary_losses: {name} is not possible: {description.name} {problem}; leave it out"
-    )
 
 
 class LanguageHead(WholeHead):

@@ -108,26 +108,72 @@ _RMS_NORMS = frozenset(
 
 
 class WeightCopies:
-    """bfloat16 copies of a model's weights, each made on first use."""
+    """bfloat16 copies of a model's weights, each made on first use. On GPUs the first use makes all of them."""
 
     def __init__(self) -> None:
         self.by_weight: dict[tuple[int, int, int], Tensor] = {}
         """By the weight, its memory and its version, which torch counts up with every change of it."""
+        self.layers: list[nn.Module] = []
+        """Layers that compute with copies of their weights."""
         self.num_holders = 0
         self.may_keep = True
         """False where weights are gathered for a layer alone: kept copies would be the whole model."""
 
     def of(self, weight: Tensor) -> Tensor:
         """Return the copy of a weight."""
-        # An id may be reused, `.data =` changes the memory alone, and an optimizer step the version alone.
-        name = id(weight), weight.data_ptr(), weight._version
-        copy = self.by_weight.get(name)
-        if copy is None:
-            copy = weight.detach().to(torch.bfloat16)
-            # Outside `holding_copies` weights may change at any time, and old copies would pile up.
-            if self.num_holders and self.may_keep:
-                self.by_weight[name] = copy
+        copy = self.by_weight.get(_version_of(weight))
+        if copy is not None:
+            return copy
+        # Outside `holding_copies` weights may change at any time, and old copies would pile up.
+        if not self.num_holders or not self.may_keep:
+            return weight.detach().to(torch.bfloat16)
+        weights = [weight]
+        if _is_on_gpu(weight):
+            weights += self._not_copied(weight)
+        copies = [torch.empty_like(each, dtype=torch.bfloat16) for each in weights]
+        with torch.no_grad():
+            # One kernel converts many weights.
+            torch._foreach_copy_(copies, weights)
+        for each, copy in zip(weights, copies, strict=True):
+            self.by_weight[_version_of(each)] = copy
+        return copies[0]
+
+    def trained(self, weight: Tensor | None) -> Tensor | None:
+        """Return the copy of a weight, through which the weight gets its gradient."""
+        if weight is None:
+            return None
+        copy: Tensor = _Copied.apply(weight, self.of(weight))  # type: ignore[no-untyped-call]
         return copy
+
+    def _not_copied(self, but: Tensor) -> list[Tensor]:
+        """Return the weights of `layers` on the device of a weight that have no copy yet, without this weight."""
+        weights: dict[int, Tensor] = {}
+        for layer in self.layers:
+            for weight in layer.parameters(recurse=False):
+                is_copied = _version_of(weight) in self.by_weight
+                if weight.device == but.device and not is_copied:
+                    weights[id(weight)] = weight
+        weights.pop(id(but), None)
+        return list(weights.values())
+
+
+def _version_of(weight: Tensor) -> tuple[int, int, int]:
+    # An id may be reused, `.data =` changes the memory alone, and an optimizer step the version alone.
+    return id(weight), weight.data_ptr(), weight._version
+
+
+class _Copied(torch.autograd.Function):
+    """The bfloat16 copy of a float32 weight, which gets the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
+        del ctx, weight
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        del ctx
+        return gradients[0].float(), None
 
 
 class Bf16Linear(nn.Linear):
@@ -188,20 +234,41 @@ def _is_on_gpu(values: Tensor) -> bool:
 class Bf16LayerNorm(nn.LayerNorm):
     """nn.LayerNorm with float32 weights and statistics, and output in bfloat16."""
 
+    copies: WeightCopies
+
     def forward(self, input: Tensor) -> Tensor:
         """Apply the norm to float32 or bfloat16."""
         if not _is_on_gpu(input):
             return super().forward(input).to(torch.bfloat16)
         # Kernels of GPUs take one dtype, and autocast makes that float32: the input would be widened, kept so for the
         # backward pass, and the output narrowed again. The statistics are float32 in any case.
-        weight, bias = (
-            None if parameter is None else parameter.to(torch.bfloat16)
-            for parameter in (self.weight, self.bias)
-        )
+        weight = self.copies.trained(self.weight)
+        bias = self.copies.trained(self.bias)
         with torch.autocast(input.device.type, enabled=False):
             return functional.layer_norm(
                 input.to(torch.bfloat16), self.normalized_shape, weight, bias, self.eps
             )
+
+
+class FusedRMSNorm(nn.Module):
+    """The RMSNorm of Llama, Qwen and Mistral, in one kernel of a GPU instead of seven, in the dtype of input and weight."""
+
+    weight: nn.Parameter
+    variance_epsilon: float
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Apply the norm."""
+        weight = self.weight
+        dtype = torch.promote_types(hidden_states.dtype, weight.dtype)
+        return rms_norm(
+            hidden_states.to(dtype), weight.to(dtype), self.variance_epsilon
+        )
+
+
+def rms_norm(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """Return weight * x / sqrt(mean(x ** 2) + epsilon). The kernel takes one dtype, which autocast would change."""
+    with torch.autocast(values.device.type, enabled=False):
+        return functional.rms_norm(values, weight.shape, weight, float(epsilon))
 
 
 class Bf16RMSNorm(nn.Module):
@@ -210,19 +277,16 @@ class Bf16RMSNorm(nn.Module):
     Transformers multiplies the 16-bit result by the float32 weight, so that every norm widens what follows it.
     """
 
+    copies: WeightCopies
     weight: nn.Parameter
     variance_epsilon: float
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Apply the norm to float32 or bfloat16."""
         values = hidden_states.to(torch.bfloat16)
-        with torch.autocast(values.device.type, enabled=False):
-            return functional.rms_norm(
-                values,
-                self.weight.shape,
-                self.weight.to(torch.bfloat16),
-                float(self.variance_epsilon),
-            )
+        weight = self.copies.trained(self.weight)
+        assert weight is not None
+        return rms_norm(values, weight, self.variance_epsilon)
 
 
 class Bf16Embedding(nn.Embedding):
@@ -233,6 +297,13 @@ class Bf16Embedding(nn.Embedding):
         return super().forward(input).to(torch.bfloat16)
 
 
+def fuse_norms(backbone: nn.Module) -> None:
+    """Let the RMS norms of decoders take one kernel of a GPU each, in any dtype."""
+    for module in backbone.modules():
+        if type(module).__name__ in _RMS_NORMS:
+            module.__class__ = FusedRMSNorm
+
+
 def use_bf16(backbone: nn.Module) -> int:
     """Let linear layers and norms with float32 weights compute in bfloat16, and return their number."""
     copies = WeightCopies()
@@ -241,23 +312,32 @@ def use_bf16(backbone: nn.Module) -> int:
         weight = module._parameters.get("weight")
         if weight is None or weight.dtype != torch.float32:
             continue
+        kind = type(module)
         # The class is changed in place, so that parameters, names and hooks stay. Of exactly these classes: a subclass
         # may compute something else.
-        if type(module) is nn.Linear:
-            module.__class__ = Bf16Linear
-            assert isinstance(module, Bf16Linear)
-            module.copies = copies
-        elif type(module) is nn.LayerNorm:
-            module.__class__ = Bf16LayerNorm
-        elif type(module) is nn.Embedding and name.endswith("embed_tokens"):
+        if kind is nn.Embedding and name.endswith("embed_tokens"):
             # Of a decoder, which hands it on from layer to layer.
             module.__class__ = Bf16Embedding
-        elif type(module).__name__ in _RMS_NORMS:
+            count += 1
+            continue
+        if kind is nn.Linear:
+            module.__class__ = Bf16Linear
+        elif kind is nn.LayerNorm:
+            module.__class__ = Bf16LayerNorm
+        elif kind is FusedRMSNorm or kind.__name__ in _RMS_NORMS:
             module.__class__ = Bf16RMSNorm
         else:
             continue
+        vars(module)["copies"] = copies
+        copies.layers.append(module)
         count += 1
     return count
+
+
+def weight_in_use(layer: Any) -> Tensor:
+    """Return the weight that a linear layer computes with: the bfloat16 copy, if it has one."""
+    weight: Tensor = layer.weight
+    return layer.copies.of(weight) if isinstance(layer, Bf16Linear) else weight
 
 
 def _copies_of(model: nn.Module) -> WeightCopies:

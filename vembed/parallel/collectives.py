@@ -1,6 +1,6 @@
 """Collective operations. All ranks must call each one in the same order; with one rank they are no-ops.
 
-The collectives inside FSDP and Accelerate are not included. Small tensors are sent over the CPU backend if the process
+The collectives inside FSDP are not included. Small tensors are sent over the CPU backend if the process
 group has one, so that they do not wait for the GPU's queue.
 """
 
@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ log = logging.getLogger("vembed")
 
 BUCKET_BYTES = 64 * 2**20
 """Size in bytes of the buckets in which tensors are sent: large enough for the network, small beside the model."""
+
+T = TypeVar("T", bound=Tensor)
 
 calls: Counter[str] = Counter()
 """Calls of each collective in this process, without no-ops."""
@@ -189,32 +192,126 @@ def reduce_scatter_rows(rows_ND: Tensor, counts: Sequence[int]) -> Tensor:
 def all_reduce_gradients(
     parameters: Iterable[nn.Parameter], *, average: bool = True
 ) -> None:
-    """Average (or sum) the gradients of a replicated model, in a few large buckets.
+    """Average (or sum) the gradients of a replicated model. See `GradientSum`."""
+    chosen = list(parameters)
+    gradients = GradientSum(chosen) if average else GradientSum([], chosen)
+    gradients.finish()
 
-    A missing gradient counts as zero if any other rank has one; a gradient that is missing on all ranks stays None.
+
+class GradientSum:
+    """All-reduce of the gradients of replicated parameters, in a few large buckets.
+
+    A missing gradient counts as zero if any other rank has one. A gradient that is missing on all ranks stays None.
     16-bit gradients are summed in float32.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if world_size() == 1 or not trained:
-        return
-    # Ranks may have used different towers. All must send the same buckets, so they first agree on the gradients.
-    present = max_ints([int(parameter.grad is not None) for parameter in trained])
-    gradients: list[Tensor] = []
-    for parameter, is_present in zip(trained, present, strict=True):
-        if is_present:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            gradients.append(parameter.grad)
-    with _collective("all_reduce_gradients"):
-        # The order of the parameters, and with it of the buckets, is that of the model: the same on every rank.
-        for bucket in _buckets(gradients):
-            # One all-reduce per bucket: a small tensor costs the network's latency, however little it holds.
-            dtype = torch.promote_types(bucket[0].dtype, torch.float32)
-            flat = torch.cat([gradient.reshape(-1).to(dtype) for gradient in bucket])
-            dist.all_reduce(flat)
-            if average:
-                flat /= world_size()
-            _scatter(flat, bucket)
+
+    def __init__(
+        self,
+        averaged: Iterable[nn.Parameter],
+        summed: Iterable[nn.Parameter] = (),
+    ) -> None:
+        """`averaged`: the parameters whose gradients are averaged over the ranks; those of `summed` are added up."""
+        self._buckets: list[_Bucket] = []
+        self._next: int | None = None
+        """The bucket that starts next, during the backward pass that `start_early` was called for."""
+        if world_size() == 1:
+            return
+        # A backward pass reaches the last layers first.
+        last_first = reversed([weight for weight in averaged if weight.requires_grad])
+        for parameters in _buckets(last_first):
+            bucket = _Bucket(parameters, averages=True)
+            self._buckets.append(bucket)
+            for parameter in parameters:
+                hook = partial(self._on_gradient, bucket)
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        for parameters in _buckets(weight for weight in summed if weight.requires_grad):
+            self._buckets.append(_Bucket(parameters, averages=False))
+
+    def start_early(self) -> None:
+        """Let buckets start during the next backward pass, each once it has all its gradients. It is the last pass
+        before `finish`."""
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.num_missing = len(bucket.parameters)
+
+    def finish(self, numbers: Sequence[float] = ()) -> list[float]:
+        """Complete all gradients, and return the sum of each number over the ranks. Collective."""
+        # Every rank starts every bucket, also one without gradients and after a failed backward pass: with gloo alone,
+        # all ranks must call buckets and numbers in one order.
+        for bucket in self._buckets:
+            if bucket.work is None:
+                bucket.start()
+        self._next = None
+        # Ranks may have used different towers. They agree on the gradients together with the numbers.
+        is_present = []
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                is_present.append(float(parameter.grad is not None))
+        sums = sum_scalars([*numbers, *is_present])
+        flags = iter(sums[len(numbers) :])
+        if self._buckets:
+            with _collective("all_reduce_gradients"):
+                for bucket in self._buckets:
+                    bucket.finish([next(flags) > 0 for _ in bucket.parameters])
+        return sums[: len(numbers)]
+
+    def _on_gradient(self, bucket: _Bucket, _: Tensor) -> None:
+        if self._next is None:
+            return
+        bucket.num_missing -= 1
+        # In the order of the list, which is the same on every rank, whichever bucket is complete first.
+        while self._next < len(self._buckets):
+            following = self._buckets[self._next]
+            if following.num_missing > 0:
+                return
+            following.start()
+            self._next += 1
+
+
+class _Bucket:
+    """Parameters of one dtype and device whose gradients travel together: a small tensor costs the network's latency,
+    however little it holds."""
+
+    def __init__(self, parameters: list[nn.Parameter], *, averages: bool) -> None:
+        self.parameters = parameters
+        self.averages = averages
+        self.num_missing = 0
+        """Gradients that the backward pass has not reached yet."""
+        self.flat: Tensor | None = None
+        self.work: dist.Work | None = None
+
+    def start(self) -> None:
+        """Start the all-reduce of the gradients, beside what else the device computes."""
+        pieces = []
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            pieces.append(gradient.reshape(-1).to(dtype))
+        self.flat = torch.cat(pieces)
+        # NCCL divides in the same kernel. gloo cannot.
+        divides = self.averages and self.flat.is_cuda
+        op = dist.ReduceOp.AVG if divides else dist.ReduceOp.SUM
+        self.work = dist.all_reduce(self.flat, op=op, async_op=True)
+
+    def finish(self, present: Sequence[bool]) -> None:
+        """Wait for the all-reduce, and set the gradients that any rank has."""
+        assert self.flat is not None and self.work is not None, "start comes first"
+        self.work.wait()
+        if self.averages and not self.flat.is_cuda:
+            self.flat /= world_size()
+        gradients = []
+        for parameter, is_present in zip(self.parameters, present, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.empty_like(parameter)
+                if is_present:
+                    parameter.grad = gradient
+            gradients.append(gradient)
+        _scatter(self.flat, gradients)
+        self.flat = None
+        self.work = None
 
 
 def broadcast_tensors(tensors: Iterable[Tensor]) -> None:
@@ -294,14 +391,14 @@ def _scatter(flat: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.detach().copy_(part.view_as(tensor))
 
 
-def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def _buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
     """Yield buckets of tensors of one dtype and device, in order, of at most BUCKET_BYTES (or a single tensor)."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[T]] = {}
     # In the order of the first tensor of each kind, which is the same on every rank, as the collectives need it.
     for tensor in tensors:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for same_kind in kinds.values():
-        bucket: list[Tensor] = []
+        bucket: list[T] = []
         filled = 0
         for tensor in same_kind:
             num_bytes = tensor.numel() * tensor.element_size()

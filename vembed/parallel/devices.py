@@ -1,17 +1,30 @@
-"""Choice of the device and precision of a process, and GPU settings."""
+"""Devices of a process: choice, precision and settings, and their memory in use."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import os
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
-from typing import Literal
+import platform
+import re
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal
 
+import psutil
 import torch
 
 from vembed.errors import UserError
+from vembed.parallel import collectives
 from vembed.parallel.environment import RankInfo
+
+log = logging.getLogger("vembed")
+
+GIB = 2**30
 
 
 def choose_device(rank_info: RankInfo) -> torch.device:
@@ -29,13 +42,19 @@ def choose_device(rank_info: RankInfo) -> torch.device:
     return device
 
 
-def enable_expandable_segments(env: MutableMapping[str, str] = os.environ) -> None:
+def enable_expandable_segments() -> None:
     """Enable expandable segments of the CUDA allocator: micro-batches differ in shape and would fragment fixed ones.
 
-    The allocator reads the variable at the first use of the GPU. Settings of the user are kept.
+    Settings of the user are kept.
     """
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & env.keys():
-        env["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        return
+    settings = "expandable_segments:True"
+    # The allocator reads the variable at the first use of a GPU, and processes that this one starts inherit it.
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = settings
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        # A notebook has used the GPU before.
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def seed_draws(seed: int, device: torch.device) -> None:
@@ -75,3 +94,131 @@ def matmul_precision(precision: Literal["highest", "high"]) -> Iterator[None]:
 def quieten_bitsandbytes() -> None:
     """Silence bitsandbytes' import warning about a kernel on the Hub. Call this before bitsandbytes is imported."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+# ---- memory ------------------------------------------------------------------
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+"""Parameters of mallopt(3)."""
+
+AMOUNTS = {
+    "allocated_gb": "Allocated",
+    "reserved_gb": "Reserved",
+    "rss_gb": "RSS",
+    "peak_gb": "Peak",
+}
+"""Keys of a snapshot, and their names in the log."""
+
+SHORTAGES = ("_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+"""Parts of the messages of errors that are a shortage of memory and not torch.OutOfMemoryError: libraries such as
+cuBLAS and cuDNN, and the driver, allocate beside torch's allocator."""
+
+
+def is_shortage(error: RuntimeError) -> bool:
+    """Return whether an error says that device memory has run out."""
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        phrase in str(error) for phrase in SHORTAGES
+    )
+
+
+def fsdp_empty_cache() -> None:
+    """Release cached memory and reset peak counters on all ranks. Collective; works without a process group."""
+    collectives.barrier()  # no rank still waits for a tensor of this rank
+    # First: tensors in reference cycles are freed only by the collector.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    elif platform.libc_ver()[0] == "glibc":
+        # What `keep_freed_memory` holds for the next step.
+        ctypes.CDLL(None).malloc_trim(0)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    switch = Path("/proc/self/clear_refs")
+    if switch.exists():
+        # Linux: 5 resets VmHWM, the peak of resident memory. Not all containers may.
+        with suppress(OSError):
+            switch.write_text("5")
+    collectives.barrier()
+
+
+def fsdp_print_memory_usage(prefix: str = "") -> list[str]:
+    """Log the memory of each rank and the sum, on rank 0. Collective. Return the lines on every rank.
+
+    Without logging handlers the lines go to standard output.
+    """
+    lead = f"{prefix}: " if prefix and not prefix.endswith((" ", ":")) else prefix
+    lines = [lead + line for line in memory_lines()]
+    if collectives.rank() == 0:
+        if log.hasHandlers():
+            for line in lines:
+                log.info(line)
+        else:
+            sys.stdout.write("\n".join(lines) + "\n")
+    return lines
+
+
+def memory_lines() -> list[str]:
+    """Return the lines with the memory of each rank and the sum, on every rank. Collective."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    by_rank = collectives.gather_objects(memory_snapshot(device))
+    lines: dict[str, dict[str, Any]] = {}
+    for rank, memory in enumerate(by_rank):
+        kind, _, number = memory["device"].partition(":")
+        name = f"GPU {number or 0}" if kind == "cuda" else "CPU"
+        lines[f"Rank {rank}, {name}"] = memory
+    total = {}
+    for key in AMOUNTS:
+        if key in by_rank[0]:
+            total[key] = sum(memory[key] for memory in by_rank)
+    lines[f"Total across {len(by_rank)} processes"] = total
+    texts = []
+    for lead, memory in lines.items():
+        amounts = []
+        for key, name in AMOUNTS.items():
+            if key in memory:
+                amounts.append(f"{name}: {memory[key]:.2f}GB")
+        texts.append(f"{lead}: {', '.join(amounts)}")
+    return texts
+
+
+def memory_snapshot(device: torch.device) -> dict[str, Any]:
+    """Return this process's memory in GiB: allocated, reserved and peak on a GPU, resident and peak on the CPU."""
+    if device.type == "cuda":
+        return {
+            "device": str(device),
+            "allocated_gb": round(torch.cuda.memory_allocated(device) / GIB, 4),
+            "reserved_gb": round(torch.cuda.memory_reserved(device) / GIB, 4),
+            "peak_gb": round(torch.cuda.max_memory_allocated(device) / GIB, 4),
+        }
+    resident = psutil.Process().memory_info().rss
+    # getrusage gives kilobytes, on macOS bytes. Linux has a peak that can be reset, too.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak *= 1 if sys.platform == "darwin" else 1024
+    status = Path("/proc/self/status")
+    if status.exists():
+        match = re.search(r"VmHWM:\s+(\d+)", status.read_text())
+        peak = int(match[1]) * 1024 if match else peak
+    return {
+        "device": "cpu",
+        "rss_gb": round(resident / GIB, 4),
+        "peak_gb": round(max(peak, resident) / GIB, 4),
+    }
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep freed memory for the next step (CPU training). Return True if it is in effect.
+
+    By default glibc returns large blocks to the system at once, and each step pays for page faults again: measured on
+    two cores, a quarter of all page faults, and a few percent of the time.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    libc = ctypes.CDLL(None)
+    # 32 MiB is glibc's maximum. Setting either threshold also disables their dynamic adjustment.
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)) and bool(
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    )

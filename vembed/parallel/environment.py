@@ -1,10 +1,11 @@
-"""What a process knows before it meets the others: the launcher's variables, and the network of this machine."""
+"""What a process knows before it meets the others: the launcher's variables, the network and the cores of this machine."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import socket
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -162,3 +163,14 @@ def _is_loopback(text: str) -> bool:
         return ipaddress.ip_address(text.partition("%")[0]).is_loopback
     except ValueError:
         return False
+
+
+# ---- cores -------------------------------------------------------------------
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    count = os.cpu_count() or 1
+    if sys.platform == "linux":
+        count = len(os.sched_getaffinity(0))
+    return count

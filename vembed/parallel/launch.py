@@ -17,8 +17,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
-from vembed.cores import num_cores
 from vembed.errors import UserError
+from vembed.parallel.environment import num_cores
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 STOPPED_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)

@@ -283,8 +283,6 @@ def sources_digest(folder: Path) -> str:
 
 def require_equal(name: str, value: Any, advice: str) -> None:
     """Raise the same UserError on every rank unless all have the same value. Collective."""
-    if collectives.world_size() == 1:
-        return
     fact = {name: value}, _host(None)
     problem = difference(dict(enumerate(collectives.gather_objects(fact))))
     if problem is not None:

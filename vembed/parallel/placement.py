@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-from vembed.config.resolved import (
+from vembed.config.decisions import (
     DEFAULT,
     AskedPrecision,
     Decision,
@@ -23,9 +23,9 @@ from vembed.config.schema import ModelSection
 from vembed.config.terms import source_batch_sizes
 from vembed.errors import UserError
 from vembed.models.families.description import describe
+from vembed.parallel.devices import GIB
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import Gpu
-from vembed.parallel.memory import GIB
 from vembed.parallel.step_memory import (
     MemoryEstimate,
     ModelSize,

@@ -18,8 +18,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from vembed.config.loading import resolve_run
-from vembed.config.resolved import (
+from vembed.config.decisions import (
     PRECISIONS,
     Decision,
     FsdpConfig,
@@ -27,15 +26,17 @@ from vembed.config.resolved import (
     ResolvedRun,
     Strategy,
 )
+from vembed.config.loading import resolve_run
 from vembed.config.schema import ModelSection, TrainConfig
 from vembed.errors import RunError, Stopped, UserError
 from vembed.models.families.description import describe
 from vembed.parallel import collectives, sharding
-from vembed.parallel.batch_norms import share_batch_norms
 from vembed.parallel.devices import (
+    GIB,
     bf16_instructions,
     choose_device,
     enable_expandable_segments,
+    keep_freed_memory,
 )
 from vembed.parallel.environment import (
     check_num_threads,
@@ -46,7 +47,7 @@ from vembed.parallel.environment import (
 )
 from vembed.parallel.heartbeat import Heartbeats
 from vembed.parallel.launch_check import LaunchCheck, RankFacts
-from vembed.parallel.memory import GIB, keep_freed_memory
+from vembed.parallel.parameters import share_batch_norms
 from vembed.parallel.placement import (
     FITS_SHARE,
     Layout,
@@ -193,7 +194,17 @@ class Session:
         """True if this process builds the model without weights and receives its shards from rank 0."""
         log.info(f"device: {self.device}; mixed precision: {layout.precision}")
         log.info(f"strategy: {layout.strategy}")
-        self.accelerator = _make_accelerator(layout)
+        # Another trainer in this process, in a notebook for example, may have left a state of another precision or device,
+        # which Accelerate would refuse to change.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        # The launcher may have set it to true. Models are sharded by torch itself (vembed.parallel.sharding).
+        os.environ["ACCELERATE_USE_FSDP"] = "false"
+        # Under FSDP its own policy sets the precision, and Accelerate would also convert master weights.
+        precision = self.mixed_precision if self.fsdp is None else "no"
+        on_cpu = self.device.type == "cpu"
+        self.accelerator = Accelerator(cpu=on_cpu, mixed_precision=precision)
+        self.mesh = None if self.fsdp is None else sharding.hybrid_mesh(layout)
 
     def prepare(
         self, model: nn.Module, layer_classes: tuple[str, ...] = ()
@@ -211,9 +222,9 @@ class Session:
             self._choose_what_stays_unsharded(model)
             model = sharding.shard(
                 model,
-                self.accelerator,
-                self.fsdp,
+                self.layout,
                 layer_classes,
+                mesh=self.mesh,
                 only_rank0_reads=self._only_rank0_reads,
             )
             if self.layout.is_hybrid and self.reduces_each_micro_batch:
@@ -481,50 +492,3 @@ def _choose_interface() -> None:
     log.info(
         f"network: interface {interface} ({why}; GLOO_SOCKET_IFNAME names another)"
     )
-
-
-def _make_accelerator(layout: Layout) -> Accelerator:
-    """Return the Accelerator of a layout, for one process, replicas or FSDP."""
-    fsdp = layout.fsdp
-    rank_info = layout.ranks
-    precision = layout.precision.value
-    on_cpu = layout.device.type == "cpu"
-    # Another trainer in this process, in a notebook for example, may have left a state of another precision or device,
-    # which Accelerate would refuse to change.
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    if fsdp is None:
-        # The launcher may have set it to true, although one process or NO_SHARD shards nothing.
-        os.environ["ACCELERATE_USE_FSDP"] = "false"
-        return Accelerator(cpu=on_cpu, mixed_precision=precision)
-    if fsdp.version == 1 and fsdp.sharding_strategy == "HYBRID_SHARD" and on_cpu:
-        raise UserError(
-            "HYBRID_SHARD under fsdp_version: 1 needs GPUs; use fsdp_version: 2."
-        )
-    plugin = sharding.make_plugin(fsdp, precision, layout.device)
-    # mixed_precision="no": the plugin's policy sets the precision, and Accelerate would also convert master weights.
-    # Accelerate itself turns FSDP on only for several processes on GPUs. One process shards only in a benchmark.
-    if on_cpu or rank_info.world_size == 1:
-        os.environ["ACCELERATE_USE_FSDP"] = "false"
-        accelerator = Accelerator(cpu=on_cpu, mixed_precision="no")
-        sharding.turn_on_fsdp(accelerator, plugin, layout.device)
-    else:
-        accelerator = Accelerator(mixed_precision="no", fsdp_plugin=plugin)
-    if (
-        fsdp.sharding_strategy == "HYBRID_SHARD"
-        and rank_info.world_size % rank_info.local_world_size
-    ):
-        raise UserError(
-            f"HYBRID_SHARD needs equally many processes on every machine, but {rank_info.local_world_size} of "
-            f"{rank_info.world_size} are on this one: start as many on each, or use FULL_SHARD."
-        )
-    if layout.is_hybrid and fsdp.version == 2:
-        sharding.use_hybrid_mesh(
-            accelerator, layout.num_machines, rank_info.local_world_size
-        )
-    elif fsdp.sharding_strategy == "HYBRID_SHARD" and not layout.is_hybrid:
-        log.info(
-            f"HYBRID_SHARD: with {layout.num_machines} machine(s) of {rank_info.local_world_size} process(es) it is the "
-            "same as FULL_SHARD"
-        )
-    return accelerator

@@ -1,4 +1,4 @@
-"""Sharding of a model with Accelerate's FSDP code, also on CPUs: plugin, units, and weights distributed from rank 0."""
+"""Sharding of a model by torch's FSDP1 and FSDP2, on GPUs and CPUs alike: units, and weights distributed from rank 0."""
 
 from __future__ import annotations
 
@@ -13,31 +13,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.parallelism_config import ParallelismConfig
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
     CPUOffloadPolicy,
     FSDPModule,
+    FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.fsdp.wrap import (
-    lambda_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-)
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from vembed.config.decisions import FsdpConfig
 from vembed.errors import UserError
 from vembed.models.custom.own_code import find
 from vembed.models.embedding_model import EmbeddingModel
@@ -46,113 +44,77 @@ from vembed.parallel import collectives
 from vembed.parallel.parameters import unify_model_dtype_for_fsdp
 
 if TYPE_CHECKING:
-    from vembed.config.resolved import FsdpConfig
+    from vembed.parallel.placement import Layout
 
 log = logging.getLogger("vembed")
 
-HALF_DTYPES = (torch.bfloat16, torch.float16)
-PRECISIONS = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
+def hybrid_mesh(layout: Layout) -> DeviceMesh | None:
+    """Return the mesh of HYBRID_SHARD under FSDP2: shards inside a machine, copies between machines. Collective.
 
-def make_plugin(
-    fsdp: FsdpConfig, precision: str, device: torch.device
-) -> FullyShardedDataParallelPlugin:
-    """Return Accelerate's FSDP plugin with every value set, so that none comes from the environment."""
-    shared: dict[str, Any] = {
-        "fsdp_version": fsdp.version,
-        "state_dict_type": fsdp.state_dict_type,
-        "auto_wrap_policy": "NO_WRAP",  # `shard` chooses the modules
-        "activation_checkpointing": False,  # the model has its own
-        "cpu_ram_efficient_loading": False,  # `shard` does it, also for buffers and several unit classes
-        "mixed_precision_policy": _precision_policy(fsdp, precision),
-    }
-    if fsdp.version == 2:
-        offload = (
-            CPUOffloadPolicy(pin_memory=device.type == "cuda")
-            if fsdp.offload
-            else False
-        )
-        return FullyShardedDataParallelPlugin(
-            **shared,
-            cpu_offload=offload,
-            reshard_after_forward=fsdp.reshard_after_forward,
-        )
-    plugin = FullyShardedDataParallelPlugin(
-        **shared,
-        # FSDP1 would pin the memory, which needs a GPU; on the CPU all tensors are in host memory anyway.
-        cpu_offload=fsdp.offload and device.type == "cuda",
-        reshard_after_forward=fsdp.sharding_strategy,
-        backward_prefetch="BACKWARD_PRE",
-        forward_prefetch=fsdp.forward_prefetch,
-        limit_all_gathers=True,
-        use_orig_params=True,
-        # FSDP1 broadcasts weights on GPUs only; on the CPU `shard` has synchronised them from rank 0 before.
-        sync_module_states=device.type == "cuda",
-    )
-    # Accelerate prefers `sharding_strategy`, which it takes from its own variable, by default FULL_SHARD.
-    plugin.sharding_strategy = plugin.reshard_after_forward
-    return plugin
-
-
-def turn_on_fsdp(
-    accelerator: Accelerator,
-    plugin: FullyShardedDataParallelPlugin,
-    device: torch.device,
-) -> None:
-    """Switch an existing Accelerator to its FSDP code paths.
-
-    `Accelerator(cpu=True, fsdp_plugin=...)` silently becomes plain multi-CPU, because AcceleratorState enables FSDP
-    only with several GPUs. The states are shared dictionaries, so a change also applies to existing Accelerators.
-    On the CPU the device must have no index: FSDP1 treats cpu and cpu:0 as two devices.
+    None: another strategy, or FSDP1, which makes its groups itself.
     """
-    for state in (PartialState._shared_state, AcceleratorState._shared_state):
-        state["distributed_type"] = DistributedType.FSDP
-        state["device"] = device
-    AcceleratorState._shared_state["fsdp_plugin"] = plugin
-    assert accelerator.distributed_type is DistributedType.FSDP
-
-
-def use_hybrid_mesh(
-    accelerator: Accelerator, num_machines: int, num_local: int
-) -> None:
-    """Set up FSDP2's HYBRID_SHARD: shard inside a machine, replicate between machines."""
-    layout = ParallelismConfig(dp_replicate_size=num_machines, dp_shard_size=num_local)
-    names = tuple(layout.fsdp_dim_names)
-    AcceleratorState._shared_state["parallelism_config"] = layout
-    # Accelerate's own mesh has more dimensions and would have to be sliced.
-    mesh = init_device_mesh(
-        accelerator.device.type, (num_machines, num_local), mesh_dim_names=names
-    )
-    AcceleratorState._shared_state["device_mesh"] = mesh
-    # The mesh creates new process groups with torch's default timeout: set dist_timeout_minutes for them too.
+    fsdp = layout.fsdp
+    assert fsdp is not None
+    if fsdp.sharding_strategy != "HYBRID_SHARD":
+        return None
+    if fsdp.version == 1 and layout.device.type == "cpu":
+        raise UserError(
+            "HYBRID_SHARD under fsdp_version: 1 needs GPUs; use fsdp_version: 2."
+        )
+    num_local = layout.ranks.local_world_size
+    if layout.ranks.world_size % num_local:
+        raise UserError(
+            f"HYBRID_SHARD needs equally many processes on every machine, but {num_local} of "
+            f"{layout.ranks.world_size} are on this one: start as many on each, or use FULL_SHARD."
+        )
+    if not layout.is_hybrid:
+        log.info(
+            f"HYBRID_SHARD: with {layout.num_machines} machine(s) of {num_local} process(es) it is the same as FULL_SHARD"
+        )
+        return None
+    if fsdp.version == 1:
+        return None
+    names = ("replicate", "shard")
     world_group = dist.group.WORLD
     assert world_group is not None
-    timeout = world_group._get_backend(accelerator.device).options._timeout
-    for name in names:
-        _set_pg_timeout(timeout, mesh.get_group(name))
+    # New groups have torch's timeout by default, not dist_timeout_minutes.
+    timeout = world_group._get_backend(layout.device).options._timeout
+    ranks = torch.arange(layout.ranks.world_size).view(layout.num_machines, num_local)
+    # Groups made here: a mesh would split the world's group, and torch before 2.13 splits none that has a backend for
+    # each kind of device.
+    groups = []
+    for members in (ranks.T, ranks):
+        group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            members.tolist(), timeout=timeout
+        )
+        groups.append(group)
+    return DeviceMesh.from_group(
+        groups, layout.device.type, mesh=ranks, mesh_dim_names=names
+    )
 
 
 def shard(
     model: nn.Module,
-    accelerator: Accelerator,
-    fsdp: FsdpConfig,
+    layout: Layout,
     layer_classes: Sequence[str],
     *,
+    mesh: DeviceMesh | None,
     only_rank0_reads: bool,
 ) -> nn.Module:
-    """Wrap the model's units and the model with Accelerate's FSDP code. All ranks must call it.
+    """Shard the model's units and the model. All ranks must call it.
 
     Required ordering: unify dtypes (FSDP1 flattens parameters of one dtype), choose units by unwrapped module names,
     synchronise the weights, then wrap. `only_rank0_reads`: only rank 0 holds the weights and sends the others their shards.
     """
+    fsdp = layout.fsdp
+    assert fsdp is not None
     unify_model_dtype_for_fsdp(model, fsdp.version)
-    policy = accelerator.state.fsdp_plugin.mixed_precision_policy
     wide: list[nn.Module] = []
-    is_narrow = policy is not None and policy.param_dtype in HALF_DTYPES
-    if is_narrow and isinstance(model, EmbeddingModel):
+    if layout.computes_in_half and isinstance(model, EmbeddingModel):
         # Units of their own: a unit that computes in 16 bits would gather their weights in 16 bits, and without sharding
         # they compute in float32.
-        wide = model.heads()
+        wide = list(model.heads().values())
     units = [
         unit for unit in choose_units(model, fsdp, layer_classes) if unit not in wide
     ]
@@ -162,79 +124,111 @@ def shard(
     for name, module in model.named_modules():
         if module in units:
             log.debug(f"unit: {name} ({type(module).__name__})")
-    if not only_rank0_reads:
-        collectives.broadcast_tensors(model.parameters())
-    if fsdp.version == 1:
-        plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
-        plugin.ignored_modules = _unsharded(model)
-        for unit in wide:
-            unit._wrap_overrides = {"mixed_precision": None}  # type: ignore[assignment]  # read by FSDP1's wrapping
-        chosen = {*units, *wide}
-        plugin.auto_wrap_policy = partial(
-            lambda_auto_wrap_policy, lambda_fn=chosen.__contains__
-        )
-        wrapped: nn.Module = accelerator.prepare_model(model)
-    else:
-        wrapped = _shard_by_fsdp2(
-            model, accelerator, fsdp, units, wide, only_rank0_reads=only_rank0_reads
-        )
-    log.info(f"FSDP{fsdp.version}: {described}")
-    return wrapped
-
-
-def _shard_by_fsdp2(
-    model: nn.Module,
-    accelerator: Accelerator,
-    fsdp: FsdpConfig,
-    units: Sequence[nn.Module],
-    wide: Sequence[nn.Module],
-    *,
-    only_rank0_reads: bool,
-) -> nn.Module:
-    plugin: FullyShardedDataParallelPlugin = accelerator.state.fsdp_plugin
     if only_rank0_reads and any(is_quantized(module) for module in model.modules()):
         log.info(
             "4-bit weights cannot be distributed from rank 0: every process has read its own copy"
         )
         only_rank0_reads = False
+    if not only_rank0_reads:
+        collectives.broadcast_tensors(model.parameters())
+    # Master weights keep their dtype. Gathered copies and computation use that of the arithmetic. The output dtype is
+    # not the units' but the whole model's, and set there.
+    param_dtype = layout.compute_dtype if layout.computes_in_half else None
+    reduce_dtype = None
+    if layout.computes_in_half or fsdp.reduce_dtype != "float32":
+        reduce_dtype = getattr(torch, fsdp.reduce_dtype)
+    sharded: nn.Module
+    if fsdp.version == 1:
+        precision = None
+        if layout.computes_in_half or reduce_dtype is not None:
+            buffer_dtype = torch.float32 if layout.computes_in_half else None
+            precision = MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)
+        sharded = _shard_by_fsdp1(model, fsdp, layout.device, units, wide, precision)
+    else:
+        # An operation in place on a view would drop FSDP2's own hook, so this one comes first.
+        for unit in [*wide, *units]:
+            unit.register_forward_hook(_without_views)
+        sharded = shard_by_fsdp2(
+            model,
+            fsdp,
+            layout.device,
+            units,
+            wide,
+            policy=MixedPrecisionPolicy(param_dtype, reduce_dtype),
+            mesh=mesh,
+            only_rank0_reads=only_rank0_reads,
+        )
+    log.info(f"FSDP{fsdp.version}: {described}")
+    return sharded
+
+
+def _shard_by_fsdp1(
+    model: nn.Module,
+    fsdp: FsdpConfig,
+    device: torch.device,
+    units: Sequence[nn.Module],
+    wide: Sequence[nn.Module],
+    precision: MixedPrecision | None,
+) -> nn.Module:
+    for unit in wide:
+        unit._wrap_overrides = {"mixed_precision": None}  # type: ignore[assignment]  # read by FSDP1's wrapping
+    chosen = {*units, *wide}
+    # FSDP1 broadcasts weights, and pins memory, on GPUs only. On the CPU `shard` has synchronised the weights before.
+    on_gpu = device.type == "cuda"
+    return FullyShardedDataParallel(
+        model,
+        sharding_strategy=ShardingStrategy[fsdp.sharding_strategy],
+        cpu_offload=CPUOffload(fsdp.offload and on_gpu),
+        auto_wrap_policy=partial(
+            lambda_auto_wrap_policy, lambda_fn=chosen.__contains__
+        ),
+        mixed_precision=precision,
+        sync_module_states=on_gpu,
+        # On ranks that have built the model without weights, which rank 0 sends.
+        param_init_fn=partial(nn.Module.to_empty, device=device, recurse=False),
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        forward_prefetch=fsdp.forward_prefetch,
+        limit_all_gathers=True,
+        use_orig_params=True,
+        ignored_states=_scalars(model),
+        device_id=device,
+    )
+
+
+def shard_by_fsdp2(
+    model: nn.Module,
+    fsdp: FsdpConfig,
+    device: torch.device,
+    units: Sequence[nn.Module],
+    wide: Sequence[nn.Module] = (),
+    *,
+    policy: MixedPrecisionPolicy,
+    mesh: DeviceMesh | None = None,
+    only_rank0_reads: bool,
+) -> nn.Module:
+    """Shard units, inner modules first, and the model. All ranks must call it. `wide`: units that compute in float32."""
     weights = _set_aside(model) if only_rank0_reads else None
-    plugin.ignored_modules = _unsharded(model)
-    by_class: set[str] = set()
-    if fsdp.wrap_policy == "TRANSFORMER_BASED_WRAP":
-        layers = [unit for unit in units if not isinstance(unit, nn.Embedding)]
-        by_class = {type(layer).__name__ for layer in layers}
-        plugin.auto_wrap_policy = transformer_auto_wrap_policy
-        plugin.transformer_cls_names_to_wrap = sorted(by_class)
-    mesh: DeviceMesh | None = accelerator.torch_device_mesh
-    if mesh is not None:
-        mesh = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
-    policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    # Accelerate chooses modules by class only, so embeddings and large modules are wrapped before, by the same call.
-    # `units` lists inner modules first: fully_shard must see a child before its parent.
-    for unit in [*wide, *units]:
-        # Before FSDP's own hook, which warns about views.
-        unit.register_forward_hook(_without_views)
-        if unit in wide or type(unit).__name__ not in by_class:
-            fully_shard(
-                unit,
-                mesh=mesh,
-                reshard_after_forward=plugin.reshard_after_forward,
-                mp_policy=replace(policy, param_dtype=None) if unit in wide else policy,
-                offload_policy=plugin.cpu_offload,
-            )
-    # Accelerate prepares an FSDP2 model only together with an optimizer, whose parameters it replaces by DTensors. The
-    # real optimizer is created afterwards.
-    stand_in = torch.optim.SGD([next(model.parameters())], lr=0.0)
-    accelerator.prepare(model, stand_in)
-    accelerator._optimizers.clear()
-    assert isinstance(model, FSDPModule)
-    assert all(isinstance(unit, FSDPModule) for unit in [*wide, *units])
+    offload = OffloadPolicy()
+    if fsdp.offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    options: dict[str, Any] = {
+        "mesh": mesh or init_device_mesh(device.type, (collectives.world_size(),)),
+        "offload_policy": offload,
+        "ignored_params": set(_scalars(model)),
+    }
+    reshards = fsdp.reshard_after_forward
+    # fully_shard must see a child before its parent.
+    for unit in wide:
+        float32 = replace(policy, param_dtype=None)
+        fully_shard(unit, reshard_after_forward=reshards, mp_policy=float32, **options)
+    for unit in units:
+        fully_shard(unit, reshard_after_forward=reshards, mp_policy=policy, **options)
+    # By default the root stays gathered up to its backward pass, which follows at once.
+    fully_shard(model, mp_policy=policy, **options)
     if weights is not None:
-        device = torch.device("cpu") if fsdp.offload else accelerator.device
-        _hand_out(model, weights, device)
-    for holder in _unsharded(model):  # anew: `_hand_out` replaces the parameters
-        for parameter in holder.parameters():
-            parameter.data = parameter.data.to(accelerator.device)
+        _hand_out(model, weights, torch.device("cpu") if fsdp.offload else device)
+    for scalar in _scalars(model):  # anew: `_hand_out` replaces the parameters
+        scalar.data = scalar.data.to(device)
     if fsdp.forward_prefetch:
         inner = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for unit, following in itertools.pairwise(inner[1:]):  # the first is the model
@@ -249,18 +243,20 @@ def shard_for_use(
     *,
     only_rank0_reads: bool,
 ) -> nn.Module:
-    """Shard a model that is not trained, in a run whose own model is not sharded: by FSDP2 itself, since Accelerate's
-    settings are those of the run. All ranks must call it. `only_rank0_reads`: only rank 0 holds the weights."""
-    weights = _set_aside(model) if only_rank0_reads else None
-    scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
-    mesh = init_device_mesh(device.type, (collectives.world_size(),))
+    """Shard a model that is not trained, whatever the run does with its own. All ranks must call it.
+
+    `only_rank0_reads`: only rank 0 holds the weights.
+    """
+    # Layers alone: embeddings may be tied to a head, and shared weights must be in one unit.
     chosen = set(layer_units(model, layer_classes or layer_candidates(model)))
-    units = [module for module in reversed(list(model.modules())) if module in chosen]
-    for unit in [*units, model]:
-        fully_shard(unit, mesh=mesh, ignored_params=scalars)
-    if weights is not None:
-        _hand_out(model, weights, device)
-    return model
+    return shard_by_fsdp2(
+        model,
+        FsdpConfig(),
+        device,
+        _inner_first(model, chosen),
+        policy=MixedPrecisionPolicy(),
+        only_rank0_reads=only_rank0_reads,
+    )
 
 
 def all_reduces_once(model: nn.Module, fsdp: FsdpConfig) -> bool:
@@ -290,36 +286,14 @@ def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
     return output.clone() if is_view else output
 
 
-def _unsharded(model: nn.Module) -> list[nn.Module]:
-    """Return modules that hold the parameters that FSDP must ignore: those without dimensions."""
+def _scalars(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters without dimensions, which FSDP must ignore."""
     scalars = [parameter for parameter in model.parameters() if parameter.dim() == 0]
     if any(parameter.requires_grad for parameter in scalars):
         raise ValueError(
             "FSDP does not shard a parameter without dimensions, so it must not be trained in the model"
         )
-    return [nn.ParameterList(scalars)] if scalars else []
-
-
-def _precision_policy(
-    fsdp: FsdpConfig, precision: str
-) -> MixedPrecision | MixedPrecisionPolicy | None:
-    """Return the mixed-precision policy. Master weights keep their dtype; gathered copies and computation use
-    `param_dtype`.
-
-    float32 for the reduce dtype and for buffers is set only if computation is in 16 bits; it is the default otherwise.
-    The output dtype is not the units' but the whole model's, and set there.
-    """
-    param_dtype = PRECISIONS[precision]
-    is_half = param_dtype in HALF_DTYPES
-    reduce_dtype = None
-    if is_half or fsdp.reduce_dtype != "float32":
-        reduce_dtype = getattr(torch, fsdp.reduce_dtype)
-    if fsdp.version == 2:
-        return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    if not is_half and reduce_dtype is None:
-        return None
-    buffer_dtype = torch.float32 if is_half else None
-    return MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)
+    return scalars
 
 
 # ---- weights that only rank 0 has read -------------------------------------------------------------------------------
@@ -485,8 +459,13 @@ def choose_units(
         for unit in units:
             if model.language_head.lends(unit, model.backbone):
                 chosen.discard(unit)
+    return _inner_first(model, chosen)
+
+
+def _inner_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
     # modules() lists outer modules first.
-    return [module for module in reversed(list(model.modules())) if module in chosen]
+    modules = reversed(list(model.modules()))
+    return [module for module in modules if module in chosen]
 
 
 def describe_units(units: Sequence[nn.Module]) -> str:

@@ -10,22 +10,22 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 from torch import Tensor, nn
 
+from vembed.config.decisions import FsdpConfig
 from vembed.config.schema import BatchSection, TrainConfig
-from vembed.data.batching.feeding import ModelInputs
+from vembed.data.batching.rank_batch import ModelInputs
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import RunError
 from vembed.models.building import build_model
 from vembed.models.families.backbones import layers_of, linear_names_inside_layers
 from vembed.models.families.description import describe
 from vembed.parallel import collectives
-from vembed.parallel.devices import seed_draws
-from vembed.parallel.memory import GIB, is_shortage, memory_snapshot
+from vembed.parallel.devices import GIB, is_shortage, memory_snapshot, seed_draws
 from vembed.parallel.parameters import (
     discard_passes,
     forget_forward,
@@ -190,13 +190,18 @@ class MemoryEstimate:
         self.placement = placement
         self.size = size or placement.size or measure(placement.run.config)
         config = placement.run.config
-        # A query, a positive, and the hard negatives as far as the config gives a number.
-        num_negatives = (
-            config.data.max_negatives or 0
-        ) + config.data.in_batch_negatives
-        self.inputs_per_example = 2 + num_negatives
+        # A positive, and the hard negatives as far as the config gives a number.
+        num_negatives = config.data.max_negatives or 0
+        num_documents = 1 + num_negatives + config.data.in_batch_negatives
+        # An embedding model reads the query too, a reranker a pair for each document.
+        self.inputs_per_example = 1 + num_documents
+        self.output_size = self.size.hidden
+        """Numbers that the model gives for an input."""
+        if config.model.task == "rerank":
+            self.inputs_per_example = num_documents
+            self.output_size = 1
         self.inputs = placement.rows * self.inputs_per_example
-        """Texts and images of a process's batch at most."""
+        """Inputs of a process's batch at most: texts, images or pairs."""
 
     def loss_bytes(self, dim: int, inputs: int | None = None) -> float:
         """Return the bytes of the loss: the embeddings of `dim` numbers of all ranks' inputs, their gradients, and small
@@ -229,26 +234,20 @@ class MemoryEstimate:
         """Estimate the memory in a step. `tokens` of a micro-batch, `recomputes`, `uses_cache`: instead of what the run
         would do."""
         demand = self.demand(recomputes)
-        micro_batch, kept_tokens = tokens_of(
-            self.placement, demand, self.size.max_length
-        )
-        graph_tokens = self.inputs * self.size.max_length
-        asked = self.placement.run.config.batch.use_gradient_cache
-        fits = tokens is None and graph_tokens <= kept_tokens
-        keeps_all = asked is False or (asked == "auto" and fits)
-        if uses_cache or tokens is not None:
-            kept_tokens = 0  # the least that a step needs
+        longest = self.size.max_length
+        whole_batch = self.inputs * longest
+        micro_batch, fitting = tokens_of(self.placement, demand, longest)
         if tokens is not None:
             micro_batch = tokens
-        if uses_cache or not keeps_all:
-            kept_tokens = self._kept_in_part(micro_batch, kept_tokens)
-            graph_tokens = min(max(micro_batch, kept_tokens), graph_tokens)
+            fitting = 0  # the least that a step needs
+        kept = 0 if uses_cache else self._kept(whole_batch, micro_batch, fitting)
+        graph_tokens = min(max(micro_batch, kept), whole_batch)
         activations = graph_tokens * demand.per_token
         return replace(self._without_graphs(), activations=activations)
 
     def max_rows(self) -> int:
         """Return the largest `batch_size` of a process whose embeddings fit, with micro-batches as they are."""
-        dim = self.size.hidden
+        dim = self.output_size
         without_loss = self.in_step(uses_cache=True).total - self.loss_bytes(dim)
         # The loss is linear in the rows: a fixed part, and the same for each row.
         fixed = self.loss_bytes(dim, 0)
@@ -258,36 +257,32 @@ class MemoryEstimate:
 
     def describe_graphs(self) -> str:
         """Describe how many tokens keep their graphs at once, and why."""
-        options = self.placement.run.config.batch
         longest = self.size.max_length
-        tokens, kept_tokens = tokens_of(self.placement, self.demand(), longest)
+        tokens, fitting = tokens_of(self.placement, self.demand(), longest)
         batch = self.inputs * longest
-        whole = f"of the whole batch, {batch:,d} padded tokens at most"
-        if options.use_gradient_cache is False:
-            return f"{whole} (use_gradient_cache: false)"
-        if options.use_gradient_cache == "auto" and batch <= kept_tokens:
-            return f"{whole} (graphs of up to {kept_tokens:,d} tokens fit, so that Gradient Cache is off)"
-        kept = self._kept_in_part(tokens, kept_tokens)
+        kept = self._kept(batch, tokens, fitting)
+        if kept == batch:
+            reason = f"graphs of up to {fitting:,d} tokens fit, so that Gradient Cache is off"
+            if self.placement.run.config.batch.use_gradient_cache is False:
+                reason = "use_gradient_cache: false"
+            return f"of the whole batch, {batch:,d} padded tokens at most ({reason})"
         if kept > tokens:
-            return f"of {kept // tokens:,d} micro-batches, {kept:,d} padded tokens at most; Gradient Cache replays the others"
+            return f"of {kept // tokens:,.0f} micro-batches, {kept:,.0f} padded tokens at most; Gradient Cache replays the others"
         return f"of one micro-batch, {min(tokens, batch):,d} padded tokens at most"
 
     def repeated_share(self, batch_tokens: float) -> float:
         """Return the share of a process's batch that passes the model twice."""
-        asked = self.placement.run.config.batch.use_gradient_cache
-        tokens, kept_tokens = tokens_of(
-            self.placement, self.demand(), self.size.max_length
-        )
-        if asked is False or (asked == "auto" and batch_tokens <= kept_tokens):
-            return 0.0
-        return max(1 - self._kept_in_part(tokens, kept_tokens) / batch_tokens, 0.0)
+        longest = self.size.max_length
+        tokens, fitting = tokens_of(self.placement, self.demand(), longest)
+        return max(1 - self._kept(batch_tokens, tokens, fitting) / batch_tokens, 0.0)
 
-    def _kept_in_part(self, micro_batch: int, kept_tokens: int) -> int:
-        """Return the tokens of the micro-batches that keep their graphs where the batch does not fit."""
-        fsdp = self.placement.fsdp
+    def _kept(self, batch_tokens: float, micro_batch: int, fitting: int) -> float:
+        """Return the tokens of a batch whose graphs are kept, of which `fitting` fit: of all micro-batches or of some."""
         asked = self.placement.run.config.batch.use_gradient_cache
-        if asked == "auto" and (fsdp is None or fsdp.version == 2):
-            return kept_tokens // micro_batch * micro_batch
+        if asked is False or (asked == "auto" and batch_tokens <= fitting):
+            return batch_tokens
+        if asked == "auto" and not _is_fsdp1(self.placement.fsdp):
+            return fitting // micro_batch * micro_batch
         return 0
 
     def _without_graphs(self) -> Memory:
@@ -318,7 +313,7 @@ class MemoryEstimate:
             gathered=gathered,
             copies=copies,
             activations=0.0,
-            loss=self.loss_bytes(size.hidden),
+            loss=self.loss_bytes(self.output_size),
         )
 
 
@@ -345,6 +340,10 @@ def tokens_of(
     elif not on_gpu:
         micro_batch = CPU_MICRO_BATCH_TOKENS
     return micro_batch, kept_tokens
+
+
+def _is_fsdp1(fsdp: FsdpConfig | None) -> bool:
+    return fsdp is not None and fsdp.version == 1
 
 
 @contextmanager
@@ -379,7 +378,7 @@ class Budget:
         `padded_tokens` of the batch and tokens of its `longest` input are maxima over the ranks, so that the result is
         the same on every rank.
         """
-        if session.fsdp is not None and session.fsdp.version == 1 and num_forwards > 1:
+        if _is_fsdp1(session.fsdp) and num_forwards > 1:
             return 0  # FSDP1 frees a unit's parameters after the first of several pending backward passes
         if self.use_gradient_cache is not None:
             return 0 if self.use_gradient_cache else num_forwards
@@ -394,7 +393,7 @@ class Budget:
 def find_budget(
     options: BatchSection,
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
     optimizer: torch.optim.Optimizer | None = None,
@@ -404,7 +403,7 @@ def find_budget(
     Nothing is tried out: memory that runs out on one rank would leave the others waiting for it.
     """
     cache = None if options.use_gradient_cache == "auto" else options.use_gradient_cache
-    if cache is False and session.fsdp is not None and session.fsdp.version == 1:
+    if cache is False and _is_fsdp1(session.fsdp):
         log.warning(
             "use_gradient_cache: false holds only for steps of one micro-batch under fsdp_version: 1, which frees a "
             "unit's parameters after the first of several backward passes: larger steps use Gradient Cache (the same "
@@ -472,7 +471,7 @@ class PeakMeter:
 
 def measure_demand(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
     meter: PeakMeter,
@@ -493,8 +492,8 @@ def measure_demand(
         return meter.peak()
 
     # Whole gradients between micro-batches, as in a step. FSDP1 would keep them where `discard_passes` cannot see them.
-    is_fsdp1 = session.fsdp is not None and session.fsdp.version == 1
-    set_gradient_sync(model, session.reduces_each_micro_batch or is_fsdp1)
+    reduces_each = session.reduces_each_micro_batch or _is_fsdp1(session.fsdp)
+    set_gradient_sync(model, reduces_each)
     if session.keeps_gathered:
         set_keep_gathered(model, True)
     try:
@@ -524,7 +523,7 @@ def measure_demand(
 
 def bytes_per_token(
     model: nn.Module,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
 ) -> int:
@@ -549,18 +548,20 @@ def bytes_per_token(
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         ):
             outputs = model(inputs)
-        num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+        storages = [tensor.untyped_storage() for tensor in saved.values()]
+        num_bytes = sum(storage.nbytes() for storage in storages)
         del outputs
         forget_forward(model)
         saved.clear()
         return num_bytes
 
     demand = _demand_of(featuriser, session, sample, graph_bytes)
-    return max(collectives.max_ints([int(demand.per_token)])[0], 1)
+    (per_token,) = collectives.max_ints([int(demand.per_token)])
+    return max(per_token, 1)
 
 
 def _demand_of(
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
     num_bytes: Callable[[ModelInputs], int],
@@ -582,7 +583,9 @@ def _demand_of(
         sizes = []
         for count in (num_rows, 2 * num_rows):
             batch = featuriser.collate([longest] * count)
-            tensors = {name: part.to(session.device) for name, part in batch.items()}
+            tensors = {}
+            for name, part in batch.items():
+                tensors[name] = part.to(session.device)
             sizes.append(num_bytes([(modality, tensors)]))
         tokens = num_rows * longest.length
         slope = max(sizes[1] - sizes[0], 0) / tokens
@@ -599,23 +602,16 @@ class OutOfMemory(Exception):  # noqa: N818 - the name of the event
 
 
 class MemoryGuard:
-    """Detection of out-of-memory errors of any rank, at points that every rank reaches."""
+    """What follows when a step runs out of device memory."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        # Host memory does not fail with an exception: the kernel ends the process.
-        self.active = session.device.type == "cuda"
 
-    def agree(self, failed: bool, budget: Budget) -> None:
-        """Raise OutOfMemory on every rank if it happened on any. Collective."""
-        if not self.active:
-            return
-        if failed and self.session.strategy == "fsdp":
-            # The other ranks are blocked in a layer's all-gather and cannot be notified. Ending this rank ends them.
+    def require_whole_copies(self, budget: Budget) -> None:
+        """Raise RunError under FSDP. The other ranks are blocked in a layer's all-gather and cannot be notified: ending
+        this rank ends them. With whole copies no rank is inside a collective, so that all can agree."""
+        if self.session.strategy == "fsdp":
             raise RunError(advice(self.session, budget))
-        # With whole copies no rank is inside a collective here, so that all can agree.
-        if self.session.strategy != "fsdp" and collectives.max_ints([int(failed)])[0]:
-            raise OutOfMemory
 
     def smaller(self, budget: Budget) -> Budget:
         """Return half the budget, to replay the step with. Raise RunError if there is no smaller one."""
@@ -647,10 +643,9 @@ def advice(session: Session, budget: Budget) -> str:
     now = estimate.in_step(tokens=tokens)
     recomputed = estimate.in_step(tokens=tokens, recomputes=True)
     fsdp = placement.fsdp
-    is_fsdp1 = fsdp is not None and fsdp.version == 1
     has_adapters = config.adapters.use_lora
     # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
-    can_use_8_bit = config.optimizer.optim == "adamw" and not is_fsdp1
+    can_use_8_bit = config.optimizer.optim == "adamw" and not _is_fsdp1(fsdp)
     num_shards = placement.num_shards
     num_ranks = session.world_size
 

@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vembed.config.auto import rate_of
+from vembed.config.decisions import rate_of
 from vembed.config.loading import load_config, render, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import loss_terms
-from vembed.cores import num_cores
 from vembed.errors import RunError, Stopped, UserError
 from vembed.evaluation.report.plots import plot_bars
 from vembed.files import require_regular
+from vembed.parallel.environment import num_cores
 from vembed.parallel.launch import STOPPED_CODES, num_visible_devices, run_ranks
 
 OPTIONS = (
@@ -290,9 +290,8 @@ def _run(
     search: Search, number: int, values: Mapping[str, Any], trial: Any
 ) -> tuple[list[float], Path]:
     """Train once; return the scores of the evaluations, and the folder. `trial` hears of each and may end the run."""
-    from vembed.training.hooks.base import Evaluation
-    from vembed.training.hooks.callbacks import STOP
-    from vembed.training.run import train
+    from vembed.training.hooks.base import STOP, Callbacks, Evaluation
+    from vembed.training.trainer import train
 
     folder = search.folder / f"trial-{number}"
     scores: list[float] = []
@@ -312,7 +311,7 @@ def _run(
     options = [f"{name}={value}" for name, value in values.items()]
     overrides = [*TRIAL_OPTIONS, f"output_dir={folder}", *options]
     try:
-        train(config, overrides, on_evaluation=on_evaluation)
+        train(resolve_run(config, overrides), [Callbacks(None, on_evaluation)])
     except Stopped as stopped:
         for checkpoint in folder.glob("checkpoint-*"):  # no trial is resumed
             shutil.rmtree(checkpoint, ignore_errors=True)

@@ -18,22 +18,19 @@ from typing import TYPE_CHECKING, Any
 from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
 from vembed.cli.support import log_line
-from vembed.config.aliases import option_of
 from vembed.config.arguments import TrainArguments
+from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
-from vembed.config.paths import is_inside, missing_path, require_paths
-from vembed.config.resolved import ResolvedRun
+from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
-from vembed.config.stages import DATA_FILES, Pipeline, Step, read_pipeline
+from vembed.config.stages import DATA_FILES, Pipeline, Step, values_by_option
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.record import read_run
-from vembed.files import read_json_object
+from vembed.files import checksums_of, damage_of, read_json_object, replace_text
 from vembed.names import did_you_mean, is_hub_model, similar_path
 from vembed.progress import duration
-from vembed.saving.checksums import checksums_of, damage_of
-from vembed.saving.durability import replace_text
-from vembed.training.checkpoint.resume import MAY_CHANGE
+from vembed.training.checkpoint.folders import MAY_CHANGE
 from vembed.training.fingerprints import of_local, of_model
 from vembed.training.trackers import require_trackers
 
@@ -51,20 +48,6 @@ Train = Callable[[TrainArguments], int]
 REPORTED_METRICS = ("ndcg@10", "mrr@10", "recall@10", "spearman")
 SHARED_WITHIN_SECONDS = 60.0
 """Time after which every process must see what rank 0 has written."""
-
-
-def pipeline_of_arguments(arguments: TrainArguments) -> Pipeline | None:
-    """Return the steps that these arguments ask for; None where it is one training: no stages, or one by name."""
-    if arguments.config is None and arguments.mapping is None:
-        return None
-    options = _by_option(arguments.overrides)
-    pipeline = read_pipeline(arguments.source, options.get("output_dir"))
-    name = arguments.stage or options.get("stage")
-    if pipeline is None or name is None:
-        return pipeline
-    # A name that no step has counts as a training, which refuses it with the names that there are.
-    kinds = [step.kind for step in pipeline.steps if step.name == name]
-    return None if kinds in ([], ["train"]) else pipeline
 
 
 def run_stages(pipeline: Pipeline, arguments: TrainArguments, train: Train) -> int:
@@ -311,7 +294,7 @@ class _Stage:
         """Return the model of the last step before this one that leaves one, else the config's own."""
         if self.model_before is not None:
             return self._model_named(self.model_before.name)
-        name = _by_option(self.all_arguments.overrides).get("model_name")
+        name = values_by_option(self.all_arguments.overrides).get("model_name")
         start_model = self.pipeline.shared.values.get("model_name")
         if name is not None:
             return name
@@ -334,8 +317,12 @@ class _Stage:
         if self.model_before is not None:
             # A model that the command line names is the one that the first stage starts from.
             left_out.append("model_name")
-        kept = [text for text in overrides if _option_of(text) not in left_out]
-        if "resume" not in _by_option(overrides):
+        kept = []
+        for override in overrides:
+            (option,) = values_by_option([override])
+            if option not in left_out:
+                kept.append(override)
+        if "resume" not in values_by_option(overrides):
             # A stage that was stopped goes on; its folder is of this very fingerprint.
             kept.append("resume=auto")
         return tuple(kept)
@@ -404,16 +391,6 @@ def _write_report(pipeline: Pipeline) -> Path:
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE_FILE
     return read_json_object(path) if path.exists() else {}
-
-
-def _by_option(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the values by option, whichever of its names is written; of several the last one."""
-    return {_option_of(text): text.partition("=")[2] for text in overrides}
-
-
-def _option_of(override: str) -> str:
-    key = override.partition("=")[0]
-    return option_of(key) or key
 
 
 def _pairs(options: Mapping[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,15 +19,15 @@ from vembed.data.language import MAX_TEXTS, is_english, language_of
 from vembed.errors import RunError
 from vembed.evaluation.report.record import RunSummary, collect_versions
 from vembed.evaluation.report.report import write_report
+from vembed.files import way_out
 from vembed.inference.encoding import encode_features
 from vembed.models.precision import is_quantized, saved_dtype, store_rounded
 from vembed.parallel import collectives
 from vembed.parallel.parameters import full_state_dict, num_parameters
 from vembed.parallel.session import Session
 from vembed.saving.card import Card, properties_of
-from vembed.saving.durability import way_out
 from vembed.saving.files import save_model
-from vembed.training.checkpoint.folder import newest_checkpoint
+from vembed.training.checkpoint.folders import newest_checkpoint
 from vembed.training.setup import RunData, TrainingComponents
 
 if TYPE_CHECKING:
@@ -38,28 +39,20 @@ WHOLE_MODEL = "model"
 """Folder of the whole model inside a checkpoint, for fsdp_state_dict_type: FULL_STATE_DICT."""
 
 
+@dataclass(frozen=True, slots=True)
 class ModelWriter:
     """Writes the model of a run, gathered on rank 0, in the layout of Sentence Transformers."""
 
-    def __init__(
-        self, config: TrainConfig, session: Session, components: TrainingComponents
-    ) -> None:
-        self.config = config
-        self.session = session
-        self.components = components
-        kind = None if session.fsdp is None else session.fsdp.state_dict_type
-        # The pieces are written too: the run resumes from those, on any number of processes.
-        self.writes_checkpoints = kind == "FULL_STATE_DICT"
+    config: TrainConfig
+    session: Session
+    components: TrainingComponents
+
+    @property
+    def writes_checkpoints(self) -> bool:
         """True if each checkpoint holds the whole model too."""
-        if kind == "LOCAL_STATE_DICT":
-            log.info(
-                "fsdp_state_dict_type: LOCAL_STATE_DICT: each process writes its own pieces, as with "
-                "SHARDED_STATE_DICT; here any number of processes can read them"
-            )
-        if self.writes_checkpoints:
-            log.info(
-                f"fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in {WHOLE_MODEL}/"
-            )
+        # The pieces are written in any case: the run resumes from those, on any number of processes.
+        fsdp = self.session.fsdp
+        return fsdp is not None and fsdp.state_dict_type == "FULL_STATE_DICT"
 
     def write_whole(self, checkpoint: Path) -> None:
         """Write the model into a checkpoint. Collective: every rank contributes its shards."""
@@ -142,9 +135,9 @@ def save_final(
                 f"final/ could not be written ({error}): {way_out(str(error), output)} and {advice}"
             ) from error
     warnings = list(data.warnings)
-    if state.fell is not None:
+    if state.guard_drop is not None:
         warnings.append(
-            f"{state.fell}; final/ is the checkpoint of step {state.held_step:,d}"
+            f"{state.guard_drop}; final/ is the checkpoint of step {state.guarded_step:,d}"
         )
     if metric in state.before and state.scores[metric] < state.before[metric]:
         warnings.append(

@@ -14,9 +14,10 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from vembed.config.schema import FILE_OPTIONS
-from vembed.data.cache import add_content
 from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item
+from vembed.files import add_content
+from vembed.names import existing
 
 WHOLE_BYTES = 64 * 2**20
 """Files up to this size are read whole; of larger ones their size and PARTS pieces are."""
@@ -44,14 +45,14 @@ def of_option(name: str, value: Any, revision: str | None) -> Any:
     else:
         # Code is named as path/to/file.py:Name.
         file = value if kind == "data" else value.rpartition(":")[0] or value
-        path = _existing(file)
+        path = existing(file)
         fingerprint = None if path is None else _content(path)
     return value if fingerprint is None else f"content {fingerprint}"
 
 
 def of_model(name: str, revision: str | None = None) -> str | None:
     """Return the fingerprint of a model's files; of a Hub model the commit in the cache; None if neither is here."""
-    path = _existing(name)
+    path = existing(name)
     if path is None:
         for file in _AT_TOP:
             try:
@@ -63,7 +64,8 @@ def of_model(name: str, revision: str | None = None) -> str | None:
         return None
     if not path.is_dir():
         return None
-    if (path / "final").is_dir() and not any((path / top).is_file() for top in _AT_TOP):
+    has_model = any((path / name).is_file() for name in _AT_TOP)
+    if not has_model and (path / "final").is_dir():
         path = path / "final"  # the folder of a run
     return _content(path, MODEL_FILES)
 
@@ -71,9 +73,9 @@ def of_model(name: str, revision: str | None = None) -> str | None:
 def of_local(name: str) -> str:
     """Return the fingerprint of a file or folder that is here, or of the file of `file.py:Name`; another name as it
     is."""
-    path = _existing(name)
+    path = existing(name)
     if path is None and ".py:" in name:
-        path = _existing(name.rpartition(":")[0])
+        path = existing(name.rpartition(":")[0])
     return name if path is None else _content(path)
 
 
@@ -98,24 +100,17 @@ def of_images(*collections: ExampleStore | Sequence[Example | Item]) -> str | No
     return _short(list(digests.values())) if digests else None
 
 
-def _existing(name: str) -> Path | None:
-    try:
-        path = Path(name).expanduser()
-        return path if path.exists() else None
-    except (OSError, ValueError):  # not a valid name of a file
-        return None
-
-
 def _content(path: Path, suffixes: frozenset[str] | None = None) -> str:
     """Return the fingerprint of a file, or of the files below a folder, without hidden ones."""
     try:
         if path.is_file():
             return _short([_digest(path)])
         parts = []
-        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        for file in sorted(path.rglob("*")):
             name = file.relative_to(path)
             is_hidden = any(part.startswith(".") for part in name.parts)
-            if not is_hidden and (suffixes is None or file.suffix in suffixes):
+            is_read = suffixes is None or file.suffix in suffixes
+            if is_read and not is_hidden and file.is_file():
                 parts += [name.as_posix(), _digest(file)]
         return _short(parts)
     except OSError as error:
@@ -123,7 +118,8 @@ def _content(path: Path, suffixes: frozenset[str] | None = None) -> str:
 
 
 def _digest(path: Path, pieces: int = PARTS, whole_bytes: int = WHOLE_BYTES) -> str:
-    digest = hashlib.blake2b(str(path.stat().st_size).encode(), digest_size=16)
+    size = str(path.stat().st_size)
+    digest = hashlib.blake2b(size.encode(), digest_size=16)
     add_content(
         digest, path, pieces=pieces, piece_bytes=PIECE_BYTES, whole_bytes=whole_bytes
     )
@@ -131,4 +127,5 @@ def _digest(path: Path, pieces: int = PARTS, whole_bytes: int = WHOLE_BYTES) -> 
 
 
 def _short(parts: list[str]) -> str:
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+    text = "\n".join(parts)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

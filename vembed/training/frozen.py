@@ -7,14 +7,18 @@ images pass it once per step. The step uses both through `InputSource`.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 
-from vembed.data.batching.feeding import (
+from vembed.data.batching.rank_batch import (
     Feeder,
     MicroBatch,
     ModalitySlice,
@@ -28,9 +32,16 @@ from vembed.data.row_store import FeatureStore, size_of_all
 from vembed.errors import UserError
 from vembed.files import cache_folder
 from vembed.inference.encoding import InterruptCheck, split_in_step
-from vembed.models.embedding_model import FEATURES, IMAGE_FEATURES, EmbeddingModel
+from vembed.models.embedding_model import (
+    FEATURES,
+    IMAGE_FEATURES,
+    TOWERS_OF_MODALITY,
+    EmbeddingModel,
+    tower_module,
+)
+from vembed.models.families.description import ModelDescription
 from vembed.models.families.family import Modality
-from vembed.models.towers import tower_identity
+from vembed.models.processors import load_image_processor
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
@@ -135,6 +146,8 @@ class BatchInputs:
         self._keeps_images = False
         self._images: list[Tensor | None] = []
         """Features of the images of each micro-batch, from the first feeding on."""
+        self._tokens: dict[int, ModelInputs] = {}
+        """Texts of micro-batches that will be fed again, on the device."""
 
     def encode_frozen(
         self, splits: Mapping[Modality, list[list[int]]], *, keeps_images: bool
@@ -145,18 +158,34 @@ class BatchInputs:
         self._keeps_images = keeps_images
 
     def feed(
-        self, micro_batches: Sequence[MicroBatch], first: int = 0
+        self,
+        micro_batches: Sequence[MicroBatch],
+        first: int = 0,
+        first_replayed: int | None = None,
     ) -> Iterator[ModelInputs]:
-        """Yield the model's input for each forward pass, from the micro-batch `first` on."""
+        """Yield the model's input for each forward pass, from the micro-batch `first` on. Those from `first_replayed` on
+        will be fed again."""
         towers = self.source.towers
         # Frozen slices are not collated: they are rows of the tables [n, width] that `encode_frozen` has made.
         trained = []
-        for micro_batch in micro_batches[first:]:
-            trained.append(
-                [part for part in micro_batch if part[0] not in towers.modalities]
-            )
+        for micro_index in range(first, len(micro_batches)):
+            if micro_index not in self._tokens:
+                micro_batch = micro_batches[micro_index]
+                trained.append(
+                    [part for part in micro_batch if part[0] not in towers.modalities]
+                )
         fed = self.source.feeder.feed(trained, self.features)
-        for micro_index, inputs in enumerate(fed, start=first):
+        for micro_index in range(first, len(micro_batches)):
+            inputs = self._tokens.pop(micro_index, None)
+            if inputs is None:
+                inputs = next(fed)
+            # Pixels are not kept: they take far more memory than token ids.
+            has_images = any(modality != "text" for modality, _ in inputs)
+            is_replayed = first_replayed is not None and micro_index >= first_replayed
+            if is_replayed and not has_images:
+                self._tokens[micro_index] = [
+                    (modality, dict(tensors)) for modality, tensors in inputs
+                ]
             for part in micro_batches[micro_index]:
                 if part[0] in towers.modalities:
                     inputs.append(towers.inputs(part, self._tables))
@@ -295,3 +324,49 @@ class FrozenTowers:
             with torch.no_grad():
                 (output,) = self.model(inputs, features_only=True)
             yield output
+
+
+# ---- fingerprint of a modality's towers, for what is kept of frozen ones --------------
+
+
+FORMAT = 1
+"""Version of the fingerprint. Increase it when towers give other features for the same inputs and weights."""
+_FIELDS = (
+    "family",
+    "pooling",
+    "image_pooling",
+    "max_length",
+    "padding_side",
+    "bidirectional_attention",
+    "min_pixels",
+    "max_pixels",
+)
+"""Description fields that change tower features. Prompts are part of the inputs."""
+
+
+def tower_identity(
+    description: ModelDescription, backbone: Any, modality: Modality, arithmetic: str
+) -> str:
+    """Return a hash that is equal in any run with the same weights, settings and dtypes. It reads every weight.
+
+    `arithmetic`: the dtype that the run computes in.
+    """
+    settings: list[object] = [FORMAT, modality, arithmetic, transformers.__version__]
+    described = description.to_dict()
+    settings += [described[name] for name in _FIELDS]
+    if modality != "text":
+        processor = load_image_processor(description)
+        settings += [type(processor).__name__, processor.to_dict()]
+    digest = hashlib.blake2b(digest_size=16)
+    for tower in TOWERS_OF_MODALITY[modality]:
+        module: Any = tower_module(backbone, description.traits, tower)
+        settings.append(type(module).__name__)
+        for name, value in module.state_dict().items():
+            if isinstance(value, Tensor):
+                # The header separates tensors: equal bytes under another name or shape give another hash.
+                digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
+                flat = value.detach().contiguous().cpu().reshape(-1)
+                digest.update(flat.view(torch.uint8).numpy().data)
+        settings.append(module.config.to_dict())
+    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
+    return digest.hexdigest()

@@ -34,11 +34,10 @@ class Interrupts:
     """Signal handling while the with-block runs.
 
     Before the first call of `must_stop`, a signal ends the run at once: there is nothing to save, and the launcher stops
-    the other ranks. From then on it sets a
-    flag that the ranks share in `must_stop` and, during an evaluation, in `check`, so that the run can finish the step and
-    save. Once `is_over` is set, the flag has no effect: only final/ is left to write. A second signal ends the
-    process at once, even while it waits for other ranks, because a separate thread reads the signals. SIGUSR1 never does:
-    it is a warning.
+    the other ranks. From then on it sets a flag that the ranks share in `must_stop` and, during an evaluation, in `check`,
+    so that the run can finish the step and save. Once `ignores_signals` is set, the flag has no effect: only final/ is
+    left to write. A second signal ends the process at once, even while it waits for other ranks, because a separate
+    thread reads the signals. SIGUSR1 never does: it is a warning.
     """
 
     def __init__(self, max_minutes: float | None = None) -> None:
@@ -46,11 +45,11 @@ class Interrupts:
         self.max_seconds = None if max_minutes is None else max_minutes * 60.0
         self.reason_to_stop = 0
         """Signal that stops the run, or _TIME_IS_UP, once all ranks know of it; 0: none."""
-        self.ends_early = False
+        self.end_agreed = False
         """True once all ranks know that a rank asked for the end of the run. The run then ends well: with final/."""
-        self.wants_end = False
+        self.end_requested = False
         """Set on a rank that asks for the end of the run. After the next `must_stop` or `share_end_request`,
-        `ends_early` is true on every rank."""
+        `end_agreed` is true on every rank."""
         self._number = 0
         self._first_at = 0.0
         self._began = time.monotonic()
@@ -60,7 +59,7 @@ class Interrupts:
         """True from the first `must_stop` on."""
         self._is_ending = False
         """True once a signal has ended the run before its first step."""
-        self.is_over = False
+        self.ignores_signals = False
         """Set when training is over: signals have no effect any more. A second one still ends the process at once."""
         self._num_checks = 0
         self._save_seconds = 0.0
@@ -86,8 +85,8 @@ class Interrupts:
         return self._ask_ranks(self._longest_step)
 
     def share_end_request(self) -> None:
-        """Set `ends_early` on every rank if one of them has asked, between two steps. Collective."""
-        self.ends_early = bool(collectives.max_ints([int(self.wants_end)])[0])
+        """Set `end_agreed` on every rank if one of them has asked, between two steps. Collective."""
+        self.end_agreed = bool(collectives.max_ints([int(self.end_requested)])[0])
 
     def check(self) -> None:
         """Raise StopRequested if the run is to stop. All ranks call it between two micro-batches of an evaluation.
@@ -128,8 +127,10 @@ class Interrupts:
             if time.monotonic() - self._began + reserved >= self.max_seconds:
                 number = _TIME_IS_UP
         # One collective for both questions, as it is called after every step.
-        self.reason_to_stop, ends = collectives.max_ints([number, int(self.wants_end)])
-        self.ends_early = bool(ends)
+        self.reason_to_stop, ends = collectives.max_ints(
+            [number, int(self.end_requested)]
+        )
+        self.end_agreed = bool(ends)
         return bool(self.reason_to_stop)
 
     # ---- signals -----------------------------------------------------------------------------------------------
@@ -180,8 +181,7 @@ class Interrupts:
             return
         self._is_ending = True
         # It may have reached this rank alone, and no collective tells the others before the first step.
-        launcher = os.environ.get(LAUNCHER)
-        if launcher == str(os.getppid()):
+        if os.environ.get(LAUNCHER) == str(os.getppid()):
             os.kill(os.getppid(), signal.SIGUSR1)
         name = signal.Signals(number).name
         raise Stopped(
@@ -199,7 +199,7 @@ class Interrupts:
                 self._number = _counted_as(number)
                 self._first_at = now
                 action = "finishing the step and saving"
-                if self.is_over:
+                if self.ignores_signals:
                     action = "training is over, writing final/"
                 if self._is_armed:
                     name = signal.Signals(number).name

@@ -16,14 +16,13 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from vembed.config.auto import rate_of
+from vembed.config.decisions import rate_of
 from vembed.config.schema import OptimizerSection
 from vembed.errors import UserError
 from vembed.losses.batch import EmbeddingLoss
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import plain_name
-from vembed.parallel import collectives
-from vembed.parallel.parameters import clip_gradients, global_grad_norm
+from vembed.parallel.parameters import clip_gradients, flat_pieces, global_grad_norm
 from vembed.parallel.session import Session
 from vembed.training.optimizer_kinds import OPTIMIZERS, OptimizerInputs
 
@@ -118,12 +117,7 @@ def trained_parameters(
         for name, parameter in module.named_parameters(prefix=prefix):
             named.append((plain_name(name), parameter))
     # FSDP1 leaves a flat piece of each parameter. FSDP2's DTensors and plain tensors report their whole shape.
-    whole_shapes: dict[int, torch.Size] = {}
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
-        flat = unit._flat_param
-        if flat is not None and flat._params is not None:
-            for piece, whole in zip(flat._params, flat._shapes, strict=True):
-                whole_shapes[id(piece)] = whole
+    whole_shapes = {id(piece): shape for piece, shape in flat_pieces(model)}
     heads = head_prefixes(model)
     trained = []
     for name, parameter in named:
@@ -150,7 +144,7 @@ def head_prefixes(model: nn.Module) -> tuple[str, ...]:
     names = ["loss."]
     for module in model.modules():
         if isinstance(module, EmbeddingModel):
-            names += [f"{name}." for name in module.head_names()]
+            names += [f"{name}." for name in module.heads()]
     return tuple(names)
 
 
@@ -269,46 +263,30 @@ class Outcome:
     """True if the step was skipped because of a float16 overflow, and the scale could be halved."""
 
 
-def synchronise(model: nn.Module, loss: EmbeddingLoss, session: Session) -> None:
-    """Synchronise gradients that FSDP did not reduce: replicas under DDP, and loss parameters. Call it after the
-    last backward."""
-    if session.strategy == "ddp":
-        collectives.all_reduce_gradients(model.parameters())
-    # Each rank's gradient of a loss parameter comes from its own rows, and L is the sum over the rows: sum, not mean.
-    collectives.all_reduce_gradients(loss.parameters(), average=False)
-
-
+@dataclass
 class Update:
     """Gradient norm, clipping and the optimizer step."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: EmbeddingLoss,
-        optimizer: torch.optim.Optimizer,
-        session: Session,
-        max_grad_norm: float,
-        scale: GradientScale,
-    ) -> None:
-        """`max_grad_norm`: larger gradients are scaled down to it. 0: no clipping."""
-        self.model = model
-        self.loss = loss
-        self.optimizer = optimizer
-        self.session = session
-        self.max_grad_norm = max_grad_norm
-        self.uses_scale = session.mixed_precision == "fp16"
-        self.scale = scale
-        # Unless a checkpoint has restored a later value.
-        if self.uses_scale and not scale.is_started:
-            scale.value = FIRST_SCALE
-            scale.is_started = True
+    model: nn.Module
+    loss: EmbeddingLoss
+    optimizer: torch.optim.Optimizer
+    session: Session
+    max_grad_norm: float
+    """Larger gradients are scaled down to it. 0: no clipping."""
+    scale: GradientScale
 
-    def apply(self, loss_share: torch.Tensor) -> Outcome:
-        """Take one optimizer step with the current gradients, then clear them. Collective."""
+    def __post_init__(self) -> None:
+        self.uses_scale = self.session.mixed_precision == "fp16"
+        # Unless a checkpoint has restored a later value.
+        if self.uses_scale and not self.scale.is_started:
+            self.scale.value = FIRST_SCALE
+            self.scale.is_started = True
+
+    def apply(self, loss: float) -> Outcome:
+        """Take one optimizer step with the current gradients, then clear them. Collective. `loss`: of all ranks."""
         parameters = [*self.model.parameters(), *self.loss.parameters()]
         # The loss's parameters are copies on every rank, also where the model is sharded.
         norm_tensor = global_grad_norm(self.model, list(self.loss.parameters()))
-        loss = collectives.sum_scalars([float(loss_share)])[0]
         # The norm is measured on scaled gradients and divided afterwards. Unscaling and clipping then share one
         # multiplication below.
         norm = float(norm_tensor) / self.scale.value

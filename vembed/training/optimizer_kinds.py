@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
+from vembed.declarations import check_parts
 from vembed.errors import UserError
 
 if TYPE_CHECKING:
@@ -222,3 +223,10 @@ class Sgd(OptimizerKind):
 
 _KINDS = (AdamW(), AdamW8Bit(), PagedAdamW8Bit(), Adafactor(), Sgd())
 OPTIMIZERS: dict[str, OptimizerKind] = {kind.name: kind for kind in _KINDS}
+check_parts(
+    "optimizer",
+    OptimizerKind,
+    [type(kind) for kind in _KINDS],
+    lambda kind: (kind.name,),
+    needed=("name", "summary"),
+)

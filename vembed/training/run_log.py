@@ -144,10 +144,12 @@ HEADLINE = {"is_headline": True}
 """Extra of records that the console shows during the set-up too."""
 END_OF_SETUP = {"is_headline": True, "ends_setup": True}
 """Extra of the last record of the set-up."""
-SHOWN_MODULES = frozenset({"checkpointer", "resume", "interrupts"})
+SHOWN_MODULES = frozenset({"checkpointer", "folders", "interrupts"})
 """Modules whose lines tell what happens to earlier results; shown during the set-up too."""
-DETAIL_MODULES = frozenset({"memory", "parameters", "sharding"})
+DETAIL_MODULES = frozenset({"devices", "parameters", "sharding"})
 """Modules whose lines only the log file and `console: verbose` have."""
+LOG_FILE_LINE = "%(asctime)s %(levelname)s %(message)s"
+LOG_FILE_TIME = "%Y-%m-%d %H:%M:%S"
 SHORT_FORM = "short_form"
 """Attribute of records with a shorter text for the console."""
 SCORE_LINE_COLUMNS = 100
@@ -220,9 +222,6 @@ def log_scores(
 class SafeFormatter(logging.Formatter):
     """Formatter that replaces the values of secret environment variables, in messages and tracebacks."""
 
-    def __init__(self, pattern: str) -> None:
-        super().__init__(pattern, "%Y-%m-%d %H:%M:%S")
-
     def format(self, record: logging.LogRecord) -> str:
         """Return the line with secrets replaced."""
         return masked(super().format(record))
@@ -278,5 +277,5 @@ class RunLog:
 
     def _file(self, name: str) -> LogFile:
         file = LogFile(self._output / name)
-        file.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(message)s"))
+        file.setFormatter(SafeFormatter(LOG_FILE_LINE, LOG_FILE_TIME))
         return file

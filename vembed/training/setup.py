@@ -1,21 +1,26 @@
-"""Set-up of a run: its data and their identity, its model, its hooks, and the values in place of `auto`."""
+"""Set-up of a run: its data and their identity, its model, its hooks, and the values in place of `auto`.
+
+Compiled layers are compared with plain ones here, at the start of a run.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import functional
 
-from vembed.config.auto import (
+from vembed.config.decisions import (
     HEAD_RATE,
+    Decision,
     RunIntervals,
     RunSize,
     Trained,
@@ -25,21 +30,28 @@ from vembed.config.auto import (
     peak_rate,
     run_intervals,
 )
-from vembed.config.entries import parse_sampling
-from vembed.config.schema import FILE_OPTIONS, TrainConfig
+from vembed.config.schema import (
+    FILE_OPTIONS,
+    DataSection,
+    DataSource,
+    TrainConfig,
+    parse_sampling,
+)
 from vembed.config.terms import (
     run_temperature,
     source_batch_sizes,
     task_numbers,
 )
-from vembed.cores import num_cores
-from vembed.data.batching.feeding import Feeder
-from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.rank_batch import (
+    Feeder,
+    ModelInputs,
+    RankBatchStream,
+    indices_by_modality,
+)
 from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.datasets import Sets, open_sets
 from vembed.data.example_store import ExampleStore
-from vembed.data.features import BaseFeaturiser, Features
-from vembed.data.pair_features import build_featuriser
-from vembed.data_tools.datasets import Sets, open_sets
+from vembed.data.features import BaseFeaturiser, Features, build_featuriser
 from vembed.errors import UserError
 from vembed.evaluation.scores import check_metric
 from vembed.files import read_yaml
@@ -49,6 +61,7 @@ from vembed.losses.build import build_loss
 from vembed.losses.table import LOSSES
 from vembed.models.building import build_model
 from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.families.backbones import layers_of
 from vembed.models.families.description import (
     ModelDescription,
     describe,
@@ -57,28 +70,31 @@ from vembed.models.families.description import (
 from vembed.models.heads import Head, principal_components
 from vembed.models.precision import use_row_gradients
 from vembed.parallel import collectives
+from vembed.parallel.environment import num_cores
 from vembed.parallel.launch_check import require_equal
-from vembed.parallel.parameters import num_parameters
-from vembed.parallel.session import Session
-from vembed.teachers.supply import Teachers
-from vembed.training.compiled import (
-    NUM_COMPARED_EXAMPLES,
-    check_compiled,
-    decide_compilation,
+from vembed.parallel.parameters import (
+    CAN_RESET_FSDP2,
+    discard_passes,
+    num_parameters,
+    set_gradient_sync,
 )
+from vembed.parallel.session import Session
+from vembed.parallel.step_memory import measure
+from vembed.teachers import Teachers
 from vembed.training.fingerprints import of_images, of_option
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.hooks.averaging import WeightAverage
 from vembed.training.hooks.base import Hook
-from vembed.training.hooks.checks import DataWatch, Watch
 from vembed.training.hooks.evaluations import Guards, Patience, QueryRecord, TaskScores
 from vembed.training.hooks.metrics import (
+    DataWatch,
     Diagnostics,
     LossMeans,
     MetricsLog,
     Profile,
     ProgressBar,
     StepCurves,
+    Watch,
 )
 from vembed.training.hooks.mining import EpochMiner
 from vembed.training.hooks.publishing import PushBest
@@ -135,7 +151,7 @@ class TrainingComponents:
     """The model as it is called: replicated or sharded."""
     loss: EmbeddingLoss
     optimizer: torch.optim.Optimizer
-    featuriser: BaseFeaturiser[Any]
+    featuriser: BaseFeaturiser
     source: InputSource
     teachers: Teachers
 
@@ -143,28 +159,23 @@ class TrainingComponents:
 def open_data(config: TrainConfig, session: Session) -> RunData:
     """Read the examples and the evaluation data, and fix the order of the batches. Collective."""
     # Rank 0 reads first, then the first rank of each machine, then the others, which find in the cache what it has read.
-    open_here = partial(
-        open_sets,
-        config.data,
-        config.objective,
-        model_name=config.model.model_name,
-        seed=config.run.seed,
-        compares=session.is_main,
-    )
-    message = None
-    if session.is_main:
-        try:
-            sets = open_here()
-        except UserError as error:
-            message = str(error)
-    message = collectives.broadcast_object(message)
-    if message is not None:
-        raise UserError(message)
-    if session.local_rank == 0 and not session.is_main:
-        sets = open_here()
-    session.barrier()
-    if session.local_rank > 0:
-        sets = open_here()
+    turn_of_rank = 0 if session.is_main else 1 + min(session.local_rank, 1)
+    for turn in range(3):
+        problem = None
+        if turn == turn_of_rank:
+            try:
+                sets = open_sets(
+                    config.data,
+                    config.objective,
+                    model_name=config.model.model_name,
+                    seed=config.run.seed,
+                    compares=session.is_main,
+                )
+            except UserError as error:
+                problem = str(error)
+        for rank, reason in enumerate(collectives.gather_objects(problem)):
+            if reason is not None:
+                raise UserError(f"{reason} (rank {rank})" if rank else reason)
 
     store = sets.examples
     is_reranker = config.model.task == "rerank"
@@ -229,14 +240,16 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
     )
 
 
-def identity_of(config: TrainConfig, data: RunData) -> dict[str, Any]:
+def identity_of(
+    options: Mapping[str, Any], sources: Sequence[DataSource], data: RunData
+) -> dict[str, Any]:
     """Return what besides the options must stay when the run is resumed.
 
     The content of every file and folder that an option names is part of it. A model that is not on this machine yet
     (a Hub name) has no fingerprint.
     """
     tasks = []
-    for source in config.data.sources():
+    for source in sources:
         tasks.append(
             source.model_dump(mode="json", include=TASK_OPTIONS, exclude_none=True)
         )
@@ -248,9 +261,8 @@ def identity_of(config: TrainConfig, data: RunData) -> dict[str, Any]:
     images = of_images(data.examples)
     if images is not None:
         identity["image_files"] = images
-    options = config.to_dict()
     for name, kind in FILE_OPTIONS.items():
-        contents = of_option(name, options[name], config.model.model_revision)
+        contents = of_option(name, options[name], options["model_revision"])
         # The examples have a fingerprint of their own.
         if kind != "data" and contents != options[name]:
             identity[f"{name}_files"] = contents
@@ -312,13 +324,25 @@ def build_components(
         ),
         decoders=max(num_cores() // session.local_world_size, 1),
     )
-    # Before the model: compiled layers are chosen while it is built. The same inputs on every rank.
-    num_first = max(min(NUM_COMPARED_EXAMPLES, len(data.examples)), 1)
-    first_units: list[Any] = []
-    for number in range(num_first):
-        first_units += featuriser.units(data.examples[number])
-    num_examples = data.total_steps * data.examples_per_step
-    decide_compilation(first_units, num_examples / num_first, featuriser, session)
+    asks_to_compile = config.model.torch_compile != "auto"
+    may_compile = asks_to_compile or session.device.type == "cuda"
+    first_features: list[Features] = []
+    if may_compile:
+        # The same inputs on every rank.
+        num_first = min(NUM_COMPARED_EXAMPLES, len(data.examples))
+        units: list[Any] = []
+        for number in range(num_first):
+            units += featuriser.units(data.examples[number])
+        first_features = featuriser.features(units)
+    if may_compile and not asks_to_compile:
+        # Before the model is built, by the arithmetic of the whole run.
+        num_examples = data.total_steps * data.examples_per_step
+        num_samples = num_examples / max(num_first, 1)
+        num_tokens = num_samples * sum(feature.length for feature in first_features)
+        size = session.placement.size or measure(config)
+        session.placement = session.placement.for_work(
+            FLOPS_PER_PARAMETER_AND_TOKEN * size.total * num_tokens
+        )
     placement = session.placement
     embedder = build_model(
         description,
@@ -352,7 +376,8 @@ def build_components(
 
     # The loss and the optimizer must see the parameters that `prepare` returns.
     model = session.prepare(embedder, description.layer_classes)
-    check_compiled(model, embedder, featuriser, first_units, session)
+    if may_compile:
+        check_compiled(model, embedder, featuriser, first_features, session)
     loss = build_loss(
         config,
         mrl_dims=description.mrl_dims,
@@ -417,17 +442,23 @@ def configured_hooks(run: Trainer) -> list[Hook]:
 
 
 def open_stream(
-    config: TrainConfig,
+    options: DataSection,
     data: RunData,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     session: Session,
+    *,
+    encodes_copies: bool,
 ) -> RankBatchStream:
-    """Return the stream of this rank's batches."""
+    """Return the stream of this rank's batches.
+
+    `encodes_copies`: equal inputs pass the model as often as they occur. Otherwise an input would weigh in the statistics
+    of shared batch norms by the number of processes that have it.
+    """
     # For texts one thread suffices: the tokenizer is parallel itself.
     is_text = featuriser.description.modalities == ("text",)
     num_workers = 1 if is_text else min(4, max(1, num_cores() // 2))
-    if config.data.num_workers != "auto":
-        num_workers = config.data.num_workers
+    if options.num_workers != "auto":
+        num_workers = options.num_workers
     return RankBatchStream(
         data.examples,
         data.batch_schedule,
@@ -436,10 +467,8 @@ def open_stream(
         session.world_size,
         num_workers,
         data.examples.pair,
-        config.data.in_batch_negatives,
-        # Equal inputs pass the model as often as they occur. Otherwise an input would weigh in the statistics of batch
-        # norms by the number of processes that have it.
-        encodes_copies=config.parallel.sync_batchnorm,
+        options.in_batch_negatives,
+        encodes_copies=encodes_copies,
     )
 
 
@@ -463,7 +492,7 @@ def log_truncated_texts(
 
 def start_projection(
     embedder: EmbeddingModel,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     examples: ExampleStore,
     session: Session,
 ) -> None:
@@ -581,8 +610,112 @@ def decide_intervals(
         num_training=num_inputs / max(num_counted, 1),
         num_evaluated=0 if data.evaluation is None else data.evaluation.num_inputs,
         checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
+        has_validation=config.data.has_validation,
+        is_length_given=is_length_given,
     )
-    intervals = run_intervals(config, size, is_length_given=is_length_given)
-    for line in intervals.lines():
-        log.info(line)
+    intervals = run_intervals(config.evaluation, config.run, config.logging, size)
+    values = intervals.options()
+    for name, reason in intervals.reasons.items():
+        value = "none" if values[name] is None else str(values[name]).lower()
+        log.info(f"{name}: {value} (auto; {reason})")
     return intervals
+
+
+# ---- compiled layers ---------------------------------------------------------
+
+FLOPS_PER_PARAMETER_AND_TOKEN = 6.0
+"""Forward and backward pass."""
+NUM_COMPARED_EXAMPLES = 8
+"""Examples whose inputs are counted, and compared."""
+MAX_COSINE_DISTANCE_HALF = 1e-2
+"""Largest 1 - cosine of an embedding by compiled and by plain layers, in 16 bits."""
+MAX_COSINE_DISTANCE_FLOAT32 = 1e-4
+
+
+def check_compiled(
+    model: nn.Module,
+    embedder: EmbeddingModel,
+    featuriser: BaseFeaturiser,
+    features: Sequence[Features],
+    session: Session,
+) -> None:
+    """Log whether the layers of the model are compiled. Collective.
+
+    Those that `auto` has compiled are compared with plain ones. Where they differ, or do not compile, plain layers are
+    used, with a warning.
+    """
+    asked = session.placement.run.config.model.torch_compile
+    layers = layers_of(embedder.backbone)
+    is_compiled = any(layer._compiled_call_impl for layer in layers)
+    if session.placement.compilation.value and not is_compiled:
+        option = "auto" if asked == "auto" else "torch_compile: true has no effect"
+        reason = f"{option}: layers with gradient checkpointing and packed texts cannot be compiled"
+        decision = Decision(False, reason)
+        session.placement = replace(session.placement, compilation=decision)
+    log.info(f"compiled layers: {session.placement.compilation}")
+    if asked != "auto" or not session.placement.compilation.value:
+        return
+    indices = indices_by_modality(features, featuriser.modalities)
+    feeder = Feeder(featuriser, session.device)
+    (inputs,) = feeder.feed([list(indices.items())], features)
+    problem = difference(model, layers, inputs, session)
+    # All processes decide alike: compiled and plain layers round differently.
+    if not collectives.max_ints([int(problem is not None)])[0]:
+        return
+    reason = f"auto: {problem or 'another process could not compile them'}"
+    log.warning(f"compiled layers: false ({reason})")
+    for layer in layers:
+        layer._compiled_call_impl = None
+    session.placement = replace(session.placement, compilation=Decision(False, reason))
+
+
+def difference(
+    model: nn.Module, layers: Sequence[nn.Module], inputs: ModelInputs, session: Session
+) -> str | None:
+    """Return what is wrong with the compiled layers. Leaves no gradients. Collective under FSDP.
+
+    None: they give the embeddings of plain layers, and compile in the backward pass too.
+    """
+    from torch._dynamo.exc import TorchDynamoException  # imports the compiler
+
+    was_training = model.training
+    compiled_calls = [layer._compiled_call_impl for layer in layers]
+    # The gradients of this check are dropped, so FSDP need not sum them over the processes.
+    set_gradient_sync(model, False)
+    try:
+        # Dropout would make the two differ.
+        model.eval()
+        with torch.no_grad():
+            compiled = [output.float() for output in model(inputs)]
+            for layer in layers:
+                layer._compiled_call_impl = None
+            plain = [output.float() for output in model(inputs)]
+            for layer, call in zip(layers, compiled_calls, strict=True):
+                layer._compiled_call_impl = call
+        model.train()
+        outputs = [output for output in model(inputs) if output.requires_grad]
+        if outputs:
+            sums = [output.float().sum() for output in outputs]
+            torch.autograd.backward(sums)
+    except TorchDynamoException as error:
+        if isinstance(model, FSDPModule) and not CAN_RESET_FSDP2:
+            raise UserError(
+                "layers cannot be compiled, and this FSDP2 cannot go on after a failed pass: set torch_compile: false, "
+                "or install torch 2.13"
+            ) from error
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
+    finally:
+        for layer, call in zip(layers, compiled_calls, strict=True):
+            layer._compiled_call_impl = call
+        discard_passes(model)
+        model.train(was_training)
+    distance = 0.0
+    for left, right in zip(compiled, plain, strict=True):
+        cosines = functional.cosine_similarity(left, right, dim=1)
+        distance = max(distance, float((1 - cosines).max()))
+    limit = MAX_COSINE_DISTANCE_FLOAT32
+    if session.placement.computes_in_half:
+        limit = MAX_COSINE_DISTANCE_HALF
+    if distance <= limit:
+        return None
+    return f"compiled layers give other embeddings (1 - cosine is {distance:.1e})"

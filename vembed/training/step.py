@@ -25,6 +25,10 @@ five methods:
 5. `backward`  Backpropagate G_i from e_i through each micro-batch, in the graph that was kept, or in that of a second
                forward pass with the same random draws. Under FSDP the last backward pass synchronises the gradients of
                the ranks.
+
+After the last batch of an optimizer step, `synchronise` averages the gradients that FSDP did not reduce. A rank that runs
+out of memory says so in the next exchange of numbers, in `split`, `gather` or `synchronise`, and all ranks raise
+OutOfMemory there.
 """
 
 from __future__ import annotations
@@ -43,15 +47,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vembed.config.schema import ObjectiveSection
-from vembed.data.batching.feeding import (
+from vembed.data.batching.rank_batch import (
+    LockstepSplit,
     MicroBatch,
     ModelInputs,
+    RankBatch,
     indices_by_modality,
     row_index,
 )
-from vembed.data.batching.microbatches import LockstepSplit
-from vembed.data.batching.rank_batch import RankBatch
-from vembed.data.pair_features import PairFeaturiser
+from vembed.data.features import PairFeaturiser
 from vembed.losses.batch import (
     INDEX_FIELDS,
     EmbeddingLoss,
@@ -61,12 +65,11 @@ from vembed.losses.batch import (
 from vembed.models.families.family import Modality
 from vembed.models.precision import holding_copies
 from vembed.parallel import collectives
-from vembed.parallel.devices import matmul_precision, seed_draws
-from vembed.parallel.memory import is_shortage
+from vembed.parallel.devices import is_shortage, matmul_precision, seed_draws
 from vembed.parallel.parameters import reshard, set_gradient_sync, set_keep_gathered
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import Budget, MemoryGuard, OutOfMemory
-from vembed.teachers.supply import Teachers
+from vembed.teachers import Teachers
 from vembed.training.auxiliary_losses import AuxiliaryBatch, SliceLosses
 from vembed.training.frozen import BatchInputs, InputSource
 
@@ -88,6 +91,8 @@ class Counts:
     padded_tokens: list[int]
     longest: list[int]
     """Tokens of the longest input."""
+    failed: list[int]
+    """1 if the rank ran out of memory in the last batch."""
 
 
 @dataclass
@@ -145,12 +150,32 @@ class StepBatch:
         return indices
 
 
+class HostCopy:
+    """A copy of a tensor on its way to the host, which does not wait for work that follows."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # From a GPU it goes to pinned memory.
+        self._copy = tensor.to("cpu", non_blocking=True)
+        self._arrival: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrival.record()
+
+    def read(self) -> Tensor:
+        """Return the copy when it has arrived."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return self._copy
+
+
 @dataclass(frozen=True, slots=True)
 class BatchResult:
     """Result of one global batch, besides gradients."""
 
     loss_share: Tensor
     """This rank's part of the loss. The sum over the ranks is the loss."""
+    loss_copy: HostCopy
+    """The same on the host."""
     padded_tokens: int
     num_forwards: int
     num_kept_graphs: int
@@ -222,6 +247,11 @@ class ContrastiveStep:
         self.teachers = teachers
         self.auxiliary_options = auxiliary_options
         self.timer = PhaseTimer(session.device)
+        # Each rank's gradient of a loss parameter comes from its rows, and L is the sum over the rows: sum, not mean.
+        replicated = model.parameters() if session.strategy == "ddp" else ()
+        self.gradient_sum = collectives.GradientSum(replicated, loss.parameters())
+        self._ran_out_of_memory = False
+        """True from a shortage on this rank until the ranks know of it."""
 
     def accumulate(
         self,
@@ -252,6 +282,7 @@ class ContrastiveStep:
             with self.timer("wait"):
                 loss_batch = self.gather(batch)
             loss_share, gradient = self.score(loss_batch, batch, weight * scale)
+            loss_copy = HostCopy(loss_share)
             with self.timer("backward"), self._watching_memory():
                 self.backward(batch, gradient, weight * scale)
         num_forwards = len(batch.micro_batches)
@@ -262,6 +293,7 @@ class ContrastiveStep:
             )
         return BatchResult(
             loss_share=loss_share,
+            loss_copy=loss_copy,
             padded_tokens=padded_tokens,
             num_forwards=2 * num_forwards - batch.num_kept_graphs,
             num_kept_graphs=batch.num_kept_graphs,
@@ -270,6 +302,13 @@ class ContrastiveStep:
             auxiliary={} if batch.auxiliary is None else batch.auxiliary.means(),
             terms=self.loss.term_shares(rank_batch.source),
         )
+
+    def synchronise(self, loss_share: float) -> float:
+        """Complete the gradients of an optimizer step, and return the sum of `loss_share` over the ranks. Collective."""
+        failed = float(self._ran_out_of_memory)
+        loss, num_failed = self.gradient_sum.finish([loss_share, failed])
+        self._raise_if_any([num_failed])
+        return loss
 
     # ---- the stages ----------------------------------------------------------
 
@@ -299,6 +338,7 @@ class ContrastiveStep:
             int(has_negative_scores),
             trained_split.padded_tokens,
             max(lengths, default=0),
+            int(self._ran_out_of_memory),  # in the batch before
         ]
         # One collective for all numbers: a table [ranks, columns] of the counts above, then this rank's micro-batches of
         # each trained modality, then those of each frozen one. Before the first forward pass, because under FSDP all
@@ -308,6 +348,7 @@ class ContrastiveStep:
         )
         columns = [list(column) for column in zip(*table, strict=True)]
         batch.counts = Counts(*columns[: len(rank_counts)])
+        self._raise_if_any(batch.counts.failed)
         # The maximum over the ranks for each modality. A rank with fewer micro-batches splits its inputs finer, or runs
         # dummies.
         num_micro_batches = [max(column) for column in columns[len(rank_counts) :]]
@@ -336,7 +377,9 @@ class ContrastiveStep:
             # FSDP2: units stay gathered from the first micro-batch to the last backward, instead of one all-gather per
             # micro-batch.
             self._keep_gathered(True)
-            fed = batch.inputs.feed(batch.micro_batches)
+            fed = batch.inputs.feed(
+                batch.micro_batches, first_replayed=batch.num_kept_graphs
+            )
             for micro_index, model_inputs in enumerate(fed):
                 micro_batch = batch.micro_batches[micro_index]
                 # FSDP reads this in the forward pass already. `backward` sets it again for each micro-batch.
@@ -370,9 +413,6 @@ class ContrastiveStep:
         rank_batch = batch.rank_batch
         counts = batch.counts
         rank = self.session.rank
-        # The gather itself is not differentiated; `score` does its backward by hand.
-        embeddings = collectives.all_gather_rows(batch.embeddings, counts.vectors)
-        embeddings.requires_grad_()
         # A rank's indices count its own inputs from 0. After the gather its inputs follow those of ranks 0 to r - 1.
         offset = sum(counts.inputs[:rank])
         features = rank_batch.features
@@ -384,6 +424,10 @@ class ContrastiveStep:
             "example": Column(rank_batch.example, counts.rows),
             "negative": Column(rank_batch.negative + offset, counts.negatives),
             "negative_example": Column(rank_batch.negative_example, counts.negatives),
+            "failed": Column(
+                np.array([self._ran_out_of_memory], dtype=np.int64),
+                [1] * self.session.world_size,
+            ),
         }
         # Some inputs have several vectors. Every rank sees this in the shared counts.
         has_starts = counts.vectors != counts.inputs
@@ -399,6 +443,11 @@ class ContrastiveStep:
                 negative_scores = np.empty(0, dtype=np.float64)
             columns["negative_scores"] = Column(negative_scores, counts.negatives)
         on_host = gather_columns(columns)
+        # Before the embeddings, which a rank without memory does not have.
+        self._raise_if_any(on_host.pop("failed").tolist())
+        # The gather itself is not differentiated; `score` does its backward by hand.
+        embeddings = collectives.all_gather_rows(batch.embeddings, counts.vectors)
+        embeddings.requires_grad_()
         if has_starts:
             # From the number of vectors of each of the U inputs to [U + 1] where they begin in E.
             on_host["starts"] = F.pad(on_host["starts"].cumsum(0), (1, 0))
@@ -489,6 +538,9 @@ class ContrastiveStep:
                     factor = weight * self.session.world_size
                     roots.append(surrogate)
                     gradients.append(surrogate.new_full((), factor))
+            overlaps = not self.session.syncs_batch_norms
+            if batch.synchronises(micro_index) and overlaps:
+                self.gradient_sum.start_early()
             if roots:
                 torch.autograd.backward(roots, gradients)
         # FSDP units without a backward pass (a frozen tower, a tower without inputs) are still gathered.
@@ -529,16 +581,20 @@ class ContrastiveStep:
 
     @contextmanager
     def _watching_memory(self) -> Iterator[None]:
-        """Raise OutOfMemory on all ranks if one of them ran out of memory inside the with-block. Collective at exit."""
-        ran_out_of_memory = False
+        """Note if this rank ran out of memory inside the with-block. The ranks share it in their next exchange of
+        numbers."""
         try:
             yield
         except RuntimeError as error:
             if not is_shortage(error):
                 raise
-            ran_out_of_memory = True
-        self.guard.agree(ran_out_of_memory, self.budget)
-        if ran_out_of_memory:
+            self.guard.require_whole_copies(self.budget)
+            self._ran_out_of_memory = True
+
+    def _raise_if_any(self, failed: Sequence[float]) -> None:
+        """Raise OutOfMemory if any rank ran out of memory. `failed`: of each rank, or their sum."""
+        if any(failed):
+            self._ran_out_of_memory = False
             raise OutOfMemory
 
 

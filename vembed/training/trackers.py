@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from typing_extensions import override
 
+from vembed.declarations import check_parts
 from vembed.errors import UserError
 
 if TYPE_CHECKING:
@@ -218,8 +219,13 @@ class Mlflow(Tracker):
         picture.unlink()
 
 
-_TRACKERS: tuple[type[Tracker], ...] = (TensorBoard, Wandb, Trackio, Mlflow)
-TRACKERS: dict[str, type[Tracker]] = {tracker.name: tracker for tracker in _TRACKERS}
+TRACKERS: dict[str, type[Tracker]] = check_parts(
+    "tracker",
+    Tracker,
+    (TensorBoard, Wandb, Trackio, Mlflow),
+    lambda tracker: (tracker.name,),
+    needed=("name", "summary", "package"),
+)
 
 
 def require_trackers(names: Sequence[str]) -> None:

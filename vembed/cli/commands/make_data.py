@@ -12,10 +12,17 @@ from typing import Any, Generic, TypeVar
 import typer
 
 from vembed.cli.support import MODE, ConfigArguments, log_line, print_lines, share
-from vembed.data_tools.config import AuditConfig, GenerateConfig, JudgeConfig
 from vembed.errors import UserError
-from vembed.mining.config import BM25, CommandConfig, MineConfig
-from vembed.mining.options import describe_options, load_options
+from vembed.mining.options import (
+    BM25,
+    AuditConfig,
+    CommandConfig,
+    GenerateConfig,
+    JudgeConfig,
+    MineConfig,
+    describe_options,
+    load_options,
+)
 
 PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
 HELP_WIDTH = 110
@@ -91,8 +98,8 @@ def mine(args: ConfigArguments = None) -> Any:
 def judge(args: ConfigArguments = None) -> Any:
     """Judge the negatives of training data by rerankers or endpoints."""
     call = read_call("judge", JudgeConfig, judge.__doc__, args)
-    from vembed.data_tools.judge import RowNegatives
-    from vembed.data_tools.judge import judge as run_judge
+    from vembed.mining.judges import RowNegatives
+    from vembed.mining.judges import judge as run_judge
     from vembed.mining.output import check_output
 
     target = check_output(call.config.output_path)

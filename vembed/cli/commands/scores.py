@@ -11,29 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from vembed.cli.support import (
+    ALONE,
     AnyModel,
     BatchTokens,
     ColumnMapping,
     ImageRoot,
-    Nproc,
+    ModelUse,
     OnBadRecord,
     OutputFile,
     PositiveNumber,
-    Strategy,
-    TrustRemoteCode,
-    WeightsDtype,
     number_table,
     numbers,
-    open_model,
     option,
-    share,
 )
 from vembed.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-    from vembed.parallel.session import Session
 
 SCORE_CHUNK = 16_384
 """Records that are read, scored and written together; memory does not grow with the file."""
@@ -52,10 +46,7 @@ def eval(
     column_mapping: ColumnMapping = "",
     on_bad_record: OnBadRecord = "stop",
     batch_tokens: BatchTokens = None,
-    torch_dtype: WeightsDtype = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    strategy: Strategy = "ddp",
-    nproc: Nproc = 1,
+    use: ModelUse = ALONE,
 ) -> dict[str, float]:
     """Score a model: nDCG, MRR, Recall and MAP over the whole corpus, or correlations for scored pairs.
 
@@ -71,22 +62,18 @@ def eval(
     sizes = numbers("--dims", dims) or None
     cuts = numbers("--ks", ks)
     mapping = option("column_mapping", column_mapping)
-    dtype = option("torch_dtype", torch_dtype)
     if compressed is not None and Path(compressed).suffix not in (".png", ".svg"):
         raise UserError(
             f"--compressed {compressed}: the picture is written as .png or .svg"
         )
-    share(nproc)
+    use.share()
     from rich.console import Console
 
     from vembed.evaluation.report.plots import plot_stored
     from vembed.evaluation.report.report import stored_points, stored_table
     from vembed.evaluation.scores import evaluate
 
-    with open_model(model, strategy, trust_remote_code=trust_remote_code) as (
-        model_path,
-        session,
-    ):
+    with use.open(model) as (model_path, options):
         scores = evaluate(
             model_path,
             data,
@@ -97,13 +84,11 @@ def eval(
             batch_tokens=batch_tokens,
             column_mapping=mapping,
             on_bad_record=on_bad_record,
-            torch_dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            session=session,
             compressed=compressed is not None,
             show_progress=True,
+            **options,
         )
-        if session.is_main:
+        if options["session"].is_main:
             console = Console()
             for table in score_tables(scores):
                 console.print(table)
@@ -146,10 +131,7 @@ def score(
     output: OutputFile = "-",
     column_mapping: ColumnMapping = "",
     image_root: ImageRoot = None,
-    torch_dtype: WeightsDtype = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    strategy: Strategy = "ddp",
-    nproc: Nproc = 1,
+    use: ModelUse = ALONE,
 ) -> None:
     """Score given pairs: each query with its positives, then its negatives.
 
@@ -159,7 +141,6 @@ def score(
         pairs: A file of pairs, as training reads it.
         output: NAME.npy or NAME.jsonl. - is standard output.
     """
-    dtype = option("torch_dtype", torch_dtype)
     mapping = option("column_mapping", column_mapping)
     target = Path(output)
     if output != "-" and target.suffix not in (".npy", ".jsonl"):
@@ -170,7 +151,7 @@ def score(
         raise UserError(
             f"{target.absolute().parent} is not a folder, so {target.name} cannot be written"
         )
-    share(nproc)
+    use.share()
     import numpy as np
 
     from vembed.config.schema import DataSection
@@ -179,25 +160,17 @@ def score(
     from vembed.inference.reranker import Reranker
     from vembed.models.families.model_files import is_reranker
 
-    options = DataSection(
-        data_path=pairs, column_mapping=mapping, image_root=image_root
-    )
+    data = DataSection(data_path=pairs, column_mapping=mapping, image_root=image_root)
     # As validation data: no loss is asked whether it could learn from the pairs.
-    store = open_examples(options, pairs, role="validation")
+    store = open_examples(data, pairs, role="validation")
     with ExitStack() as stack:
-        model_path, session = stack.enter_context(
-            open_model(model, strategy, trust_remote_code=trust_remote_code)
-        )
-        file = _opened(stack, output, session)
-        options_of_use: dict[str, Any] = {
-            "torch_dtype": dtype,
-            "trust_remote_code": trust_remote_code,
-            "session": session,
-        }
+        model_path, options = stack.enter_context(use.open(model))
+        is_main = options["session"].is_main
+        file = _open_output(stack, output, is_main=is_main)
         if is_reranker(model_path):
-            score_pairs = Reranker(model_path, **options_of_use).predict
+            score_pairs = Reranker(model_path, **options).predict
         else:
-            score_pairs = Embedder(model_path, **options_of_use).score
+            score_pairs = Embedder(model_path, **options).score
         all_scores = [np.empty(0, np.float32)]
         for start in range(0, len(store), SCORE_CHUNK):
             query_items = []
@@ -209,7 +182,7 @@ def score(
                         query_items.append((example.query, item))
                         roles.append((number, role))
             scores = score_pairs(query_items)
-            if not session.is_main:
+            if not is_main:
                 continue
             if target.suffix == ".npy":
                 all_scores.append(scores)
@@ -220,7 +193,7 @@ def score(
                     continue
                 line = {"record": number, "role": role, "similarity": value}
                 file.write(json.dumps(line).encode() + b"\n")
-        if session.is_main and target.suffix == ".npy":
+        if is_main and target.suffix == ".npy":
             np.save(file, np.concatenate(all_scores))
         file.flush()
 
@@ -230,10 +203,7 @@ def rerank(
     lists: str,
     output: OutputFile = "-",
     top_k: PositiveNumber = None,
-    torch_dtype: WeightsDtype = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    strategy: Strategy = "ddp",
-    nproc: Nproc = 1,
+    use: ModelUse = ALONE,
 ) -> None:
     """Sort the documents of each query by a reranker, the best first, with their scores.
 
@@ -248,28 +218,21 @@ def rerank(
         )
     if lists != "-" and not Path(lists).is_file():
         raise UserError(f"{lists} is no file: give JSON Lines of queries and documents")
-    if lists == "-" and nproc > 1:
+    if lists == "-" and use.nproc > 1:
         raise UserError(
             "--nproc: several processes cannot share standard input; give a file"
         )
-    dtype = option("torch_dtype", torch_dtype)
-    share(nproc)
+    use.share()
     from vembed.inference.reranker import Reranker, sorted_documents
 
     with ExitStack() as stack:
         source: Any = sys.stdin
         if lists != "-":
             source = stack.enter_context(Path(lists).open(encoding="utf-8"))
-        model_path, session = stack.enter_context(
-            open_model(model, strategy, trust_remote_code=trust_remote_code)
-        )
-        reranker = Reranker(
-            model_path,
-            torch_dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            session=session,
-        )
-        file = _opened(stack, output, session)
+        model_path, options = stack.enter_context(use.open(model))
+        reranker = Reranker(model_path, **options)
+        is_main = options["session"].is_main
+        file = _open_output(stack, output, is_main=is_main)
         lines = enumerate(source, start=1)
         while chunk := list(islice(lines, RERANK_CHUNK)):
             read = [
@@ -279,7 +242,7 @@ def rerank(
             for query, documents in read:
                 pairs += [(query, document) for document in documents]
             scores = reranker.predict(pairs)
-            if not session.is_main:
+            if not is_main:
                 continue
             start = 0
             for query, documents in read:
@@ -291,11 +254,11 @@ def rerank(
         file.flush()
 
 
-def _opened(stack: ExitStack, output: str, session: Session) -> BinaryIO:
+def _open_output(stack: ExitStack, output: str, *, is_main: bool) -> BinaryIO:
     """Return the file of the results: standard output, or a new one that gets its name at the end."""
-    from vembed.saving.durability import replaced_file
+    from vembed.files import replaced_file
 
-    if output == "-" or not session.is_main:
+    if output == "-" or not is_main:
         return sys.stdout.buffer
     partial = stack.enter_context(replaced_file(Path(output)))
     return stack.enter_context(partial.open("wb"))

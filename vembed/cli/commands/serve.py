@@ -48,8 +48,8 @@ def serve(
             raise UserError(
                 f"{package} is not installed: `pip install 'vembed[serve]'`"
             )
+    from vembed.inference.serve.app import serve as run_server
     from vembed.inference.serve.encoder import open_encoder
-    from vembed.inference.serve.server import serve as run_server
     from vembed.names import short_name
 
     with usable_model(model) as model_path:
@@ -99,8 +99,8 @@ def check_server(
         served_name: Name of the model at the server. Default: MODEL as it is given.
         tolerance: Largest cosine distance.
     """
-    from vembed.export.server_check import check_address
-    from vembed.export.server_check import check_server as compare_server
+    from vembed.export.servers import check_address
+    from vembed.export.servers import check_server as compare_server
 
     check_address(url, model)
     with usable_model(model) as model_path:

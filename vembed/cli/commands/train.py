@@ -42,15 +42,12 @@ def train(ctx: typer.Context, args: ConfigArguments = None) -> Any:
         return 0
     arguments = parse_train_arguments(args or [])
     from vembed.cli.run_train import run_train
-    from vembed.pipelines.stages import (
-        pipeline_of_arguments,
-        results_of,
-        run_stages,
-    )
+    from vembed.config.stages import chosen_pipeline
+    from vembed.pipelines.stages import results_of, run_stages
 
     writes_json = ctx.obj is not None
     train_one = partial(run_train, starts_processes=MODE.get() != "process")
-    pipeline = pipeline_of_arguments(arguments)
+    pipeline = chosen_pipeline(arguments.source, arguments.overrides, arguments.stage)
     if pipeline is None:
         code, result = train_one(arguments, returns_result=writes_json)
         return result or code
@@ -97,12 +94,13 @@ def plan(
     # A dry run needs no machine rank, and may describe GPUs of other machines.
     words = [*(args or []), "--dry-run"]
     arguments = read_config_arguments("plan", plan.__doc__, words)
+    from vembed.config.stages import chosen_pipeline
     from vembed.parallel.hardware import read_hardware
     from vembed.pipelines.prediction import predict
-    from vembed.pipelines.stages import estimates, pipeline_of_arguments, table
+    from vembed.pipelines.stages import estimates, table
 
     predict_run = partial(predict, hardware=read_hardware(gpu, memory))
-    pipeline = pipeline_of_arguments(arguments)
+    pipeline = chosen_pipeline(arguments.source, arguments.overrides, arguments.stage)
     if pipeline is None:
         prediction = predict_run(arguments)
         return show(prediction), 0 if prediction.fits else 1
@@ -122,7 +120,7 @@ def plan(
 
 def show(prediction: Prediction) -> dict[str, Any]:
     """Print a prediction in full, and return it as a dict."""
-    from vembed.parallel.memory import GIB
+    from vembed.parallel.devices import GIB
     from vembed.parallel.step_memory import MemoryEstimate
 
     placement = prediction.placement

@@ -7,16 +7,14 @@ from typing import Annotated, Any, Literal
 from typer import Argument, Option
 
 from vembed.cli.support import (
+    ALONE,
     Kind,
+    ModelUse,
     NewFolder,
     Nproc,
     PositiveNumber,
-    Strategy,
-    TrustRemoteCode,
-    WeightsDtype,
     number_table,
     numbers,
-    option,
     plain_console,
     share,
 )
@@ -69,19 +67,17 @@ def merge(
     """
     from vembed.weights.merge_rules import check_merge
 
-    shares = numbers("--weights", weights, float) or None
-    points = numbers("--sweep", sweep, float) or None
-    check_merge(
-        # With --last the models are checkpoints, which are counted when they are there.
-        models if last is None else None,
-        method,
-        weights=shares,
-        points=points,
-        has_data=data is not None,
-        interpolate=interpolate,
-        density=density,
-        scale=scale,
-    )
+    options: dict[str, Any] = {
+        "method": method,
+        "weights": numbers("--weights", weights, float) or None,
+        "sweep_points": numbers("--sweep", sweep, float) or None,
+        "data": data,
+        "interpolate": interpolate,
+        "density": density,
+        "scale": scale,
+    }
+    # With --last the models are checkpoints, which are counted when they are there.
+    check_merge(models if last is None else None, **options)
     share(nproc)
     from vembed.parallel.session import start_command_session
     from vembed.weights.merge import merge as merge_models
@@ -90,16 +86,10 @@ def merge(
         result = merge_models(
             models,
             output,
-            method,
-            weights=shares,
+            **options,
             base=base,
             of=of,
-            density=density,
-            scale=scale,
-            interpolate=interpolate,
             last=last,
-            sweep_points=points,
-            data=data,
             metric=metric,
             dtype=dtype,
             seed=seed,
@@ -140,10 +130,7 @@ def edit(
     trials: Annotated[int, Option(min=0)] = 0,
     max_drop: float = 0.01,
     seed: int = 42,
-    torch_dtype: WeightsDtype = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-    strategy: Strategy = "ddp",
-    nproc: Nproc = 1,
+    use: ModelUse = ALONE,
 ) -> Any:
     """Remove from a model what tells two sets of texts apart (a language, a source, a length).
 
@@ -162,16 +149,12 @@ def edit(
         seed: --trials: seed of the search.
     """
     chosen_layers = numbers("--layers", layers) or None
-    dtype = option("torch_dtype", torch_dtype)
-    share(nproc)
-    from vembed.parallel.session import start_command_session
+    use.share()
     from vembed.weights.edit import edit as edit_model
 
-    with start_command_session(
-        model, strategy, trust_remote_code=trust_remote_code
-    ) as session:
+    with use.open(model) as (model_path, options):
         result = edit_model(
-            model,
+            model_path,
             output,
             first,
             second,
@@ -185,11 +168,9 @@ def edit(
             trials=trials,
             max_drop=max_drop,
             seed=seed,
-            torch_dtype=dtype,
-            trust_remote_code=trust_remote_code,
-            session=session,
+            **options,
         )
-        if session.is_main:
+        if options["session"].is_main:
             rows = [
                 (name, f"{result.before[key]:.4f}", f"{result.after[key]:.4f}")
                 for key, name in EDIT_METRICS.items()

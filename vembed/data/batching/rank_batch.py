@@ -1,20 +1,29 @@
-"""Rank batch: a rank's part of the global batch, with features of its distinct inputs and rows of indices."""
+"""Rank batch: a rank's part of the global batch, its micro-batches, and their tensors on the device.
+
+A rank batch has features of its distinct inputs and rows of indices. Micro-batches divide the inputs by length, within
+a token budget. The feeder collates them in order, with images decoded ahead on other cores.
+"""
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from vembed.data.batching.schedule import BatchSchedule, rank_rows
-from vembed.data.distinct import distinct
-from vembed.data.examples import Example, Examples, Item
+from vembed.data.examples import Example, Examples, Item, distinct
 from vembed.data.features import BaseFeaturiser, Features
+from vembed.models.attention import TOKEN_INDEX, real_tokens
+from vembed.models.families.family import Modality
 
 AHEAD = 2
 """Number of batches that each worker prepares ahead."""
@@ -57,7 +66,7 @@ class RankBatch:
 def make_rank_batch(
     examples: Sequence[Example],
     first: int,
-    featuriser: BaseFeaturiser[Any],
+    featuriser: BaseFeaturiser,
     source: int = 0,
     *,
     encodes_copies: bool = False,
@@ -137,33 +146,21 @@ def with_in_batch_negatives(
     return replace(example, negatives=(*example.negatives, *documents))
 
 
+@dataclass
 class RankBatchStream:
     """Rank batches of one rank in order, from any starting point, prepared ahead by threads."""
 
-    def __init__(
-        self,
-        store: Examples,
-        batch_schedule: BatchSchedule,
-        featuriser: BaseFeaturiser[Any],
-        rank: int,
-        world_size: int,
-        num_workers: int,
-        pair: Callable[[int, int], Example] | None = None,
-        in_batch_negatives: int = 0,
-        *,
-        encodes_copies: bool = False,
-    ) -> None:
-        """`pair`: the example of a labelled source with another one as its positive. `in_batch_negatives`: positives of
-        other examples of the global batch that each example gets as further negatives."""
-        self.store = store
-        self.batch_schedule = batch_schedule
-        self.featuriser = featuriser
-        self.rank = rank
-        self.world_size = world_size
-        self.num_workers = num_workers
-        self.pair = pair
-        self.in_batch_negatives = in_batch_negatives
-        self.encodes_copies = encodes_copies
+    store: Examples
+    batch_schedule: BatchSchedule
+    featuriser: BaseFeaturiser
+    rank: int
+    world_size: int
+    num_workers: int
+    pair: Callable[[int, int], Example] | None = None
+    """The example of a labelled source with another one as its positive."""
+    in_batch_negatives: int = 0
+    """Positives of other examples of the global batch that each example gets as further negatives."""
+    encodes_copies: bool = False
 
     def rank_batch(self, batch_number: int) -> RankBatch:
         """Return the rank batch of a global batch of the run. It depends only on the number, so runs can resume."""
@@ -232,3 +229,268 @@ class RankBatchStream:
                 yield batch
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
+
+
+Lengths = Sequence[int] | np.ndarray
+
+PRICE_DIVISOR = 16
+"""An additional micro-batch must save more than 1/16 of the budget in padding."""
+
+
+def split_by_length(
+    lengths: Lengths, budget: int, max_rows: int | None = None, at_least: int = 0
+) -> list[list[int]]:
+    """Return micro-batches of indices, longest inputs first, of at most `budget` padded tokens and `max_rows` rows.
+
+    An input longer than the budget gets its own micro-batch. If there are fewer than `at_least` micro-batches, the
+    largest are split; if there are fewer inputs than `at_least`, empty micro-batches are appended.
+    """
+    values = np.asarray(lengths, dtype=np.int64)
+    order = np.argsort(-values, kind="stable")
+    ends = _cut(values[order], budget, max_rows)
+    if len(ends) < at_least:
+        ends = _split_largest(ends, values[order], at_least)
+    indices = order.tolist()
+    parts = [indices[start:end] for start, end in pairwise([0, *ends])]
+    # All ranks must run equally many forward passes: under FSDP each one is a collective.
+    return parts + [[] for _ in range(at_least - len(parts))]
+
+
+@dataclass
+class LockstepSplit:
+    """Micro-batches of the inputs of each modality, of which every rank must run equally many.
+
+    A forward pass of a sharded model is collective. So each rank splits its own inputs, the ranks exchange `counts`,
+    and a rank below the maximum of a modality splits its micro-batches further, or adds empty ones.
+    """
+
+    lengths: Sequence[int]
+    """Of all inputs of the rank."""
+    places_of: Mapping[Modality, Sequence[int]]
+    """The inputs of each modality, as positions in `lengths`."""
+    budget: int
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        self.splits: dict[Modality, list[list[int]]] = {}
+        self.padded_tokens = 0
+        """Padded tokens of this rank before the ranks have agreed."""
+        for modality, places in self.places_of.items():
+            micro_batches = self._split(places)
+            self.splits[modality] = micro_batches
+            self.padded_tokens += padded_tokens(self.lengths, micro_batches)
+        self.counts = list(map(len, self.splits.values()))
+        """Number of this rank's micro-batches of each modality, in the order of `places_of`."""
+
+    def agreed(self, counts: Sequence[int]) -> dict[Modality, list[list[int]]]:
+        """Return micro-batches of positions in `lengths`, exactly `counts` of each modality: the maxima over the ranks.
+        Modalities that no rank has inputs of are left out."""
+        agreed = {}
+        for (modality, micro_batches), count in zip(
+            self.splits.items(), counts, strict=True
+        ):
+            if count > len(micro_batches):
+                # Split anew, and not padded with dummies: more, smaller micro-batches cost this rank less padding.
+                agreed[modality] = self._split(self.places_of[modality], count)
+            elif micro_batches:
+                agreed[modality] = micro_batches
+        return agreed
+
+    def _split(self, places: Sequence[int], at_least: int = 0) -> list[list[int]]:
+        lengths = [self.lengths[place] for place in places]
+        # From rows of `places` back to positions in `self.lengths`.
+        micro_batches = []
+        for rows in split_by_length(lengths, self.budget, self.max_rows, at_least):
+            micro_batches.append([places[row] for row in rows])
+        return micro_batches
+
+
+def padded_tokens(lengths: Lengths, micro_batches: Sequence[Sequence[int]]) -> int:
+    """Return the tokens that the model computes: each micro-batch is padded to its longest input."""
+    total = 0
+    for rows in micro_batches:
+        longest = max((int(lengths[row]) for row in rows), default=0)
+        total += len(rows) * longest
+    return total
+
+
+def _cut(ordered: np.ndarray, budget: int, max_rows: int | None) -> list[int]:
+    """Return the end of each micro-batch, with the fewest padded tokens plus price of each micro-batch.
+
+    Dynamic programming from the shortest input to the longest: `cheapest[i]` is the lowest cost of the inputs i, i + 1,
+    ..., and `ends[i]` the end of the first micro-batch in that solution. A micro-batch that begins at i is padded to
+    `widths[i]`, since the inputs are sorted in descending order.
+    """
+    num_items = len(ordered)
+    if num_items == 0:
+        return []
+    most_rows = np.maximum(1, budget // ordered)
+    left = num_items - np.arange(num_items)  # not beyond the last input
+    most = np.minimum(np.minimum(most_rows, left), max_rows or num_items).tolist()
+    widths = ordered.tolist()
+    # The fixed cost of a micro-batch in tokens, for kernel launches and FSDP's all-gathers.
+    price = min(budget, widths[0] * (max_rows or budget)) // PRICE_DIVISOR
+    rows = np.arange(1, num_items + 1)
+    # The last one stays 0: no input is left.
+    cheapest = np.zeros(num_items + 1, dtype=np.int64)
+    ends = [0] * num_items
+    for i in range(num_items - 1, -1, -1):
+        # costs[r - 1]: r rows in this micro-batch, and the cheapest solution for the inputs after them.
+        costs = rows[: most[i]] * widths[i] + cheapest[i + 1 : i + 1 + most[i]]
+        # Searched from the end: of equal costs, the most rows.
+        num_rows = most[i] - int(costs[::-1].argmin())
+        cheapest[i] = costs[num_rows - 1] + price
+        ends[i] = i + num_rows
+    chosen_ends = [ends[0]]
+    while chosen_ends[-1] < num_items:
+        chosen_ends.append(ends[chosen_ends[-1]])
+    return chosen_ends
+
+
+def _split_largest(ends: list[int], widths: np.ndarray, at_least: int) -> list[int]:
+    """Split the largest micro-batch in two parts of similar padded size until there are `at_least`."""
+    # heapq is a min-heap, so sizes are negative; micro-batches of one row cannot be split.
+    heap = []
+    for start, end in pairwise([0, *ends]):
+        if end - start > 1:
+            heap.append((-(end - start) * widths[start], start, end))
+    heapq.heapify(heap)
+    cuts = set(ends)
+    while heap and len(cuts) < at_least:
+        _, start, end = heapq.heappop(heap)
+        # Both parts are padded to their longest input, which comes first. The larger of the two is made smallest.
+        inner = np.arange(start + 1, end)
+        left = (inner - start) * widths[start]
+        right = (end - inner) * widths[inner]
+        cut = start + 1 + int(np.maximum(left, right).argmin())
+        cuts.add(cut)
+        for first, last in ((start, cut), (cut, end)):
+            if last - first > 1:
+                heapq.heappush(heap, (-(last - first) * widths[first], first, last))
+    return sorted(cuts)
+
+
+ModalitySlice = tuple[Modality, list[int]]
+"""A modality and the indices of its inputs in a micro-batch. Without indices, a dummy input runs."""
+MicroBatch = list[ModalitySlice]
+"""One forward pass of the model: the slice of each modality."""
+ModelInputs = list[tuple[Modality, dict[str, Tensor]]]
+"""Arguments of a forward pass: the tensors of each modality."""
+MICRO_BATCHES_AHEAD = 2
+"""Micro-batches whose images are decoded ahead; limits the pixels in host memory."""
+
+
+def indices_by_modality(
+    features: Sequence[Features], modalities: Iterable[Modality]
+) -> dict[Modality, list[int]]:
+    """Return where the inputs of each of these modalities are."""
+    indices: dict[Modality, list[int]] = {modality: [] for modality in modalities}
+    for index, feature in enumerate(features):
+        if feature.modality in indices:
+            indices[feature.modality].append(index)
+    return indices
+
+
+class Feeder:
+    """Converter from micro-batches of indices to the tensors of a forward pass."""
+
+    def __init__(
+        self,
+        featuriser: BaseFeaturiser,
+        device: torch.device,
+        *,
+        packs_texts: bool = False,
+    ) -> None:
+        """`packs_texts`: the model removes the padding of texts."""
+        self.featuriser = featuriser
+        self.device = device
+        self.packs_texts = packs_texts
+        # These only wait for images and join them; the featuriser's decoders work elsewhere.
+        self._pool: ThreadPoolExecutor | None = None
+
+    def feed(
+        self, micro_batches: Sequence[MicroBatch], features: Sequence[Features]
+    ) -> Iterator[ModelInputs]:
+        """Yield the inputs of each micro-batch, in order."""
+        with_images = []
+        for micro_batch in micro_batches:
+            for modality, rows in micro_batch:
+                if modality != "text":
+                    with_images += [features[row] for row in rows]
+        if not with_images:
+            # Nothing is to be decoded, so no thread is needed.
+            for micro_batch in micro_batches:
+                yield self._to_device(self._collate(micro_batch, features))
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(MICRO_BATCHES_AHEAD + 1, "vembed-collate")
+        self.featuriser.decode_ahead(with_images)
+        waiting: deque[Future[ModelInputs]] = deque()
+        for micro_batch in micro_batches:
+            waiting.append(self._pool.submit(self._collate, micro_batch, features))
+            if len(waiting) > MICRO_BATCHES_AHEAD:
+                yield self._to_device(waiting.popleft().result())
+        while waiting:
+            yield self._to_device(waiting.popleft().result())
+
+    def padded_tokens(
+        self, micro_batch: MicroBatch, features: Sequence[Features]
+    ) -> int:
+        """Return the tokens and patches of a micro-batch, including padding that the model computes."""
+        total = 0
+        for modality, rows in micro_batch:
+            lengths = [features[row].length for row in rows]
+            is_packed = modality == "text" and self.packs_texts
+            if is_packed:
+                total += sum(lengths)
+            else:
+                total += len(rows) * max(lengths, default=0)
+        return total
+
+    def _collate(
+        self, micro_batch: MicroBatch, features: Sequence[Features]
+    ) -> ModelInputs:
+        """Return the tensors of a micro-batch on the host. With images this runs in a thread beside the step."""
+        inputs = []
+        for modality, rows in micro_batch:
+            chosen = [features[row] for row in rows]
+            if not chosen:
+                chosen = [self.featuriser.dummy(modality)]
+            batch = self.featuriser.joined(chosen)
+            if (
+                self.device.type == "cuda"
+                and modality == "text"
+                and "attention_mask" in batch
+            ):
+                # On the GPU this would force a sync.
+                batch[TOKEN_INDEX] = real_tokens(batch["attention_mask"])
+            for name, tensor in batch.items():
+                batch[name] = pinned(tensor, self.device)
+            inputs.append((modality, batch))
+        return inputs
+
+    def _to_device(self, inputs: ModelInputs) -> ModelInputs:
+        moved: ModelInputs = []
+        for modality, batch in inputs:
+            tensors = {}
+            for name, tensor in batch.items():
+                tensors[name] = tensor.to(self.device, non_blocking=True)
+            # Pixels of 8 bits become numbers where the model computes.
+            moved.append((modality, self.featuriser.finished(tensors)))
+        return moved
+
+
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a host tensor in memory from which a copy to the device overlaps with computation: from pageable memory
+    it would block the host."""
+    return tensor.pin_memory() if device.type == "cuda" and tensor.numel() else tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to the device, without a GPU synchronisation."""
+    return pinned(tensor, device).to(device, non_blocking=True)
+
+
+def row_index(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Return row numbers as an index tensor on the device."""
+    return to_device(torch.tensor(rows, dtype=torch.int64), device)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vembed.config.entries import PROPORTIONAL, Sampling
+from vembed.config.schema import PROPORTIONAL, Sampling
 from vembed.errors import UserError
 
 EPOCHS_KEPT = 2

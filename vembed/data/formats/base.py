@@ -67,13 +67,18 @@ class Format(ABC):
     def stop(self) -> int:
         """Number behind the last one."""
 
+    @property
+    def numbers(self) -> range:
+        """All numbers."""
+        return range(self.start, self.stop)
+
     @abstractmethod
-    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
-        """Yield the rows with numbers from `start` to before `stop`; without them all rows. Blank lines are no rows."""
+    def rows(self, part: range | None = None) -> Iterator[Row]:
+        """Yield the rows with numbers in a part; without one all rows. Blank lines are no rows."""
 
     def read(self, number: int) -> Any:
         """Return one record again, or a `BadRecord`."""
-        row = next(self.rows(number, number + 1), None)
+        row = next(self.rows(range(number, number + 1)), None)
         return BadRecord("no record there") if row is None else row[2]
 
     def where(self, line: int) -> str:
@@ -86,7 +91,7 @@ class Format(ABC):
 
     def parts(self) -> list[range]:
         """Return the ranges of numbers that processes may read apart from each other; one if it can only be read whole."""
-        return [range(self.start, self.stop)]
+        return [self.numbers]
 
     def num_lines(self, part: range) -> int:
         """Return the number of lines of a part."""
@@ -118,18 +123,19 @@ class ArrowRows(Format):
         """Number of rows."""
         return int(self.table().num_rows)
 
-    def batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
-        """Yield rows `start` to `stop` - 1, as many at a time as fit in memory easily."""
-        table = self.table().slice(start, stop - start)
+    def batches(self, part: range) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of a part, as many at a time as fit in memory easily."""
+        table = self.table().slice(part.start, len(part))
         row_bytes = max(1, table.nbytes // max(1, table.num_rows))
         num_rows = max(1, min(READ_ROWS, READ_BYTES // row_bytes))
         yield from table.to_batches(max_chunksize=num_rows)
 
-    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
+    def rows(self, part: range | None = None) -> Iterator[Row]:
         """Yield rows with the number of each."""
-        number = self.start if start is None else start
+        part = self.numbers if part is None else part
+        number = part.start
         line = 1
-        for batch in self.batches(number, self.stop if stop is None else stop):
+        for batch in self.batches(part):
             for record in row_values(batch):
                 yield number, line, record
                 number += 1
@@ -210,22 +216,23 @@ class LineFormat(TextFormat):
 
     def parts(self) -> list[range]:
         """Return parts of equal size."""
-        numbers = range(self.start, self.stop)
-        starts = range(0, max(len(numbers), 1), PART_BYTES)
-        return [numbers[start : start + PART_BYTES] for start in starts]
+        starts = range(0, max(len(self.numbers), 1), PART_BYTES)
+        return [self.numbers[start : start + PART_BYTES] for start in starts]
 
-    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
-        """Yield the records whose lines begin in a range."""
-        position = self.start if start is None else start
-        stop = self.stop if stop is None else stop
+    def rows(self, part: range | None = None) -> Iterator[Row]:
+        """Yield the records whose lines begin in a part."""
+        part = self.numbers if part is None else part
+        position = part.start
         number = 1
         with self.open_at(max(position - 1, self.start)) as file:
             if position > self.start:
-                # A line that began before `start` belongs to the part before.
+                # A line that began before it belongs to the part before.
                 skipped = rest_of_line(file) - 1
                 position += skipped
                 number += skipped > 0
-            while position < stop and (line := file.readline(MAX_RECORD_BYTES + 1)):
+            while position < part.stop and (
+                line := file.readline(MAX_RECORD_BYTES + 1)
+            ):
                 size = len(line)
                 if size > MAX_RECORD_BYTES:
                     size += 0 if line.endswith(b"\n") else rest_of_line(file)

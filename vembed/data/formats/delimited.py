@@ -68,13 +68,12 @@ class DelimitedFile(TextFormat):
         self.start, self._first_line, _ = next(records, (self.stop, line + 1, None))
         self.columns = tuple(cells)
 
-    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
-        """Yield the records that begin in a range. Lines count from the beginning of the file."""
-        start = self.start if start is None else start
-        stop = self.stop if stop is None else stop
+    def rows(self, part: range | None = None) -> Iterator[Row]:
+        """Yield the records that begin in a part. Lines count from the beginning of the file."""
+        part = self.numbers if part is None else part
         assert self.columns is not None
-        for number, line, cells in self._records(start, self._first_line):
-            if number >= stop:
+        for number, line, cells in self._records(part.start, self._first_line):
+            if number >= part.stop:
                 return
             record: Any = cells
             if not isinstance(cells, BadRecord) and len(cells) != len(self.columns):

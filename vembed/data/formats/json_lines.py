@@ -66,9 +66,9 @@ class JsonLines(LineFormat):
 class JsonArray(TextFormat):
     """A file with one JSON array of objects. A pass parses it whole; later its records are read by position."""
 
-    def rows(self, start: int | None = None, stop: int | None = None) -> Iterator[Row]:
+    def rows(self, part: range | None = None) -> Iterator[Row]:
         """Yield all records in order. Raise UserError on a syntax error, since the next record cannot be located."""
-        del start, stop
+        del part
         size = self.stop
         if size > MAX_ARRAY_BYTES:
             raise UserError(

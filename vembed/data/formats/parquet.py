@@ -11,11 +11,9 @@ from typing import Any, ClassVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.data.cache import short_hash, stamp
 from vembed.data.formats.base import READ_BYTES, READ_ROWS, ArrowRows, first_line
-from vembed.data.formats.copies import new_copy
 from vembed.errors import UserError
-from vembed.files import cache_folder
+from vembed.files import cache_folder, new_copy, short_hash, stamp
 
 MAX_HELD_BYTES = 2**20
 """Uncompressed bytes of a file whose copy is held in memory. That of a larger one is in the cache folder."""
@@ -59,11 +57,11 @@ class ParquetFile(ArrowRows):
         starts = range(0, max(self.stop, 1), step)
         return [range(start, min(start + step, self.stop)) for start in starts]
 
-    def batches(self, start: int, stop: int) -> Iterator[pa.RecordBatch]:
+    def batches(self, part: range) -> Iterator[pa.RecordBatch]:
         """Yield rows of the copy. All rows in their order need none."""
-        if (start, stop) == (0, self.stop) and self._copy is None:
+        if part == self.numbers and self._copy is None:
             return self._read()
-        return super().batches(start, stop)
+        return super().batches(part)
 
     def table(self) -> pa.Table:
         """Return the copy, made once for each version of the Parquet file."""

@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from vembed.data.cache import refuse_truncated
 from vembed.data.formats.base import ArrowRows, first_line
-from vembed.data.messages import listed
-from vembed.errors import UserError
+from vembed.errors import UserError, listed
+from vembed.files import refuse_truncated
 
 log = logging.getLogger("vembed")
 

@@ -1,19 +1,47 @@
-"""The file formats that vembed reads.
+"""The file formats that vembed reads, and the reader of a path, an address or a Hub dataset name.
 
-A new format needs its class in a file of this folder and its entry in the list below.
+A new format needs its class in a file of this folder and its entry in the list below. Packed and remote files are copied
+before they are read.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+import stat
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from vembed.data.formats.base import Format
+import pyarrow as pa
+
+from vembed.data.columns import Columns, guess_mapping
+from vembed.data.examples import BadRecord
+from vembed.data.formats.base import FILE_BITS, Format, LineFormat, Row
 from vembed.data.formats.delimited import DelimitedFile, TsvFile
 from vembed.data.formats.json_lines import JsonLines
 from vembed.data.formats.parquet import ParquetFile
+from vembed.data.formats.saved_datasets import (
+    Role,
+    is_saved_dataset,
+    open_folder,
+    open_hub,
+)
+from vembed.data.images.files import IMAGE_SUFFIXES
+from vembed.declarations import check_parts
+from vembed.errors import UserError, listed
+from vembed.files import cache_folder, new_copy, short_hash, stamp, written_aside
+from vembed.names import is_address, is_pattern, similar_path
+from vembed.progress import ProgressReport
 
-PACKED_ENDINGS = (".gz", ".zst", ".bz2")
-"""Endings of packed files, which may follow each of the others."""
+log = logging.getLogger("vembed")
+
+# user/name:config:split, where the user, the config and the split may be missing.
+_HUB_DATASET = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?(:[^/:]*){0,2}")
+
+CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+"""Endings of packed files, which may follow each of the others, and pyarrow's names of their codecs."""
 FORMATS: tuple[type[Format], ...] = (
     JsonLines,
     DelimitedFile,
@@ -22,25 +50,22 @@ FORMATS: tuple[type[Format], ...] = (
 )
 
 
-def check_formats(formats: tuple[type[Format], ...]) -> dict[str, type[Format]]:
+def check_formats(formats: Sequence[type[Format]]) -> dict[str, type[Format]]:
     """Return the formats by ending. Raise TypeError for a class that lacks something."""
-    by_ending: dict[str, type[Format]] = {}
-    for form in formats:
-        where = f"format {form.__name__} of {form.__module__}"
-        missing = [name for name in ("endings", "title") if not getattr(form, name)]
-        missing += sorted(form.__abstractmethods__)
-        if missing:
-            raise TypeError(f"{where} declares no `{'`, `'.join(missing)}`")
-        for ending in form.endings:
-            is_suffix = Path(f"data{ending}").suffix == ending == ending.lower()
-            if not is_suffix or ending in PACKED_ENDINGS:
-                raise TypeError(
-                    f"{where}: write the ending {ending!r} as '.name', in small letters, with one dot, and other than "
-                    + ", ".join(PACKED_ENDINGS)
-                )
-            other = by_ending.setdefault(ending, form)
-            if other is not form:
-                raise TypeError(f"{where} has the ending {ending} of {other.__name__}")
+    by_ending = check_parts(
+        "format",
+        Format,
+        formats,
+        lambda form: form.endings,
+        needed=("endings", "title"),
+        taken=tuple(CODECS),
+    )
+    for ending, form in by_ending.items():
+        if not Path(f"data{ending}").suffix == ending == ending.lower():
+            raise TypeError(
+                f"format {form.__name__} of {form.__module__}: write the ending {ending!r} as '.name', in small letters, "
+                "with one dot"
+            )
     return by_ending
 
 
@@ -51,10 +76,385 @@ ENDINGS = check_formats(FORMATS)
 def ending_of(path: Path) -> str:
     """Return the ending of a file, of a packed one that of its content."""
     ending = path.suffix.lower()
-    return path.with_suffix("").suffix.lower() if ending in PACKED_ENDINGS else ending
+    return path.with_suffix("").suffix.lower() if ending in CODECS else ending
+
+
+def is_hub_dataset(path: str) -> bool:
+    """Return whether a path that does not exist can be the name of a data set on the Hub."""
+    folder = Path(path).parent
+    is_file = Path(path).suffix.lower() in ENDINGS or (
+        folder != Path() and folder.is_dir()
+    )
+    return not is_file and _HUB_DATASET.fullmatch(path) is not None
 
 
 def described_formats() -> str:
     """Return the formats and their endings, for messages."""
     names = [f"{form.title} ({', '.join(form.endings)})" for form in FORMATS]
-    return f"{', '.join(names)}, also packed ({', '.join(PACKED_ENDINGS)})"
+    return f"{', '.join(names)}, also packed ({', '.join(CODECS)})"
+
+
+WAYS_OUT = {
+    **dict.fromkeys(
+        (".feather", ".arrow", ".pkl", ".pickle"),
+        "write it as Parquet (in pandas df.to_parquet)",
+    ),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save the sheet as CSV"),
+    **dict.fromkeys((".txt", ".text"), "give the file the ending of what is in it"),
+    ".xz": "unpack it (unxz -k)",
+    ".zip": "unpack it (unzip)",
+}
+"""Ways to make use of files whose ending no format has."""
+SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "test"})
+"""Names of folders that are splits, not classes."""
+
+
+class SeveralFiles(Format):
+    """The files of a folder or pattern as one source."""
+
+    def __init__(self, name: str, readers: Sequence[Format]) -> None:
+        super().__init__(readers[0].path)
+        self.name = name
+        self.folder = readers[0].folder
+        self.readers = tuple(readers)
+        self.columns = readers[0].columns
+        self.numbers_are_text = readers[0].numbers_are_text  # type: ignore[misc]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Each file is opened again."""
+        return SeveralFiles, (self.name, self.readers)
+
+    @property
+    def stop(self) -> int:
+        """Number behind the last one."""
+        return len(self.readers) << FILE_BITS
+
+    def parts(self) -> list[range]:
+        """Return the parts of all files."""
+        parts = []
+        for number, reader in enumerate(self.readers):
+            shift = number << FILE_BITS
+            for part in reader.parts():
+                parts.append(range(part.start + shift, part.stop + shift))
+        return parts
+
+    def rows(self, part: range | None = None) -> Iterator[Row]:
+        """Yield the rows of a part of one file; without one those of all files."""
+        readers = self.readers
+        file = 0
+        if part is not None:
+            file = part.start >> FILE_BITS
+            readers = readers[file : file + 1]
+        for reader in readers:
+            shift = file << FILE_BITS
+            if part is not None:
+                part = range(part.start - shift, part.stop - shift)
+            for number, line, record in reader.rows(part):
+                yield number + shift, line + shift, record
+            file += 1
+
+    def where(self, line: int) -> str:
+        """Return the name of a record for messages."""
+        reader, line, _ = self._located(line)
+        return reader.where(line)
+
+    def read(self, number: int) -> Any:
+        """Return one record again."""
+        reader, number, _ = self._located(number)
+        return reader.read(number)
+
+    def num_lines(self, part: range) -> int:
+        """Return the number of lines of a part."""
+        reader, start, shift = self._located(part.start)
+        return reader.num_lines(range(start, part.stop - shift))
+
+    def select(self, columns: Sequence[str]) -> None:
+        """Read only these columns from now on, of each file those that it has."""
+        for reader in self.readers:
+            if reader.columns is not None:
+                names = [name for name in columns if name in reader.columns]
+                reader.select(names or reader.columns)
+
+    def num_records(self) -> int | None:
+        """Return the number of records where it is known without reading them."""
+        counts = [reader.num_records() for reader in self.readers]
+        return None if None in counts else sum(filter(None, counts))
+
+    def files(self) -> Sequence[Path]:
+        """Return the files that the records come from."""
+        paths: list[Path] = []
+        for reader in self.readers:
+            paths += reader.files()
+        return paths
+
+    def _located(self, number: int) -> tuple[Format, int, int]:
+        """Return the file of a number or line, the number in it, and what was added to that."""
+        file = number >> FILE_BITS
+        shift = file << FILE_BITS
+        return self.readers[file], number - shift, shift
+
+
+def open_reader(
+    path: str | Path, columns: Columns | None = None, role: Role = "train"
+) -> Format:
+    """Return the reader of a file, a pattern such as `data/*.parquet`, a folder, an address that fsspec opens, or a Hub
+    dataset. Without `columns` any header is accepted and all columns are read. Raise UserError if a table lacks a
+    required column, or has two of one name."""
+    readers = _readers(str(path), role)
+    for reader in readers:
+        if columns is None or reader.columns is None:
+            continue
+        try:
+            columns.check(reader.columns)
+        except UserError as error:
+            hint = ""
+            guesses = guess_mapping(reader.columns, ("query", "positive"))
+            if reader.numbers_are_text and not guesses:
+                hint = (
+                    "; the first line of the file is taken for the names of the columns"
+                )
+            raise UserError(f"{reader.name}: {error}{hint}") from error
+        reader.select(columns.needed(reader.columns))
+    return readers[0] if len(readers) == 1 else SeveralFiles(str(path), readers)
+
+
+def _readers(path: str, role: Role) -> list[Format]:
+    if is_address(path):
+        copies = fetched_copies(path)
+        return [_open_file(copy, name) for name, copy in copies]
+    try:
+        file = Path(path).expanduser()
+        status = file.stat()
+    except FileNotFoundError:
+        if is_pattern(path):
+            return [_open_file(match) for match in files_of_pattern(path)]
+        if is_hub_dataset(path):
+            return [open_hub(path, role)]
+        raise UserError(
+            f"{path} does not exist (looked from {Path.cwd()}){similar_path(path)}"
+        ) from None
+    except (OSError, ValueError, RuntimeError) as error:
+        # A symlink loop, a NUL character, or an unknown home folder.
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if stat.S_ISDIR(status.st_mode):
+        return _open_folder(file, role)
+    if not stat.S_ISREG(status.st_mode):
+        # A pipe, for example, blocks and can be read only once.
+        raise UserError(f"{path} is not a regular file")
+    if status.st_size == 0:
+        raise UserError(f"{path} is empty")
+    try:
+        return [_open_file(file)]
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _open_folder(folder: Path, role: Role) -> list[Format]:
+    if is_saved_dataset(folder):
+        return [open_folder(folder, role)]
+    files = data_files(folder)
+    if files:
+        return [_open_file(file) for file in files]
+    records = class_records(folder)
+    if records is not None:
+        reader = _open_file(records, str(folder))
+        reader.folder = folder
+        return [reader]
+    paths = sorted(path for path in folder.iterdir() if path.name[0] != ".")
+    names = listed(path.name for path in paths)
+    if any(path.suffix.lower() in IMAGE_SUFFIXES for path in paths):
+        raise UserError(
+            f"{folder} holds images and nothing that says what they show: write pairs with their paths into a file, or "
+            f"put the images of each class into a folder of its own ({folder}/cat/1.jpg)"
+        )
+    raise UserError(
+        f"{folder} is a folder without data files of one kind ({', '.join(ENDINGS)}), without folders of images and "
+        f"not saved by `datasets`; it holds {names or 'nothing'}: name a file"
+    )
+
+
+def class_records(folder: Path) -> Path | None:
+    """Return a file with a record for each image of a folder whose subfolders are classes, in the cache folder: the
+    image's path and class. None for a folder without subfolders of images, or with images itself."""
+    entries = sorted(folder.iterdir())
+    if any(map(_is_image, entries)):
+        return None
+    lines: list[str] = []
+    classes: dict[str, None] = {}
+    for entry in entries:
+        for image in filter(_is_image, sorted(entry.rglob("*"))):
+            classes[entry.name] = None
+            record = {"image": str(image.relative_to(folder)), "label": entry.name}
+            lines.append(json.dumps(record) + "\n")
+    if not classes:
+        return None
+    for name in classes:
+        if name.lower() in SPLITS:
+            raise UserError(
+                f"{folder} holds {listed(classes)}, and {name} is the name of a split, not of a class: give "
+                f"{folder / name} itself, and other splits as val_data_path"
+            )
+    text = "".join(lines)
+    path = (
+        cache_folder()
+        / "class_folders"
+        / f"{short_hash(str(folder.absolute()), text)}.jsonl"
+    )
+    if not path.exists():
+        with written_aside(path) as partial:
+            partial.write_text(text, encoding="utf-8")
+    return path
+
+
+def _is_image(path: Path) -> bool:
+    return (
+        path.suffix.lower() in IMAGE_SUFFIXES
+        and not path.name.startswith(".")
+        and path.is_file()
+    )
+
+
+def _open_file(path: Path, name: str | None = None) -> Format:
+    """Return the reader of a file. `name`: what messages call it, if it is a copy."""
+    ending = path.suffix.lower()
+    if ending in ENDINGS:
+        reader = ENDINGS[ending].open(path)
+    elif ending in CODECS:
+        reader = _open_file(unpacked_copy(path), str(path))
+        reader.folder = path.parent
+    else:
+        raise unknown_ending(path)
+    reader.name = name or reader.name
+    return reader
+
+
+def files_of_pattern(path: str) -> list[Path]:
+    """Return the files that a pattern such as `data/*.parquet` names, sorted by name. Raise UserError if it names
+    none."""
+    parts = Path(path).expanduser().parts
+    # The part of the path before the first wildcard is a folder.
+    first = 0
+    while not is_pattern(parts[first]):
+        first += 1
+    paths = sorted(Path(*parts[:first]).glob("/".join(parts[first:])))
+    files = [path for path in paths if path.is_file() and path.stat().st_size]
+    if not files:
+        raise UserError(f"{path} names no file (looked from {Path.cwd()})")
+    return files
+
+
+def data_files(folder: Path) -> list[Path]:
+    """Return the data files of a folder, sorted by name. A folder of one kind of file is one source."""
+    files = []
+    for path in sorted(folder.iterdir()):
+        if ending_of(path) in ENDINGS and path.is_file() and path.stat().st_size:
+            files.append(path)
+    return files if len({ending_of(path) for path in files}) == 1 else []
+
+
+def unknown_ending(path: Path) -> UserError:
+    """Return the error for a file whose ending no format has."""
+    ending = path.suffix.lower()
+    way_out = f": {WAYS_OUT[ending]}" if ending in WAYS_OUT else ""
+    return UserError(
+        f"{path} has the ending {ending or '(none)'}, and vembed reads {described_formats()}{way_out}"
+    )
+
+
+VERSION_FACTS = ("size", "ETag", "etag", "md5", "mtime", "LastModified", "created")
+PIECE_BYTES = 4 * 2**20
+
+
+def unpacked_copy(path: Path) -> Path:
+    """Return a file without gzip, zstd or bzip2, in the cache folder; unpacked once for each version of it."""
+    version = f"{short_hash(str(path.absolute()))}-{short_hash(stamp(path))}"
+    target = cache_folder() / "unpacked" / version / path.with_suffix("").name
+    if target.exists():
+        return target
+    codec = CODECS[path.suffix.lower()]
+    try:
+        with pa.CompressedInputStream(pa.OSFile(str(path)), codec) as source:
+            _copy(source, target, str(path))
+    except (pa.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{path} cannot be unpacked as {codec}: {reason}") from error
+    return target
+
+
+def fetched_copies(address: str) -> list[tuple[str, Path]]:
+    """Return the addresses that an address (or a pattern with `*`) names, each with its copy in the cache folder."""
+    import fsspec  # takes a tenth of a second, which local files need not wait for
+
+    copies = []
+    try:
+        files, pattern = fsspec.core.url_to_fs(address)
+        paths = [pattern]
+        if is_pattern(pattern):
+            paths = sorted(files.glob(pattern))
+        for path in paths:
+            name = files.unstrip_protocol(path)
+            facts = files.info(path)
+            if facts["type"] != "file":
+                raise UserError(
+                    f"{name} is a folder: name its files, as in .../*.jsonl"
+                )
+            # What tells versions apart depends on the store: an entity tag, a time, or the size alone.
+            known = [str(facts.get(fact)) for fact in VERSION_FACTS]
+            version = f"{short_hash(name)}-{short_hash(known)}"
+            target = cache_folder() / "fetched" / version / Path(path).name
+            if not target.exists():
+                with files.open(path, "rb") as source:
+                    _copy(source, target, name)
+            copies.append((name, target))
+    except ImportError as error:
+        scheme = address.partition("://")[0]
+        raise UserError(
+            f"{address} cannot be opened: {error} (a package for {scheme}:// is missing)"
+        ) from error
+    except (OSError, ValueError) as error:
+        reason = str(error) or type(error).__name__
+        raise UserError(
+            f"{address} cannot be read: {reason.splitlines()[0]}"
+        ) from error
+    if not copies:
+        raise UserError(f"{address} names no file")
+    return copies
+
+
+def _copy(source: Any, target: Path, name: str) -> None:
+    """Copy an open file."""
+    num_bytes = 0
+    with (
+        new_copy(target, name) as partial,
+        ProgressReport(f"copying {name}", log=log.info) as progress,
+        partial.open("wb") as file,
+    ):
+        while piece := source.read(PIECE_BYTES):
+            file.write(piece)
+            num_bytes += len(piece)
+            progress(num_bytes, None)
+
+
+# ---- documents -------------------------------------------------------------------
+
+PLAIN_TEXT_ENDINGS = (".txt", ".text")
+
+
+class TextLines(LineFormat):
+    """A plain text file: every line that is not blank is one record, a string."""
+
+    def record(self, line: bytes) -> str | BadRecord:
+        """See LineFormat."""
+        try:
+            return line.decode().strip()
+        except UnicodeDecodeError:
+            return BadRecord("not UTF-8: save the file as UTF-8")
+
+
+def open_document_reader(path: Path) -> Format:
+    """Return the reader of documents: of any source of data, or of a plain text file."""
+    if path.suffix.lower() in PLAIN_TEXT_ENDINGS and path.is_file():
+        return TextLines(path)
+    return open_reader(path)

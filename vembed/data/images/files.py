@@ -19,8 +19,7 @@ from typing import BinaryIO
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from vembed.data.examples import BadRecord, ImageRef
-from vembed.data.messages import printable
-from vembed.errors import UserError
+from vembed.errors import UserError, printable
 
 MAX_PIXELS = 89_478_485
 """Larger images are refused, since a small file may decompress to gigabytes. About 9,400 x 9,400."""

@@ -23,22 +23,23 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vembed.cores import num_cores
 from vembed.data.examples import ImageRef
-from vembed.data.images.decoders import Decoders, Decoding
-from vembed.data.images.files import image_name, load_image
-from vembed.data.images.picture_bytes import (
+from vembed.data.images.decoders import (
     PIXELS,
     Arrays,
+    Decoders,
+    Decoding,
     FirstHalf,
     Patching,
     ProcessorCode,
     Resizing,
 )
+from vembed.data.images.files import image_name, load_image
 from vembed.errors import UserError
 from vembed.models.families.backbones import read_config
 from vembed.models.families.description import ModelDescription
 from vembed.models.processors import load_image_processor
+from vembed.parallel.environment import num_cores
 
 CONVOLUTION_STRIDE = 32
 """Total stride in pixels of a convolutional network whose config has no patch size."""

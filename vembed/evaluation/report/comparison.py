@@ -31,8 +31,8 @@ from vembed.evaluation.report.report import (
     format_option,
     short_paths,
 )
+from vembed.files import replace_text
 from vembed.progress import duration
-from vembed.saving.durability import replace_text
 
 NEVER_COMPARED = ("output_dir", "run_name", "resume")
 """Settings that differ between any two runs, and those that change no result."""

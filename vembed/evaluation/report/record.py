@@ -15,9 +15,8 @@ from typing import Any
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.files import read_json_object, read_state_text, read_yaml
+from vembed.files import read_json_object, read_state_text, read_yaml, replace_text
 from vembed.names import short_name
-from vembed.saving.durability import replace_text
 
 SUMMARY_FILE = "run.json"
 REPORTED_PACKAGES = (

@@ -15,9 +15,8 @@ import numpy as np
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features
 from vembed.errors import UserError
-from vembed.export.exporting import EXPORT_FORMATS
+from vembed.export.exporting import EXPORT_FORMATS, OnnxReranker
 from vembed.export.onnx_format import GraphReader
-from vembed.export.rerankers import OnnxReranker
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_features
 from vembed.inference.reranker import Reranker

@@ -40,7 +40,7 @@ from vembed.models.families.model_files import (
     read_settings,
     tokenizer_folder,
 )
-from vembed.models.families.table import FAMILIES
+from vembed.models.families.table import FAMILIES, FAMILY_OF_TYPE
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 
 log = logging.getLogger(__name__)
@@ -158,17 +158,13 @@ class ModelDescription:
                 folders[name] = str(Path(folder, inner))
         return replace(saved, **folders)
 
-    @property
-    def output(self) -> str:
-        """What the model gives, in words."""
-        if self.scores is not None:
-            return "reranker"
-        return f"embedding of {self.embedding_dim:,d} dimensions"
-
     def summary(self) -> str:
         """Return the model's facts and their reasons, one line each, for the log."""
+        output = f"embedding of {self.embedding_dim:,d} dimensions"
+        if self.scores is not None:
+            output = "reranker"
         lines = [
-            f"{self.name or self.source}: {self.family}, {self.output}, "
+            f"{self.name or self.source}: {self.family}, {output}, "
             f"modalities {', '.join(self.modalities)}, layers {', '.join(self.layer_classes)}"
         ]
         values = asdict(self)
@@ -525,15 +521,12 @@ def _family(reading: _Reading) -> Family:
     reason = f"model_type {kind} in config.json"
     if options.model_class is not None:
         reason = f"the forward of {options.model_class}"
-    by_model_type: dict[str, Family] = {}
-    for record in FAMILIES.values():
-        by_model_type |= dict.fromkeys(record.model_types, record)
     inputs = reading.config.inputs if isinstance(reading.config, OwnConfig) else ()
     if reading.saved:
         detected = FAMILIES[reading.saved["family"]]
         reason = _FROM_SAVED
-    elif kind in by_model_type:
-        detected = by_model_type[kind]
+    elif kind in FAMILY_OF_TYPE:
+        detected = FAMILY_OF_TYPE[kind]
     elif reading.model_class.main_input_name == "pixel_values":
         detected = FAMILIES["image_encoder"]
         reason += ": its input is pixels"
@@ -543,7 +536,7 @@ def _family(reading: _Reading) -> Family:
     elif "vision_config" in reading.config.to_dict():
         raise UserError(
             f"{options.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
-            f"supported: {', '.join(sorted(by_model_type))}"
+            f"supported: {', '.join(sorted(FAMILY_OF_TYPE))}"
         )
     elif is_decoder_only(reading.config):
         detected = FAMILIES["text_decoder"]
@@ -607,17 +600,15 @@ def _pooling(
         pooling = "cls"
         reason = "the module gives one vector for each input"
     elif files.pooling_modes:
-        stored = files.pooling
         reason = f"from {path}"
-        if stored is None:
-            problem = (
-                f"pools by {' and '.join(files.pooling_modes)}, which vembed cannot"
-            )
-        else:
-            pooling = stored.name
-            refusal = stored.refusal(**facts)
-            if refusal is not None:
-                problem = f"pools by {pooling}: {refusal}"
+        problem = f"pools by {' and '.join(files.pooling_modes)}, which vembed cannot"
+        # The pooling that does the same as all modes together.
+        for known in POOLINGS.values():
+            if set(known.modes or (known.name,)) == set(files.pooling_modes):
+                pooling = known.name
+                refusal = known.refusal(**facts)
+                problem = f"pools by {pooling}: {refusal}" if refusal else None
+                break
         if not files.include_prompt:
             problem = "leaves the prompt out of the pooling, which is not supported"
     elif not family.reads_text:

@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from vembed.errors import UserError
-from vembed.models.poolings.base import Pooling
+from vembed.files import read_json, read_json_object
 from vembed.models.poolings.table import MODE_FLAGS, POOLINGS
 from vembed.names import is_hub_model, similar_path
 
@@ -185,24 +185,7 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
 
 def read_object(path: Path) -> dict[str, Any] | None:
     """Read a JSON file that holds an object; None if it does not exist."""
-    values = read_json(path)
-    if values is not None and not isinstance(values, dict):
-        raise UserError(
-            f"{path} holds a {type(values).__name__} instead of a JSON object"
-        )
-    return values
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file; None if it does not exist."""
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error})") from error
+    return read_json_object(path) if path.is_file() else None
 
 
 # ---- schemas of the small files, and checks of config.json -------------------------------------------------------
@@ -246,16 +229,6 @@ class PoolingSettings(Settings):
 
     pooling_mode: str | list[str] | None = None
     include_prompt: bool = True
-
-    def modes(self) -> tuple[str, ...]:
-        """Modes by name. Old files have one flag per mode, new files a name or a list of names."""
-        if isinstance(self.pooling_mode, str):
-            return (self.pooling_mode,)
-        if self.pooling_mode is not None:
-            return tuple(self.pooling_mode)
-        flags = self.model_extra or {}
-        modes = tuple(mode for mode, flag in MODE_FLAGS.items() if flags.get(flag))
-        return modes or ("mean",)
 
 
 class DenseSettings(Settings):
@@ -304,7 +277,7 @@ Modules = Annotated[list[ModuleSettings], Field(min_length=1)]
 
 def read_settings(path: Path, kind: Any, *, is_optional: bool = False) -> Any:
     """Return the contents of a JSON file by their schema `kind`. `is_optional`: a missing file has the defaults."""
-    values = read_json(path)
+    values = read_json(path) if path.is_file() else None
     if values is None and not is_optional:
         raise UserError(
             f"{path.parent} has no {path.name}, although the model's files name that folder"
@@ -406,7 +379,24 @@ def model_folder(
     downloaded into the Hub's cache first."""
     path = Path(name).expanduser()
     if path.is_dir():
-        folder = _inside_a_run(path, option).resolve()
+        is_model = any(
+            (path / name).is_file()
+            for name in ("config.json", "modules.json", ADAPTER_CONFIG)
+        )
+        if not is_model and (path / CHECKPOINT_STATE).is_file():
+            raise UserError(
+                f"{option}: {path} is a checkpoint, the state of a run and not a model: "
+                f"`vembed export {path} FOLDER` makes a model of it"
+            )
+        if not is_model and (path / RUN_CONFIG).is_file():
+            # Of a run's folder the model is in final/.
+            path /= "final"
+            if not path.is_dir():
+                raise UserError(
+                    f"{option}: {path.parent} is a run that has not finished, so it has no final/: resume it, or make a "
+                    f"model of a checkpoint with `vembed export {path.parent}/checkpoint-STEP FOLDER`"
+                )
+        folder = path.resolve()
         check_weight_files(folder)
         return folder
     if path.is_file():
@@ -448,26 +438,6 @@ def model_folder(
     return folder
 
 
-def _inside_a_run(path: Path, option: str) -> Path:
-    """Return the model's folder: `final/` of a run's folder, otherwise the folder itself."""
-    for name in ("config.json", "modules.json", ADAPTER_CONFIG):
-        if (path / name).is_file():
-            return path
-    if (path / CHECKPOINT_STATE).is_file():
-        raise UserError(
-            f"{option}: {path} is a checkpoint, the state of a run and not a model: "
-            f"`vembed export {path} FOLDER` makes a model of it"
-        )
-    if not (path / RUN_CONFIG).is_file():
-        return path
-    if not (path / "final").is_dir():
-        raise UserError(
-            f"{option}: {path} is a run that has not finished, so it has no final/: resume it, or make a model of a "
-            f"checkpoint with `vembed export {path}/checkpoint-STEP FOLDER`"
-        )
-    return path / "final"
-
-
 def whole_model_folder(name: str, *, option: str) -> Path:
     """Return the local folder of a model that Transformers loads by itself: whole weights without an adapter."""
     folder = model_folder(name, option=option)
@@ -499,15 +469,6 @@ class ModelFiles:
     settings: ModelSettings = field(default_factory=ModelSettings)
     prompts: dict[str, str] = field(default_factory=dict)
     """Name -> prompt. `settings.default_prompt_name` is for inputs whose kind has no prompt of its own."""
-
-    @property
-    def pooling(self) -> Pooling | None:
-        """The pooling that does the same as the modes together; None: there is none."""
-        for pooling in POOLINGS.values():
-            modes = pooling.modes or (pooling.name,)
-            if set(modes) == set(self.pooling_modes):
-                return pooling
-        return None
 
 
 ModelKind = Literal[
@@ -592,8 +553,15 @@ def read_sentence_transformers(folder: Path) -> ModelFiles:
         kind = _kind_of_module(module)
         if module.type.endswith(".Pooling"):
             settings = read_settings(inner_folder / "config.json", PoolingSettings)
-            modes = settings.modes()
             include_prompt = settings.include_prompt
+            # New files have a name or a list of names, old files one flag for each mode.
+            names = settings.pooling_mode
+            if names is None:
+                flags = settings.model_extra or {}
+                names = [mode for mode, flag in MODE_FLAGS.items() if flags.get(flag)]
+            if isinstance(names, str):
+                names = [names]
+            modes = tuple(names) or ("mean",)
         elif module.type.startswith(POOLING_MODULE):
             modes = (module.type.removeprefix(POOLING_MODULE),)
             if modes[0] not in POOLINGS:

@@ -7,29 +7,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, get_args
 
+from vembed.declarations import check_parts
 from vembed.models.families.family import (
     CHAT_LENGTH,
     Family,
-    Forward,
     Modality,
     Starter,
     Tower,
 )
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 
-RECOGNISED_BY_INPUTS = (
-    "text_encoder",
-    "text_decoder",
-    "image_encoder",
-    "composed",
-    "own_text_image",
-)
-"""Families of models whose model_type no family names: their inputs tell. Others need `model_types`."""
-
 _RECORDS = (
     Family(
         name="text_encoder",
-        model_types=frozenset(),
+        model_types=None,
         forwards={"text": "text"},
         towers={"text": ""},
         starter=Starter(
@@ -47,7 +38,7 @@ _RECORDS = (
     ),
     Family(
         name="text_decoder",
-        model_types=frozenset(),
+        model_types=None,
         forwards={"text": "text"},
         towers={"text": ""},
         pooling_reason="a decoder with bidirectional attention (the model defines no pooling)",
@@ -108,7 +99,7 @@ _RECORDS = (
     ),
     Family(
         name="image_encoder",
-        model_types=frozenset(),
+        model_types=None,
         forwards={"image": "image"},
         towers={"vision": ""},
         starter=Starter(
@@ -137,7 +128,7 @@ _RECORDS = (
     ),
     Family(
         name="composed",
-        model_types=frozenset(),
+        model_types=None,
         forwards={"text": "text", "image": "image"},
         towers={"text": "text_model.", "vision": "vision_model."},
         projections={"text": "text_projection", "image": "visual_projection"},
@@ -154,7 +145,7 @@ _RECORDS = (
     ),
     Family(
         name="own_text_image",
-        model_types=frozenset(),
+        model_types=None,
         forwards={"text": "text", "image": "image"},
         towers={"text": "", "vision": ""},
         is_causal=None,
@@ -169,41 +160,22 @@ _RECORDS = (
 )
 
 
-def check_families(records: tuple[Family, ...]) -> dict[str, Family]:
-    """Return the families by name. Raise TypeError for a record that contradicts another."""
-    families: dict[str, Family] = {}
-    family_of_type: dict[str, str] = {}
-    for family in records:
-        where = f"model family {family.name}"
-        if family.name in families or family.name == "auto":
-            raise TypeError(f"{where} has a name that is taken")
-        if not family.model_types and family.name not in RECOGNISED_BY_INPUTS:
-            raise TypeError(f"{where} declares no `model_types`")
-        if not isinstance(family.model_types, frozenset):
-            raise TypeError(f"{where}: write its `model_types` as a frozenset")
-        for field, values, known in (
-            ("forwards", family.forwards, get_args(Modality)),
-            ("forwards", family.forwards.values(), get_args(Forward)),
-            ("towers", family.towers, get_args(Tower)),
-            ("pooling", [family.pooling], (*POOLINGS, MODEL_POOLING)),
-        ):
-            for value in values:
-                if value not in known:
-                    raise TypeError(
-                        f"{where} has {value!r} in its `{field}`: write one of {', '.join(known)}"
-                    )
-        for model_type in family.model_types:
-            other = family_of_type.setdefault(model_type, family.name)
-            if other != family.name:
-                raise TypeError(
-                    f"{where} names the model_type {model_type} of the family {other}"
-                )
-        families[family.name] = family
-    return families
-
-
-FAMILIES = check_families(_RECORDS)
+FAMILIES = check_parts(
+    "model family", Family, _RECORDS, lambda family: (family.name,), taken=("auto",)
+)
 """Family name, as in the option `model_family` -> its record."""
+FAMILY_OF_TYPE = check_parts(
+    "model family",
+    Family,
+    _RECORDS,
+    lambda family: family.model_types or (),
+    allowed={
+        "forwards": get_args(Modality),
+        "towers": get_args(Tower),
+        "pooling": (*POOLINGS, MODEL_POOLING),
+    },
+)
+"""`model_type` in config.json -> the record of its family."""
 if TYPE_CHECKING:
     FamilyName = str
 else:

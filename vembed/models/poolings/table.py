@@ -8,8 +8,10 @@ config reads it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+from vembed.declarations import check_parts
 from vembed.models.poolings.base import Cls, Last, Max, Mean, Pooling, WeightedMean
 
 MODEL_POOLING = "own"
@@ -34,34 +36,25 @@ _CLASSES: tuple[type[Pooling], ...] = (
 )
 
 
-def check_poolings(classes: tuple[type[Pooling], ...]) -> dict[str, Pooling]:
+def check_poolings(classes: Sequence[type[Pooling]]) -> dict[str, Pooling]:
     """Return the poolings by name. Raise TypeError for a class that lacks something."""
-    poolings: dict[str, Pooling] = {}
-    owners: dict[str, type[Pooling]] = {}
+    check_parts(
+        "pooling",
+        Pooling,
+        classes,
+        lambda pooling: (pooling.name, *pooling.spellings.split()),
+        needed=("name", "__doc__"),
+        allowed={"modes": MODE_FLAGS},
+        taken=("auto", MODEL_POOLING),
+    )
+    poolings = {}
     for pooling in classes:
-        where = f"pooling {pooling.__name__} of {pooling.__module__}"
-        if not hasattr(pooling, "name"):
-            raise TypeError(f"{where} declares no `name`")
-        if pooling.name in poolings or pooling.name in ("auto", MODEL_POOLING):
-            raise TypeError(f"{where} has a name that is taken: {pooling.name}")
-        if not pooling.__doc__:
-            raise TypeError(
-                f"{where} has no docstring, whose first sentence is its text"
-            )
-        for word in (pooling.name, *pooling.spellings.split()):
-            if owners.setdefault(word, pooling) is not pooling:
-                raise TypeError(
-                    f"{where} has the spelling {word} of {owners[word].__name__}"
-                )
-        unknown = [mode for mode in pooling.modes if mode not in MODE_FLAGS]
-        if unknown:
-            raise TypeError(
-                f"{where} has unknown `modes` {unknown}: write some of {', '.join(MODE_FLAGS)}"
-            )
         needed = ("build",) if pooling.is_trained else ("pool", "reference")
         for method in needed:
             if getattr(pooling, method) is getattr(Pooling, method):
-                raise TypeError(f"{where} has no method `{method}`")
+                raise TypeError(
+                    f"pooling {pooling.__name__} of {pooling.__module__} declares no `{method}`"
+                )
         poolings[pooling.name] = pooling()
     return poolings
 

@@ -20,7 +20,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,36 +28,31 @@ from typing import Any, NoReturn, Self
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from vembed.config.schema import ModelSection, RunSection
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.record import SUMMARY_FILE
-from vembed.files import read_json_object
+from vembed.files import read_json_object, sha256_of, way_out, write_durably
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
 from vembed.parallel.session import Session
-from vembed.saving.checksums import sha256_of
-from vembed.saving.durability import way_out, write_durably
-from vembed.training.checkpoint import folder as folders
-from vembed.training.checkpoint.folder import (
+from vembed.training.checkpoint import folders
+from vembed.training.checkpoint.folders import (
     ABANDONED,
     DAMAGED,
+    JUDGES,
     MANIFEST,
     PARTIAL,
     STATE,
-    checkpoint_name,
-    list_checkpoints,
-)
-from vembed.training.checkpoint.resume import (
-    JUDGES,
     Difference,
     NothingLeft,
     candidates,
+    checkpoint_name,
     compare_resume,
     finished_run,
+    list_checkpoints,
     refusal,
     refuse_own_model,
     trim_metrics,
@@ -65,7 +60,7 @@ from vembed.training.checkpoint.resume import (
 from vembed.training.checkpoint.tensors import (
     CheckpointPlanner,
     CheckpointWriter,
-    quieten_torch,
+    Trained,
     restore,
     tensors_of,
 )
@@ -74,7 +69,7 @@ log = logging.getLogger("vembed")
 
 NO_CHECKPOINT: dict[str, dict[str, Any]] = {
     "best_step": {"best": None, "best_step": None, "best_scores": {}},
-    "held_step": {"held_step": None, "held_scores": {}},
+    "guarded_step": {"guarded_step": None, "guarded_scores": {}},
 }
 """Keys of the loop's state that name a checkpoint for `final/`, and what the state is without it."""
 
@@ -114,7 +109,6 @@ class Checkpointer:
         """Step of an asynchronous save, and its result."""
         self._saved_step = -1
         self._damaged: set[Path] = set()
-        quieten_torch()
 
     def __enter__(self) -> Self:
         return self
@@ -138,7 +132,8 @@ class Checkpointer:
         Raise UserError if output_dir is not writable, or holds another run or the model to start from. Skip damaged
         checkpoints. Nothing is changed before `begin`.
         """
-        self._check_output()
+        if not self._is_alone:  # one process has written its lock there
+            self._require_shared_output()
 
         def paths_to_try() -> list[str]:
             refuse_own_model(self.run, model)
@@ -166,9 +161,9 @@ class Checkpointer:
             )
         # A path to resume from may be a folder of each machine's own.
         seal = None if chosen is None else sha256_of(chosen / MANIFEST)
-        require_equal(
-            "the checkpoint to resume from", seal, "give every machine the same one"
-        )
+        if not self._is_alone:
+            advice = "give every machine the same one"
+            require_equal("the checkpoint to resume from", seal, advice)
         if chosen is None:
             return None
         point = ResumePoint(chosen, read_state(chosen))
@@ -280,10 +275,10 @@ class Checkpointer:
             trim_metrics(self.output, -1)
         else:
             loop = point.state["loop"]
-            steps = {loop["step"], *(loop[key] for key in NO_CHECKPOINT)} - {None}
             if self._may_go_back:
+                steps = {loop[key] for key in ("step", *NO_CHECKPOINT)}
                 # The resumed one first: no earlier checkpoint may be the newest here.
-                for step in sorted(steps, reverse=True):
+                for step in sorted(steps - {None}, reverse=True):
                     self._take_over(step, point)
             is_scored = loop["scored_step"] == loop["step"]
             metrics = {}
@@ -295,19 +290,9 @@ class Checkpointer:
             )
         collectives.barrier()
 
-    def load(
-        self,
-        point: ResumePoint,
-        model: nn.Module,
-        loss: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        tensors: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Restore model, loss and optimizer from a checkpoint; return the `state` that was passed to `save`.
-
-        `tensors` (see `save`) are filled in place, those that the checkpoint holds.
-        """
-        self._read(point, model, loss, optimizer, tensors)
+    def load(self, point: ResumePoint, trained: Trained) -> dict[str, Any]:
+        """Restore what is trained from a checkpoint; return the `state` that was passed to `save`."""
+        self._read(point, trained)
         state: dict[str, Any] = dict(point.state["loop"])
         changed = {entry.name for entry in self._differences(point)} & JUDGES
         if changed:
@@ -320,7 +305,11 @@ class Checkpointer:
             state["hooks"].pop("patience", None)
         if "val_data_path" in changed:
             # Scores on other data do not belong in this run's report and do not count as an evaluation of this step.
-            no_scores: dict[str, Any] = {"before": {}, "scores": {}, "held_scores": {}}
+            no_scores: dict[str, Any] = {
+                "before": {},
+                "scores": {},
+                "guarded_scores": {},
+            }
             state |= {**no_scores, "scored_step": None}
         if self._may_go_back:
             missing = []
@@ -334,14 +323,8 @@ class Checkpointer:
                 state |= NO_CHECKPOINT[key]
         return state
 
-    def load_weights(
-        self,
-        directory: Path,
-        model: nn.Module,
-        loss: nn.Module,
-        tensors: Mapping[str, Any] | None = None,
-    ) -> bool:
-        """Restore only the weights of model and loss, and `tensors` (of the best checkpoint, at the end of a run).
+    def load_weights(self, directory: Path, trained: Trained) -> bool:
+        """Restore all but the optimizer's state (of the best checkpoint, at the end of a run).
 
         Return False, with a warning and unchanged weights, if the checkpoint is missing or damaged.
         """
@@ -353,7 +336,7 @@ class Checkpointer:
             )
             return False
         point = ResumePoint(directory, read_state(directory))
-        self._read(point, model, loss, None, tensors)
+        self._read(point, replace(trained, optimizer=None))
         return True
 
     def verify(self, directory: Path) -> list[str]:
@@ -372,17 +355,14 @@ class Checkpointer:
     def save(
         self,
         state: Mapping[str, Any],
-        model: nn.Module,
-        loss: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        trained: Trained,
         write_more: Callable[[Path], None] | None = None,
-        tensors: Mapping[str, Any] | None = None,
     ) -> None:
         """Write the checkpoint of `state["step"]`. A second call for the same step does nothing. Collective.
 
-        The checkpoints of `state["best_step"]` and of `state["held_step"]` are never pruned. All ranks call
-        `write_more`, which writes more files into the folder. `tensors`: those of hooks, by name. With `async_save`,
-        return once the tensors are copied to host memory.
+        The checkpoints of `state["best_step"]` and of `state["guarded_step"]` are never pruned. All ranks call
+        `write_more`, which writes more files into the folder. With `async_save`, return once the tensors are copied to
+        host memory.
         """
         self.wait()
         step = int(state["step"])
@@ -426,7 +406,7 @@ class Checkpointer:
             "planner": CheckpointPlanner(flatten_state_dict=False),
             "no_dist": self._is_alone,
         }
-        weights = tensors_of(model, loss, optimizer, tensors)
+        weights = tensors_of(trained)
         if self.run.async_save:
             pending = async_save(weights, process_group=self._group, **arguments)
             assert isinstance(pending, Future)
@@ -467,7 +447,7 @@ class Checkpointer:
             raise UserError(answer["error"])
         return answer["value"]
 
-    def _check_output(self) -> None:
+    def _require_shared_output(self) -> None:
         """Raise UserError unless every rank can write to output_dir and sees there the files of rank 0."""
         # Two exchanges: all have written before any looks for the file of rank 0, and all have looked before it goes.
         probe = self.output / f".probe-{self.session.rank}"
@@ -519,23 +499,13 @@ class Checkpointer:
             unfinished.rename(target)
             log.info(f"copied {source} (final/ may get it)")
 
-    def _read(
-        self,
-        point: ResumePoint,
-        model: nn.Module,
-        loss: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        tensors: Mapping[str, Any] | None,
-    ) -> None:
+    def _read(self, point: ResumePoint, trained: Trained) -> None:
         restore(
-            model,
-            loss,
-            optimizer,
+            trained,
             point.path,
             no_dist=self._is_alone,
             # Another strategy may hold the same weights in another type.
             checks_dtypes=point.state["strategy"] == self.session.strategy,
-            extra=tensors,
         )
 
     def _differences(self, point: ResumePoint) -> list[Difference]:
@@ -586,7 +556,8 @@ class Checkpointer:
 
     def _on_commit(self, final: Path, kept_steps: set[int], start: float) -> None:
         """Log the finished checkpoint and prune the oldest ones. Runs on rank 0."""
-        size = sum(path.stat().st_size for path in final.rglob("*") if path.is_file())
+        files = [path for path in final.rglob("*") if path.is_file()]
+        size = sum(path.stat().st_size for path in files)
         seconds = time.monotonic() - start
         log.info(f"saved {final.name} ({size / 1e9:.2f} GB, {seconds:.1f} s)")
         limit = self.run.save_total_limit

@@ -12,7 +12,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 from torch.futures import Future
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from typing_extensions import override
 
 from vembed.errors import UserError
+from vembed.files import sha256_of, write_durably
 from vembed.models.families.backbones import plain_name
 from vembed.parallel import collectives
 from vembed.parallel.parameters import local_tensor
-from vembed.saving.checksums import sha256_of
-from vembed.saving.durability import write_durably
-from vembed.training.checkpoint.folder import STATE, commit
+from vembed.training.checkpoint.folders import STATE, commit
 
 log = logging.getLogger("vembed")
 
@@ -143,7 +143,7 @@ def stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
     return dict(metadata.state_dict_metadata)
 
 
-def quieten_torch() -> None:
+def _quieten_torch() -> None:
     """Suppress torch's warnings about FSDP1's sharded state and about saving in a single process, in all threads, and
     its records of every tensor that is saved."""
     for message in (
@@ -157,24 +157,34 @@ def quieten_torch() -> None:
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)
 
 
-def tensors_of(
-    model: nn.Module,
-    loss: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    extra: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return trained weights, buffers, optimizer state and `extra` (tensors of hooks) by name, as plain tensors or
-    DTensors."""
-    # Names begin with "model." and "loss.", as in the optimizer's state.
-    model_and_loss = nn.ModuleDict({"model": model, "loss": loss})
-    tensors = _weights(model_and_loss)
-    tensors |= {_HOOKS + name: value for name, value in (extra or {}).items()}
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What is trained, and so belongs in a checkpoint."""
+
+    model: nn.Module
+    loss: nn.Module
+    optimizer: Optimizer | None = None
+    """None: its state is neither read nor written."""
+    of_hooks: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of hooks by name. They are filled in place by a checkpoint that holds them."""
+
+    @property
+    def modules(self) -> nn.Module:
+        """Model and loss in one module: their names begin with "model." and "loss.", as in the optimizer's state."""
+        return nn.ModuleDict({"model": self.model, "loss": self.loss})
+
+
+def tensors_of(trained: Trained) -> dict[str, Any]:
+    """Return trained weights, buffers, optimizer state and tensors of hooks by name, as plain tensors or DTensors."""
+    _quieten_torch()
+    optimizer = trained.optimizer
+    modules = trained.modules
+    tensors = _weights(modules)
+    tensors |= {_HOOKS + name: value for name, value in trained.of_hooks.items()}
     # A new optimizer has no state, and get_state_dict would create some by taking a step.
-    if optimizer.state:
-        state = get_optimizer_state_dict(model_and_loss, optimizer, options=_TRAINED)[
-            "state"
-        ]
-        tensors |= _state_tensors(state)
+    if optimizer is not None and optimizer.state:
+        state = get_optimizer_state_dict(modules, optimizer, options=_TRAINED)
+        tensors |= _state_tensors(state["state"])
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(
@@ -185,26 +195,21 @@ def tensors_of(
 
 
 def restore(
-    model: nn.Module,
-    loss: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    checkpoint: Path,
-    *,
-    no_dist: bool,
-    checks_dtypes: bool = False,
-    extra: Mapping[str, Any] | None = None,
+    trained: Trained, checkpoint: Path, *, no_dist: bool, checks_dtypes: bool = False
 ) -> None:
-    """Restore model, loss and optimizer from a checkpoint, and of the tensors `extra` those that it holds.
+    """Restore model, loss and optimizer from a checkpoint, and those tensors of hooks that it holds.
 
     The optimizer's group options (learning rate, weight decay, betas) stay as the config has them. `no_dist`: this
     process reads alone. `checks_dtypes`: refuse weights that are stored as another type than this run holds.
     """
+    _quieten_torch()
     stored = stored_tensors(checkpoint)
+    optimizer = trained.optimizer
+    modules = trained.modules
     # The same names as in `tensors_of`: a tensor of the checkpoint finds its place by name alone.
-    model_and_loss = nn.ModuleDict({"model": model, "loss": loss})
-    weights = _weights(model_and_loss)
+    weights = _weights(modules)
     tensors = dict(weights)
-    for name, value in (extra or {}).items():
+    for name, value in trained.of_hooks.items():
         if _HOOKS + name in stored:
             tensors[_HOOKS + name] = value
     state: dict[str, Any] = {}
@@ -213,9 +218,7 @@ def restore(
     if optimizer is not None and any(name.startswith(_OPTIMIZER) for name in stored):
         # torch allocates the state tensors by a step with zero gradients, and only if there are none yet.
         optimizer.zero_grad(set_to_none=True)
-        allocated: Any = get_optimizer_state_dict(
-            model_and_loss, optimizer, options=_TRAINED
-        )
+        allocated: Any = get_optimizer_state_dict(modules, optimizer, options=_TRAINED)
         groups = allocated["param_groups"]
         # State that the step above has made, and the checkpoint lacks, is not loaded.
         for name, values in allocated["state"].items():
@@ -235,13 +238,13 @@ def restore(
         planner=DefaultLoadPlanner(flatten_state_dict=False),
         no_dist=no_dist,
     )
-    if FullyShardedDataParallel.fsdp_modules(model):
+    if FullyShardedDataParallel.fsdp_modules(trained.model):
         # FSDP1 returned copies of its flat parameters' pieces, so they must be loaded back.
-        set_model_state_dict(model_and_loss, weights, options=_TRAINED)
+        set_model_state_dict(modules, weights, options=_TRAINED)
         if optimizer is not None and state:
             _put_numbers(state, tensors)
             set_optimizer_state_dict(
-                model_and_loss,
+                modules,
                 optimizer,
                 {"state": state, "param_groups": groups},
                 options=_TRAINED,
@@ -249,7 +252,7 @@ def restore(
     elif optimizer is not None:
         # The tensors above were the live ones. Numbers are still to be restored, and state that the checkpoint lacks
         # (created by the step above) is dropped.
-        for name, parameter in model_and_loss.named_parameters():
+        for name, parameter in modules.named_parameters():
             if plain_name(name) in state:
                 _put_numbers({plain_name(name): optimizer.state[parameter]}, tensors)
             else:
@@ -258,16 +261,16 @@ def restore(
         optimizer.state.clear()
 
 
-def _weights(model_and_loss: nn.Module) -> dict[str, Any]:
+def _weights(modules: nn.Module) -> dict[str, Any]:
     """Return trained parameters and buffers. Extra state entries of quantised frozen layers are left out."""
     # Names of extra state entries begin with that of their parameter and a dot.
     frozen = []
-    for name, parameter in model_and_loss.named_parameters():
+    for name, parameter in modules.named_parameters():
         if not parameter.requires_grad:
             frozen.append(plain_name(name) + ".")
     prefixes = tuple(frozen)
     weights = {}
-    for name, value in get_model_state_dict(model_and_loss, options=_TRAINED).items():
+    for name, value in get_model_state_dict(modules, options=_TRAINED).items():
         if not name.startswith(prefixes):
             weights[name] = value
     return weights
@@ -317,9 +320,9 @@ def _movable(value: Any) -> Any:
         return value
     shape = value.size()
     shards = value.local_shards()
-    local = (
-        shards[0].tensor if shards else torch.empty(0, *shape[1:], dtype=value.dtype)
-    )
+    local = torch.empty(0, *shape[1:], dtype=value.dtype)
+    if shards:
+        local = shards[0].tensor
     # Without communication: the mesh is made of a group that exists, and `run_check` would compare the ranks.
     mesh = DeviceMesh.from_group(value._process_group, local.device.type)
     stride = torch.empty(shape, device="meta").stride()
@@ -336,7 +339,8 @@ def _check(
 ) -> None:
     """Raise UserError unless the checkpoint holds exactly the tensors that this run trains."""
     missing = sorted(tensors.keys() - stored.keys())
-    if any(_OWN.search(name) for name in missing) and any(map(_OWN.search, stored)):
+    stored_by_rank = [name for name in stored if _OWN.search(name)]
+    if stored_by_rank and any(_OWN.search(name) for name in missing):
         raise UserError(
             f"the checkpoint's optimizer state cannot be divided among {collectives.world_size()} process(es), since its "
             "8-bit blocks follow the shards: resume on as many processes as wrote it (only optim: adamw moves freely), "

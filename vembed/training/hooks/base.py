@@ -23,15 +23,15 @@ the run may differ between the ranks: the loop collects them. A hook may read th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from vembed.data.batching.rank_batch import RankBatch
+from vembed.errors import UserError
 from vembed.evaluation.query_results import QueryResults
 from vembed.training.optimizer import Outcome
 from vembed.training.step import BatchResult
@@ -65,11 +65,11 @@ class StepReport:
         self.batches.append((rank_batch, result))
 
     @property
-    def loss_share(self) -> Tensor:
-        """This rank's part of the loss of the step, float64: the mean over its global batches."""
-        total = torch.zeros((), dtype=torch.float64, device=self.embeddings.device)
+    def loss_share(self) -> float:
+        """This rank's part of the loss of the step: the mean over its global batches."""
+        total = 0.0
         for _, result in self.batches:
-            total += result.loss_share / len(self.batches)
+            total += float(result.loss_copy.read() / len(self.batches))
         return total
 
     @property
@@ -217,3 +217,62 @@ def _log_reasons(answers: Sequence[tuple[Hook, str | None]]) -> bool:
             log.info(f"{type(hook).__name__} ends the run: {reason}")
             has_reason = True
     return has_reason
+
+
+# ---- functions of the caller as a hook ---------------------------------------
+
+STOP = "stop"
+"""Return value of a callback that ends the run after this step, with its model and its report."""
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """Result of one optimizer step, as callbacks see it. The same on every rank."""
+
+    step: int
+    epoch: float
+    loss: float
+    learning_rate: float
+    grad_norm: float
+
+
+OnStep = Callable[[StepInfo], str | None]
+OnEvaluation = Callable[[Evaluation], str | None]
+
+
+class Callbacks(Hook):
+    """The hook that calls a caller's functions."""
+
+    def __init__(
+        self, on_step: OnStep | None = None, on_evaluation: OnEvaluation | None = None
+    ) -> None:
+        self._on_step = on_step
+        self._on_evaluation = on_evaluation
+
+    def on_step(self, report: StepReport) -> str | None:
+        """Call the function for steps."""
+        if self._on_step is None:
+            return None
+        outcome = report.outcome
+        info = StepInfo(
+            report.step,
+            report.epoch,
+            outcome.loss,
+            report.learning_rate,
+            outcome.grad_norm,
+        )
+        return _reason("on_step", self._on_step(info))
+
+    def on_evaluation(self, evaluation: Evaluation) -> str | None:
+        """Call the function for evaluations."""
+        if self._on_evaluation is None:
+            return None
+        return _reason("on_evaluation", self._on_evaluation(evaluation))
+
+
+def _reason(name: str, answer: str | None) -> str | None:
+    if answer not in (None, STOP):
+        raise UserError(
+            f"{name} returned {answer!r}: return {STOP!r} to end the run, or nothing"
+        )
+    return f"{name} returned {STOP!r}" if answer == STOP else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from vembed.config.entries import Guard
+from vembed.config.schema import Guard
 from vembed.errors import RunError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.query_results import EMBEDDED, named, write_content
@@ -169,22 +169,24 @@ class Guards(Hook):
                     f"{key} fell from {before:.4f} to {score:.4f}, by more than {guard.max_drop:g}"
                 )
         state = self._run.state
-        state.fell = None  # of a run that was resumed after a guard had ended it
+        state.guard_drop = None  # of a run that was resumed after a guard had ended it
         if drops:
-            state.fell = f"guard after step {evaluation.step:,d}: {'; '.join(drops)}"
-            return state.fell
+            state.guard_drop = (
+                f"guard after step {evaluation.step:,d}: {'; '.join(drops)}"
+            )
+            return state.guard_drop
         # The checkpoint that `final/` gets if a guard falls later.
         intervals = self._run.intervals
         step = evaluation.step
         save_steps = intervals.save_steps
         has_checkpoint = save_steps and step % save_steps == 0
         if step > 0 and has_checkpoint and not state.skipped_in_a_row:
-            state.held_step = step
-            state.held_scores = evaluation.scores
+            state.guarded_step = step
+            state.guarded_scores = evaluation.scores
         has_best = intervals.load_best_model_at_end and state.best_step is not None
-        if has_best and state.held_step is not None:
-            state.held_step = state.best_step
-            state.held_scores = state.best_scores
+        if has_best and state.guarded_step is not None:
+            state.guarded_step = state.best_step
+            state.guarded_scores = state.best_scores
         return None
 
     @override
@@ -203,9 +205,9 @@ class Guards(Hook):
 
     @override
     def on_finish(self, run: Trainer) -> None:
-        if run.state.fell is not None and run.state.held_step is None:
+        if run.state.guard_drop is not None and run.state.guarded_step is None:
             raise RunError(
-                f"{run.state.fell}; no checkpoint held before: lower learning_rate, evaluate and save more often "
+                f"{run.state.guard_drop}; no checkpoint held before: lower learning_rate, evaluate and save more often "
                 "(eval_steps, save_steps), or allow more (max_drop)"
             )
 

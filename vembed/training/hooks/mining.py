@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from vembed.config.entries import EpochMining
+from vembed.config.schema import EpochMining
 from vembed.data.examples import Example, Item, Kind
 from vembed.errors import UserError
 from vembed.inference.encoding import encode_features, first_dims
-from vembed.mining.example_miner import ExampleMiner
+from vembed.mining.mine import ExampleMiner
 from vembed.progress import duration
 from vembed.training.hooks.base import Hook, StepReport
 
@@ -92,9 +92,11 @@ class EpochMiner(Hook):
         result = self._miner.mine(self._encode, self._run.output / FOLDER, epoch)
         mined = torch.from_numpy(result.documents)
         is_mined = mined >= 0
-        is_known = (mined[:, :, None] == self._numbers[:, None, :]).any(dim=2)
+        # [examples, mined, known]: each mined document beside each that the example has.
+        is_equal = mined[:, :, None] == self._numbers[:, None, :]
+        is_new = is_mined & ~is_equal.any(dim=2)
         num_mined = int(is_mined.sum())
-        share_new = int((is_mined & ~is_known).sum()) / max(num_mined, 1)
+        share_new = int(is_new.sum()) / max(num_mined, 1)
         # In place: the stream and the checkpoints hold this tensor.
         self._numbers.copy_(mined)
         self._epoch = epoch

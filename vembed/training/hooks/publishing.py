@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from vembed.config.schema import LoggingSection
 from vembed.errors import RunError, UserError
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.publication import Hub, model_files, publication
@@ -25,13 +24,6 @@ FOLDER = ".hub"
 """Folder inside output_dir with the model that is being pushed."""
 MAX_SECONDS_AT_STOP = 5.0
 """Time that a run which is stopped gives a push under way. A finished run waits for its end."""
-
-
-def hub_of(options: LoggingSection) -> Hub | None:
-    """Return the repository of `push_to_hub`, if there is one."""
-    if options.push_to_hub is None:
-        return None
-    return Hub(options.push_to_hub)
 
 
 def push_final(hub: Hub, output: Path) -> None:
@@ -95,8 +87,9 @@ class PushBest(Hook):
             shutil.rmtree(self._run.output / FOLDER, ignore_errors=True)
 
     def _push(self, folder: Path, step: int, score: str) -> None:
-        hub = hub_of(self._run.config.logging)
-        assert hub is not None
+        repository = self._run.config.logging.push_to_hub
+        assert repository is not None
+        hub = Hub(repository)
         try:
             hub.push(model_files(folder), f"Step {step}: {score}", tag=f"step-{step}")
         except (RunError, UserError) as error:

@@ -1,26 +1,36 @@
-"""Resuming: finished runs, the checkpoints a run may resume from, the settings that may differ, the cut of its metrics.
+"""Folders of runs and checkpoints: finished runs, what a run may resume from, the settings that may differ, the cut of its
+metrics, and the files of a checkpoint with their checksums.
 
-Imports no torch: a dry run looks at the folder too.
+Imports no torch, and reads no weights: a dry run looks at the folder too.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import re
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vembed.config.resolved import PRECISIONS, Precision
+from vembed.config.decisions import PRECISIONS, Precision
 from vembed.config.schema import ModelSection, RunSection, TrainConfig, option_fields
 from vembed.config.terms import leaves_temperature
 from vembed.errors import UserError
 from vembed.evaluation.report.record import SUMMARY_FILE, read_run, read_summary
-from vembed.files import read_json_object, read_state_bytes
-from vembed.saving.durability import replaced_file, write_durably
-from vembed.training.checkpoint.folder import MANIFEST, STATE, list_checkpoints, step_of
+from vembed.files import (
+    checksums_of,
+    damage_of,
+    read_json_object,
+    read_state_bytes,
+    replaced_file,
+    sync,
+    write_durably,
+)
 
 log = logging.getLogger("vembed")
 
@@ -332,11 +342,13 @@ def kept_decisions(
     options = config.options()
     names = ["learning_rate", "epochs", "logging_steps"]
     # Their `auto` follows from the cost of an evaluation: other data, other intervals.
-    if all(options[name] == saved.get(name) for name in ("val_data_path", "val_split")):
+    evaluation = ("val_data_path", "val_split")
+    if all(options[name] == saved.get(name) for name in evaluation):
         names += ["eval_steps", "save_steps"]
-    kept = {
-        name: saved[name] for name in names if options[name] == "auto" and name in saved
-    }
+    kept = {}
+    for name in names:
+        if options[name] == "auto" and name in saved:
+            kept[name] = saved[name]
     if "learning_rate" in kept and options["head_learning_rate"] is None:
         kept["head_learning_rate"] = saved["head_learning_rate"]
     objective = config.objective
@@ -392,3 +404,129 @@ def trim_metrics(
     if len(kept) != len(lines):
         with replaced_file(path) as partial:
             write_durably(partial, b"".join(kept))
+
+
+# ---- checkpoint folders: names, checksums, removal --------------------------
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+PARTIAL = ".partial"
+"""Suffix of a folder that is being written or removed. It never counts; the next start removes it."""
+DAMAGED = ".damaged"
+"""Suffix of a folder that failed its checksums. It is kept until the next checkpoint is written."""
+ABANDONED = ".abandoned"
+"""Suffix of a checkpoint later than the one resumed from. It is kept until the user removes it."""
+_NAME = re.compile(r"checkpoint-(\d+)")
+_FORMAT = 3
+
+
+def checkpoint_name(step: int) -> str:
+    """Return the folder name of a checkpoint."""
+    return f"checkpoint-{step}"
+
+
+def step_of(name: str) -> int | None:
+    """Return the step in a checkpoint's folder name; None for another name."""
+    match = _NAME.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def list_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
+    """Return every folder that is named like a checkpoint, valid or not, sorted by step."""
+    if not output_dir.is_dir():
+        return []
+    checkpoints = []
+    for path in output_dir.iterdir():
+        step = step_of(path.name)
+        if step is not None and path.is_dir():
+            checkpoints.append((step, path))
+    return sorted(checkpoints)
+
+
+def newest_checkpoint(output_dir: Path) -> str:
+    """Return the name of the newest checkpoint; empty if there is none."""
+    checkpoints = list_checkpoints(output_dir)
+    return checkpoints[-1][1].name if checkpoints else ""
+
+
+def commit(partial: Path, final: Path, checksums: Mapping[str, str]) -> None:
+    """Turn a written folder into a checkpoint: manifest, flush, rename. It does not count before the rename.
+
+    The manifest lists every file with size and checksum. Files named in `checksums` are not read again.
+    """
+    paths = [path for path in partial.rglob("*") if path.is_file()]
+    files = checksums_of(partial, paths, checksums)
+    missing = sorted(set(checksums) - set(files))
+    if missing:
+        raise OSError(
+            f"{missing[0]} was written by another process but is not in {partial} as this one sees it: output_dir "
+            "must be on a file system that all machines share"
+        )
+    content = {"format": _FORMAT, "files": files}
+    content["sha256"] = _seal(content)
+    text = json.dumps(content, indent=1)
+    write_durably(partial / MANIFEST, text.encode())
+    # Content first, rename second: after a power cut, a name without `.partial` implies complete files. Files in
+    # `checksums` were flushed by the rank that wrote them.
+    for path in (partial, *partial.rglob("*")):
+        if path.relative_to(partial).as_posix() not in checksums:
+            sync(path)
+    partial.rename(final)
+    # The rename itself is durable only when the parent's directory entries are on disk.
+    sync(final.parent)
+
+
+def _seal(content: Mapping[str, Any]) -> str:
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
+    """Return the problems of a checkpoint as messages; empty if it is intact. With `num_parts`, check one part of
+    the files."""
+    if not (directory / MANIFEST).is_file():
+        return [f"{MANIFEST} is missing"]
+    try:
+        content = read_json_object(directory / MANIFEST)
+        seal = content.pop("sha256")
+        checkpoint_format = content["format"]
+    except (UserError, KeyError):
+        return [f"{MANIFEST} is damaged"]
+    if checkpoint_format != _FORMAT:
+        return [
+            f"{MANIFEST} has format {checkpoint_format}, and this vembed reads {_FORMAT}"
+        ]
+    if seal != _seal(content):
+        return [f"{MANIFEST} does not match its own checksum"]
+    problems = []
+    for name in sorted(content["files"])[part::num_parts]:
+        problem = damage_of(directory, name, content["files"][name])
+        if problem is not None:
+            problems.append(problem)
+    return problems
+
+
+def remove(directory: Path) -> None:
+    """Remove a checkpoint. It stops counting at once, even if the removal is interrupted."""
+    leaving = directory.with_name(directory.name + ".removed" + PARTIAL)
+    if leaving.exists():
+        shutil.rmtree(leaving)
+    # Rename first: a removal that is cut short must not leave a damaged checkpoint under a valid name.
+    directory.rename(leaving)
+    shutil.rmtree(leaving)
+
+
+def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
+    """Remove the oldest checkpoints until `limit` are left. The newest and the steps in `keep` are never removed."""
+    # Called after a new checkpoint is complete: from now on the damaged ones are of no use.
+    for path in output_dir.glob(f"checkpoint-*{DAMAGED}"):
+        shutil.rmtree(path)
+    checkpoints = list_checkpoints(output_dir)
+    if limit is None or len(checkpoints) <= limit:
+        return []
+    # The list is sorted by step: the last one, the newest, is no candidate.
+    removable = [path for step, path in checkpoints[:-1] if step not in keep]
+    removed = removable[: len(checkpoints) - limit]
+    for path in removed:
+        remove(path)
+    return removed

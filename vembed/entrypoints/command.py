@@ -1,4 +1,5 @@
-"""Entry point of one process of `vembed judge`, for accelerate launch, torchrun and `python -m`."""
+"""Entry point of one process of `vembed mine`, `judge`, `audit`, `generate` or `eval`, for accelerate launch, torchrun and
+`python -m`. The first argument names the command."""
 
 import sys
 from pathlib import Path
@@ -9,4 +10,4 @@ if __name__ == "__main__":
         sys.path[0] = str(Path(__file__).resolve().parents[2])
     from vembed.cli.main import run_process
 
-    sys.exit(run_process("judge", sys.argv[1:]))
+    sys.exit(run_process(sys.argv[1], sys.argv[2:]))

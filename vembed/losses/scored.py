@@ -1,14 +1,15 @@
-"""kl, score_mse, margin_mse, mse, listwise, ranknet, lambda, bce: losses on the scores of listed documents.
+"""Losses on scores: of pairs of the data (cosent, angle, cosine), and of listed documents (the others).
 
-C_i are the positive of row i and the hard negatives of its example, C_e all documents of example e: its positives and
-hard negatives. s are the scores of the model: a reranker's own, or the similarities of vectors. t are the scores of a
-teacher or of the data, T the temperature and T' that of the teacher. y are labels: t, and without a teacher or scores 1
-for a positive and 0 for a negative. A negative without a score has the label 0.
+For listed documents C_i are the positive of row i and the hard negatives of its example, C_e all documents of example e:
+its positives and hard negatives. s are the scores of the model: a reranker's own, or the similarities of vectors. t are
+the scores of a teacher or of the data, T the temperature and T' that of the teacher. y are labels: t, and without a
+teacher or scores 1 for a positive and 0 for a negative. A negative without a score has the label 0.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +18,7 @@ from vembed.errors import UserError
 from vembed.losses.declaration import (
     SCORES,
     CandidateLoss,
+    Loss,
     Negatives,
     TeacherLoss,
     Temperature,
@@ -25,12 +27,141 @@ from vembed.losses.declaration import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vembed.losses.batch import LossBatch
+    from vembed.losses.batch import ListedPairs, LossBatch, Teaching
     from vembed.losses.build import TermLoss
-    from vembed.losses.listed import ListedPairs
+    from vembed.losses.similarity import Similarity
 
 CLOSE_WEIGHT = 10.0
 """Of LambdaLoss: weight of NDCG-Loss2 beside LambdaRank, mu of the paper."""
+
+
+# ---- Pairs with label scores, by their order or by their values ----------------------------
+
+
+class CoSENT(Temperature):
+    """The CoSENT loss, of the similarity s_i and the label score y_i of each row.
+
+        L = log( 1 + sum over all (i, j) with y_i > y_j of exp((s_j - s_i) / T) )
+
+    Only the order of the label scores matters. L is not a sum over rows, so every rank
+    computes it whole and returns L * own rows / all rows. After sorting by y the inner
+    sum is a running logsumexp: O(N log N) without a matrix.
+    """
+
+    name = "cosent"
+    summary = "the order of the scores"
+    records = "scores"
+    negatives = "unread"
+    # The sum runs over all comparisons of a batch, of which a smaller temperature leaves the few worst.
+    default_temperature = 0.1
+    ranks_pairs = True
+
+    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
+        """See Loss."""
+        import torch
+
+        from vembed.losses.similarity import length_of
+
+        scores = self.pair_scores(batch, term.similarity(batch.embeddings))
+        labels, order = torch.sort(batch.required_scores(self.name).to(scores.device))
+        logits = scores[:, order] * term.scale(batch.embeddings)  # [K, N]
+        # Number of rows with a strictly lower label: ties compare with nothing.
+        num_lower = torch.searchsorted(labels, labels)
+        has_lower = num_lower > 0
+        below = logits.logcumsumexp(dim=1)[:, num_lower[has_lower] - 1]
+        # The zero column is the "1 +" of the formula. [K, 1 + rows with lower ones]
+        zero_column = logits.new_zeros(len(logits), 1)
+        terms = torch.cat((zero_column, below - logits[:, has_lower]), dim=1)
+        share = length_of(batch.rank_rows) / max(1, batch.num_rows)
+        return term.configured.total(terms.logsumexp(dim=1)) * share
+
+    def pair_scores(self, batch: LossBatch, similarity: Similarity) -> Tensor:
+        """Return [K, N] the similarities of all pairs at all sizes."""
+        from vembed.losses.similarity import pair_scores
+
+        return pair_scores(batch.embeddings, batch.query, batch.positive, similarity)
+
+
+class Angle(CoSENT):
+    """The loss of AnglE: CoSENT on s_i = |sum of re(z) + im(z)| * |b| / |a|, z = a / b
+
+    of a query and a document whose first halves are real and second halves imaginary
+    parts: the quotient of complex numbers has the difference of their angles, without
+    the saturation of the cosine. With J(x, y) = (y, -x) this is |(a + J a) . b| /
+    (|a| |b|), the square root of 2 times the cosine of a + J a and b.
+    """
+
+    name = "angle"
+    summary = "the order of the scores, by the angle in the complex plane (AnglE)"
+
+    def refusal(self, sizes: Sequence[int]) -> str | None:
+        """See Loss."""
+        for size in sizes:
+            if size % 2:
+                return (
+                    "loss: angle reads halves of a vector as real and imaginary parts, and mrl_dims has "
+                    f"{size:,d}: give even sizes"
+                )
+        return None
+
+    def pair_scores(self, batch: LossBatch, similarity: Similarity) -> Tensor:
+        """Return [K, N] the sums of the parts of all pairs at all sizes. O(N) memory."""
+        import torch
+
+        from vembed.losses.similarity import Similarity, pair_scores
+
+        scores = []
+        for dim in similarity.dims:
+            if dim % 2:
+                raise UserError(
+                    f"loss: angle reads halves of a vector as real and imaginary parts, and {dim:,d} dimensions have "
+                    "none: use an even size (mrl_dims), or loss: cosent"
+                )
+            # A prefix is split into its own halves, so each size is a new computation.
+            prefixes = batch.embeddings[:, :dim]
+            real, imaginary = prefixes[batch.query].chunk(2, dim=1)
+            turned = torch.cat((real + imaginary, imaginary - real), dim=1)
+            rows = torch.cat((turned, prefixes[batch.positive]))
+            left, right = torch.arange(len(rows), device=rows.device).chunk(2)
+            cosine = Similarity.at((dim,), (1.0,), cosine=True)
+            scores.append(pair_scores(rows, left, right, cosine).abs() * math.sqrt(2))
+        return torch.cat(scores)
+
+
+class Cosine(Loss):
+    """The mean squared error of the similarity: L = 1/N * sum_i (s_i - y_i)^2.
+
+    For the cosine the label scores must lie in [-1, 1]. Ratings from 0 to 5, for
+    example, must be rescaled first.
+    """
+
+    name = "cosine"
+    summary = "the scores themselves, within [-1, 1]"
+    records = "scores"
+    negatives = "unread"
+    needs_cosine_scores = True
+
+    def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
+        """See Loss."""
+        from vembed.losses.similarity import pair_scores
+
+        rank_rows = batch.rank_rows
+        embeddings = batch.embeddings
+        labels = batch.required_scores(self.name)[rank_rows]
+        labels = batch.as_scores(labels)
+        similarity = term.similarity(embeddings)
+        if similarity.cosine and labels.numel() and not bool((labels.abs() <= 1).all()):
+            raise UserError(
+                f"loss: cosine compares similarities with unscaled scores, and the data have scores from "
+                f"{float(labels.min()):g} to {float(labels.max()):g}: scale them into [-1, 1], or use loss: cosent."
+            )
+        left = batch.query[rank_rows]
+        right = batch.positive[rank_rows]
+        scores = pair_scores(embeddings, left, right, similarity)  # [K, n]
+        return term.mean((scores - labels).square(), batch.num_rows)
+
+
+# ---- Listed documents ----------------------------------------------------------------------
 
 
 class ListedLoss(TeacherLoss):
@@ -50,36 +181,25 @@ class ListedLoss(TeacherLoss):
 
         `may_lack`: hard negatives without a score get NaN.
         """
-        from vembed.losses.batch import TeacherScores
-        from vembed.losses.similarity import arithmetic_dtype
-
-        if term.teacher not in (None, SCORES):
-            scores = batch.teacher(str(term.teacher)).scores_of(pairs)
+        if term.teacher in (None, SCORES):
+            answers: Teaching = batch.scores_of_data(self.name, may_lack=may_lack)
         else:
-            positive = batch.required_scores(self.name)
-            negative = batch.negative_scores
-            if negative is None:
-                num_negatives = batch.negative.numel()
-                if num_negatives and not may_lack:
-                    raise UserError(
-                        f"loss: {self.name} with teacher: scores needs a score for every positive and every negative of a "
-                        "record; give as many scores as there are both, or name a model as teacher."
-                    )
-                negative = positive.new_full((num_negatives,), float("nan"))
-            scores = TeacherScores(positive, negative).scores_of(pairs)
-        return scores.to(batch.embeddings.device, arithmetic_dtype(batch.embeddings))
+            answers = batch.teacher(str(term.teacher))
+        return batch.as_scores(answers.scores_of(pairs))
 
     def labels(self, batch: LossBatch, term: TermLoss, lists: ListedPairs) -> Tensor:
         """Return [n + P] the labels y."""
-        import torch
-
-        from vembed.losses.similarity import arithmetic_dtype
-
         if term.teacher in (None, SCORES) and batch.scores is None:
-            labels = torch.zeros(len(lists.groups), device=batch.embeddings.device)
+            # Positives come first.
+            labels = batch.embeddings.new_zeros(len(lists.groups))
             labels[: len(lists.rows)] = 1.0
-            return labels.to(arithmetic_dtype(batch.embeddings))
+            return batch.as_scores(labels)
         return self.targets(batch, term, lists, may_lack=True)[0].nan_to_num(nan=0.0)
+
+    def num_ordered(self, batch: LossBatch, term: TermLoss) -> int:
+        """Return the number of ordered pairs of documents on all ranks, the divisor of a mean over them."""
+        lists = batch.listed_by_example(of_rank=False)
+        return lists.ordered(self.labels(batch, term, lists))[0].numel()
 
 
 class SoftmaxLoss(ListedLoss, Temperature):
@@ -129,22 +249,18 @@ class KL(SoftmaxLoss, CandidateLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs
-
         if self.distill_candidates == "batch":
             return self._share_over_batch(batch, term)
-        pairs = ListedPairs.of_rank(batch)
+        pairs = batch.listed_by_row()
         targets = self.targets(batch, term, pairs)
         student, teacher = self.log_softmaxes(batch, term, pairs, targets)
         losses = teacher.exp() * (teacher - student)
-        # Divided by the rows of all ranks, of which this rank adds up its own: the
-        # shares of the ranks sum to L.
+        # Divided by the rows of all ranks, of which this rank adds up its own: the shares of the ranks sum to L.
         return term.mean(losses, batch.num_rows)
 
     def _share_over_batch(self, batch: LossBatch, term: TermLoss) -> Tensor:
         from vembed.losses.candidates import find_candidates
-        from vembed.losses.row_losses import DivergenceRows
-        from vembed.losses.tiles import Scoring, tiled_loss
+        from vembed.losses.tiles import DivergenceRows, Scoring, tiled_loss
 
         scoring = Scoring(
             candidates=find_candidates(batch, self),
@@ -173,9 +289,7 @@ class ScoreMSE(SoftmaxLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs
-
-        pairs = ListedPairs.of_rank(batch)
+        pairs = batch.listed_by_row()
         targets = self.targets(batch, term, pairs)
         student, teacher = self.log_softmaxes(batch, term, pairs, targets)
         size = pairs.groups.bincount(minlength=pairs.num_groups).to(student.dtype)
@@ -197,9 +311,7 @@ class MarginMSE(ListedLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs
-
-        pairs = ListedPairs.of_rank(batch)
+        pairs = batch.listed_by_row()
         # Both differences of the formula at once: (s_p - t_p) - (s_n - t_n).
         errors = term.scores(batch, pairs) - self.targets(batch, term, pairs)
         # M counts the pairs of all ranks: each rank needs the same divisor.
@@ -220,9 +332,7 @@ class MSE(ListedLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs
-
-        lists = ListedPairs.of_examples(batch, of_rank=True)
+        lists = batch.listed_by_example()
         errors = term.scores(batch, lists) - self.targets(batch, term, lists)
         return term.mean(errors.square(), batch.num_rows + lists.num_negative_pairs)
 
@@ -241,9 +351,7 @@ class Listwise(SoftmaxLoss):
 
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
-        from vembed.losses.listed import ListedPairs
-
-        lists = ListedPairs.of_examples(batch, of_rank=True)
+        lists = batch.listed_by_example()
         targets = self.targets(batch, term, lists, may_lack=True)
         is_known = ~targets[0].isnan()
         known = lists.select(is_known)
@@ -265,23 +373,20 @@ class RankNet(ListedLoss, Temperature):
     negatives = "optional"
     follows = "scores_or_teacher"
 
+    def labels(self, batch: LossBatch, term: TermLoss, lists: ListedPairs) -> Tensor:
+        """Return [n + P] the scores t, NaN where there is none."""
+        return self.targets(batch, term, lists, may_lack=True)[0]
+
     def share(self, batch: LossBatch, term: TermLoss) -> Tensor:
         """See Loss."""
         import torch.nn.functional as F
 
-        from vembed.losses.listed import ListedPairs
-
-        lists = ListedPairs.of_examples(batch)
-        targets = self.targets(batch, term, lists, may_lack=True)
-        # Of all ranks, as the divisor. The student's scores are not needed for it.
-        num_pairs = lists.ordered(targets[0])[0].numel()
-        rank_lists = ListedPairs.of_examples(batch, of_rank=True)
-        targets = self.targets(batch, term, rank_lists, may_lack=True)
-        above, below = rank_lists.ordered(targets[0])
-        logits = term.scores(batch, rank_lists) * term.scale(batch.embeddings)
-        differences = logits[:, below] - logits[:, above]
-        # Above 50, log(1 + exp(x)) is x to float64's precision. The default threshold
-        # of torch, 20, is for float32.
+        num_pairs = self.num_ordered(batch, term)
+        lists = batch.listed_by_example()
+        above, below = lists.ordered(self.labels(batch, term, lists))
+        logits = term.scores(batch, lists) * term.scale(batch.embeddings)
+        differences = logits[:, below] - logits[:, above]  # [K, M of this rank]
+        # Above 50, log(1 + exp(x)) is x to float64's precision. The default threshold of torch, 20, is for float32.
         return term.mean(F.softplus(differences, threshold=50.0), num_pairs)
 
 
@@ -306,22 +411,18 @@ class Lambda(ListedLoss):
         import torch
         import torch.nn.functional as F
 
-        from vembed.losses.listed import ListedPairs
-
-        lists = ListedPairs.of_examples(batch)
-        # Of all ranks, as the divisor. The model's scores are not needed for it.
-        num_pairs = lists.ordered(self.labels(batch, term, lists))[0].numel()
-        rank_lists = ListedPairs.of_examples(batch, of_rank=True)
-        labels = self.labels(batch, term, rank_lists)
-        above, below = rank_lists.ordered(labels)
-        scores = term.scores(batch, rank_lists)  # [K, n + P]
+        num_pairs = self.num_ordered(batch, term)
+        lists = batch.listed_by_example()
+        labels = self.labels(batch, term, lists)
+        above, below = lists.ordered(labels)
+        scores = term.scores(batch, lists)  # [K, n + P]
         gain = 2.0 ** labels.clamp(min=0.0) - 1.0
         # The highest DCG of each list, by the order of the labels.
-        discounted = gain / (1.0 + _ranks_in_lists(labels, rank_lists)).log2()
-        ideal = discounted.new_zeros(rank_lists.num_groups)
-        ideal = ideal.index_add(0, rank_lists.groups, discounted)
-        gain = gain / ideal.clamp(min=1e-10)[rank_lists.groups]
-        by_size = [_ranks_in_lists(row, rank_lists) for row in scores.detach()]
+        discounted = gain / (1.0 + _ranks_in_lists(labels, lists)).log2()
+        ideal = discounted.new_zeros(lists.num_groups)
+        ideal = ideal.index_add(0, lists.groups, discounted)
+        gain = gain / ideal.clamp(min=1e-10)[lists.groups]
+        by_size = [_ranks_in_lists(row, lists) for row in scores.detach()]
         ranks = torch.stack(by_size)  # [K, n + P]
         distance = (ranks[:, above] - ranks[:, below]).abs()
         close = 1.0 / (1.0 + distance).log2() - 1.0 / (2.0 + distance).log2()
@@ -350,9 +451,7 @@ class BCE(ListedLoss):
         """See Loss."""
         import torch.nn.functional as F
 
-        from vembed.losses.listed import ListedPairs
-
-        lists = ListedPairs.of_examples(batch, of_rank=True)
+        lists = batch.listed_by_example()
         scores = term.scores(batch, lists)  # [K, n + P]
         labels = self.labels(batch, term, lists).expand_as(scores)
         losses = F.binary_cross_entropy_with_logits(scores, labels, reduction="none")

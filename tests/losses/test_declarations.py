@@ -1,0 +1,51 @@
+"""Attributes that a part spells in another way than its base class are named, for every kind of part."""
+
+import pytest
+
+from vembed.data.formats.base import Format
+from vembed.data.formats.json_lines import JsonLines
+from vembed.declarations import check_parts
+from vembed.losses.declaration import Loss
+from vembed.losses.scored import MSE
+from vembed.models.poolings.base import Mean, Pooling
+from vembed.training.optimizer_kinds import OptimizerKind, Sgd
+from vembed.training.trackers import TensorBoard, Tracker
+
+
+def method(_):
+    """A method."""
+
+
+@pytest.mark.parametrize(
+    ("base", "part", "misspelt", "declared"),
+    [
+        (Pooling, Mean, {"need_order": True}, "needs_order"),
+        (Pooling, Mean, {"refusals": method}, "refusal"),
+        (Format, JsonLines, {"number_are_text": True}, "numbers_are_text"),
+        (Loss, MSE, {"start_value": method}, "start_values"),
+        (OptimizerKind, Sgd, {"train_half": True}, "trains_half"),
+        (Tracker, TensorBoard, {"spelings": "tb"}, "spellings"),
+    ],
+    ids=[
+        "needs_order",
+        "refusal",
+        "numbers_are_text",
+        "start_values",
+        "trains_half",
+        "spellings",
+    ],
+)
+def test_a_misspelt_attribute_is_named(base, part, misspelt, declared):
+    body = {"name": "strange", "__module__": __name__, **misspelt}
+    if issubclass(part, Loss):
+        del body["name"]
+    strange = type("Strange", (part,), body)
+    (name,) = misspelt
+    with pytest.raises(TypeError, match=f"Strange .*`{name}`.*`{declared}`"):
+        check_parts("part", base, (strange,), lambda _: ())
+    # That of a class between the two, too; and other names are free.
+    below = type("Below", (strange,), {"__module__": __name__})
+    with pytest.raises(TypeError, match=f"Below .*`{name}`"):
+        check_parts("part", base, (below,), lambda _: ())
+    free = type("Free", (part,), {"something_else": method, "__module__": __name__})
+    check_parts("part", base, (free,), lambda _: ())

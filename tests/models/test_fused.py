@@ -1,0 +1,187 @@
+"""Layers that GPUs compute by fewer kernels give what the plain ones give."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests import tiny
+from tests.harness import run_ranks
+from tests.models.families import built, gradients_of, loss_of, parts_for
+from vembed.models import attention, precision
+from vembed.models.adapters import fuse_adapters
+from vembed.models.embedding_model import EmbeddingModel
+from vembed.models.families.backbones import layers_of
+from vembed.models.precision import fuse_norms, holding_copies, use_bf16
+from vembed.models.vision import add_at_images
+
+BF16_STEP = 2.0**-8
+"""Largest relative rounding error of one number in bfloat16."""
+LORA = {"use_lora": True, "lora_r": 4}
+
+
+def with_gradient(function: Any, values: Tensor, *others: Tensor) -> list[Tensor]:
+    """Return the output of a function, and the gradient of its first argument."""
+    values = values.clone().requires_grad_()
+    output = function(values, *others)
+    weights = torch.linspace(-1.0, 1.0, output.numel(), dtype=output.dtype)
+    output.backward(weights.view_as(output))
+    assert values.grad is not None
+    return [output.detach(), values.grad]
+
+
+@pytest.mark.parametrize("model", attention._ROTARY_MODELS)
+def test_rotary_positions(model: str) -> None:
+    """In float64, and in bfloat16 as near to it as the plain formula."""
+    library = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    torch.manual_seed(0)
+    query = torch.randn(2, 3, 5, 8, dtype=torch.float64)
+    angles = torch.randn(2, 5, 4, dtype=torch.float64).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def plain(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rotated: Tensor = library.apply_rotary_pos_emb(values, values, cos, sin)[0]
+        return rotated
+
+    def fused(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        result: Tensor = attention._Rotated.apply(values, cos[:, None], sin[:, None])
+        return result
+
+    # ModernBERT's formula is in float32 whatever its input.
+    tolerance = 1e-6 if model == "modernbert" else 1e-12
+    exact = with_gradient(fused, query, cos, sin)
+    for wanted, result in zip(
+        with_gradient(plain, query, cos, sin), exact, strict=True
+    ):
+        torch.testing.assert_close(result, wanted, atol=tolerance, rtol=tolerance)
+    half = [tensor.bfloat16() for tensor in (query, cos, sin)]
+    for wanted, result in zip(exact, with_gradient(fused, *half), strict=True):
+        assert result.dtype == torch.bfloat16
+        # Rounded are the input, cos and sin, the first product and the sum.
+        limit = 5 * BF16_STEP * float(wanted.abs().max())
+        assert float((result.double() - wanted).abs().max()) <= limit
+
+
+def test_other_devices_keep_the_plain_rotary_positions() -> None:
+    query = torch.randn(1, 2, 3, 4)
+    calls = []
+
+    def plain(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        calls.append(options)
+        return query, query
+
+    attention.rotate_both(plain, query, query, query[:, 0], query[:, 0])
+    assert calls == [{"unsqueeze_dim": 1}]
+
+
+def test_masks_are_made_without_reading_their_values() -> None:
+    """A mask on the meta device has no values that could be read."""
+    mask = torch.ones(2, 5, device="meta")
+    sizes = {"batch_size": 2, "q_length": 5, "kv_length": 5, "device": "meta"}
+    made = attention.mask_without_wait(attention_mask=mask, **sizes)
+    assert made is not None
+    assert made.shape == (2, 1, 5, 5)
+    without = attention.mask_without_wait(allow_is_bidirectional_skip=True, **sizes)
+    assert without is None
+
+
+def test_features_added_at_images() -> None:
+    language_model: Any = built(tiny.tiny_qwen3_vl).backbone.language_model
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 4, 8)
+    is_image = torch.tensor([[False, True, True, False], [True, False, False, True]])
+    features = torch.randn(4, 8)
+
+    def plain(features: Tensor) -> Tensor:
+        added: Tensor = language_model._deepstack_process(hidden, is_image, features)
+        return added
+
+    def fused(features: Tensor) -> Tensor:
+        return add_at_images(hidden, is_image, features)
+
+    wanted = with_gradient(plain, features)
+    for left, right in zip(with_gradient(fused, features), wanted, strict=True):
+        assert torch.equal(left, right)
+
+
+def gradients(embedder: EmbeddingModel) -> dict[str, Tensor]:
+    """Return the gradients of all trained parameters on some texts."""
+    torch.manual_seed(2)
+    loss_of(embedder(parts_for(embedder.description))).backward()
+    return gradients_of(embedder)
+
+
+def adapted(**options: Any) -> EmbeddingModel:
+    """A Qwen3 with adapters that change its output, in float32."""
+    embedder = built(tiny.tiny_qwen3, **LORA, **options)
+    torch.manual_seed(1)
+    for name, parameter in embedder.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return embedder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lora_variant": "rslora"}, {"lora_variant": "dora"}, {"lora_dropout": 0.1}],
+    ids=str,
+)
+def test_adapted_layers_and_norms(options: dict[str, Any]) -> None:
+    """Also where a part of them stays plain."""
+    wanted = gradients(adapted(**options))
+    embedder = adapted(**options)
+    fuse_norms(embedder.backbone)
+    fuse_adapters(embedder.backbone)
+    result = gradients(embedder)
+    assert set(result) == set(wanted)
+    assert any(gradient.abs().max() > 0 for gradient in wanted.values())
+    for name, gradient in wanted.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(result[name], gradient, atol=1e-5 * scale, rtol=1e-4)
+
+
+def sharded_gradients() -> dict[str, Tensor]:
+    """Return the gradients of a fused Qwen3 under FSDP2."""
+    embedder = adapted()
+    fuse_norms(embedder.backbone)
+    fuse_adapters(embedder.backbone)
+    for layer in layers_of(embedder.backbone):
+        fully_shard(layer)
+    fully_shard(embedder)
+    whole = {}
+    for name, gradient in gradients(embedder).items():
+        assert isinstance(gradient, DTensor)
+        whole[name] = gradient.full_tensor()
+    return whole
+
+
+def test_under_fsdp2() -> None:
+    wanted = gradients(adapted())
+    for result in run_ranks(sharded_gradients, 2):
+        for name, gradient in wanted.items():
+            scale = float(gradient.abs().max())
+            torch.testing.assert_close(
+                result[name], gradient, atol=1e-5 * scale, rtol=1e-4
+            )
+
+
+def test_the_first_use_on_a_gpu_copies_all_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(precision, "_is_on_gpu", lambda values: True)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4, bias=False))
+    assert use_bf16(model) == 3
+    copies = precision._copies_of(model)
+    with holding_copies(model):
+        model[0](torch.randn(2, 8))
+        assert len(copies.by_weight) == 5
+        made = copies.of(model[1].weight)
+        assert torch.equal(made, model[1].weight.bfloat16())
+        assert copies.of(model[1].weight) is made
+    assert not copies.by_weight

@@ -1,0 +1,146 @@
+"""What the questions of a decoder begin with is computed once for all of a micro-batch: same scores, same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from tests.built import described, model_of
+from tests.harness import run_ranks
+from tests.measure import gradient_errors
+from tests.parity.engine import (
+    Case,
+    examples,
+    gradients_on_ranks,
+    reference,
+    worst_error,
+)
+from tests.tiny import shared, tiny_qwen3_reranker
+from vembed.data import features
+from vembed.models.attention import PREFIX
+from vembed.parallel.step_memory import Budget
+
+EXACT = 1e-9
+
+
+@dataclass(frozen=True)
+class AnswerCase(Case):
+    """Lists of questions of very different lengths, several in each micro-batch."""
+
+    def folder(self) -> Path:
+        """The model that is trained."""
+        return shared(tiny_qwen3_reranker)
+
+    def budget(self) -> Budget:
+        """Micro-batches of three to eight questions."""
+        return Budget(1600, self.kept_tokens, self.cache)
+
+
+@contextmanager
+def exact_norms() -> Iterator[None]:
+    """Qwen3's norms round float64 to float32. Here they do not."""
+
+    def forward(norm: Qwen3RMSNorm, states: Tensor) -> Tensor:
+        shape = tuple(norm.weight.shape)
+        return functional.rms_norm(states, shape, norm.weight, norm.variance_epsilon)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Qwen3RMSNorm, "forward", forward)
+        yield
+
+
+def exact_gradients(
+    case: Case, folder: Path, strategy: str, more: dict[str, Any]
+) -> dict[str, Tensor]:
+    with exact_norms():
+        (gradients,) = gradients_on_ranks([(case, folder)], strategy, more)
+    return gradients
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy", "cache"),
+    [(1, "single", True), (2, "ddp", True), (2, "ddp", False), (2, "fsdp", True)],
+)
+def test_gradients_are_those_of_whole_questions(
+    world_size, strategy, cache, monkeypatch
+):
+    options = {"task": "rerank", "loss": "infonce", "temperature": 1.0}
+    case = AnswerCase("answer", options, cache=cache)
+    ranks = run_ranks(
+        exact_gradients,
+        world_size,
+        case,
+        case.folder(),
+        strategy,
+        {},
+        process_group=False,
+    )
+    monkeypatch.setattr(features, "shared_length", lambda rows, limit: 0)
+    with exact_norms():
+        expected = reference(case, world_size)
+    for gradients in ranks:
+        name, error = worst_error(gradients, expected)
+        assert error < EXACT, name
+
+
+def scores_and_gradients(
+    model: nn.Module, inputs: list[dict[str, Tensor]]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    scores = torch.cat([model([("text", batch)])[0] for batch in inputs])[:, 0]
+    weights = torch.arange(1, len(scores) + 1, dtype=scores.dtype)
+    (scores * weights).sum().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradients[name] = parameter.grad.clone()
+    return scores.detach(), gradients
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_scores_are_those_of_each_question_alone(padding_free, checkpointing):
+    case = AnswerCase("answer", {"task": "rerank", "padding_free": padding_free})
+    config = case.config(case.folder())
+    description = described(config)
+    model = model_of(config, description, recompute=checkpointing).double().train()
+    featuriser = features.PairFeaturiser(description)
+    units = []
+    for example in examples(case):
+        units += featuriser.units(example)
+    questions = featuriser.features(units)
+    together = featuriser.collate(questions)
+    # One question has nothing to share.
+    alone = [featuriser.collate([question]) for question in questions]
+    template = features.ANSWER_PROMPT + "<Instruct>: " + description.query_prompt
+    assert featuriser.texts is not None
+    prefix = featuriser.texts.decoded(together[PREFIX].numpy())
+    assert prefix.startswith(template[:100])
+    assert not any(PREFIX in inputs for inputs in alone)
+    with exact_norms():
+        scores, gradients = scores_and_gradients(model, [together])
+        expected_scores, expected_gradients = scores_and_gradients(model, alone)
+    torch.testing.assert_close(scores, expected_scores, rtol=EXACT, atol=EXACT)
+    errors = gradient_errors(gradients, expected_gradients)
+    assert max(errors.values()) < EXACT
+
+
+def test_memory_is_measured_with_whole_documents():
+    case = AnswerCase("answer", {"task": "rerank"})
+    featuriser = features.PairFeaturiser(described(case.config(case.folder())))
+    question = featuriser.dummy("text")
+    inputs = featuriser.collate([question, question])
+    _, _, document_mark, end = features.answer_form(featuriser.description)
+    assert featuriser.texts is not None
+    rest = featuriser.texts.decoded(inputs["input_ids"][0].numpy())
+    assert rest.endswith(end)
+    assert document_mark + "a" in rest

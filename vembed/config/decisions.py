@@ -1,0 +1,728 @@
+"""Decisions of a run, each made once, with its value and its reason.
+
+ResolvedRun: those that follow from the config alone. Then what `auto` means where it depends on the model or the data:
+learning rate, epochs and intervals. None needs a device. The same config, model and data give the same decisions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+from vembed.config.accelerate_file import AccelerateFile
+from vembed.config.layers import Level, OptionValue
+from vembed.config.options import yaml_word
+from vembed.config.schema import (
+    AdapterSection,
+    EvaluationSection,
+    LoggingSection,
+    ModelSection,
+    ObjectiveSection,
+    OptimizerSection,
+    RunSection,
+    TrainConfig,
+    option_fields,
+)
+from vembed.errors import UserError
+from vembed.losses.table import LOSSES
+from vembed.models.families.table import FamilyName
+
+T = TypeVar("T")
+Strategy = Literal["single", "ddp", "fsdp"]
+AskedStrategy = Literal["auto", "single", "ddp", "fsdp"]
+Precision = Literal["no", "bf16", "fp16"]
+AskedPrecision = Literal["auto", "no", "bf16", "fp16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+DEFAULT = "default"
+USER_LEVELS = (Level.CONFIG, Level.COMMAND_LINE)
+"""Sources in which the user sets options one by one. Presets, files and launchers bring whole groups of options."""
+TIMEOUT_VARIABLE = "NCCL_TIMEOUT"
+"""Seconds that a collective may take; read by older versions of torch, and here where the config gives no limit."""
+DEFAULT_MIN_NUM_PARAMS = 1_000_000
+FSDP_OPTIONS = tuple(name for name in option_fields() if name.startswith("fsdp_"))
+
+
+@dataclass(frozen=True, slots=True)
+class Decision(Generic[T]):
+    """A decision of a run: the value, and why it was chosen."""
+
+    value: T
+    reason: str
+    """Reason, as the log and a dry run say it."""
+    source: str = DEFAULT
+    """Source of the value: `cfg.yaml:7`, `command line`, `accelerate launch`, a preset's file, or `default`."""
+
+    def as_text(self) -> dict[str, str]:
+        """Return value, reason and source as they are written to run.json."""
+        return {"value": self.text, "reason": self.reason, "source": self.source}
+
+    @property
+    def text(self) -> str:
+        """The value as a config file would have it."""
+        text = str(self.value)
+        return text.lower() if isinstance(self.value, bool) else text
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.reason})"
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpConfig:
+    """All resolved FSDP settings of a run."""
+
+    version: Literal[1, 2] = 2
+    sharding_strategy: Literal["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"] = (
+        "FULL_SHARD"
+    )
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory between uses."""
+    wrap_policy: Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"] = (
+        "TRANSFORMER_BASED_WRAP"
+    )
+    layer_classes: tuple[str, ...] | None = None
+    """Class names or dotted paths; None: the classes that the backbone declares."""
+    wrap_function: str | None = None
+    """Function of the user's that chooses the units, as `file.py:function`."""
+    min_num_params: int = DEFAULT_MIN_NUM_PARAMS
+    min_layer_params: int = 0
+    """TRANSFORMER_BASED_WRAP: layers with fewer parameters are no units."""
+    reshard_after_forward: bool = True
+    forward_prefetch: bool = False
+    state_dict_type: Literal[
+        "FULL_STATE_DICT", "SHARDED_STATE_DICT", "LOCAL_STATE_DICT"
+    ] = "SHARDED_STATE_DICT"
+    reduce_dtype: str = "float32"
+    source: str = "the defaults"
+    """The file or launcher that the settings start from."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedRun:
+    """A config and the decisions that follow from it. `train`, `--dry-run`, `plan`, `doctor` and the log read them here, and
+    decide none of them again."""
+
+    config: TrainConfig
+    origins: Mapping[str, str]
+    """Option -> the source of its value."""
+    translated: tuple[str, ...]
+    """Log lines for options that were given under an alias: the alias, and vembed's own name and value."""
+    notes: tuple[str, ...]
+    """Lines for the log: values that lost against a stronger source, and options without effect."""
+    strategy: Decision[AskedStrategy]
+    """`auto`: left to the placement, by the size of the model."""
+    fsdp: FsdpConfig | None
+    """The settings that hold if the model is sharded; None where that is ruled out."""
+    fsdp_notes: tuple[str, ...]
+    """Lines for the log of a sharded run, and of one whose FSDP options come to plain copies."""
+    fsdp_given: tuple[str, ...]
+    """FSDP options that the config or the command line gives, as `name: value`."""
+    recomputation: Decision[bool]
+    """True if activations are recomputed in the backward pass (gradient checkpointing)."""
+    precision: Decision[AskedPrecision]
+    processes: Decision[int | Literal["auto"]]
+    """Processes on each machine."""
+    machines: Decision[int]
+    timeout_minutes: Decision[float]
+    """Longest time that a collective waits for the other processes."""
+    file: AccelerateFile | None
+    """The Accelerate file that the config or the command line names."""
+
+    def left_to_gpus(self) -> list[str]:
+        """Return lines for a dry run on the decisions that a run on a GPU makes later."""
+        lines = []
+        recomputes = self.recomputation.source == DEFAULT and self.recomputation.value
+        if recomputes and self.config.batch.use_gradient_cache is not False:
+            lines.append(
+                "on a GPU gradient checkpointing is off where micro-batches fit without it, since Gradient Cache "
+                "bounds the graphs; `vembed plan` with --gpu says which"
+            )
+        if self.config.model.torch_compile == "auto":
+            lines.append(
+                "on a GPU layers are compiled in runs of more than about five minutes (torch_compile: auto)"
+            )
+        return lines
+
+
+def decide(
+    config: TrainConfig,
+    values: Mapping[str, OptionValue],
+    *,
+    origins: Mapping[str, str],
+    translated: tuple[str, ...],
+    notes: Sequence[str],
+    file: AccelerateFile | None,
+    base: str,
+    env: Mapping[str, str],
+) -> ResolvedRun:
+    """Make every decision.
+
+    `values`: each option that any source gives, as the strongest source gives it.
+    `base`: the file or launcher that the FSDP settings start from.
+    """
+    parallel = config.parallel
+    sharding = values.get("fsdp_sharding_strategy")
+    # ---- strategy
+    strategy: Decision[AskedStrategy]
+    if parallel.strategy == "auto":
+        reason = "decided by the size of the model: ddp where it fits, fsdp where it does not"
+        strategy = Decision("auto", reason)
+    else:
+        asked = values["strategy"]
+        is_sharded = parallel.strategy == "fsdp"
+        # Contradiction: the Accelerate file is for another strategy. No contradiction if a stronger source than the one
+        # that names the file asks for FSDP: it overrides the file.
+        if (
+            is_sharded
+            and file is not None
+            and file.distribution != "fsdp"
+            and asked.level <= values["accelerate_config"].level
+        ):
+            raise UserError(
+                f"{asked.key}: {asked.written or yaml_word(asked.value)}, but {file.source} is for "
+                f"{file.distribution}: name a file with distributed_type: FSDP (for example accelerate_config: "
+                f"accelerate_fsdp), or leave {asked.key} out"
+            )
+        reason = "asked for" if asked.key == "strategy" else f"asked for by {asked.key}"
+        strategy = Decision(parallel.strategy, reason, asked.source)
+        if is_sharded and sharding is not None and sharding.value == "NO_SHARD":
+            # A copy on each process, which ddp gives without wrapping.
+            reason = "asked for by fsdp_sharding_strategy: NO_SHARD"
+            strategy = Decision("ddp", reason, asked.source)
+        elif is_sharded:
+            reason = f"asked for, with the options of {base}"
+            strategy = Decision("fsdp", reason, asked.source)
+
+    # ---- FSDP
+    fsdp_values = {}
+    fsdp_given = []
+    for name in FSDP_OPTIONS:
+        value = values.get(name)
+        if value is None or value.value is None:
+            continue
+        fsdp_values[name] = value.value
+        if value.level in USER_LEVELS:
+            fsdp_given.append(str(value))
+    fsdp = None
+    fsdp_notes: list[str] = []
+    lines = list(notes)
+    # For `auto` too: the placement may choose FSDP later, and then needs the settings.
+    if strategy.value in ("auto", "fsdp"):
+        fsdp, fsdp_notes = resolve_fsdp(fsdp_values, base)
+    elif parallel.strategy == "fsdp":
+        fsdp_notes = [
+            "fsdp_sharding_strategy: NO_SHARD shards nothing: the run uses ddp (a copy "
+            "on each process)"
+        ]
+    else:
+        for text in fsdp_given:
+            lines.append(f"{text} has no effect with strategy: {strategy.value}")
+
+    # ---- gradient checkpointing and precision
+    recomputation = Decision(False, "default without FSDP")
+    if config.model.gradient_checkpointing is not None:
+        recomputes = config.model.gradient_checkpointing
+        recomputation = _asked("gradient_checkpointing", recomputes, values)
+    elif strategy.value == "fsdp":
+        recomputation = Decision(True, "default with FSDP")
+    precision = _asked("mixed_precision", config.model.mixed_precision, values)
+    precision_reason = f"mixed_precision: {precision.value}"
+    if precision.value == "auto":
+        precision_reason = "auto"
+    elif precision.reason != "mixed_precision":
+        precision_reason += f", set by {precision.reason}"
+
+    # ---- timeout
+    minutes = parallel.dist_timeout_minutes
+    timeout = _asked("dist_timeout_minutes", minutes, values)
+    limit = env.get(TIMEOUT_VARIABLE)
+    if limit:
+        try:
+            seconds = float(limit)
+        except ValueError:
+            seconds = 0.0  # refused below
+        if not 0 < seconds < math.inf:
+            raise UserError(
+                f"{TIMEOUT_VARIABLE}={limit} must be a number of seconds above 0; or use "
+                "dist_timeout_minutes"
+            )
+        # An option overrides the environment variable, even if it has the default value.
+        stated_timeout = values.get("dist_timeout_minutes")
+        if stated_timeout is None:
+            reason_of_timeout = f"{TIMEOUT_VARIABLE}={limit}"
+            timeout = Decision(seconds / 60, reason_of_timeout, "environment")
+        elif seconds != 60 * minutes:
+            lines.append(
+                f"{stated_timeout} overrides {TIMEOUT_VARIABLE}={limit} (environment)"
+            )
+    return ResolvedRun(
+        config=config,
+        origins=origins,
+        translated=translated,
+        strategy=strategy,
+        fsdp=fsdp,
+        fsdp_notes=tuple(fsdp_notes),
+        fsdp_given=tuple(fsdp_given),
+        recomputation=recomputation,
+        precision=replace(precision, reason=precision_reason),
+        processes=_asked("num_processes", parallel.num_processes, values),
+        machines=_asked("num_machines", parallel.num_machines, values),
+        timeout_minutes=timeout,
+        notes=tuple(lines),
+        file=file,
+    )
+
+
+def resolve_fsdp(
+    values: Mapping[str, Any], source: str
+) -> tuple[FsdpConfig, list[str]]:
+    """Return the settings that hold if the model is sharded, and notes for the log.
+
+    `values`: the fsdp_* options that any source gives, the preset included. `source`: what they start from.
+    """
+    # Keyword arguments of FsdpConfig: the options without their prefix, except for those that are renamed below.
+    settings: dict[str, Any] = {"source": source}
+    for name, value in values.items():
+        settings[name.removeprefix("fsdp_")] = value
+    policy = settings.pop("auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+    classes = settings.pop("transformer_layer_cls_to_wrap", None)
+    size = settings.pop("min_num_params", 0)
+    settings["offload"] = settings.pop("offload_params", False)
+    notes = []
+    settings["wrap_policy"] = policy
+    if ":" in policy:  # file.py:function of the user's
+        settings["wrap_function"] = policy
+        settings["wrap_policy"] = "NO_WRAP"
+    if classes:
+        names = [classes] if isinstance(classes, str) else classes
+        settings["layer_classes"] = tuple(names)
+        if policy != "TRANSFORMER_BASED_WRAP":
+            notes.append(
+                f"fsdp_transformer_layer_cls_to_wrap: {classes} has no effect with fsdp_auto_wrap_policy: {policy}"
+            )
+    # fsdp_min_num_params has two meanings. With SIZE_BASED_WRAP it is the size of a unit, which needs a default. With
+    # TRANSFORMER_BASED_WRAP every layer is a unit, unless a size is given.
+    if size:
+        settings["min_num_params"] = size
+        settings["min_layer_params"] = size
+        if policy not in ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"):
+            notes.append(
+                f"fsdp_min_num_params: {size:,d} has no effect with fsdp_auto_wrap_policy: {policy}"
+            )
+    elif policy == "SIZE_BASED_WRAP":
+        notes.append(
+            f"fsdp_min_num_params: {size} with SIZE_BASED_WRAP counts as {DEFAULT_MIN_NUM_PARAMS:,d} (without a size "
+            "nothing would be wrapped as it should)"
+        )
+    sharding = settings.get("sharding_strategy", "FULL_SHARD")
+    settings["reshard_after_forward"] = sharding != "SHARD_GRAD_OP"
+    fsdp = FsdpConfig(**settings)
+    if fsdp.version == 2 and fsdp.state_dict_type == "LOCAL_STATE_DICT":
+        raise UserError(
+            "fsdp_state_dict_type: LOCAL_STATE_DICT does not exist in FSDP2: use SHARDED_STATE_DICT (each process "
+            "writes its own part, and any number of processes can read them), or fsdp_version: 1"
+        )
+    if fsdp.state_dict_type == "LOCAL_STATE_DICT":
+        notes.append(
+            "fsdp_state_dict_type: LOCAL_STATE_DICT: each process writes its own pieces, as with SHARDED_STATE_DICT; here "
+            "any number of processes can read them"
+        )
+    return fsdp, notes
+
+
+def _asked(name: str, value: T, values: Mapping[str, OptionValue]) -> Decision[T]:
+    """Return the decision for an option that is taken as given. The reason is its name, or the file or launcher that sets
+    it."""
+    asked = values.get(name)
+    if asked is None:
+        return Decision(value, DEFAULT)
+    reason = name if asked.level in USER_LEVELS else asked.place
+    return Decision(value, reason, asked.source)
+
+
+# ---- learning rate
+
+What = Literal["weights", "adapters", "head"]
+
+MEASURED_WIDTH = 384
+"""Hidden size of all-MiniLM-L6-v2, on which the rates were measured."""
+EMBEDDING_MODEL_RATE = 8e-5
+"""Peak for all weights of an embedding model of this width. In wider models it falls in inverse proportion to the width."""
+LANGUAGE_MODEL_RATE = 1.2e-4
+"""The same for a language model that was not trained as an embedding model yet: it has further to go."""
+MIN_RATE = 5e-6
+MAX_RATE = 1e-4
+"""Limits of the peak for pretrained weights, in models at least as wide as MEASURED_WIDTH."""
+NARROW_POWER = 3
+"""In narrower models the peak rises by this power of MEASURED_WIDTH / width."""
+MAX_NARROW_SHARE = 0.75
+"""Largest peak for pretrained weights of a narrower model, as a share of the peak for initial weights."""
+LONG_RUN_STEPS = 100
+MAX_LONG_RUN_STEPS = 400
+"""In runs of more than LONG_RUN_STEPS steps the peak for all weights of a text model falls by the fourth root of
+LONG_RUN_STEPS / steps. It stays at 0.71 times the peak from MAX_LONG_RUN_STEPS on."""
+
+TWO_TOWER_RATE = 1e-5
+"""Peak for CLIP and SigLIP: their towers were trained on batches of tens of thousands of pairs."""
+TWO_TOWER_WIDTH = 512
+"""Hidden size of the text tower of CLIP ViT-B, for which TWO_TOWER_RATE was measured."""
+
+ADAPTER_RATIO = 15.0
+"""Peak for adapters with alpha 32 over the peak for the weights that they change. In models narrower than MEASURED_WIDTH
+over the geometric mean of that peak and of the one without the rise for narrow models."""
+ADAPTER_ALPHA = 32
+MIN_ALPHA_FACTOR = 0.1
+MAX_ALPHA_FACTOR = 10.0
+"""Limits of the factor by which another alpha changes the peak for adapters."""
+SHORT_RUN_OF_ADAPTERS = 48
+MIN_RUN_OF_ADAPTERS = 16
+"""In runs of fewer than SHORT_RUN_OF_ADAPTERS steps the peak for adapters rises by the root of SHORT_RUN_OF_ADAPTERS /
+steps, at most to that of MIN_RUN_OF_ADAPTERS steps. B begins at zero, so a short run ends before A and B have grown
+together."""
+
+HEAD_RATE = 1e-3
+"""Peak for a linear layer on frozen features, and for new projections."""
+
+INITIAL_WIDTH = 512
+INITIAL_RATE = 5e-4
+"""Peak for initial weights of INITIAL_WIDTH dimensions. In wider models it falls by the root of the width. In narrower
+ones it rises in proportion, up to MAX_INITIAL_RATE."""
+MAX_INITIAL_RATE = 2e-3
+PAIR_RANKING_FACTOR = 0.25
+"""Factor of the peak for initial weights with losses that rank pairs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """The facts about a model that its learning rate depends on."""
+
+    what: What
+    family: FamilyName
+    width: int
+    """Hidden size of the layers."""
+    is_tuned: bool
+    """True if the model is an embedding model already: its folder names pooling and other modules."""
+    is_new: bool
+    """True if the weights are initial ones, from which nothing was trained yet."""
+    has_scale: bool = False
+    """True if the weights contain the scale of the loss that they were trained with, as those of CLIP and SigLIP do."""
+    total_steps: int = SHORT_RUN_OF_ADAPTERS
+    """Steps of the run."""
+
+
+def peak_rate(
+    objective: ObjectiveSection, adapters: AdapterSection, trained: Trained
+) -> Decision[float]:
+    """Return the learning rate of `learning_rate: auto` and the reason. docs/choosing.md has the measurements."""
+    width = trained.width
+    steps = trained.total_steps
+    if trained.what == "head":
+        return Decision(HEAD_RATE, "only layers behind the pooling are trained")
+    ratio = INITIAL_WIDTH / width
+    growth = ratio if ratio > 1 else math.sqrt(ratio)
+    initial = min(INITIAL_RATE * growth, MAX_INITIAL_RATE)
+    if trained.is_new and trained.what == "weights":
+        reason = f"from scratch: initial weights of {width:,d} dimensions"
+        if objective.losses is None and LOSSES[objective.loss].ranks_pairs:
+            initial *= PAIR_RANKING_FACTOR
+            reason += f", loss: {objective.loss}"
+        return Decision(_two_digits(initial), reason)
+
+    # The peak for all pretrained weights, first without the rise for narrow models.
+    kind = trained.family.replace("_", " ")
+    if trained.has_scale:
+        measured_width = TWO_TOWER_WIDTH
+        base = TWO_TOWER_RATE
+        usual = base
+        reason = f"a {kind} model"
+    else:
+        measured_width = MEASURED_WIDTH
+        base = LANGUAGE_MODEL_RATE
+        tuned = "no embedding model yet"
+        if trained.is_tuned:
+            base = EMBEDDING_MODEL_RATE
+            tuned = "an embedding model already"
+        usual = max(base * measured_width / width, MIN_RATE)
+        usual = min(usual, MAX_RATE)
+        reason = f"a {kind} of {width:,d} dimensions, {tuned}"
+    # Narrow models take more, but less than initial weights would.
+    all_weights = usual
+    if width < measured_width:
+        risen = base * (measured_width / width) ** NARROW_POWER
+        risen = min(risen, MAX_NARROW_SHARE * initial)
+        all_weights = max(usual, risen)
+    is_risen = all_weights > usual
+    if is_risen:
+        reason += f", {all_weights / usual:.2g} times that of wider ones"
+
+    if trained.what == "weights":
+        rate = all_weights
+        if steps > LONG_RUN_STEPS and not is_risen and not trained.has_scale:
+            reason += f", {steps:,d} steps"
+            shortening = LONG_RUN_STEPS / min(steps, MAX_LONG_RUN_STEPS)
+            rate = max(all_weights * shortening**0.25, MIN_RATE)
+        return Decision(_two_digits(rate), f"all weights: {reason}")
+
+    # One step of size lr in B changes the weights by (alpha / r) * lr * r directions of A, so the rank cancels out.
+    # With rslora the factor is alpha / sqrt(r), and the root of the rank is left.
+    strength = float(adapters.lora_alpha)
+    details = ""
+    if adapters.lora_variant == "rslora":
+        strength *= math.sqrt(adapters.lora_r)
+        details = ", rslora"
+    alpha_factor = max(ADAPTER_ALPHA / strength, MIN_ALPHA_FACTOR)
+    alpha_factor = min(alpha_factor, MAX_ALPHA_FACTOR)
+    rate = math.sqrt(usual * all_weights) * ADAPTER_RATIO * alpha_factor
+    if steps < SHORT_RUN_OF_ADAPTERS:
+        details += f", only {steps:,d} steps"
+        rate *= math.sqrt(SHORT_RUN_OF_ADAPTERS / max(steps, MIN_RUN_OF_ADAPTERS))
+    return Decision(
+        _two_digits(rate),
+        f"LoRA of rank {adapters.lora_r}, alpha {adapters.lora_alpha}{details}: {rate / all_weights:.3g} times "
+        f"the rate of all weights, which is {_two_digits(all_weights):g} ({reason})",
+    )
+
+
+def _two_digits(value: float) -> float:
+    """Round to two significant digits, as the log shows the rate."""
+    return float(f"{value:.2g}")
+
+
+def rate_of(optimizer: OptimizerSection) -> float:
+    """Return the learning rate of a config in which it is decided."""
+    assert optimizer.learning_rate != "auto", (
+        "peak_rate decides it when the model is built"
+    )
+    return optimizer.learning_rate
+
+
+# ---- epochs
+
+EPOCHS_PER_ROOT = 200.0
+"""n examples are seen 200 / sqrt(n) times: 6 times for 300, 4 times for 3,000, once for 30,000."""
+MAX_EPOCHS = 6
+MAX_EPOCHS_TWO_TOWERS = 12
+"""Of CLIP and SigLIP. Both limits hold before the ratios below."""
+FROM_SCRATCH_EPOCH_RATIO = 4
+"""Epochs of initial weights, over those of trained ones."""
+TWO_TOWERS_EPOCH_RATIO = 4
+"""Epochs of CLIP and SigLIP, whose rate is low, over those of models of texts."""
+
+
+def has_initial_weights(model: ModelSection) -> bool:
+    """Return whether the config says that the weights are initial ones."""
+    is_own_class = (
+        model.model_class is not None and model.model_name == model.model_class
+    )
+    return model.from_scratch or is_own_class
+
+
+def epochs_for(
+    num_examples: int, *, from_scratch: bool = False, has_scale: bool = False
+) -> float:
+    """Return the passes over so many examples."""
+    ratio = 1
+    limit = MAX_EPOCHS
+    if has_scale:
+        ratio = TWO_TOWERS_EPOCH_RATIO
+        limit = MAX_EPOCHS_TWO_TOWERS
+    if from_scratch:
+        ratio *= FROM_SCRATCH_EPOCH_RATIO
+    epochs = round(ratio * EPOCHS_PER_ROOT / math.sqrt(num_examples))
+    return float(min(max(epochs, 1), ratio * limit))
+
+
+def decide_epochs(
+    optimizer: OptimizerSection,
+    model: ModelSection,
+    num_examples: int,
+    *,
+    has_scale: bool,
+) -> Decision[float]:
+    """Return the passes over the data. `has_scale`: of a model with the scale of its own loss, as CLIP and SigLIP."""
+    if optimizer.epochs != "auto":
+        return Decision(optimizer.epochs, "epochs")
+    from_scratch = has_initial_weights(model)
+    epochs = epochs_for(num_examples, from_scratch=from_scratch, has_scale=has_scale)
+    if from_scratch:
+        reason = f"from scratch: initial weights see {num_examples:,d} examples {epochs:g} times"
+    elif epochs == 1:
+        reason = f"{num_examples:,d} examples are enough for one pass"
+    else:
+        reason = f"{num_examples:,d} examples are few: each is seen {epochs:g} times"
+        if has_scale:
+            reason += ", and two towers with a low rate need more"
+    return Decision(epochs, reason)
+
+
+# ---- intervals
+
+MAX_EVALUATIONS = 10
+MIN_EVALUATIONS = 3
+MAX_EVALUATION_SHARE = 0.1
+"""Share of a run's computation that its evaluations may take, beyond the fewest."""
+SHORT_RUN_STEPS = 20
+"""Shorter runs do nothing between their first and their last step."""
+MIN_STEPS_FOR_CHECKPOINTS = 200
+"""Length of a run without validation data from which it writes checkpoints."""
+LARGE_CHECKPOINT_BYTES = 20e9
+"""Larger checkpoints are written only if asked for."""
+LOG_LINES_PER_RUN = 100
+MAX_STEPS_PER_LOG_LINE = 50
+AUTO_PATIENCE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RunSize:
+    """Facts about a run that its intervals depend on."""
+
+    total_steps: int
+    examples_per_step: int
+    num_training: float
+    """Texts and images of an example, on average."""
+    num_evaluated: int
+    """Texts and images of the evaluation data; 0 without them."""
+    checkpoint_bytes: int
+    has_validation: bool
+    is_length_given: bool
+    """The user has said how many epochs or steps the run has."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunIntervals:
+    """Steps between the recurring parts of a run."""
+
+    eval_steps: int | None
+    """None: only before and after training."""
+    save_steps: int | None
+    """None: only where the run is stopped."""
+    logging_steps: int
+    patience: int | None
+    """Evaluations without a better score after which the run ends; None: it does not."""
+    load_best_model_at_end: bool
+    """True if `final/` holds the best evaluated checkpoint."""
+    reasons: dict[str, str]
+    """Option -> the reason for its value, for those that were left to `auto`."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the values under the names of their options."""
+        values = asdict(self)
+        del values["reasons"]
+        return values
+
+
+def run_intervals(
+    evaluation: EvaluationSection,
+    run: RunSection,
+    logging: LoggingSection,
+    size: RunSize,
+) -> RunIntervals:
+    """Return the intervals of a run: what the config gives, and for `auto` what suits the size of the run."""
+    reasons: dict[str, str] = {}
+    steps = size.total_steps
+    needs_checkpoints = bool(evaluation.guards) or run.load_best_model_at_end is True
+
+    eval_steps = evaluation.eval_steps
+    if eval_steps == "auto":
+        eval_steps = _auto_eval_steps(
+            size, run.save_steps, reasons, is_needed=needs_checkpoints
+        )
+
+    save_steps = run.save_steps
+    if save_steps == "auto":
+        save_steps = None
+        is_evaluated = eval_steps is not None and size.num_evaluated > 0
+        if size.checkpoint_bytes > LARGE_CHECKPOINT_BYTES and not needs_checkpoints:
+            gigabytes = size.checkpoint_bytes / 1e9
+            reasons["save_steps"] = (
+                f"a checkpoint takes {gigabytes:,.0f} GB: give save_steps to write some"
+            )
+        elif is_evaluated and (steps >= SHORT_RUN_STEPS or needs_checkpoints):
+            save_steps = eval_steps
+            reasons["save_steps"] = (
+                "a checkpoint at each evaluation, so that the best one is kept"
+            )
+        elif steps >= MIN_STEPS_FOR_CHECKPOINTS:
+            save_steps = _round_down(steps // MAX_EVALUATIONS)
+            reasons["save_steps"] = (
+                f"about {MAX_EVALUATIONS} checkpoints in {steps:,d} steps"
+            )
+
+    keeps_best = run.load_best_model_at_end
+    if keeps_best == "auto":
+        keeps_best = False
+        if size.has_validation and eval_steps is not None and save_steps is not None:
+            if evaluation.guards:
+                reason = "the guards decide which checkpoint final/ gets"
+            elif save_steps % eval_steps:
+                reason = (
+                    f"save_steps: {save_steps:,d} is no multiple of eval_steps: {eval_steps:,d}, so that some "
+                    "checkpoints have no score"
+                )
+            else:
+                keeps_best = True
+                reason = "there are validation data: final/ gets the checkpoint with the best score"
+            reasons["load_best_model_at_end"] = reason
+
+    logging_steps = logging.logging_steps
+    if logging_steps == "auto":
+        interval = min(max(steps // LOG_LINES_PER_RUN, 1), MAX_STEPS_PER_LOG_LINE)
+        logging_steps = _round_down(interval)
+        num_lines = math.ceil(steps / logging_steps)
+        reasons["logging_steps"] = f"{num_lines:,d} lines for {steps:,d} steps"
+
+    patience = evaluation.patience
+    if patience == "auto":
+        patience = None
+        if eval_steps is not None and size.has_validation:
+            reasons["patience"] = "the config says how long the run is"
+            if not size.is_length_given:
+                patience = AUTO_PATIENCE
+                reasons["patience"] = (
+                    "the run ends early where so many evaluations in a row find nothing better"
+                )
+    return RunIntervals(
+        eval_steps, save_steps, logging_steps, patience, keeps_best, reasons
+    )
+
+
+def _auto_eval_steps(
+    size: RunSize, save_steps: Any, reasons: dict[str, str], *, is_needed: bool
+) -> int | None:
+    """Return the interval of evaluations. `is_needed`: the config asks for evaluated checkpoints."""
+    steps = size.total_steps
+    if not size.num_evaluated:
+        return None
+    if steps < SHORT_RUN_STEPS and not is_needed:
+        reasons["eval_steps"] = f"before and after a run of {steps:,d} steps"
+        return None
+    # Forward passes of an evaluation over those of the run. A backward pass counts as two.
+    num_trained = steps * size.examples_per_step * size.num_training
+    share = size.num_evaluated / (3 * num_trained)
+    # Even the fewest evaluations would take longer than the training itself.
+    if MIN_EVALUATIONS * share > 1 and not is_needed:
+        reasons["eval_steps"] = (
+            f"before and after training: one evaluation takes {share:.0%} of the computation"
+        )
+        return None
+    num_affordable = max(MAX_EVALUATION_SHARE / share, MIN_EVALUATIONS)
+    count = int(min(num_affordable, MAX_EVALUATIONS))
+    interval = _round_down(max(steps // count, 1))
+    if isinstance(save_steps, int):
+        # Each checkpoint needs a score, so the interval divides save_steps.
+        while save_steps % interval:
+            interval -= 1
+    num_evaluations = steps // interval
+    reasons["eval_steps"] = (
+        f"{num_evaluations:,d} evaluations in {steps:,d} steps take about "
+        f"{num_evaluations * share:.0%} of the computation"
+    )
+    return interval
+
+
+def _round_down(value: int) -> int:
+    """Return the largest of 1, 2, 3, 4, 5, 6, 8 times a power of ten that is not above the value."""
+    unit: int = 10 ** (len(str(value)) - 1)
+    leading_digit = value // unit
+    return unit * {7: 6, 9: 8}.get(leading_digit, leading_digit)

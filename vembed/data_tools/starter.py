@@ -1,0 +1,553 @@
+"""What a starter config is made of: the first records of a data file, guesses of its columns, and values that fit.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import codecs
+import itertools
+import logging
+import math
+import re
+import sys
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from vembed.config.decisions import epochs_for
+from vembed.config.schema import ModelSection
+from vembed.config.values import Task
+from vembed.data.columns import (
+    Columns,
+    classes_as_scores,
+    unread_judgement,
+    unread_negatives,
+    unread_prompt,
+)
+from vembed.data.examples import BadRecord
+from vembed.data.formats.base import Format
+from vembed.data.formats.table import SeveralFiles, open_reader
+from vembed.data.images.files import IMAGE_PATH, ImageRoot
+from vembed.data.records import Mode, RecordFormat
+from vembed.errors import UserError, printable
+from vembed.files import replace_text
+from vembed.names import is_address, is_pattern
+
+NUM_RECORDS = 1000
+"""Number of records to look at."""
+COUNTED_BYTES = 64 * 2**20
+"""Records of larger files are not counted but estimated, from the size of the first ones."""
+
+IMAGE_NAMES = ("image", "images", "bytes", "path")
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class FileSample:
+    """The first records of a file."""
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """Empty where there is nothing to look at: a name on the Hub, an address."""
+    num_records: int = 0
+    """Records in the whole file."""
+    is_estimate: bool = False
+    is_delimited: bool = False
+    """CSV or TSV: the names are those of the first line, and all values are text."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the names of all columns, in order."""
+        return tuple(dict.fromkeys(name for record in self.records for name in record))
+
+
+def read_sample(path: Path) -> FileSample:
+    """Read the first records of a file, or of a folder that is one source. Raise UserError if it cannot be read."""
+    is_local_pattern = is_pattern(str(path)) and not is_address(str(path))
+    if not path.exists() and not is_local_pattern:
+        return FileSample()
+    reader = open_reader(path)
+    rows = itertools.islice(reader.rows(), NUM_RECORDS)
+    records = []
+    for _, line, record in rows:
+        if isinstance(record, dict):
+            records.append(record)
+        elif reader.columns is not None:
+            # A row that is no record has no cells here; training says where it is and what is wrong.
+            records.append(dict.fromkeys(reader.columns))
+        else:
+            reason = record if isinstance(record, BadRecord) else "not an object"
+            raise UserError(f"{reader.where(line)}: {reason}")
+    if not records:
+        raise UserError(f"{path}: has no records")
+    files = reader.readers if isinstance(reader, SeveralFiles) else (reader,)
+    counts = [_num_records(file) for file in files]
+    return FileSample(
+        records,
+        sum(count for count, _ in counts),
+        any(is_estimate for _, is_estimate in counts),
+        reader.numbers_are_text,
+    )
+
+
+def _num_records(reader: Format) -> tuple[int, bool]:
+    """Return the number of records, and whether it is estimated, from the size of the first records."""
+    count = reader.num_records()
+    if count is not None:
+        return count, False
+    if reader.stop - reader.start <= COUNTED_BYTES:
+        return sum(1 for _ in reader.rows()), False
+    rows = list(itertools.islice(reader.rows(), NUM_RECORDS))
+    seen_bytes = max(rows[-1][0] - reader.start, 1)
+    return round((len(rows) - 1) * (reader.stop - reader.start) / seen_bytes), True
+
+
+def texts_of(value: Any) -> list[str | None]:
+    """Return the texts of a field, which may be a list and have objects; None for each entry that is not text alone."""
+    entries: list[Any] = value if isinstance(value, list) else [value]
+    texts: list[str | None] = []
+    for entry in entries:
+        text = entry
+        if isinstance(entry, dict):
+            has_image = any(entry.get(name) is not None for name in IMAGE_NAMES)
+            text = None if has_image else entry.get("text")
+            if isinstance(text, str) and isinstance(entry.get("title"), str):
+                text = f"{entry['title']} {text}".strip()
+        if entry is not None:
+            texts.append(text if isinstance(text, str) else None)
+    return texts
+
+
+DELIMITED = (".csv", ".tsv")
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+NAMES = {"cp1252": "Windows-1252", "utf-16": "UTF-16"}
+
+
+def utf8_copy(path: Path, *, force: bool = False) -> tuple[Path, str] | None:
+    """Write a copy of a CSV or TSV that is not UTF-8; return its path and the encoding that was taken. None for a file
+    that needs none. Raise UserError if the encoding cannot be told, or if another file has the copy's name."""
+    if path.suffix.lower() not in DELIMITED or not path.is_file():
+        return None
+    if path.stat().st_size > COUNTED_BYTES:  # each record is checked as it is read
+        return None
+    raw = path.read_bytes()
+    encoding = "utf-16" if raw.startswith(_UTF16) else "cp1252"
+    if encoding == "cp1252":
+        try:
+            raw.decode()
+            return None
+        except UnicodeDecodeError as error:
+            line = raw.count(b"\n", 0, error.start) + 1
+        # In UTF-8 with a damaged place the other letters beyond ASCII are whole; text in Windows-1252 has hardly any
+        # such. Some bytes are none of Windows-1252.
+        letters = raw.decode("utf-8", "surrogateescape")
+        num_broken = sum("\udc80" <= letter <= "\udcff" for letter in letters)
+        num_whole = sum(not letter.isascii() for letter in letters) - num_broken
+        if num_whole > num_broken or "\ufffd" in raw.decode("cp1252", "replace"):
+            raise UserError(
+                f"{path}, line {line}: not UTF-8 text; save the file as UTF-8"
+            )
+    text = raw.decode(encoding, "replace")
+    copy = path.with_name(f"{path.stem}.utf8{path.suffix}")
+    if copy.exists() and not force and copy.read_bytes() != text.encode():
+        raise UserError(
+            f"{path} is {NAMES[encoding]}, and its copy in UTF-8 would be {copy}, which is another file already: "
+            "move it away, or give --force to overwrite it"
+        )
+    replace_text(copy, text)
+    return copy, NAMES[encoding]
+
+
+ROLE_WORDS = {
+    role: set(words.split())
+    for role, words in {
+        "query": (
+            "query question anchor search keyword request prompt instruction subject title caption frage "
+            "anfrage suche suchbegriff betreff titel anliegen problem stichwort requete demande recherche "
+            "sujet titre pregunta consulta busqueda asunto titulo domanda ricerca oggetto pergunta busca "
+            "assunto vraag zoek onderwerp pytanie soru"
+        ),
+        "positive": (
+            "positive answer response document passage solution resolution reply content context body "
+            "description text target output article paragraph completion antwort loesung losung beschreibung "
+            "inhalt artikel dokument absatz ergebnis reponse solucion respuesta contenido descripcion texte "
+            "contenu texto risposta soluzione testo contenuto resposta solucao antwoord oplossing tekst "
+            "odpowiedz cevap"
+        ),
+        "id": (
+            "id ids uuid guid nr no num number nummer index idx key code url link date datum time zeit "
+            "timestamp created updated author autor user lang language sprache category kategorie status tag "
+            "tags numero fecha"
+        ),
+    }.items()
+}
+"""Words of column names. The content of those of `id` is not embedded."""
+FEW_VALUES = 0.2
+"""A column with a smaller share of different values is a category, unless its name says otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnFacts:
+    """Figures of one column from the first records."""
+
+    name: str
+    example: str
+    mean_length: float
+    """Characters."""
+    unique: float
+    """Share of different values."""
+    questions: float
+    """Share of values that end with a question mark."""
+    has_paths: bool
+    """More than half of the values look like paths of images."""
+    is_text: bool
+    """Texts or paths, not numbers, dates or ids."""
+
+    def part(self, role: str) -> str:
+        """Return what the column is as the query or the positive. A column of paths holds images."""
+        return f"{role}_image" if self.has_paths else role
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """A guessed assignment of the query's and the positive's columns."""
+
+    mapping: dict[str, str]
+    reasons: dict[str, str]
+    """Column -> why."""
+    candidates: tuple[ColumnFacts, ...]
+    """Columns that can be embedded, the likeliest first."""
+
+
+def guess(
+    records: Sequence[Record], missing: Sequence[str], taken: Sequence[str] = ()
+) -> Guess:
+    """Return columns for the missing parts (query, positive) among those that are not taken."""
+    candidates = []
+    for name in dict.fromkeys(name for record in records for name in record):
+        column = _facts(name, [record.get(name) for record in records])
+        if name not in taken and column.is_text:
+            candidates.append(column)
+    longest = max((column.mean_length for column in candidates), default=1.0) or 1.0
+    mapping: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    open_columns = list(candidates)
+    unassigned = list(missing)
+    # The part with the clearer evidence is chosen first, so that it does not lose its column to the other.
+    while unassigned and open_columns:
+        pairs = [(column, role) for column in open_columns for role in unassigned]
+        # Of equal scores the earlier column.
+        best, role = max(pairs, key=lambda pair: _score(pair[0], pair[1], longest))
+        mapping[best.name] = best.part(role)
+        why = ["the only text column left"] if len(open_columns) == 1 else []
+        if _named(best.name, role):
+            why.append("its name")
+        if role == "query" and best.questions > 0.3:
+            why.append(f"{best.questions:.0%} end with a question mark")
+        if best.has_paths:
+            why.append("paths of images")
+        why.append(f"{best.mean_length:,.0f} characters on average")
+        reasons[best.name] = ", ".join(why)
+        open_columns.remove(best)
+        unassigned.remove(role)
+    names = [column.name for column in candidates if column.name in mapping]
+
+    def best_score(column: ColumnFacts) -> float:
+        return max(_score(column, role, longest) for role in ("query", "positive"))
+
+    candidates.sort(key=best_score, reverse=True)
+    in_file_order = {name: mapping[name] for name in names}
+    return Guess(in_file_order, reasons, tuple(candidates))
+
+
+def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
+    texts = []
+    for value in values:
+        # Of a list the first entry.
+        entry = (value or [None])[0] if isinstance(value, list) else value
+        if isinstance(entry, Mapping):
+            entry = entry.get("text") or entry.get("image") or entry.get("path")
+        if isinstance(entry, str) and entry.strip():
+            texts.append(entry.strip())
+    if not texts:
+        return ColumnFacts(name, "", 0.0, 0.0, 0.0, has_paths=False, is_text=False)
+    unique = len(set(texts)) / len(texts)
+    has_paths = mean(IMAGE_PATH.fullmatch(text) is not None for text in texts) > 0.5
+    questions = mean(text.rstrip(" \"')").endswith(("?", "\uff1f")) for text in texts)
+    letters = mean(sum(map(str.isalpha, text)) / len(text) for text in texts)
+    spaced = mean(any(map(str.isspace, text)) for text in texts)
+    length = mean(map(len, texts))
+    # From the CJK radicals on. Such texts have no blanks, so the next two lines cannot take them for ids or codes.
+    wide = mean(max(text) > "\u2e7f" for text in texts)
+    is_id = _words(name) & ROLE_WORDS["id"] and spaced < 0.5 and not wide
+    is_code = (
+        spaced < 0.1 and unique > 0.9 and letters < 0.8 and not wide and length < 64
+    )
+    is_text = has_paths or (letters > 0.4 and not is_id and not is_code)
+    return ColumnFacts(name, texts[0], length, unique, questions, has_paths, is_text)
+
+
+def _score(column: ColumnFacts, role: str, longest: float) -> float:
+    other_role = "positive" if role == "query" else "query"
+    # A name counts most, then whether values are questions, then their length: queries are the shorter of the two.
+    score = 2.0 * _named(column.name, role) - _named(column.name, other_role)
+    share = column.mean_length / longest
+    score += column.questions - share if role == "query" else share - column.questions
+    if column.unique < FEW_VALUES:
+        score -= 1.0
+    if _words(column.name) & ROLE_WORDS["id"]:
+        score -= 1.0
+    return score
+
+
+def _named(name: str, role: str) -> float:
+    """Return 1 if a word of the name is one of the role's, 0.8 if it begins or ends with one (Kundenfrage), else 0."""
+    parts = _words(name)
+    words = ROLE_WORDS[role]
+    if parts & words:
+        return 1.0
+    ends = tuple(word for word in words if len(word) > 4)
+    is_inside = any(part.startswith(ends) or part.endswith(ends) for part in parts)
+    return 0.8 if is_inside else 0.0
+
+
+def _words(name: str) -> set[str]:
+    # customerQuestion -> customer question; accents are taken off, as in the lists of words.
+    split = re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name)
+    letters = unicodedata.normalize("NFKD", split.casefold())
+    return set(re.findall(r"[^\W_]+", re.sub(r"[\u0300-\u036f]", "", letters)))
+
+
+MOST_SHOWN = 12
+
+
+def is_terminal() -> bool:
+    """Return whether somebody can answer."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def confirm(
+    guess: Guess, missing: Sequence[str], read: Callable[[str], str] = input
+) -> dict[str, str]:
+    """Ask which column each missing part is; an empty answer takes the guess. Return the column mapping."""
+    columns = guess.candidates[:MOST_SHOWN]
+    mapping: dict[str, str] = {}
+    for role in missing:
+        what = "the query" if role == "query" else "what the query should find"
+        lines = [f"Which column is {what}?"]
+        default = ""
+        for number, column in enumerate(columns, 1):
+            short = " ".join(column.example.split())
+            if len(short) > 60:
+                short = f"{short[:57]}..."
+            lines.append(f"  {number}  {column.name}: {short}")
+            if not default and guess.mapping.get(column.name, "").startswith(role):
+                default = str(number)
+        lines.append(f"Number{f' [{default}]' if default else ''}: ")
+        answer = read("\n".join(lines)).strip() or default
+        while not (answer.isdecimal() and 1 <= int(answer) <= len(columns)):
+            answer = read(f"A number from 1 to {len(columns)}: ").strip() or default
+        chosen = columns[int(answer) - 1]
+        mapping[chosen.name] = chosen.part(role)
+    return mapping
+
+
+WORDS_OF_A_RECORD = 4
+"""Words from which the name of a column looks like a text."""
+
+
+def doubts_about(sample: FileSample, mapping: Mapping[str, str]) -> list[str]:
+    """Return sentences on what may be wrong with the columns."""
+    layout = Columns(mapping).layout(sample.columns)
+    doubts: list[str | None] = []
+    num_words = min(len(name.split()) for name in sample.columns)
+    if sample.is_delimited and num_words >= WORDS_OF_A_RECORD:
+        doubts.append(
+            f"the first line is taken for the names of the columns ({printable(sample.columns[0])}); if it is a record, "
+            "put a line with names before it, such as query,positive"
+        )
+    if layout.score == "label":
+        # Few whole numbers are classes. Beside sentence1 and sentence2 they are read as a score.
+        values = {str(record.get("label")) for record in sample.records}
+        if all(map(str.isdigit, values)):
+            doubts.append(classes_as_scores([float(value) for value in values]))
+    if layout.label is None:
+        read = set(layout.read)
+        unused = [name for name in sample.columns if name not in read]
+        if layout.score is None:
+            doubts.append(unread_judgement(unused))
+        doubts += [unread_negatives(unused), unread_prompt(unused)]
+    return [doubt for doubt in doubts if doubt is not None]
+
+
+def bad_records(
+    sample: FileSample,
+    data: str,
+    mapping: Mapping[str, str],
+    loss: str,
+    mode: Mode = "auto",
+) -> tuple[int, str]:
+    """Return how many of the first records are invalid, and what is wrong with the first column. No image is opened.
+
+    Raise UserError if all are.
+    """
+    folder = data if Path(data).is_dir() else str(Path(data).parent)
+    form = RecordFormat(
+        Columns(mapping),
+        ImageRoot(folder, allow_urls=True),
+        mode=mode,
+        losses=(loss,),
+        numbers_in_text=sample.is_delimited,
+    )
+    problems = []
+    for number, record in enumerate(sample.records, 1):
+        try:
+            form.example(record, "")
+        except BadRecord as error:
+            problems.append(f"record {number:,d}: {error}")
+    if len(problems) == len(sample.records):
+        raise UserError(
+            f"{data}: none of the first {len(problems):,d} records can be used, {problems[0]}"
+        )
+    return len(problems), problems[0] if problems else ""
+
+
+SMALLEST_SPLIT = 50
+"""Records from which a tenth can be held out."""
+MOST_HELD_OUT = 2000
+STEPS_PER_EPOCH = 20
+"""Steps that an epoch should have: a larger batch is chosen only where the data fill it so often."""
+FULL_SHARE = 0.99
+"""Share of the texts that max_length should not cut."""
+CHARACTERS_PER_TOKEN = 3.0
+"""Cautious, for languages other than English."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts from the files of a model, read without its weights."""
+
+    max_length: int
+    tokens: Callable[[Sequence[str]], list[int]] | None
+    """Lengths of texts in tokens, special ones included; None for a model without texts."""
+    temperature: float | None
+    """The learned temperature of CLIP and SigLIP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths of the texts in tokens."""
+
+    full: int
+    """Length that 99 % of the texts do not exceed."""
+    longest: int
+    is_measured: bool
+    """False: estimated from the characters, because the model's tokenizer is not on this machine."""
+
+
+def local_model(name: str) -> Path | None:
+    """Return the folder of a model that is on this machine: a folder, or in the Hub's cache. Uses no network."""
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                name,
+                local_files_only=True,
+                allow_patterns=["*.json", "*.txt", "*.model"],
+            )
+        )
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:
+    """Return the facts of a model that is on this machine, else None."""
+    if local_model(name) is None:
+        return None
+    from vembed.models.families.description import (
+        describe,  # imported late: transformers takes seconds
+    )
+
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    description = describe(ModelSection(model_name=name, task=task))
+    tokens = None
+    if description.modalities != ("image",):
+        from vembed.models.processors import load_tokenizer
+
+        tokenizer = load_tokenizer(description)
+
+        def tokens(texts: Sequence[str]) -> list[int]:
+            encoded = tokenizer(list(texts), truncation=False, verbose=False)
+            return list(map(len, encoded["input_ids"]))
+
+    temperature = _learned_temperature(Path(description.source))
+    return ModelFacts(description.max_length, tokens, temperature)
+
+
+def measure(texts: Sequence[str], facts: ModelFacts | None) -> Lengths | None:
+    """Return the lengths of texts; None without texts."""
+    if not texts:
+        return None
+    tokens = None if facts is None else facts.tokens
+    if tokens is not None:
+        lengths = sorted(tokens(texts))
+    else:
+        sizes = sorted(map(len, texts))
+        # And two special tokens.
+        lengths = [math.ceil(size / CHARACTERS_PER_TOKEN) + 2 for size in sizes]
+    full = lengths[math.ceil(FULL_SHARE * len(lengths)) - 1]
+    return Lengths(full, lengths[-1], is_measured=tokens is not None)
+
+
+def fitting_length(lengths: Lengths | None, limit: int | None, usual: int) -> int:
+    """Return max_length: what 99 % of the texts need, in steps of 16, at most what the model can read."""
+    most = usual if limit is None else limit
+    if lengths is None:
+        return most
+    return min(max(16 * math.ceil(lengths.full / 16), 32), most)
+
+
+def fitting_batch(num_records: int, usual: int) -> int:
+    """Return the batch size: the usual one, or the power of two with which an epoch has enough steps."""
+    if not num_records:
+        return usual
+    fits = max(num_records // STEPS_PER_EPOCH, 1)
+    # Not above the number of records, since an incomplete batch is left out.
+    return min(usual, max(1 << int(math.log2(fits)), 8), num_records)
+
+
+def fitting_epochs(num_records: int, *, has_scale: bool = False) -> int:
+    """Return the passes over the data: more where there are few records, and for CLIP and SigLIP."""
+    return round(epochs_for(num_records, has_scale=has_scale)) if num_records else 1
+
+
+def held_out_share(num_records: int) -> float | None:
+    """Return val_split: a tenth, of large data less; None where there are too few records."""
+    if num_records < SMALLEST_SPLIT:
+        return None
+    return min(0.1, float(f"{MOST_HELD_OUT / num_records:.1g}"))
+
+
+def _learned_temperature(folder: Path) -> float | None:
+    """Return the temperature that a CLIP or SigLIP model has learned, from its weights' file."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118 - no mapping
+                    if name.rpartition(".")[2] == "logit_scale":
+                        # CLIP stores the log of the scale, which is 1 / temperature.
+                        scale = float(file.get_tensor(name).reshape(-1)[0])
+                        return float(f"{math.exp(-scale):.3g}")
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+    return None

@@ -1,0 +1,78 @@
+"""Parts that declare themselves by class variables: losses, poolings, families, file formats, optimizers, trackers.
+
+One check for all of them. A declaration that is missing, wrong or misspelt is a TypeError when vembed is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+Part = TypeVar("Part")
+SIMILARITY_OF_A_MISSPELLING = 0.8
+"""Of a new name to a declared one, by difflib."""
+
+
+def check_parts(
+    kind: str,
+    base: type,
+    parts: Sequence[Part],
+    names_of: Callable[[Part], Iterable[str]],
+    *,
+    needed: Sequence[str] = (),
+    allowed: Mapping[str, Iterable[str]] | None = None,
+    taken: Sequence[str] = (),
+) -> dict[str, Part]:
+    """Return the parts by each of their names. Raise TypeError for a declaration that is missing, wrong or misspelt.
+
+    `parts`: classes of a base class, or records. `needed`: what each declares. `allowed`: declaration -> its values, or those that its
+    sequence or mapping may hold. `taken`: names that no part may have.
+    """
+    by_name: dict[str, Part] = {}
+    for part in parts:
+        where = f"{kind} {getattr(part, 'name', '')}"
+        if isinstance(part, type):
+            where = f"{kind} {part.__name__} of {part.__module__}"
+            missing = [name for name in needed if not getattr(part, name, None)]
+            missing += sorted(getattr(part, "__abstractmethods__", ()))
+            if missing:
+                raise TypeError(f"{where} declares no `{'`, `'.join(missing)}`")
+            check_spelling(where, part, base)
+        for declaration, known in (allowed or {}).items():
+            value: Any = getattr(part, declaration)
+            for entry in [value] if isinstance(value, str) else value:
+                if entry not in known:
+                    raise TypeError(
+                        f"{where} has {entry!r} in its `{declaration}`: write one of {', '.join(known)}"
+                    )
+        for name in dict.fromkeys(names_of(part)):
+            if name in taken or name in by_name:
+                raise TypeError(f"{where}: the name {name} is taken")
+            by_name[name] = part
+    return by_name
+
+
+def check_spelling(where: str, part: type, base: type) -> None:
+    """Raise TypeError for a public attribute that is new in a class and similar to one that it could declare.
+
+    `base`: the base class of its kind, which has what it could declare, as have those between the two.
+    """
+    classes = inspect.getmro(part)
+    num_new = classes.index(base)
+    known: set[str] = set()
+    for inherited in classes[num_new:]:
+        known |= vars(inherited).keys() | inspect.get_annotations(inherited).keys()
+    for owner in reversed(classes[:num_new]):
+        for name in vars(owner).keys() - known:
+            if name.startswith("_"):
+                continue
+            near = difflib.get_close_matches(
+                name, known, n=1, cutoff=SIMILARITY_OF_A_MISSPELLING
+            )
+            if near:
+                raise TypeError(
+                    f"{where} has `{name}`, which nothing reads: write `{near[0]}`, or a name that is less similar to it"
+                )
+        known |= vars(owner).keys() | inspect.get_annotations(owner).keys()

@@ -1,0 +1,592 @@
+"""Teachers: models that teach. They answer for the training data before the first step, and for each batch.
+
+A VectorTeacher gives one vector per input, a PairTeacher scores pairs of a query and a document. Answers are read from
+disk where they are known, by content, and computed where not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vembed.config.schema import DataSection, ModelSection, ObjectiveSection, Teacher
+from vembed.config.terms import needed_teachers, run_terms
+from vembed.data.batching.rank_batch import RankBatch, to_device
+from vembed.data.example_store import ExampleStore
+from vembed.data.examples import Example, Item, Kind
+from vembed.data.features import ANSWER_END, ANSWER_PROMPT, Featuriser, Pair
+from vembed.data.row_store import KEY_BYTES, RowStore, lasting_identity
+from vembed.errors import UserError
+from vembed.files import add_content, cache_folder, read_json_object
+from vembed.inference.embedder import Embedder
+from vembed.inference.encoding import encode_features
+from vembed.inference.reranker import Reranker
+from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors, Teaching
+from vembed.losses.similarity import arithmetic_dtype
+from vembed.models.building import load_embedder
+from vembed.models.families.description import describe
+from vembed.models.families.model_files import ModelKind, kind_of, model_folder
+from vembed.parallel import collectives
+from vembed.parallel.session import Session
+from vembed.parallel.sharding import shard_for_use
+from vembed.progress import ProgressReport, duration
+
+log = logging.getLogger("vembed")
+
+CHUNK = 2048
+"""Questions per rank between two writes."""
+
+
+class Teachers:
+    """The teachers of a run, by name; none where no loss follows one."""
+
+    def __init__(
+        self,
+        objective: ObjectiveSection,
+        data: DataSection,
+        model: ModelSection,
+        session: Session,
+        folder: Path | None = None,
+    ) -> None:
+        """`folder`: of the cache, by default vembed's own."""
+        self.session = session
+        self.by_name: dict[str, VectorTeacher | PairTeacher] = {}
+        needs_vectors = set()
+        for term in run_terms(objective, data, model.model_name):
+            needs_vectors.add(term.guide)
+            if term.loss.needs_vectors():
+                needs_vectors.add(term.teacher)
+        for teacher in needed_teachers(objective, data, model):
+            name = teacher.label
+            files = model_folder(teacher.model, option="teacher")
+            kind = teacher_kind(teacher, files, needs_vectors=name in needs_vectors)
+            form: type[VectorTeacher | PairTeacher] = PairTeacher
+            arithmetic = "float32"
+            if kind == "embedder":
+                form = VectorTeacher
+                arithmetic = str(session.mixed_precision)
+            elif name in needs_vectors:
+                raise UserError(
+                    f"teacher {name} is a reranker, which scores listed pairs alone, and the losses need "
+                    "its vectors: use an embedding model for guide, embedding, relational and kl over the batch"
+                )
+            self.by_name[name] = form(
+                teacher,
+                kind,
+                files,
+                session,
+                folder or cache_folder(),
+                arithmetic=arithmetic,
+                trust_remote_code=model.trust_remote_code,
+            )
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Sizes of the teachers' vectors."""
+        return {name: teacher.dim for name, teacher in self.by_name.items()}
+
+    def prepare(self, examples: ExampleStore) -> None:
+        """Compute all answers for the training data that are not on disk. Collective; every rank passes all examples.
+
+        If all of them were computed before, which a note on disk says by the data's fingerprint, no example is read.
+        """
+        fingerprint = examples.fingerprint
+        questions: dict[str, dict[bytes, Any]] = {}
+        for name, teacher in self.by_name.items():
+            if teacher.is_complete(fingerprint):
+                log.info("teacher %s: all answers were computed before", name)
+            else:
+                questions[name] = {}
+        if not questions:
+            return
+        for number in range(len(examples)):
+            example = examples[number]
+            for name, by_key in questions.items():
+                for key, question in self.by_name[name].questions(example):
+                    by_key.setdefault(key, question)
+        for name, by_key in questions.items():
+            self.by_name[name].complete(
+                fingerprint, list(by_key), list(by_key.values())
+            )
+
+    def attach(
+        self,
+        loss_batch: LossBatch,
+        rank_batch: RankBatch,
+        by_row: list[int],
+        by_negative: list[int],
+    ) -> LossBatch:
+        """Return the loss batch with everything that the teachers say about it. Collective, if there are teachers.
+
+        `by_row`, `by_negative`: numbers of rows and hard negatives of each rank.
+        """
+        teachers: dict[str, Teaching] = {}
+        dtype = arithmetic_dtype(loss_batch.embeddings)
+        for name, teacher in self.by_name.items():
+            if isinstance(teacher, VectorTeacher):
+                vectors, *indices = self._vectors(teacher, rank_batch)
+                query, positive, negative = indices
+                teachers[name] = TeacherVectors(
+                    vectors.to(dtype),
+                    self._gather(query, by_row),
+                    self._gather(positive, by_row),
+                    self._gather(negative, by_negative),
+                )
+            else:
+                positive, negative = self._scores(teacher, rank_batch)
+                teachers[name] = TeacherScores(
+                    self._gather(positive, by_row), self._gather(negative, by_negative)
+                )
+        return replace(loss_batch, teachers=teachers)
+
+    def log_use(self) -> None:
+        """Log how many answers were computed during the run. Collective."""
+        if not self.by_name:
+            return
+        counts = [teacher.num_later for teacher in self.by_name.values()]
+        totals = collectives.sum_ints(counts)
+        for name, total in zip(self.by_name, totals, strict=True):
+            if total:
+                log.info(
+                    f"teacher {name}: {total:,d} answers were computed during the run"
+                )
+
+    def _vectors(
+        self, teacher: VectorTeacher, rank_batch: RankBatch
+    ) -> tuple[Any, ...]:
+        """Return a teacher's vectors of the global batch, and the index in them of each of this rank's queries,
+        positives and negatives. Collective. An input has one vector for each of its roles, if the teacher's differ."""
+        questions: dict[bytes, Any] = {}
+        places: dict[bytes, int] = {}
+        indices = []
+        asked: list[tuple[Kind, list[Item]]] = [
+            ("query", [query for query, _ in rank_batch.row_items]),
+            ("document", [positive for _, positive in rank_batch.row_items]),
+            ("document", [negative for _, negative in rank_batch.negative_items]),
+        ]
+        for kind, items in asked:
+            index = np.empty(len(items), dtype=np.int64)
+            for position, item in enumerate(items):
+                key, question = teacher.question(item, kind)
+                questions.setdefault(key, question)
+                index[position] = places.setdefault(key, len(places))
+            indices.append(index)
+        rows = teacher.answers(list(questions), list(questions.values()))
+        counts = [row[0] for row in collectives.all_gather_ints([len(rows)])]
+        # Gathered vectors are in rank order, so this rank's begin behind those of lower ranks.
+        offset = sum(counts[: self.session.rank])
+        return self._gather(rows, counts), *(index + offset for index in indices)
+
+    def _scores(
+        self, teacher: PairTeacher, rank_batch: RankBatch
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return a reranker's scores of this rank's rows [rows] and hard negatives [negatives], in float64, times its
+        `scale`. Collective."""
+        keys = []
+        questions = {}
+        for query, document in (*rank_batch.row_items, *rank_batch.negative_items):
+            key, question = teacher.question(query, document)
+            keys.append(key)
+            questions[key] = question
+        answers = teacher.answers(list(questions), list(questions.values()))[:, 0]
+        by_key = dict(zip(questions, answers.tolist(), strict=True))
+        scores = np.array([by_key[key] for key in keys], dtype=np.float64)
+        scores *= teacher.teacher.scale
+        num_rows = len(rank_batch.row_items)
+        return scores[:num_rows], scores[num_rows:]
+
+    def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:
+        column = to_device(torch.from_numpy(values), self.session.device)
+        return collectives.all_gather_rows(column, counts)
+
+
+def teacher_kind(teacher: Teacher, files: Path, *, needs_vectors: bool) -> ModelKind:
+    """Return the kind of a teacher. `needs_vectors`: a loss of the run needs the teacher's vectors."""
+    if teacher.kind != "auto":
+        return teacher.kind
+    kind = kind_of(files)
+    if kind not in ("embedder", "reranker", "yes_no"):
+        raise UserError(
+            f"teacher {teacher.label} is a {kind}, and a teacher is an embedding model or a reranker"
+        )
+    # A decoder without files of Sentence Transformers may be either.
+    return "embedder" if kind == "yes_no" and needs_vectors else kind
+
+
+FORMAT = 2
+"""Version of the identities. Increase it when a teacher gives other answers for the same files and settings."""
+SAMPLE_BYTES = 2**20
+"""Bytes that are read at the beginning, middle and end of a large file."""
+LARGEST_SHARE = 0.8
+"""Share of a process's memory that a copy of a teacher may take."""
+GB = 10**9
+
+
+class CachedTeacher(ABC):
+    """One teacher, and its answers by key. The first process of each machine writes what all have computed before the
+    first step; what is asked for later is written by the rank that computes it."""
+
+    dim = 1
+    """Numbers of an answer."""
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        kind: str,
+        folder: Path,
+        session: Session,
+        cache: Path,
+        *,
+        arithmetic: str,
+        trust_remote_code: bool,
+    ) -> None:
+        """`folder`: of the model's files. `arithmetic`: the precision in which the answers are computed."""
+        self.teacher = teacher
+        self.kind = kind
+        self.folder = folder
+        self.session = session
+        self.trust_remote_code = trust_remote_code
+        identity = teacher_identity(folder, teacher, kind, arithmetic)
+        self.store = RowStore(cache / "teachers", identity, "teacher", ".answers")
+        self.num_later = 0
+        """Answers that were computed during the run."""
+
+    @abstractmethod
+    def compute(self, questions: Sequence[Any]) -> np.ndarray:
+        """Return answers [n, dim] to this rank's questions. Collective: ranks may ask different things, and at least one
+        rank asks something."""
+
+    @abstractmethod
+    def questions(self, example: Example) -> Iterator[tuple[bytes, Any]]:
+        """Yield the key and each question about an example."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give up the weights. They are read again if something is missing later."""
+
+    def answers(self, keys: Sequence[bytes], questions: Sequence[Any]) -> np.ndarray:
+        """Return [n, dim] float32. Collective: ranks may ask different things, and compute together what is missing."""
+        stored = self.store.find_rows(keys)
+        missing = [place for place in range(len(keys)) if place not in stored]
+        rows = np.zeros((len(keys), self.dim), np.float32)
+        # `compute` is collective: all ranks call it as soon as one of them misses an answer, the others with no
+        # question.
+        if collectives.max_ints([len(missing)])[0]:
+            computed = self.compute([questions[place] for place in missing])
+            self.store.add_rows([keys[place] for place in missing], computed)
+            self.num_later += len(missing)
+            if missing:
+                rows[missing] = computed
+        if stored:
+            rows[list(stored)] = np.stack(list(stored.values()))
+        return rows
+
+    def is_complete(self, what: str) -> bool:
+        """Return whether all answers for some data (by their fingerprint) were computed before. Collective."""
+        is_complete = False
+        if self.session.is_main:
+            # Where the note is not there, or damaged, the data are gone through again.
+            with suppress(UserError, KeyError, TypeError):
+                note = read_json_object(self._note(what))
+                num_noted = note["num_answers"]
+                is_complete = len(self.store) >= num_noted
+                if not is_complete:
+                    log.warning(
+                        f"teacher {self.teacher.label}: {self.store.folder} holds {len(self.store):,d} answers of "
+                        f"{num_noted:,d}: the others are computed anew"
+                    )
+        return bool(collectives.broadcast_object(is_complete))
+
+    def complete(
+        self, what: str, keys: Sequence[bytes], questions: Sequence[Any]
+    ) -> None:
+        """Compute what is missing of these answers. Collective: all ranks pass the same keys and questions."""
+        session = self.session
+        # Rank 0 decides for all: the files may change while the ranks look at them.
+        found_missing = self.store.missing(keys) if session.is_main else []
+        missing: list[int] = collectives.broadcast_object(found_missing)
+        log.info(
+            f"teacher {self.teacher.label}: {len(missing):,d} of {len(keys):,d} answers are missing"
+        )
+        began = time.perf_counter()
+        with ProgressReport(
+            f"teacher {self.teacher.label}", active=session.is_main, log=log.info
+        ) as progress:
+            for start in range(0, len(missing), CHUNK * session.world_size):
+                chunk = missing[start : start + CHUNK * session.world_size]
+                # Dealt to the ranks in turn.
+                share = chunk[session.rank :: session.world_size]
+                computed = self.compute([questions[place] for place in share])
+                answers = torch.from_numpy(computed).to(session.device)
+                rows = collectives.all_gather_dealt(answers, len(chunk)).cpu().numpy()
+                if session.local_rank == 0:
+                    self.store.add_rows([keys[place] for place in chunk], rows)
+                progress(start + len(chunk), len(missing))
+        if missing:
+            seconds = time.perf_counter() - began
+            log.info(f"teacher {self.teacher.label}: took {duration(seconds)}")
+        # A machine may have a disk of its own, so one process of each machine writes.
+        if session.local_rank == 0:
+            note = self._note(what)
+            # A full disk costs the next run a pass over the data.
+            with suppress(OSError):
+                note.parent.mkdir(parents=True, exist_ok=True)
+                part = note.with_suffix(f".{session.rank}.part")
+                part.write_text(json.dumps({"num_answers": len(keys)}))
+                part.replace(note)
+        self.release()
+
+    def _note(self, what: str) -> Path:
+        return self.store.folder / f"complete-{what}.json"
+
+
+class VectorTeacher(CachedTeacher):
+    """An embedding model as teacher. Its weights are read when the first vector is computed."""
+
+    def __init__(self, teacher: Teacher, *args: Any, **options: Any) -> None:
+        super().__init__(teacher, *args, **options)
+        self.description = describe(
+            ModelSection(
+                model_name=teacher.model,
+                trust_remote_code=self.trust_remote_code,
+                max_length=teacher.max_length,
+                query_prompt=teacher.query_prompt,
+                document_prompt=teacher.document_prompt,
+            )
+        )
+        self.dim = self.description.embedding_dim
+        self._loaded: tuple[nn.Module, Featuriser] | None = None
+
+    def compute(self, questions: Sequence[tuple[Item, Kind]]) -> np.ndarray:
+        """Return vectors [n, dim] of length 1 of this rank's inputs, each in its role. Collective."""
+        if self._loaded is None:
+            log.info("teacher %s: %s", self.teacher.label, self.description.summary())
+            self._loaded = self._load()
+        model, featuriser = self._loaded
+        vectors = encode_features(
+            model,
+            featuriser,
+            featuriser.features(questions),
+            self.session.device,
+            world_size=self.session.world_size,
+        )
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        unit: np.ndarray = vectors / np.maximum(norms, 1e-12)
+        return unit
+
+    def questions(self, example: Example) -> Iterator[tuple[bytes, tuple[Item, Kind]]]:
+        """Yield each input of an example."""
+        yield self.question(example.query, "query")
+        for document in (*example.positives, *example.negatives):
+            yield self.question(document, "document")
+
+    def question(self, item: Item, kind: Kind) -> tuple[bytes, tuple[Item, Kind]]:
+        """Return the key of an input in a role, and the question. What the config gives the teacher itself comes
+        before the prompt and length that the data give."""
+        role_prompt = self.teacher.document_prompt
+        if kind == "query":
+            role_prompt = self.teacher.query_prompt
+        if role_prompt is not None:
+            item = replace(item, prompt=None)
+        if self.teacher.max_length is not None:
+            item = replace(item, max_length=None)
+        described = self.description
+        roles_differ = described.query_prompt != described.document_prompt
+        return item_key(item, kind if roles_differ else None), (item, kind)
+
+    def release(self) -> None:
+        """See CachedTeacher."""
+        self._loaded = None
+
+    def _load(self) -> tuple[nn.Module, Featuriser]:
+        """Return the model, as a copy or as this rank's shard, and what prepares its inputs."""
+        session = self.session
+        teacher = self.teacher
+        with_run = session.fsdp is not None and teacher.sharded is not False
+        model: nn.Module
+        if not with_run and is_sharded(teacher, self.folder, session):
+            # Rank 0 reads the weights into host memory, the others build on the meta device and get their shards
+            # from it.
+            loaded = load_embedder(
+                teacher.model,
+                device="cpu",
+                computes_on=session.device,
+                meta=not session.is_main,
+                trust_remote_code=self.trust_remote_code,
+            )
+            description = loaded.description
+            model = shard_for_use(
+                loaded, description.layer_classes, session.device, only_rank0_reads=True
+            )
+        else:
+            # On CPUs as the trained model, on a GPU in the dtype of the teacher's weights.
+            on_cpu = session.device.type == "cpu"
+            embedder = Embedder(
+                teacher.model,
+                device=session.device,
+                mixed_precision="bf16"
+                if on_cpu and session.placement.copies_weights
+                else "no",
+                # Without FSDP in the run each rank has a whole copy. An Embedder without a session makes no collectives.
+                session=session if with_run or session.fsdp is None else None,
+                trust_remote_code=self.trust_remote_code,
+            )
+            model = embedder.model
+            description = embedder.description
+        description = replace(
+            description,
+            query_prompt=self.description.query_prompt,
+            document_prompt=self.description.document_prompt,
+            max_length=self.description.max_length,
+        )
+        return model, Featuriser(description)
+
+
+class PairTeacher(CachedTeacher):
+    """A reranker as teacher. Its weights are read when the first score is computed."""
+
+    _reranker: Reranker | None = None
+    _world_size = 1
+    """Number of ranks that compute together: those of a sharded teacher."""
+
+    def compute(self, pairs: Sequence[Pair]) -> np.ndarray:
+        """Return scores [n, 1] of this rank's pairs, before `scale`. Collective, where the teacher is sharded."""
+        self._reranker = self._reranker or self._load()
+        return self._reranker.score(pairs, self._world_size)
+
+    def questions(self, example: Example) -> Iterator[tuple[bytes, Pair]]:
+        """Yield the pair of each document of an example."""
+        for document in (*example.positives, *example.negatives):
+            yield self.question(example.query, document)
+
+    def question(self, query: Item, document: Item) -> tuple[bytes, Pair]:
+        """Return the key of a pair, and the pair."""
+        return pair_key(query, document), (query, document)
+
+    def release(self) -> None:
+        """See CachedTeacher."""
+        self._reranker = None
+
+    def _load(self) -> Reranker:
+        teacher = self.teacher
+        device = self.session.device
+        is_shard = is_sharded(teacher, self.folder, self.session)
+        reranker = Reranker(
+            self.folder,
+            role=f"teacher {teacher.label}",
+            device=device,
+            head="answer" if self.kind == "yes_no" else "auto",
+            instruction=teacher.instruction,
+            max_length=teacher.max_length,
+            query_prompt=teacher.query_prompt,
+            document_prompt=teacher.document_prompt,
+            trust_remote_code=self.trust_remote_code,
+            holds="cpu" if is_shard else device,
+        )
+        if is_shard:
+            # Every rank has read the file: weights that are tied would come apart on their way from rank 0.
+            layers = reranker.description.layer_classes
+            reranker.model = shard_for_use(
+                reranker.model, layers, device, only_rank0_reads=False
+            )
+            self._world_size = self.session.world_size
+        log.info(
+            "teacher %s: %s (%s)",
+            teacher.label,
+            "reranker" if self.kind == "reranker" else "asked for yes or no",
+            reranker.description.layer_classes[0],
+        )
+        return reranker
+
+
+def is_sharded(teacher: Teacher, folder: Path, session: Session) -> bool:
+    """Return whether each process holds a shard of the teacher, and log why. Collective."""
+    if session.world_size == 1:
+        return False
+    if teacher.sharded != "auto":
+        return teacher.sharded
+    # Rank 0 decides for all: the caches of several machines may hold different files.
+    size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    size = collectives.broadcast_object(size)
+    memory = session.memory
+    if size <= LARGEST_SHARE * memory:
+        return False
+    log.info(
+        "teacher %s: sharded over %d processes (its weights take %.1f GB, and a process has %.1f GB)",
+        teacher.label,
+        session.world_size,
+        size / GB,
+        memory / GB,
+    )
+    return True
+
+
+def teacher_identity(folder: Path, teacher: Teacher, kind: str, arithmetic: str) -> str:
+    """Return a hash of a teacher's files and settings; of files above 3 MiB, of the size and three samples of 1 MiB."""
+    digest = hashlib.blake2b(digest_size=16)
+    settings = [
+        FORMAT,
+        kind,
+        arithmetic,
+        teacher.query_prompt,
+        teacher.document_prompt,
+        teacher.max_length,
+    ]
+    if kind == "yes_no":
+        settings += [teacher.instruction, ANSWER_PROMPT, ANSWER_END]
+    digest.update(json.dumps(settings).encode())
+    for path in sorted(folder.rglob("*")):
+        if (
+            path.suffix in (".json", ".safetensors", ".txt", ".model", ".jinja", ".bin")
+            and path.is_file()
+        ):
+            digest.update(f"{path.relative_to(folder)} {path.stat().st_size}".encode())
+            add_content(
+                digest,
+                path,
+                pieces=3,
+                piece_bytes=SAMPLE_BYTES,
+                whole_bytes=3 * SAMPLE_BYTES,
+            )
+    return digest.hexdigest()
+
+
+def item_key(item: Item, kind: Kind | None) -> bytes:
+    """Return the key of an input in a role; `None` if the role makes no difference to the teacher."""
+    digest = _content(item, kind)
+    if (
+        item.prompt is not None or item.max_length is not None
+    ):  # its own, in place of the teacher's
+        digest.update(b"\0p" + json.dumps([item.prompt, item.max_length]).encode())
+    return digest.digest()
+
+
+def pair_key(query: Item, document: Item) -> bytes:
+    """Return the key of a (query, document) pair. Rerankers know no prompts."""
+    contents = (
+        _content(query, "query").digest() + _content(document, "document").digest()
+    )
+    return hashlib.blake2b(contents, digest_size=KEY_BYTES).digest()
+
+
+def _content(item: Item, kind: Kind | None) -> hashlib.blake2b:
+    digest = hashlib.blake2b((kind or "").encode(), digest_size=KEY_BYTES)
+    if item.text is not None:
+        # The letters tell a text from an image; lengths keep (a, bc) and (ab, c) apart.
+        digest.update(b"t" + item.text.encode("utf-8", "surrogatepass"))
+    for image in item.images:
+        identity = lasting_identity(image)
+        digest.update(b"\0i" + len(identity).to_bytes(8, "little") + identity)
+    return digest

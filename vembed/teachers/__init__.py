@@ -1,1 +1,0 @@
-"""Models that teach: their vectors and pair scores, cached on disk by content and given to the losses."""
