@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -446,6 +448,24 @@ def test_machines_that_cannot_reach_each_other_are_told_what_to_set(
     with pytest.raises(
         UserError,
         match=r"set GLOO_SOCKET_IFNAME \(now eth7\).*remote=\[127\.0\.0\.1\]\)\.$",
+    ):
+        session.start_session(config_of(str(shared(tiny_bert))))
+
+
+def test_a_machine_without_loopback_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank_0 = GROUP | {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in rank_0.items():
+        monkeypatch.setenv(name, value)
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "create_connection", unreachable)
+    with pytest.raises(
+        UserError,
+        match=r"127\.0\.0\.1 \(Network is unreachable\).*ip link set lo up",
     ):
         session.start_session(config_of(str(shared(tiny_bert))))
 

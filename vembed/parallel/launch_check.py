@@ -57,6 +57,20 @@ _kept: dict[int, Store] = {}
 the next one before rank 0 has left this one, and a store that was about to close would answer them."""
 
 
+def _require_loopback() -> None:
+    """Raise UserError if this machine does not reach itself: torch would try again for the whole time limit."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        try:
+            socket.create_connection(address, timeout=ATTEMPT_SECONDS).close()
+        except OSError as error:
+            problem = error.strerror or error
+            raise UserError(
+                f"This machine cannot reach itself at 127.0.0.1 ({problem}), and the processes of a run meet there: turn "
+                "on the loopback interface (`ip link set lo up`), or start one process (--nproc 1)"
+            ) from error
+
+
 class LaunchCheck:
     """This process among those that come together, within a time limit."""
 
@@ -110,6 +124,7 @@ class LaunchCheck:
         return self._keep_store() if self.ranks.rank == 0 else self._join_store()
 
     def _keep_store(self) -> Store:
+        _require_loopback()
         try:
             # Through loopback: the server listens on all interfaces. Whether others reach it, they will say.
             _kept[self.port] = TCPStore(
