@@ -282,7 +282,7 @@ def number_table(
     return table
 
 
-def log_line(line: str) -> None:
+def print_progress(line: str) -> None:
     """Print a line of progress at once."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

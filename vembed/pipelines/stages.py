@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
-from vembed.cli.support import log_line
+from vembed.cli.support import print_progress
 from vembed.config.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
@@ -84,7 +84,7 @@ def run_stages(pipeline: Pipeline, arguments: TrainArguments, train: Train) -> i
     if arguments.is_dry_run:
         sys.stdout.write(pipeline_table(pipeline, arguments))
     elif _is_main():
-        log_line(f"stages: all done; report: {_write_report(pipeline)}")
+        print_progress(f"stages: all done; report: {_write_report(pipeline)}")
     return 0
 
 
@@ -338,7 +338,7 @@ class _Stage:
 
     def _log(self, line: str) -> None:
         if _is_main():
-            log_line(f"stage {self.step.name}: {line}")
+            print_progress(f"stage {self.step.name}: {line}")
 
 
 def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[Step]:
