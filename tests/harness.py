@@ -24,6 +24,13 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "fsdp2": {"strategy": "fsdp"},
+    "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},
+}
+"""Options of each way to train on several ranks."""
+
 LIMIT = 300.0
 """Seconds that ranks may take, for a machine that is slow or busy: it is there for those that hang."""
 GRACE = 1.0

@@ -70,6 +70,7 @@ SIZED_BY_VALUES = {
     "_unique",
     "_unique2",
     "bincount",
+    "masked_scatter_backward",
     "masked_select",
     "nonzero",
     "unique_consecutive",

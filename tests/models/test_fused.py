@@ -19,6 +19,7 @@ from vembed.models.adapters import fuse_adapters
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.models.precision import fuse_norms, holding_copies, use_bf16
+from vembed.models.vision import add_at_images
 
 BF16_STEP = 2.0**-8
 """Largest relative rounding error of one number in bfloat16."""
@@ -77,6 +78,36 @@ def test_other_devices_keep_the_plain_rotary_positions() -> None:
 
     attention.rotate_both(plain, query, query, query[:, 0], query[:, 0])
     assert calls == [{"unsqueeze_dim": 1}]
+
+
+def test_masks_are_made_without_reading_their_values() -> None:
+    """A mask on the meta device has no values that could be read."""
+    mask = torch.ones(2, 5, device="meta")
+    sizes = {"batch_size": 2, "q_length": 5, "kv_length": 5, "device": "meta"}
+    made = attention.mask_without_wait(attention_mask=mask, **sizes)
+    assert made is not None
+    assert made.shape == (2, 1, 5, 5)
+    without = attention.mask_without_wait(allow_is_bidirectional_skip=True, **sizes)
+    assert without is None
+
+
+def test_features_added_at_images() -> None:
+    language_model: Any = built(tiny.tiny_qwen3_vl).backbone.language_model
+    torch.manual_seed(0)
+    hidden = torch.randn(2, 4, 8)
+    is_image = torch.tensor([[False, True, True, False], [True, False, False, True]])
+    features = torch.randn(4, 8)
+
+    def plain(features: Tensor) -> Tensor:
+        added: Tensor = language_model._deepstack_process(hidden, is_image, features)
+        return added
+
+    def fused(features: Tensor) -> Tensor:
+        return add_at_images(hidden, is_image, features)
+
+    wanted = with_gradient(plain, features)
+    for left, right in zip(with_gradient(fused, features), wanted, strict=True):
+        assert torch.equal(left, right)
 
 
 def gradients(embedder: EmbeddingModel) -> dict[str, Tensor]:

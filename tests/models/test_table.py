@@ -19,6 +19,7 @@ from tests.files.saving import save
 from tests.models.families import pictures
 from tests.parts import from_its_test, values_in
 from vembed.config.schema import TrainConfig
+from vembed.declarations import check_parts
 from vembed.inference.embedder import Embedder
 from vembed.models.families import table
 from vembed.models.families.description import DESCRIPTION_FILE
@@ -41,10 +42,12 @@ def test_every_name_has_one_record():
 
 def test_records_that_contradict_each_other_are_named():
     clip = table.FAMILIES["clip"]
-    same_type = replace(clip, name="other")
-    for records in ((clip, clip), (clip, same_type)):
-        with pytest.raises(TypeError, match=records[-1].name):
-            table.check_families(records)
+    for names_of in (lambda family: (family.name,), lambda family: family.model_types):
+        with pytest.raises(TypeError, match=r"model family clip: .* is taken"):
+            check_parts("model family", Family, (clip, replace(clip)), names_of)
+    for changes in ({"model_types": ("clip")}, {"forwards": {"text": "image_text"}}):
+        with pytest.raises(TypeError, match=f"clip.*`{next(iter(changes))}`"):
+            replace(clip, **changes)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +122,7 @@ def test_a_family_is_added_by_its_record_alone(tmp_path, monkeypatch):
         longest_by_default=9,
     )
     monkeypatch.setitem(table.FAMILIES, "added", added)
+    monkeypatch.setitem(table.FAMILY_OF_TYPE, "bert", added)
     description = described(TrainConfig(model_name=str(source), data_path="unused"))
     assert (description.family, description.pooling, description.max_length) == (
         "added",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from tests.harness import result_of, run_cases, run_ranks
+from tests.harness import STRATEGIES, result_of, run_cases, run_ranks
 from tests.parallel.steps import (
     Result,
     build,
@@ -394,11 +394,6 @@ def edited(
 
 
 EDITED = "backbone.encoder.layer.1.output.dense.weight"
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "fsdp2": {"strategy": "fsdp"},
-    "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},
-    "ddp": {"strategy": "ddp"},
-}
 
 
 @cache

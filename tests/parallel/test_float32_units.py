@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness import run_ranks
+from tests.harness import STRATEGIES, run_ranks
 from tests.parallel.steps import build, config_of, parts_of, share_of_loss
 from tests.tiny import shared, tiny_bert, tiny_clip
 from vembed.parallel import parameters
@@ -23,11 +23,6 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
         tiny_clip,
         {"use_lora": True, "torch_dtype": "bfloat16", "freeze": ["vision"]},
     ),
-}
-STRATEGIES: dict[str, dict[str, Any]] = {
-    "ddp": {"strategy": "ddp"},
-    "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},
-    "fsdp2": {"strategy": "fsdp"},
 }
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import vembed
 from tests.families.pictures import mixed_rows, words_and_pictures
-from tests.harness import result_of, run_cases
+from tests.harness import STRATEGIES, result_of, run_cases
 from tests.tiny import WORDS, shared, tiny_clip, tiny_qwen3_vl, tiny_siglip
 from tests.training.test_run import metrics
 from vembed.data import row_store
@@ -117,13 +117,6 @@ def test_a_frozen_tower_without_projection_and_kept_graphs(tmp_path, kept):
     more = {"model_name": str(shared(tiny_siglip)), "loss": "sigmoid", **kept}
     without = train(options(tmp_path, "without", cache_frozen_features=False, **more))
     assert train(options(tmp_path, "with", **more))["losses"] == without["losses"]
-
-
-STRATEGIES = {
-    "ddp": {"strategy": "ddp"},
-    "fsdp2": {"strategy": "fsdp"},
-    "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},
-}
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 import vembed
 from tests import tiny
 from tests.families.pictures import mixed_rows
-from tests.harness import result_of, run_cases
+from tests.harness import STRATEGIES, result_of, run_cases
 from tests.models.families import built, parts_for
 from tests.training.test_run import metrics
 from vembed.models import embedding_model
@@ -115,13 +115,6 @@ def test_each_image_passes_once_and_the_run_is_the_same(tmp_path, more):
         tmp_path / "once" / "final" / "model.safetensors"
     ).items():
         assert torch.equal(value, others[name]), name
-
-
-STRATEGIES = {
-    "ddp": {"strategy": "ddp"},
-    "fsdp2": {"strategy": "fsdp"},
-    "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},
-}
 
 
 @pytest.fixture(scope="module")

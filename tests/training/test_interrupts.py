@@ -72,14 +72,19 @@ def test_what_was_to_be_ignored_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
+def assert_stops(interrupts):
+    """Only every eighth check asks the ranks."""
+    with pytest.raises(StopRequested):
+        for _ in range(8):
+            interrupts.check()
+
+
 def test_an_evaluation_ends_between_two_micro_batches():
     with Interrupts() as interrupts:
         interrupts.must_stop()
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(interrupts)
-        with pytest.raises(StopRequested):
-            for _ in range(8):
-                interrupts.check()
+        assert_stops(interrupts)
         assert interrupts.stopped(7, Path("c")).exit_code == 130
 
 
@@ -91,9 +96,7 @@ def test_an_evaluation_does_not_use_up_the_time_for_its_checkpoint(monkeypatch):
     for _ in range(16):
         interrupts.check()
     clock.now = 68.0
-    with pytest.raises(StopRequested):
-        for _ in range(8):
-            interrupts.check()
+    assert_stops(interrupts)
     assert interrupts.stopped(13, Path("c")).exit_code == 0
 
 
@@ -104,9 +107,7 @@ def test_an_evaluation_does_not_take_back_that_the_run_stops(monkeypatch):
     interrupts.must_stop()
     clock.now = 60.0
     assert interrupts.must_stop()  # a step took 60
-    with pytest.raises(StopRequested):
-        for _ in range(8):
-            interrupts.check()
+    assert_stops(interrupts)
 
 
 def test_only_the_main_thread_may_catch_signals():

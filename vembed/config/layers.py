@@ -10,7 +10,7 @@ from typing import Any
 
 from vembed.config.options import all_options, quoted, yaml_word
 from vembed.config.parsing import Node, parse_value
-from vembed.losses.table import ENTRY_OPTIONS, loss_options
+from vembed.losses.table import ENTRY_OPTIONS, LOSS_OPTIONS
 from vembed.models.poolings.table import POOLINGS
 from vembed.names import nearest
 from vembed.training.optimizer_kinds import OPTIMIZERS
@@ -647,7 +647,7 @@ FORMER_DEFAULTS = {
     "eval_ks": [1, 5, 10, 100],
     "layer_lr_decay": 1.0,
     "guide_margin_kind": "absolute",
-    **{name: loss_options()[name].default for name in ENTRY_OPTIONS},
+    **{name: LOSS_OPTIONS[name].default for name in ENTRY_OPTIONS},
 }
 """The values of refused keys that say what happens in any case. They are accepted."""
 

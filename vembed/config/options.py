@@ -84,7 +84,7 @@ class Option:
 
     def _refusal(self, value: Any, error: ValidationError) -> str:
         # Of a union pydantic lists the problems with each member. The one furthest inside says most.
-        problem = max(error.errors(), key=lambda problem: len(problem["loc"]))
+        problem = max(error.errors(), key=lambda entry: len(entry["loc"]))
         place = self.name
         key = ""
         keys: list[str] = [] if self.entry is None else list(self.entry.model_fields)

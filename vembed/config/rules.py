@@ -36,7 +36,7 @@ from vembed.config.terms import (
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
 from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, SCORES
-from vembed.losses.table import LOSSES, loss_options, read_options
+from vembed.losses.table import LOSS_OPTIONS, LOSSES, read_options
 from vembed.names import existing, is_address, is_hub_model, is_pattern, similar_path
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
@@ -99,7 +99,7 @@ def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     ):
         for sentence in rules:
             names = set(re.findall(r"\w+", sentence))
-            if names & {"loss", *loss_options()}:
+            if names & {"loss", *LOSS_OPTIONS}:
                 names.add("losses")  # an entry may have set it
             where = [f"{name}: {places[name]}" for name in places if name in names]
             sentences.append(f"{sentence} ({'; '.join(where)})" if where else sentence)
@@ -210,13 +210,14 @@ def _loss_rules(
     if SCORES in labels:
         yield f"teachers: the name {SCORES!r} stands for scores in the data: choose another"
     # Without those of single sources.
-    run_losses = [entry.loss for entry in objective.losses or []] or [objective.loss]
-    for name in dict.fromkeys(run_losses):
+    run_losses = [entry.loss for entry in objective.losses or []]
+    for name in dict.fromkeys(run_losses or [objective.loss]):
         if data.max_negatives == 0 and LOSSES[name].negatives == "each":
             yield f"loss: {name} needs hard negatives in every record, and max_negatives: 0 leaves none: raise it"
     for term in terms:
         yield from _term_rules(term, mrl_dims)
-    if data.mine is not None and all(term.loss.negatives == "unread" for term in terms):
+    reads_negatives = any(term.loss.negatives != "unread" for term in terms)
+    if data.mine is not None and not reads_negatives:
         yield f"mine adds hard negatives, and {_names(objective, terms)} reads none: use loss: infonce, or leave mine out"
     if any(term.teacher == SCORES for term in terms):
         for option in ("mine", "in_batch_negatives"):
@@ -397,7 +398,7 @@ def remarks(config: TrainConfig) -> list[str]:
     for switch, names in NEEDED_BY.items():
         if not values[switch]:
             unread[f"without {switch}"] = set(names.split())
-    of_losses = {*loss_options(), "max_negatives"}
+    of_losses = {*LOSS_OPTIONS, "max_negatives"}
     for term in terms:
         # A guide or a teacher may serve one of several losses, so one that reads it is enough.
         of_losses -= read_options(term.loss.name)
@@ -429,7 +430,7 @@ def remarks(config: TrainConfig) -> list[str]:
                     f"{name}: {yaml_word(values[name])} has no effect {reason}"
                 )
     for number, entry in enumerate(config.objective.losses or [], 1):
-        for name in sorted(loss_options().keys() - read_options(entry.loss)):
+        for name in sorted(LOSS_OPTIONS.keys() - read_options(entry.loss)):
             value = getattr(entry, name)
             if value is not None:
                 lines.append(

@@ -31,8 +31,8 @@ from vembed.config.values import (
 from vembed.errors import UserError
 from vembed.losses.table import (
     ENTRY_OPTIONS,
+    LOSS_OPTIONS,
     LOSSES,
-    loss_options,
     with_constraints,
 )
 from vembed.models.families.table import FamilyName
@@ -175,7 +175,7 @@ class _LossTerm(Immutable):
 def _loss_term() -> Any:
     """Return the model of an entry of `losses`: every option of every loss, or None."""
     fields: dict[str, Any] = {}
-    for name, field in loss_options().items():
+    for name, field in LOSS_OPTIONS.items():
         fields[name] = (with_constraints(field) | None, None)
     return create_model("LossTerm", __base__=_LossTerm, **fields)
 
@@ -531,7 +531,7 @@ def _with_loss_options() -> Any:
     summaries = [f"{name}: {loss.summary}" for name, loss in LOSSES.items()]
     text = "What is trained. " + ". ".join(summaries) + "."
     fields: dict[str, Any] = {"loss": (LossName, Field("infonce", description=text))}
-    for name, field in loss_options().items():
+    for name, field in LOSS_OPTIONS.items():
         if name in ENTRY_OPTIONS:
             continue
         value = Field(default=field.default, description=field.description)
@@ -709,7 +709,8 @@ class EvaluationSection(Section, title="evaluation"):
         metric = re.fullmatch(
             r"\S*(?:ndcg|mrr|recall|map)@([1-9]\d{0,5})", self.eval_metric
         )
-        return sorted({1, 5, 10, 100, int(metric[1]) if metric else 10})
+        of_metric = int(metric[1]) if metric else 10
+        return sorted({1, 5, 10, 100, of_metric})
 
     def listed_guards(self) -> list[Guard]:
         """Return an entry for each of `guards`."""

@@ -59,23 +59,11 @@ _CLASSES: tuple[type[Loss], ...] = (
 )
 
 
-def check_losses(classes: Sequence[type[Loss]]) -> dict[str, type[Loss]]:
-    """Return the losses by name. Raise TypeError for a declaration that lacks something."""
-    options: dict[str, tuple[type[Loss], FieldInfo]] = {}
-    for loss in classes:
-        where = f"loss {loss.__name__} of {loss.__module__}"
-        for option, field in loss.model_fields.items():
-            if field.description is None:
-                raise TypeError(f"{where} has no text under its option `{option}`")
-            # Its option is one of every run, also of those with another loss.
-            if field.is_required():
-                raise TypeError(f"{where} has no default for its option `{option}`")
-            other, known = options.setdefault(option, (loss, field))
-            if (known.annotation, known.default) != (field.annotation, field.default):
-                raise TypeError(
-                    f"{where} has another default or type for `{option}` than {other.__name__}"
-                )
-    return check_parts(
+def check_losses(
+    classes: Sequence[type[Loss]],
+) -> tuple[dict[str, type[Loss]], dict[str, FieldInfo]]:
+    """Return the losses and their options, by name. Raise TypeError for a declaration that lacks something."""
+    losses = check_parts(
         "loss",
         Loss,
         classes,
@@ -87,18 +75,27 @@ def check_losses(classes: Sequence[type[Loss]]) -> dict[str, type[Loss]]:
             "follows": get_args(Follows),
         },
     )
+    owners: dict[str, type[Loss]] = {}
+    for loss in classes:
+        where = f"loss {loss.__name__} of {loss.__module__}"
+        for option, field in loss.model_fields.items():
+            if field.description is None:
+                raise TypeError(f"{where} has no text under its option `{option}`")
+            # Its option is one of every run, also of those with another loss.
+            if field.is_required():
+                raise TypeError(f"{where} has no default for its option `{option}`")
+            owner = owners.setdefault(option, loss)
+            known = owner.model_fields[option]
+            if (known.annotation, known.default) != (field.annotation, field.default):
+                raise TypeError(
+                    f"{where} has another default or type for `{option}` than {owner.__name__}"
+                )
+    options = {name: owner.model_fields[name] for name, owner in owners.items()}
+    return losses, options
 
 
-LOSSES = check_losses(_CLASSES)
-"""Every loss, by name."""
-
-
-def loss_options() -> dict[str, FieldInfo]:
-    """Return the options of all losses, by name."""
-    options: dict[str, FieldInfo] = {}
-    for loss in LOSSES.values():
-        options |= loss.model_fields
-    return options
+LOSSES, LOSS_OPTIONS = check_losses(_CLASSES)
+"""Every loss, and every option of the losses, by name."""
 
 
 ENTRY_OPTIONS = (

@@ -39,8 +39,8 @@ from vembed.models.custom.modeling import PACKED, OwnConfig
 
 PACKED_ATTENTION = "vembed_packed"
 """Name of `attention` in Transformers' registry. A backbone loaded with it packs its texts."""
-CPU_ATTENTION = "vembed_cpu"
-"""Name of `attention` for padded inputs on CPUs."""
+PADDED_ATTENTION = "vembed_padded"
+"""Name of `attention` for padded inputs."""
 IMAGE_ATTENTION = "vembed_packed_flash_images"
 """Name of `attention` for image towers. With "flash" in it, they hand over cumulative lengths."""
 PREFIX = "prefix_ids"
@@ -200,7 +200,7 @@ def uses_flash3() -> bool:
 
 
 def register(name: str, *, compiled_layers: bool = False) -> str:
-    """Register `attention` with Transformers under a name, with the masks of sdpa, and return the name.
+    """Register `attention` with Transformers under a name, with its masks, and return the name.
 
     `compiled_layers`: compiled layers call it as it is. Its kernels are whole already, and the lengths of the texts
     would make the compiler start again.
@@ -209,8 +209,22 @@ def register(name: str, *, compiled_layers: bool = False) -> str:
     if compiled_layers:
         function = torch.compiler.disable(attention)  # type: ignore[no-untyped-call]
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, mask_without_wait)
     return name
+
+
+def mask_without_wait(
+    *args: Any, attention_mask: Tensor | None = None, **options: Any
+) -> Tensor | None:
+    """Return the mask that sdpa gets, or None where it needs none. The values of a mask on a GPU are not read.
+
+    Collation leaves out a mask of ones, so that a mask which is given hides something.
+    """
+    if attention_mask is not None:
+        options["allow_is_causal_skip"] = False
+        options["allow_is_bidirectional_skip"] = False
+    mask: Tensor | None = sdpa_mask(*args, attention_mask=attention_mask, **options)
+    return mask
 
 
 def packs(backbone: Any) -> bool:

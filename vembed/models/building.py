@@ -211,6 +211,8 @@ def build_model(
         attention.fuse_rotary_positions(backbone)
         if adapters.use_lora:
             fuse_adapters(backbone)
+        if description.traits.reads_chats:
+            vision.add_without_waits(tower_module(backbone, description.traits, "text"))
     # Checkpointing first, so that the compiler sees the checkpointed layers.
     layers = layers_of(backbone)
     if recompute:
@@ -407,8 +409,8 @@ def _load(
     # The attention of vembed takes the kernel's place, and calls it or its own (vembed.models.attention).
     if why_padded is None:
         kernel = attention.register(attention.PACKED_ATTENTION)
-    elif kernel == "sdpa" and implementation == "auto" and device.type == "cpu":
-        kernel = attention.register(attention.CPU_ATTENTION)
+    elif kernel == "sdpa" and implementation == "auto":
+        kernel = attention.register(attention.PADDED_ATTENTION)
 
     # ---- weights
     built_class = base_class if class_with_head is None else class_with_head(config)

@@ -222,9 +222,10 @@ class EmbeddingModel(nn.Module):
             output = run_chats(backbone, inputs, mask)
             states = output.last_hidden_state
         elif packs(backbone):
-            # From states [1, all tokens, dim] of one row back to [n, tokens, dim].
+            # From states [1, all tokens, dim] of one row back to [n, tokens, dim]. Not `[0]`, whose derivative is a tensor
+            # of zeros and a copy into it.
             output = run_packed(backbone, inputs, mask)
-            states = output.last_hidden_state[0]
+            states = output.last_hidden_state.squeeze(0)
             if PREFIX in inputs:
                 states = states[len(inputs[PREFIX]) :]
             states = padded_states(states, inputs, mask)
@@ -376,7 +377,9 @@ def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
         starts = torch.arange(num_texts + 1, device=device) * longest
     else:
         # Each token's position in its own text, wherever the padding stands.
-        index = token_index(inputs, mask)
+        index = inputs.get(TOKEN_INDEX)
+        if index is None:
+            index = real_tokens(mask)
         tokens = input_ids.flatten()[index]
         positions = (mask.cumsum(dim=1) - 1).flatten()[index]
         # Where each text begins in the row: cumulative lengths with a leading 0.
@@ -430,18 +433,16 @@ def with_prefix(inputs: Inputs) -> Inputs:
     return inputs
 
 
-def token_index(inputs: Inputs, mask: Tensor) -> Tensor:
-    """Return the positions of real tokens in the flattened input_ids."""
-    return inputs[TOKEN_INDEX] if TOKEN_INDEX in inputs else real_tokens(mask)
-
-
 def padded_states(states: Tensor, inputs: Inputs, mask: Tensor | None) -> Tensor:
     """Map the states [all tokens, dim] of packed texts to [n, tokens, dim], with zeros as padding."""
     num_texts, longest = inputs["input_ids"].shape
     if mask is not None:
+        index = inputs.get(TOKEN_INDEX)
+        if index is None:
+            index = real_tokens(mask)
         # `index_copy` and not `index_copy_`: autograd needs a new tensor.
         padded = states.new_zeros(num_texts * longest, states.shape[1])
-        states = padded.index_copy(0, token_index(inputs, mask), states)
+        states = padded.index_copy(0, index, states)
     return states.view(num_texts, longest, -1)
 
 
@@ -680,7 +681,7 @@ def freeze_unused(
 ) -> None:
     """Freeze parameters that no embedding depends on. They would never get a gradient, and FSDP would wait for it."""
     norms_left_out: tuple[str, ...] = ()
-    if family.has_image_encoder and image_pooling != MODEL_POOLING:
+    if family.forwards.get("image") == "image" and image_pooling != MODEL_POOLING:
         vision: Any = tower_module(backbone, family, "vision")
         if vision.config.model_type in ("convnext", "convnextv2"):
             # ConvNeXt's final norm follows the model's own pooling, so other poolings do not use it.

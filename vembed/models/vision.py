@@ -24,16 +24,23 @@ VISION_PREFIX = "vision."
 """Beginning of the input keys for the image tower alone."""
 LONGEST_IMAGE = f"{VISION_PREFIX}max_seqlen"
 """Input key: an empty tensor [patches of the largest image, 0]. Its shape is known without reading from the device."""
+LONGEST_WINDOW = f"{VISION_PREFIX}max_window_seqlen"
+"""Input key: the same for the patches of the largest window."""
 _WITH_POSITION_TABLE = "qwen3_vl"
-"""Model type whose image tower takes all of this."""
+"""Model type whose image tower interpolates a table of positions."""
+_WITH_WINDOWS = "qwen2_5_vl"
+"""Model type whose image tower has layers that attend inside of windows."""
+_MODEL_TYPES = ("qwen2_vl", _WITH_WINDOWS, _WITH_POSITION_TABLE)
+"""Model types whose image tower takes what it would compute from the grid."""
 
 _NEEDED = {
     "get_vision_interpolation_indices_and_weights",
     "get_vision_attention_seqlens",
     "get_vision_cu_seqlens",
     "get_vision_position_ids",
+    "get_vision_window_index",
 }
-"""Functions of Transformers whose results its image tower takes as arguments."""
+"""Functions of Transformers whose results its image towers take as arguments."""
 
 
 def token_positions(
@@ -73,7 +80,8 @@ def tower_inputs(config: Mapping[str, Any], grid: Tensor) -> dict[str, Tensor]:
     `config`: the values of the model's config.json.
     """
     is_known = find_spec("transformers.vision_utils") is not None
-    if config.get("model_type") != _WITH_POSITION_TABLE or not is_known:
+    model_type = config.get("model_type")
+    if model_type not in _MODEL_TYPES or not is_known:
         return {}
     from transformers import vision_utils
 
@@ -81,24 +89,36 @@ def tower_inputs(config: Mapping[str, Any], grid: Tensor) -> dict[str, Tensor]:
         return {}
     vision: Mapping[str, Any] = config["vision_config"]
     merge = int(vision["spatial_merge_size"])
-    # The table of positions is a square grid. An image takes the weighted mean of its nearest places in it.
-    indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-        grid,
-        num_grid_per_side=int(vision["num_position_embeddings"] ** 0.5),
-        mode="bilinear",
-        align_corners=True,
-        spatial_merge_size=merge,
-    )
-    longest = int((grid[:, 1] * grid[:, 2]).max())
-    return {
-        f"{VISION_PREFIX}cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
-        f"{VISION_PREFIX}position_ids": vision_utils.get_vision_position_ids(
-            grid, merge
-        ),
-        f"{VISION_PREFIX}interp_indices": indices,
-        f"{VISION_PREFIX}interp_weights": weights,
-        LONGEST_IMAGE: torch.empty(longest, 0),
+    inputs = {
+        "cu_seqlens": vision_utils.get_vision_cu_seqlens(grid),
+        "position_ids": vision_utils.get_vision_position_ids(grid, merge),
     }
+    if model_type == _WITH_POSITION_TABLE:
+        indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+            grid,
+            num_grid_per_side=int(vision["num_position_embeddings"] ** 0.5),
+            mode="bilinear",
+            align_corners=True,
+            spatial_merge_size=merge,
+        )
+        inputs["interp_indices"] = indices
+        inputs["interp_weights"] = weights
+    if model_type == _WITH_WINDOWS:
+        window_index, window_starts = vision_utils.get_vision_window_index(
+            grid,
+            spatial_merge_size=merge,
+            window_size=int(vision["window_size"]),
+            patch_size=int(vision["patch_size"]),
+        )
+        inputs["window_index"] = window_index
+        inputs["cu_window_seqlens"] = window_starts
+    named = {f"{VISION_PREFIX}{name}": value for name, value in inputs.items()}
+    longest = int((grid[:, 1] * grid[:, 2]).max())
+    named[LONGEST_IMAGE] = torch.empty(longest, 0)
+    if model_type == _WITH_WINDOWS:
+        longest_window = int(inputs["cu_window_seqlens"].diff().max())
+        named[LONGEST_WINDOW] = torch.empty(longest_window, 0)
+    return named
 
 
 # ---- attention over all images at once -----------------------------------------------
@@ -123,20 +143,22 @@ def tower_output(backbone: Any, inputs: Mapping[str, Tensor]) -> Any:
     arguments: dict[str, Any] = {}
     for name, value in inputs.items():
         if name.startswith(VISION_PREFIX):
-            arguments[name.removeprefix(VISION_PREFIX)] = value
+            is_length = name in (LONGEST_IMAGE, LONGEST_WINDOW)
+            argument = value.shape[0] if is_length else value
+            arguments[name.removeprefix(VISION_PREFIX)] = argument
     if not arguments:
         return backbone.get_image_features(
             inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
         )
     # A number on the host: kernels need it before the device has caught up.
-    arguments["max_seqlen"] = inputs[LONGEST_IMAGE].shape[0]
     output = backbone.visual(
         inputs["pixel_values"].type(backbone.visual.dtype),
         grid_thw=inputs["image_grid_thw"],
         return_dict=True,
         **arguments,
     )
-    return image_tower_output(output.pooler_output, output.deepstack_features)
+    inner_outputs = vars(output).get("deepstack_features") or []
+    return image_tower_output(output.pooler_output, inner_outputs)
 
 
 def image_tower_output(
@@ -148,3 +170,24 @@ def image_tower_output(
         pooler_output=(pooled,),
         deepstack_features=[(feature,) for feature in inner_outputs],
     )
+
+
+# ---- inner outputs of the image tower ------------------------------------------------
+
+
+def add_without_waits(language_model: Any) -> None:
+    """Let a language model add the inner outputs of the image tower without reading from the device where images are."""
+    if "_deepstack_process" in vars(type(language_model)):
+        vars(language_model)["_deepstack_process"] = add_at_images
+
+
+def add_at_images(hidden: Tensor, is_image: Tensor, features: Tensor) -> Tensor:
+    """Return hidden states [n, tokens, dim] with features [image tokens, dim] added at image tokens.
+
+    `is_image`: bool [n, tokens].
+    """
+    flat = is_image.flatten()
+    # [all tokens] the row of an image token's features. Text tokens get that of any token, times 0.
+    rows = (flat.cumsum(dim=0) - 1).clamp(min=0)
+    added = features.to(hidden.dtype).index_select(0, rows) * flat[:, None]
+    return hidden + added.view_as(hidden)

@@ -170,6 +170,7 @@ def _is_loopback(text: str) -> bool:
 
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
-    return (
-        len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    )
+    count = os.cpu_count() or 1
+    if sys.platform == "linux":
+        count = len(os.sched_getaffinity(0))
+    return count

@@ -93,11 +93,11 @@ def _of_memory(text: str) -> Gpu:
 def _named(name: str) -> Gpu:
     plain_name = _plain(name)
     # By full name, or without the memory: A100 is then two, and the memory is asked for.
-    same = [
-        gpu
-        for gpu in GPUS
-        if plain_name in (_plain(gpu.name), _plain(gpu.name.rpartition("-")[0]))
-    ]
+    same = []
+    for gpu in GPUS:
+        without_memory = gpu.name.rpartition("-")[0]
+        if plain_name in (_plain(gpu.name), _plain(without_memory)):
+            same.append(gpu)
     if len(same) == 1:
         return same[0]
     if same:

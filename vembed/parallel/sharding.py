@@ -253,7 +253,7 @@ def shard_for_use(
         model,
         FsdpConfig(),
         device,
-        [module for module in reversed(list(model.modules())) if module in chosen],
+        _inner_first(model, chosen),
         policy=MixedPrecisionPolicy(),
         only_rank0_reads=only_rank0_reads,
     )
@@ -459,8 +459,13 @@ def choose_units(
         for unit in units:
             if model.language_head.lends(unit, model.backbone):
                 chosen.discard(unit)
+    return _inner_first(model, chosen)
+
+
+def _inner_first(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
     # modules() lists outer modules first.
-    return [module for module in reversed(list(model.modules())) if module in chosen]
+    modules = reversed(list(model.modules()))
+    return [module for module in modules if module in chosen]
 
 
 def describe_units(units: Sequence[nn.Module]) -> str:

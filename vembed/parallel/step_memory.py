@@ -16,6 +16,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+from vembed.config.decisions import FsdpConfig
 from vembed.config.schema import BatchSection, TrainConfig
 from vembed.data.batching.rank_batch import ModelInputs
 from vembed.data.features import BaseFeaturiser, Features
@@ -189,13 +190,18 @@ class MemoryEstimate:
         self.placement = placement
         self.size = size or placement.size or measure(placement.run.config)
         config = placement.run.config
-        # A query, a positive, and the hard negatives as far as the config gives a number.
-        num_negatives = (
-            config.data.max_negatives or 0
-        ) + config.data.in_batch_negatives
-        self.inputs_per_example = 2 + num_negatives
+        # A positive, and the hard negatives as far as the config gives a number.
+        num_negatives = config.data.max_negatives or 0
+        num_documents = 1 + num_negatives + config.data.in_batch_negatives
+        # An embedding model reads the query too, a reranker a pair for each document.
+        self.inputs_per_example = 1 + num_documents
+        self.output_size = self.size.hidden
+        """Numbers that the model gives for an input."""
+        if config.model.task == "rerank":
+            self.inputs_per_example = num_documents
+            self.output_size = 1
         self.inputs = placement.rows * self.inputs_per_example
-        """Texts and images of a process's batch at most."""
+        """Inputs of a process's batch at most: texts, images or pairs."""
 
     def loss_bytes(self, dim: int, inputs: int | None = None) -> float:
         """Return the bytes of the loss: the embeddings of `dim` numbers of all ranks' inputs, their gradients, and small
@@ -241,7 +247,7 @@ class MemoryEstimate:
 
     def max_rows(self) -> int:
         """Return the largest `batch_size` of a process whose embeddings fit, with micro-batches as they are."""
-        dim = self.size.hidden
+        dim = self.output_size
         without_loss = self.in_step(uses_cache=True).total - self.loss_bytes(dim)
         # The loss is linear in the rows: a fixed part, and the same for each row.
         fixed = self.loss_bytes(dim, 0)
@@ -272,11 +278,10 @@ class MemoryEstimate:
 
     def _kept(self, batch_tokens: float, micro_batch: int, fitting: int) -> float:
         """Return the tokens of a batch whose graphs are kept, of which `fitting` fit: of all micro-batches or of some."""
-        fsdp = self.placement.fsdp
         asked = self.placement.run.config.batch.use_gradient_cache
         if asked is False or (asked == "auto" and batch_tokens <= fitting):
             return batch_tokens
-        if asked == "auto" and (fsdp is None or fsdp.version == 2):
+        if asked == "auto" and not _is_fsdp1(self.placement.fsdp):
             return fitting // micro_batch * micro_batch
         return 0
 
@@ -308,7 +313,7 @@ class MemoryEstimate:
             gathered=gathered,
             copies=copies,
             activations=0.0,
-            loss=self.loss_bytes(size.hidden),
+            loss=self.loss_bytes(self.output_size),
         )
 
 
@@ -335,6 +340,10 @@ def tokens_of(
     elif not on_gpu:
         micro_batch = CPU_MICRO_BATCH_TOKENS
     return micro_batch, kept_tokens
+
+
+def _is_fsdp1(fsdp: FsdpConfig | None) -> bool:
+    return fsdp is not None and fsdp.version == 1
 
 
 @contextmanager
@@ -369,7 +378,7 @@ class Budget:
         `padded_tokens` of the batch and tokens of its `longest` input are maxima over the ranks, so that the result is
         the same on every rank.
         """
-        if session.fsdp is not None and session.fsdp.version == 1 and num_forwards > 1:
+        if _is_fsdp1(session.fsdp) and num_forwards > 1:
             return 0  # FSDP1 frees a unit's parameters after the first of several pending backward passes
         if self.use_gradient_cache is not None:
             return 0 if self.use_gradient_cache else num_forwards
@@ -394,7 +403,7 @@ def find_budget(
     Nothing is tried out: memory that runs out on one rank would leave the others waiting for it.
     """
     cache = None if options.use_gradient_cache == "auto" else options.use_gradient_cache
-    if cache is False and session.fsdp is not None and session.fsdp.version == 1:
+    if cache is False and _is_fsdp1(session.fsdp):
         log.warning(
             "use_gradient_cache: false holds only for steps of one micro-batch under fsdp_version: 1, which frees a "
             "unit's parameters after the first of several backward passes: larger steps use Gradient Cache (the same "
@@ -483,8 +492,8 @@ def measure_demand(
         return meter.peak()
 
     # Whole gradients between micro-batches, as in a step. FSDP1 would keep them where `discard_passes` cannot see them.
-    is_fsdp1 = session.fsdp is not None and session.fsdp.version == 1
-    set_gradient_sync(model, session.reduces_each_micro_batch or is_fsdp1)
+    reduces_each = session.reduces_each_micro_batch or _is_fsdp1(session.fsdp)
+    set_gradient_sync(model, reduces_each)
     if session.keeps_gathered:
         set_keep_gathered(model, True)
     try:
@@ -539,14 +548,16 @@ def bytes_per_token(
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         ):
             outputs = model(inputs)
-        num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+        storages = [tensor.untyped_storage() for tensor in saved.values()]
+        num_bytes = sum(storage.nbytes() for storage in storages)
         del outputs
         forget_forward(model)
         saved.clear()
         return num_bytes
 
     demand = _demand_of(featuriser, session, sample, graph_bytes)
-    return max(collectives.max_ints([int(demand.per_token)])[0], 1)
+    (per_token,) = collectives.max_ints([int(demand.per_token)])
+    return max(per_token, 1)
 
 
 def _demand_of(
@@ -572,7 +583,9 @@ def _demand_of(
         sizes = []
         for count in (num_rows, 2 * num_rows):
             batch = featuriser.collate([longest] * count)
-            tensors = {name: part.to(session.device) for name, part in batch.items()}
+            tensors = {}
+            for name, part in batch.items():
+                tensors[name] = part.to(session.device)
             sizes.append(num_bytes([(modality, tensors)]))
         tokens = num_rows * longest.length
         slope = max(sizes[1] - sizes[0], 0) / tokens
@@ -630,10 +643,9 @@ def advice(session: Session, budget: Budget) -> str:
     now = estimate.in_step(tokens=tokens)
     recomputed = estimate.in_step(tokens=tokens, recomputes=True)
     fsdp = placement.fsdp
-    is_fsdp1 = fsdp is not None and fsdp.version == 1
     has_adapters = config.adapters.use_lora
     # FSDP1 leaves flat pieces of parameters, which 8-bit optimizers do not take.
-    can_use_8_bit = config.optimizer.optim == "adamw" and not is_fsdp1
+    can_use_8_bit = config.optimizer.optim == "adamw" and not _is_fsdp1(fsdp)
     num_shards = placement.num_shards
     num_ranks = session.world_size
 

@@ -68,10 +68,12 @@ class AuxiliaryBatch:
                     "loss: none trains by the losses that the model returns, and it returns none"
                 )
             return
-        flat = torch.stack([self.of_rank[name] for name in names]).flatten().tolist()
-        totals = collectives.sum_scalars(flat)
+        # [names, 2] as one list of numbers: the sum and the count of each loss.
+        of_rank = torch.stack([self.of_rank[name] for name in names])
+        totals = collectives.sum_scalars(of_rank.flatten().tolist())
         for index, name in enumerate(names):
-            self.of_batch[name] = (totals[2 * index], totals[2 * index + 1])
+            count = totals[2 * index + 1]
+            self.of_batch[name] = (totals[2 * index], count)
 
     def means(self) -> dict[str, float]:
         """Return each loss of the global batch, without its weight."""

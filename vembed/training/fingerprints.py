@@ -106,10 +106,11 @@ def _content(path: Path, suffixes: frozenset[str] | None = None) -> str:
         if path.is_file():
             return _short([_digest(path)])
         parts = []
-        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        for file in sorted(path.rglob("*")):
             name = file.relative_to(path)
             is_hidden = any(part.startswith(".") for part in name.parts)
-            if not is_hidden and (suffixes is None or file.suffix in suffixes):
+            is_read = suffixes is None or file.suffix in suffixes
+            if is_read and not is_hidden and file.is_file():
                 parts += [name.as_posix(), _digest(file)]
         return _short(parts)
     except OSError as error:
@@ -117,7 +118,8 @@ def _content(path: Path, suffixes: frozenset[str] | None = None) -> str:
 
 
 def _digest(path: Path, pieces: int = PARTS, whole_bytes: int = WHOLE_BYTES) -> str:
-    digest = hashlib.blake2b(str(path.stat().st_size).encode(), digest_size=16)
+    size = str(path.stat().st_size)
+    digest = hashlib.blake2b(size.encode(), digest_size=16)
     add_content(
         digest, path, pieces=pieces, piece_bytes=PIECE_BYTES, whole_bytes=whole_bytes
     )
@@ -125,4 +127,5 @@ def _digest(path: Path, pieces: int = PARTS, whole_bytes: int = WHOLE_BYTES) -> 
 
 
 def _short(parts: list[str]) -> str:
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+    text = "\n".join(parts)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

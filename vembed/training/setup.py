@@ -695,7 +695,8 @@ def difference(
         model.train()
         outputs = [output for output in model(inputs) if output.requires_grad]
         if outputs:
-            torch.autograd.backward([output.float().sum() for output in outputs])
+            sums = [output.float().sum() for output in outputs]
+            torch.autograd.backward(sums)
     except TorchDynamoException as error:
         if isinstance(model, FSDPModule) and not CAN_RESET_FSDP2:
             raise UserError(

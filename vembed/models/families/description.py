@@ -40,7 +40,7 @@ from vembed.models.families.model_files import (
     read_settings,
     tokenizer_folder,
 )
-from vembed.models.families.table import FAMILIES
+from vembed.models.families.table import FAMILIES, FAMILY_OF_TYPE
 from vembed.models.poolings.table import MODEL_POOLING, POOLINGS
 
 log = logging.getLogger(__name__)
@@ -521,15 +521,12 @@ def _family(reading: _Reading) -> Family:
     reason = f"model_type {kind} in config.json"
     if options.model_class is not None:
         reason = f"the forward of {options.model_class}"
-    by_model_type: dict[str, Family] = {}
-    for record in FAMILIES.values():
-        by_model_type |= dict.fromkeys(record.model_types or (), record)
     inputs = reading.config.inputs if isinstance(reading.config, OwnConfig) else ()
     if reading.saved:
         detected = FAMILIES[reading.saved["family"]]
         reason = _FROM_SAVED
-    elif kind in by_model_type:
-        detected = by_model_type[kind]
+    elif kind in FAMILY_OF_TYPE:
+        detected = FAMILY_OF_TYPE[kind]
     elif reading.model_class.main_input_name == "pixel_values":
         detected = FAMILIES["image_encoder"]
         reason += ": its input is pixels"
@@ -539,7 +536,7 @@ def _family(reading: _Reading) -> Family:
     elif "vision_config" in reading.config.to_dict():
         raise UserError(
             f"{options.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
-            f"supported: {', '.join(sorted(by_model_type))}"
+            f"supported: {', '.join(sorted(FAMILY_OF_TYPE))}"
         )
     elif is_decoder_only(reading.config):
         detected = FAMILIES["text_decoder"]

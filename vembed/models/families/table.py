@@ -5,14 +5,12 @@ A new family needs its record in a file of this folder, and its entry in the lis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 from vembed.declarations import check_parts
 from vembed.models.families.family import (
     CHAT_LENGTH,
     Family,
-    Forward,
     Modality,
     Starter,
     Tower,
@@ -162,36 +160,22 @@ _RECORDS = (
 )
 
 
-def check_families(records: Sequence[Family]) -> dict[str, Family]:
-    """Return the families by name. Raise TypeError for a record that contradicts another."""
-    for family in records:
-        types = family.model_types
-        if types is not None and not (types and isinstance(types, frozenset)):
-            raise TypeError(
-                f"model family {family.name}: write its `model_types` as a frozenset with at least one"
-            )
-        unknown = set(family.forwards.values()) - set(get_args(Forward))
-        if unknown:
-            raise TypeError(
-                f"model family {family.name} has {unknown} in its `forwards`: write one of {', '.join(get_args(Forward))}"
-            )
-    check_parts(
-        "model family",
-        Family,
-        records,
-        lambda family: (family.name, *(family.model_types or ())),
-        allowed={
-            "forwards": get_args(Modality),
-            "towers": get_args(Tower),
-            "pooling": (*POOLINGS, MODEL_POOLING),
-        },
-        taken=("auto",),
-    )
-    return {family.name: family for family in records}
-
-
-FAMILIES = check_families(_RECORDS)
+FAMILIES = check_parts(
+    "model family", Family, _RECORDS, lambda family: (family.name,), taken=("auto",)
+)
 """Family name, as in the option `model_family` -> its record."""
+FAMILY_OF_TYPE = check_parts(
+    "model family",
+    Family,
+    _RECORDS,
+    lambda family: family.model_types or (),
+    allowed={
+        "forwards": get_args(Modality),
+        "towers": get_args(Tower),
+        "pooling": (*POOLINGS, MODEL_POOLING),
+    },
+)
+"""`model_type` in config.json -> the record of its family."""
 if TYPE_CHECKING:
     FamilyName = str
 else:

@@ -275,10 +275,10 @@ class Checkpointer:
             trim_metrics(self.output, -1)
         else:
             loop = point.state["loop"]
-            steps = {loop["step"], *(loop[key] for key in NO_CHECKPOINT)} - {None}
             if self._may_go_back:
+                steps = {loop[key] for key in ("step", *NO_CHECKPOINT)}
                 # The resumed one first: no earlier checkpoint may be the newest here.
-                for step in sorted(steps, reverse=True):
+                for step in sorted(steps - {None}, reverse=True):
                     self._take_over(step, point)
             is_scored = loop["scored_step"] == loop["step"]
             metrics = {}

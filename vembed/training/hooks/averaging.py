@@ -41,9 +41,10 @@ class WeightAverage(Hook):
         self._model = model
         for name, weight in model.named_parameters():
             if weight.requires_grad:
-                self._trained[plain_name(name)] = weight
+                key = plain_name(name)
+                self._trained[key] = weight
                 # float32, since small changes of a 16-bit average would be rounded away.
-                self._averages[plain_name(name)] = weight.detach().clone().float()
+                self._averages[key] = weight.detach().clone().float()
 
     @override
     def on_step(self, report: StepReport) -> None:

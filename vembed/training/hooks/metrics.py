@@ -557,7 +557,8 @@ class Watch(Hook):
         optimizer = self._run.config.optimizer
         step = report.step
         embeddings = report.embeddings
-        has_broken_weights = not bool(torch.isfinite(embeddings).all(dim=1).any())
+        finite_rows = torch.isfinite(embeddings).all(dim=1)
+        has_broken_weights = not bool(finite_rows.any())
         examples: list[str] = []
         for rank_batch, result in report.batches:
             if not bool(result.is_finite):
@@ -576,7 +577,8 @@ class Watch(Hook):
             cause = f"non-finite embeddings on {'; '.join(ranks)}"
         else:
             # The embeddings were finite everywhere, so it was the gradient.
-            first = ", ".join(report.batches[0][0].where[:2])
+            first_batch, _ = report.batches[0]
+            first = ", ".join(first_batch.where[:2])
             cause = f"non-finite embeddings on no rank (the gradient overflowed; first examples: {first})"
         outcome = report.outcome
         message = f"step {step}: loss {outcome.loss}, gradient norm {outcome.grad_norm}; {cause}"
