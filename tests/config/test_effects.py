@@ -42,6 +42,7 @@ from vembed.config.options import all_options
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, Stopped, UserError
 from vembed.losses.table import LOSS_OPTIONS
+from vembed.models.precision import compiled_forwards
 from vembed.training.checkpoint.folders import candidates
 
 Seen = Callable[[Built], Any] | str
@@ -139,7 +140,7 @@ BUILT: dict[str, Row] = {
     ),
     "torch_compile": (
         "many",
-        lambda one: one.layers()[0]._compiled_call_impl is not None,
+        lambda one: bool(compiled_forwards(one.layers())),
         True,
     ),
     "gradient_checkpointing": (
