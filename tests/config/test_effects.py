@@ -60,6 +60,12 @@ def _weights_dtype(one: Built, name: str) -> str:
     )
 
 
+def recomputes(layer: Any) -> bool:
+    """Return True if a layer, compiled or not, is run again in the backward pass."""
+    compiled = compiled_forwards([layer])
+    return compiled[0].recomputes if compiled else layer.gradient_checkpointing
+
+
 BUILT: dict[str, Row] = {
     # option: (group of options, what is seen, what it is with them, group without it)
     "model_name": ("many", lambda one: len(one.layers()), 3),
@@ -145,7 +151,7 @@ BUILT: dict[str, Row] = {
     ),
     "gradient_checkpointing": (
         "many",
-        lambda one: one.layers()[0].gradient_checkpointing,
+        lambda one: recomputes(one.layers()[0]),
         True,
     ),
     "mrl_dims": (
