@@ -1,27 +1,22 @@
 """A config file in an empty folder, which is the current one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from vembed.config.schema import TrainConfig
 
 WriteConfig = Callable[..., Path]
 NEEDED = "model_name: some/model\ndata_path: train.jsonl\n"
 
 
 @pytest.fixture
-def write_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteConfig:
+def write_config(tmp_path, monkeypatch):
     """Writes `text` after the two lines that every config needs, and returns the relative path."""
     monkeypatch.chdir(tmp_path)
     for name in ("ACCELERATE_USE_FSDP", "WORLD_SIZE", "RANK", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
 
-    def write(text: str = "", *, name: str = "cfg.yaml", needed: str = NEEDED) -> Path:
+    def write(text="", *, name="cfg.yaml", needed=NEEDED):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(needed + text, encoding="utf-8")
         return Path(name)
@@ -29,7 +24,7 @@ def write_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WriteConfig
     return write
 
 
-def assert_options(config: TrainConfig, **expected: Any) -> None:
+def assert_options(config, **expected):
     """Compare some options with what they should be."""
     options = config.options()
     assert {name: options[name] for name in expected} == expected

@@ -34,7 +34,7 @@ Options = Mapping[str, Any]
 
 
 @cache
-def folder() -> Path:
+def folder():
     """Data of every kind: pairs with negatives, of two sources, under other names, with a bad record, with images."""
     path = Path(
         tempfile.mkdtemp(prefix="effects-", dir=tiny.shared(tiny.tiny_bert).parent)
@@ -82,11 +82,11 @@ def folder() -> Path:
     return path
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
+def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def given(options: Options) -> dict[str, Any]:
+def given(options):
     """The options of a small run; a value that is a function is called for a model's folder."""
     base = {
         "model_name": tiny.tiny_bert,
@@ -111,7 +111,7 @@ def given(options: Options) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def resolve(options: Options, env: Mapping[str, str] | None = None) -> ResolvedRun:
+def resolve(options, env=None):
     """Resolved from a YAML file."""
     path = Path(tempfile.mkdtemp(dir=folder())) / "cfg.yaml"
     path.write_text(
@@ -129,10 +129,10 @@ class Built:
     lines: list[str]
     is_deterministic: bool
 
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
+    def parameters(self):
         return dict(self.trainer.components.model.named_parameters())
 
-    def group(self, of: str) -> dict[str, Any]:
+    def group(self, of):
         """The optimizer's group of the first parameter whose name has `of` in it."""
         wanted = next(
             one
@@ -144,35 +144,36 @@ class Built:
             group for group in groups if any(one is wanted for one in group["params"])
         )
 
-    def tokens(self, text: str, kind: Any) -> list[int]:
+    def tokens(self, text, kind):
         featuriser = self.trainer.components.featuriser
         (features,) = featuriser.features([(Item(text=text), kind)])
         return list(map(int, features.token_ids))
 
-    def image_tokens(self, name: str) -> int:
+    def image_tokens(self, name):
         """Return the length of an image for the model."""
         item = Item(images=(ImageRef(path=str(folder() / name)),))
         (features,) = self.trainer.components.featuriser.features([(item, "document")])
         return features.length
 
-    def layers(self) -> list[Any]:
+    def layers(self):
         return layers_of(self.trainer.components.model)
 
 
 class _Lines(logging.Handler):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.lines: list[str] = []
+        self.lines = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
 
 
-def build(options: Options) -> Built:
+def build(options):
     """The trainer of a YAML file with these options, in one process."""
     run = resolve(options)
     Path(run.config.run.output_dir).mkdir(parents=True)
-    log, handler = logging.getLogger("vembed"), _Lines()
+    log = logging.getLogger("vembed")
+    handler = _Lines()
     log.addHandler(handler)
     level = log.level
     log.setLevel(logging.INFO)
@@ -202,17 +203,17 @@ def build(options: Options) -> Built:
 
 
 @cache
-def _built(key: str) -> Built:
+def _built(key):
     return build(GROUPS[key])
 
 
-def built(group: str) -> Built:
+def built(group):
     """The trainer of a group of options, built once."""
     return _built(group)
 
 
 @cache
-def finished(key: str) -> Path:
+def finished(key):
     """The output folder of a run with a group of options."""
     options = RUNS[key]
     path = Path(tempfile.mkdtemp(dir=folder())) / "run"
@@ -220,17 +221,17 @@ def finished(key: str) -> Path:
     return path
 
 
-def log_of(run: Path, name: str = "training_log.txt") -> str:
+def log_of(run, name="training_log.txt"):
     return (run / name).read_text()
 
 
-def lines_of(run: Path) -> list[dict[str, Any]]:
+def lines_of(run):
     return [
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
     ]
 
 
-def loss_value(options: Options) -> float:
+def loss_value(options):
     """The loss of one batch with duplicates, several positives, hard negatives and teachers, seen by one of two
     ranks."""
     config = resolve({"data_path": "unused", **options}).config
@@ -245,7 +246,7 @@ def loss_value(options: Options) -> float:
     return float(loss(batch).detach())
 
 
-def world_sizes(options: Options) -> tuple[str, str]:
+def world_sizes(options):
     """Return the environment of the processes of a launch."""
     launch = resolve_launch(resolve(options), env={"CUDA_VISIBLE_DEVICES": ""})
     first = rank_environments(
@@ -254,7 +255,7 @@ def world_sizes(options: Options) -> tuple[str, str]:
     return first["WORLD_SIZE"], first["LOCAL_WORLD_SIZE"]
 
 
-def adapter_names(one: Built) -> set[str]:
+def adapter_names(one):
     return {
         name.split(".lora_A")[0].rsplit(".", 1)[-1]
         for name in one.parameters()
@@ -262,7 +263,7 @@ def adapter_names(one: Built) -> set[str]:
     }
 
 
-def adapter(one: Built) -> Any:
+def adapter(one):
     layers = [
         module
         for module in one.trainer.components.model.modules()
@@ -271,20 +272,20 @@ def adapter(one: Built) -> Any:
     return layers[0] if layers else None
 
 
-def adapter_dropout(one: Built) -> float:
+def adapter_dropout(one):
     layer = adapter(one).lora_dropout["default"]
     return float(layer.p) if isinstance(layer, torch.nn.Dropout) else 0.0
 
 
-def first_ids(one: Built) -> list[int]:
+def first_ids(one):
     return [int(index) for index in one.trainer.data.batch_schedule.batch(0, 0)]
 
 
-def scaling(one: Built) -> float:
+def scaling(one):
     return float(adapter(one).scaling["default"])
 
 
-GROUPS: dict[str, Options] = {
+GROUPS = {
     "base": {},
     "validated": {"val_data_path": "val.jsonl"},
     "patient": {"val_data_path": "val.jsonl", "patience": 2},
@@ -393,7 +394,7 @@ GROUPS: dict[str, Options] = {
         "max_pixels": 4000,
     },
 }
-RUNS: dict[str, Options] = {
+RUNS = {
     "base": {"val_data_path": "val.jsonl", "report_to": ["tensorboard"]},
     "many": {
         "val_data_path": "val.jsonl",

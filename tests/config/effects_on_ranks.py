@@ -1,16 +1,11 @@
 """Options of a sharded run, each seen on what two processes have built with it."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Mapping
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from tests import tiny
@@ -20,7 +15,7 @@ from vembed.config.loading import resolve_run
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.models.families.backbones import layers_of
-from vembed.parallel.session import Session, start_session
+from vembed.parallel.session import start_session
 from vembed.training.final import ModelWriter
 
 FSDP1 = {"strategy": "fsdp", "fsdp_version": 1}
@@ -37,7 +32,7 @@ MANY_OF_FSDP2 = {
     "gradient_checkpointing": False,
     "fsdp_state_dict_type": "FULL_STATE_DICT",
 }
-CASES: dict[str, Mapping[str, Any]] = {  # as few as there can be: each starts a session
+CASES = {  # as few as there can be: each starts a session
     "auto": {},
     "ddp": {"strategy": "ddp", "mixed_precision": "bf16"},
     "fsdp": {"strategy": "fsdp"},
@@ -64,7 +59,7 @@ CASES: dict[str, Mapping[str, Any]] = {  # as few as there can be: each starts a
     },
 }
 
-ROWS: dict[str, tuple[str, str, Any, str]] = {
+ROWS = {
     # option: (case, what is seen, what it is, case without it)
     "strategy": ("fsdp", "kind", "FSDP2", "auto"),
     "accelerate_config": ("hsdp_file", "offload", True, "fsdp2"),
@@ -94,7 +89,7 @@ ROWS: dict[str, tuple[str, str, Any, str]] = {
 
 
 @cache
-def facts() -> dict[str, dict[str, Any]]:
+def facts():
     """Return what rank 1 of two saw in each case."""
     cases = {
         name: {"model_name": tiny.tiny_bert, "data_path": "unused", **options}
@@ -107,7 +102,7 @@ def facts() -> dict[str, dict[str, Any]]:
     return run_ranks(_observe, 2, cases, process_group=False, timeout=300)[1]
 
 
-def _observe(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _observe(cases):
     seen = {}
     for name, options in cases.items():
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
@@ -117,8 +112,9 @@ def _observe(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]
     return seen
 
 
-def _facts(session: Session) -> dict[str, Any]:
-    run, placement = session.placement.run, session.placement
+def _facts(session):
+    run = session.placement.run
+    placement = session.placement
     description = described(run.config)
     embedder = model_of(
         run.config,
@@ -132,7 +128,7 @@ def _facts(session: Session) -> dict[str, Any]:
     inputs = featuriser.collate(
         featuriser.features([(Item(text="red green"), "query")])
     )
-    dtypes: list[str] = []
+    dtypes = []
     linear = next(
         module
         for name, module in model.named_modules()
@@ -143,7 +139,7 @@ def _facts(session: Session) -> dict[str, Any]:
     output.float().sum().backward()
     old = FullyShardedDataParallel.fsdp_modules(model)
     new = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    units: list[nn.Module] = (
+    units = (
         [unit.module for unit in old]
         if old
         else [unit for unit in new if unit is not model]
@@ -152,7 +148,7 @@ def _facts(session: Session) -> dict[str, Any]:
     assert group is not None
     policy = new[0]._get_fsdp_state()._fsdp_param_group if new else None
     components = SimpleNamespace(model=model, embedder=embedder)
-    writer = ModelWriter(run.config, session, components)  # type: ignore[arg-type]
+    writer = ModelWriter(run.config, session, components)
     return {
         "kind": "FSDP1" if old else "FSDP2" if new else "copies",
         "unit strategies": sorted({unit.sharding_strategy.name for unit in old}),

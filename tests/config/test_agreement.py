@@ -1,12 +1,8 @@
 """What `--dry-run`, `plan` and `doctor` say of a config is what its run says and does."""
 
-from __future__ import annotations
-
 import os
 import re
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -19,30 +15,29 @@ from tests.parallel.steps import listen
 from vembed.cli.machine_checks import checklist
 from vembed.cli.run_train import Launch, describe_run, resolve_launch
 from vembed.config.arguments import TrainArguments
-from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.devices import bf16_instructions
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.parameters import local_bytes
-from vembed.parallel.placement import Placement, memory_of_a_process, place
+from vembed.parallel.placement import memory_of_a_process, place
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import GIB, MemoryEstimate, measure
 
-LORA: dict[str, Any] = {"use_lora": True, "lora_r": 2}
-QLORA: dict[str, Any] = {
+LORA = {"use_lora": True, "lora_r": 2}
+QLORA = {
     **LORA,
     "quantize_weights": "nf4",
     "model_name": tiny.tiny_qwen3,
 }
-ONE: dict[str, Mapping[str, Any]] = {
+ONE = {
     "single": {},
     "single_bf16": {"mixed_precision": "bf16"},
     "single_though_fsdp": {"strategy": "fsdp", "fsdp_min_num_params": 3},
     "single_lora": LORA,
     "single_qlora": QLORA,
 }
-TWO: dict[str, Mapping[str, Any]] = {
+TWO = {
     "auto": {"fsdp_forward_prefetch": True},
     "ddp": {"strategy": "ddp"},
     "ddp_bf16": {
@@ -82,7 +77,7 @@ TWO: dict[str, Mapping[str, Any]] = {
         )
     },
 }
-FOUR: dict[str, Mapping[str, Any]] = {
+FOUR = {
     "hsdp": {
         "strategy": "fsdp",
         "fsdp_sharding_strategy": "HYBRID_SHARD",
@@ -94,15 +89,15 @@ FOUR: dict[str, Mapping[str, Any]] = {
 CASES = {**ONE, **TWO, **FOUR}
 
 
-def full(options: Mapping[str, Any]) -> dict[str, Any]:
+def full(options):
     values = {"model_name": tiny.tiny_bert, "data_path": "unused", **options}
     return {**values, "model_name": str(tiny.shared(values["model_name"]))}
 
 
 @cache
-def ran() -> dict[str, dict[str, Any]]:
+def ran():
     """What each run said and did on rank 0: all runs of one size share their processes."""
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for num_ranks, cases in ((1, ONE), (2, TWO), (4, FOUR)):
         every = {name: full(options) for name, options in cases.items()}
         found |= run_ranks(run_all, num_ranks, every, process_group=False, timeout=300)[
@@ -111,7 +106,7 @@ def ran() -> dict[str, dict[str, Any]]:
     return found
 
 
-def run_all(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def run_all(cases):
     found = {}
     world = int(os.environ["WORLD_SIZE"])
     for name, options in cases.items():
@@ -167,9 +162,7 @@ def run_all(cases: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]
     return found
 
 
-def said(
-    options: Mapping[str, Any], num_ranks: int
-) -> tuple[ResolvedRun, Launch, Placement]:
+def said(options, num_ranks):
     """What the tools that start nothing decide, for as many processes."""
     run = resolve_run(full(options), env={})
     asked = resolve_launch(run, env={"CUDA_VISIBLE_DEVICES": ""})
@@ -189,15 +182,13 @@ def said(
     )
 
 
-def one(lines: list[str], start: str) -> str:
+def one(lines, start):
     (line,) = [line for line in lines if line.startswith(start)]
     return line
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_say_what_the_run_says_and_does(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_say_what_the_run_says_and_does(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     num_ranks = 1 if name in ONE else 2 if name in TWO else 4
     done = ran()[name]

@@ -1,12 +1,9 @@
 """What the FSDP options come to: file, training YAML and launcher together, and what each means in FSDP1 and FSDP2."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
-from tests.config.conftest import WriteConfig
 from vembed.config.accelerate_file import AccelerateFile, read_accelerate_file
 from vembed.config.decisions import FsdpConfig
 from vembed.config.loading import resolve_run
@@ -29,29 +26,27 @@ num_processes: 8                                    # Number of GPUs (auto-detec
 """
 
 
-def resolved(
-    write_config: WriteConfig, text: str = "", **env: str
-) -> tuple[FsdpConfig, list[str]]:
+def resolved(write_config, text="", **env):
     run = resolve_run(write_config(text), env=env)
     assert run.fsdp is not None
     return run.fsdp, list(run.fsdp_notes)
 
 
-def refusal(write_config: WriteConfig, text: str) -> str:
+def refusal(write_config, text):
     with pytest.raises(UserError) as caught:
         resolve_run(write_config(text), env={})
     return str(caught.value)
 
 
 @pytest.mark.promise("B03")
-def test_off_by_default(write_config: WriteConfig) -> None:
+def test_off_by_default(write_config):
     run = resolve_run(write_config(), env={})
     assert run.config.parallel.strategy == "auto"
     assert run.strategy.value == "auto"
 
 
 @pytest.mark.promise("B04", "B05", "B06", "B07", "D06", "D07", "D08")
-def test_use_fsdp_reads_the_packaged_file(write_config: WriteConfig) -> None:
+def test_use_fsdp_reads_the_packaged_file(write_config):
     settings, notes = resolved(write_config, "use_fsdp: true\n")
     assert settings == FsdpConfig(source="configs/accelerate_fsdp.yaml")
     assert (settings.version, settings.sharding_strategy, settings.offload) == (
@@ -67,7 +62,7 @@ def test_use_fsdp_reads_the_packaged_file(write_config: WriteConfig) -> None:
 
 
 @pytest.mark.promise("D07", "D08", "D09", "D10", "D11", "D12", "D13", "D14", "D15")
-def test_the_documents_file(write_config: WriteConfig) -> None:
+def test_the_documents_file(write_config):
     write_config()
     Path("accelerate.yaml").write_text(DOCUMENT_D)
     settings, notes = resolved(
@@ -90,7 +85,7 @@ def test_the_documents_file(write_config: WriteConfig) -> None:
     assert run.precision.value == "auto"
 
 
-def test_training_yaml_overrides_the_file(write_config: WriteConfig) -> None:
+def test_training_yaml_overrides_the_file(write_config):
     text = "use_fsdp: true\naccelerate_config: accelerate_fsdp_offload\nfsdp_cpu_offload: false\n"
     settings, _ = resolved(
         write_config,
@@ -117,15 +112,13 @@ def test_training_yaml_overrides_the_file(write_config: WriteConfig) -> None:
     ],
 )
 @pytest.mark.promise("C09", "C11", "C13", "E08", "E13")
-def test_what_is_always_so_is_accepted_and_said_once(
-    write_config: WriteConfig, line: str, version: int
-) -> None:
+def test_what_is_always_so_is_accepted_and_said_once(write_config, line, version):
     text = f"strategy: fsdp\nfsdp_version: {version}\n{line}\n"
     (said,) = resolve_run(write_config(text), env={}).translated
     assert "has no effect: " in said and "cfg.yaml, line" in said
 
 
-def test_resharding_is_part_of_the_strategy(write_config: WriteConfig) -> None:
+def test_resharding_is_part_of_the_strategy(write_config):
     settings, notes = resolved(
         write_config, "use_fsdp: true\nfsdp_reshard_after_forward: false\n"
     )
@@ -137,7 +130,7 @@ def test_resharding_is_part_of_the_strategy(write_config: WriteConfig) -> None:
 
 
 @pytest.mark.promise("C10", "E09")
-def test_forward_prefetch_is_there_in_fsdp2(write_config: WriteConfig) -> None:
+def test_forward_prefetch_is_there_in_fsdp2(write_config):
     settings, notes = resolved(
         write_config, "use_fsdp: true\nfsdp_forward_prefetch: true\n"
     )
@@ -145,7 +138,7 @@ def test_forward_prefetch_is_there_in_fsdp2(write_config: WriteConfig) -> None:
 
 
 @pytest.mark.promise("E12")
-def test_local_state_dict(write_config: WriteConfig) -> None:
+def test_local_state_dict(write_config):
     message = refusal(
         write_config, "use_fsdp: true\nfsdp_state_dict_type: local_state_dict\n"
     )
@@ -161,7 +154,7 @@ def test_local_state_dict(write_config: WriteConfig) -> None:
 
 
 @pytest.mark.promise("C08")
-def test_no_shard_is_ddp_and_says_so(write_config: WriteConfig) -> None:
+def test_no_shard_is_ddp_and_says_so(write_config):
     run = resolve_run(
         write_config("use_fsdp: true\nfsdp_sharding_strategy: no_shard\n"), env={}
     )
@@ -173,7 +166,7 @@ def test_no_shard_is_ddp_and_says_so(write_config: WriteConfig) -> None:
 
 @pytest.mark.parametrize("count", ["0", "null"])
 @pytest.mark.promise("B09")
-def test_no_size_is_a_million(write_config: WriteConfig, count: str) -> None:
+def test_no_size_is_a_million(write_config, count):
     text = f"use_fsdp: true\nfsdp_auto_wrap_policy: size_based_wrap\nfsdp_min_num_params: {count}\n"
     settings, notes = resolved(write_config, text)
     assert settings.min_num_params == 1_000_000
@@ -185,7 +178,7 @@ def test_no_size_is_a_million(write_config: WriteConfig, count: str) -> None:
 
 
 @pytest.mark.promise("B08")
-def test_layer_classes(write_config: WriteConfig) -> None:
+def test_layer_classes(write_config):
     assert resolved(write_config, "use_fsdp: true\n")[0].layer_classes is None
     for text, classes in (
         ("BertLayer", ("BertLayer",)),
@@ -196,13 +189,13 @@ def test_layer_classes(write_config: WriteConfig) -> None:
         assert resolved(write_config, line)[0].layer_classes == classes
 
 
-def test_sharding_and_resharding_that_contradict(write_config: WriteConfig) -> None:
+def test_sharding_and_resharding_that_contradict(write_config):
     text = "use_fsdp: true\nfsdp_sharding_strategy: SHARD_GRAD_OP\nfsdp_reshard_after_forward: true\n"
     assert "both set fsdp_sharding_strategy" in refusal(write_config, text)
 
 
 @pytest.mark.promise("E13")
-def test_mixed_precision_of_fsdp(write_config: WriteConfig) -> None:
+def test_mixed_precision_of_fsdp(write_config):
     text = "use_fsdp: true\nfsdp_mixed_precision: true\nfsdp_param_dtype: bf16\nfsdp_reduce_dtype: fp32\n"
     run = resolve_run(write_config(text), env={})
     assert run.fsdp is not None and run.fsdp.reduce_dtype == "float32"
@@ -212,8 +205,8 @@ def test_mixed_precision_of_fsdp(write_config: WriteConfig) -> None:
 
 
 @pytest.mark.promise("C02")
-def test_strategies(write_config: WriteConfig) -> None:
-    def strategy(text: str) -> str:
+def test_strategies(write_config):
+    def strategy(text):
         return resolve_run(write_config(text), env={}).strategy.value
 
     assert strategy("distributed: {strategy: auto, fsdp: {enabled: true}}\n") == "fsdp"
@@ -224,14 +217,14 @@ def test_strategies(write_config: WriteConfig) -> None:
     assert strategy("accelerate_config: accelerate_ddp\n") == "ddp"
 
 
-def test_use_fsdp_with_a_file_that_does_not_shard(write_config: WriteConfig) -> None:
+def test_use_fsdp_with_a_file_that_does_not_shard(write_config):
     message = refusal(
         write_config, "use_fsdp: true\naccelerate_config: accelerate_ddp\n"
     )
     assert "use_fsdp: true, but configs/accelerate_ddp.yaml is for ddp" in message
 
 
-def test_the_launchers_values_hold_and_are_said(write_config: WriteConfig) -> None:
+def test_the_launchers_values_hold_and_are_said(write_config):
     env = {
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
@@ -266,8 +259,8 @@ def test_the_launchers_values_hold_and_are_said(write_config: WriteConfig) -> No
 
 
 @pytest.mark.promise("C12", "D22")
-def test_gradient_checkpointing(write_config: WriteConfig) -> None:
-    def decision(text: str) -> tuple[bool, str]:
+def test_gradient_checkpointing(write_config):
+    def decision(text):
         made = resolve_run(write_config(text), env={}).recomputation
         return made.value, made.reason
 
@@ -335,9 +328,7 @@ def test_gradient_checkpointing(write_config: WriteConfig) -> None:
         ("distributed_type: [\n", "not valid YAML"),
     ],
 )
-def test_mistakes_in_the_accelerate_file(
-    write_config: WriteConfig, text: str, words: str
-) -> None:
+def test_mistakes_in_the_accelerate_file(write_config, text, words):
     write_config()
     Path("accelerate.yaml").write_text(text)
     with pytest.raises(UserError) as caught:
@@ -347,7 +338,7 @@ def test_mistakes_in_the_accelerate_file(
 
 
 @pytest.mark.promise("D30")
-def test_compute_device_is_accepted_with_a_warning(write_config: WriteConfig) -> None:
+def test_compute_device_is_accepted_with_a_warning(write_config):
     write_config()
     Path("accelerate.yaml").write_text("distributed_type: FSDP\ncompute_device: gpu\n")
     assert (
@@ -356,7 +347,7 @@ def test_compute_device_is_accepted_with_a_warning(write_config: WriteConfig) ->
     )
 
 
-def test_keys_that_only_accelerate_uses_are_named(write_config: WriteConfig) -> None:
+def test_keys_that_only_accelerate_uses_are_named(write_config):
     write_config()
     Path("accelerate.yaml").write_text(
         "distributed_type: FSDP\ndynamo_config: {dynamo_backend: INDUCTOR}\n"
@@ -381,7 +372,7 @@ def test_keys_that_only_accelerate_uses_are_named(write_config: WriteConfig) -> 
 
 
 @pytest.mark.promise("C18")
-def test_a_name_that_is_no_preset(write_config: WriteConfig) -> None:
+def test_a_name_that_is_no_preset(write_config):
     with pytest.raises(UserError) as caught:
         resolve_run(write_config("accelerate_config: single_node_fdsp\n"))
     assert "neither a file nor a preset" in str(caught.value)

@@ -1,11 +1,7 @@
 """Whatever stands in a config file or on the command line: a config or a UserError, soon. VEMBED_FUZZ=2500 for more."""
 
-from __future__ import annotations
-
 import json
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -14,7 +10,6 @@ from hypothesis import strategies as st
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.loading import load_config, resolve_run, save_config
 from vembed.config.options import all_options
-from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
 
 NUM_EXAMPLES = int(os.environ.get("VEMBED_FUZZ", "60"))
@@ -99,7 +94,7 @@ YAML_BITS = st.sampled_from(
 )
 
 
-def outcome(source: Any, overrides: list[str] | None = None) -> TrainConfig | None:
+def outcome(source, overrides=None):
     """The config, or None for a UserError with a sentence; anything else fails the test."""
     try:
         config = load_config(source, overrides or [])
@@ -111,7 +106,7 @@ def outcome(source: Any, overrides: list[str] | None = None) -> TrainConfig | No
 
 @fuzz
 @given(st.binary(max_size=200))
-def test_bytes(tmp_path: Path, content: bytes) -> None:
+def test_bytes(tmp_path, content):
     for suffix in ("yaml", "toml", "json"):
         file = tmp_path / f"cfg.{suffix}"
         file.write_bytes(content)
@@ -120,7 +115,7 @@ def test_bytes(tmp_path: Path, content: bytes) -> None:
 
 @fuzz
 @given(st.lists(st.one_of(YAML_BITS, st.text(max_size=5)), max_size=12))
-def test_yaml_in_pieces(tmp_path: Path, pieces: list[str]) -> None:
+def test_yaml_in_pieces(tmp_path, pieces):
     file = tmp_path / "cfg.yaml"
     file.write_bytes(
         ("model_name: m\ndata_path: d\n" + "".join(pieces)).encode(
@@ -138,9 +133,7 @@ def test_yaml_in_pieces(tmp_path: Path, pieces: list[str]) -> None:
         max_size=3,
     ),
 )
-def test_values(
-    tmp_path: Path, values: dict[str, Any], overrides: list[tuple[str, str]]
-) -> None:
+def test_values(tmp_path, values, overrides):
     values = {"model_name": "m", "data_path": "d"} | values
     config = outcome(values, [f"{key}={value}" for key, value in overrides])
     try:
@@ -163,7 +156,7 @@ def test_values(
         st.text(max_size=8),
     )
 )
-def test_launchers_environment(env: dict[str, str]) -> None:
+def test_launchers_environment(env):
     try:
         resolve_run(
             {"model_name": "m", "data_path": "d"},
@@ -196,7 +189,7 @@ def test_launchers_environment(env: dict[str, str]) -> None:
         max_size=6,
     )
 )
-def test_words_of_the_command_line(words: list[str]) -> None:
+def test_words_of_the_command_line(words):
     try:
         arguments = parse_train_arguments(words)
     except UserError as error:
@@ -220,7 +213,7 @@ def test_words_of_the_command_line(words: list[str]) -> None:
     ],
     ids=range(7),
 )
-def test_large_nonsense_ends_soon(tmp_path: Path, content: bytes) -> None:
+def test_large_nonsense_ends_soon(tmp_path, content):
     for suffix in ("yaml", "toml", "json"):
         file = tmp_path / f"cfg.{suffix}"
         file.write_bytes(content)

@@ -1,12 +1,8 @@
 """Names and spellings of the five documents and of other systems: each reaches the one option, and is reported."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
-from tests.config.conftest import WriteConfig, assert_options
+from tests.config.conftest import assert_options
 from tests.guides import STAGE_ONE
 from vembed.config.arguments import parse_train_arguments
 from vembed.config.layers import (
@@ -85,7 +81,7 @@ training:
 
 
 @pytest.mark.promise("A09", "A12", "B20")
-def test_document_a_toml(write_config: WriteConfig) -> None:
+def test_document_a_toml(write_config):
     config = load_config(write_config(HERETIC, name="config_with_fsdp.toml", needed=""))
     assert_options(
         config,
@@ -120,9 +116,7 @@ def test_document_a_toml(write_config: WriteConfig) -> None:
     "C31",
     "C32",
 )
-def test_document_c_stage_one(
-    write_config: WriteConfig,
-) -> None:
+def test_document_c_stage_one(write_config):
     config = resolve_run(write_config(MODULAR, needed=""), stage="stage1").config
     assert_options(
         config,
@@ -146,9 +140,7 @@ def test_document_c_stage_one(
 
 
 @pytest.mark.promise("C01", "C20")
-def test_stage_two_starts_from_the_result_of_stage_one(
-    write_config: WriteConfig,
-) -> None:
+def test_stage_two_starts_from_the_result_of_stage_one(write_config):
     file = write_config(MODULAR, needed="")
     for chosen in (
         resolve_run(file, stage="stage2"),
@@ -175,7 +167,7 @@ def test_stage_two_starts_from_the_result_of_stage_one(
 @pytest.mark.promise(
     "E06", "E07", "E08", "E09", "E10", "E12", "E13", "E14", "E15", "E16", "E17", "E18"
 )
-def test_document_e(write_config: WriteConfig) -> None:
+def test_document_e(write_config):
     assert_options(
         load_config(write_config(FREE, needed="")),
         strategy="fsdp",
@@ -273,9 +265,7 @@ def test_document_e(write_config: WriteConfig) -> None:
     ],
 )
 @pytest.mark.promise("B19", "C22", "E26", "E27")
-def test_names_and_spellings(
-    write_config: WriteConfig, line: str, option: str, value: Any
-) -> None:
+def test_names_and_spellings(write_config, line, option, value):
     more = (
         "fsdp_version: 1\n" if "local_state_dict" in line else ""
     )  # which FSDP2 does not have
@@ -284,7 +274,7 @@ def test_names_and_spellings(
     assert resolved.origins[option] == "cfg.yaml:3"
 
 
-def test_what_was_translated_is_listed(write_config: WriteConfig) -> None:
+def test_what_was_translated_is_listed(write_config):
     resolved = resolve_run(
         write_config(
             "lr: 1e-4\nfsdp:\n  enabled: true\n  backward_prefetch: none\nbatch_size: 4\n"
@@ -299,7 +289,7 @@ def test_what_was_translated_is_listed(write_config: WriteConfig) -> None:
 
 
 @pytest.mark.promise("E26")
-def test_effective_batch_counts_accumulated_batches(write_config: WriteConfig) -> None:
+def test_effective_batch_counts_accumulated_batches(write_config):
     config = load_config(
         write_config("effective_batch_size: 256\n"), ["gradient_accumulation_steps=4"]
     )
@@ -313,7 +303,7 @@ def test_effective_batch_counts_accumulated_batches(write_config: WriteConfig) -
         )
 
 
-def test_switches_that_contradict_each_other(write_config: WriteConfig) -> None:
+def test_switches_that_contradict_each_other(write_config):
     assert (
         load_config(write_config("bf16: true\nfp16: false\n")).model.mixed_precision
         == "bf16"
@@ -327,7 +317,7 @@ def test_switches_that_contradict_each_other(write_config: WriteConfig) -> None:
         load_config(write_config("use_wandb: true\nreport_to: none\n"))
 
 
-def test_keys_that_are_known_and_not_used(write_config: WriteConfig) -> None:
+def test_keys_that_are_known_and_not_used(write_config):
     with pytest.raises(
         UserError,
         match="'save_strategy' is not used here: checkpoints are written every save_steps",
@@ -340,7 +330,7 @@ def test_keys_that_are_known_and_not_used(write_config: WriteConfig) -> None:
         load_config(write_config("train_group_size: 8\n"))
 
 
-def test_the_table_is_sound() -> None:
+def test_the_table_is_sound():
     options = all_options()
     names = [name for names in ALIASES.values() for name in names.split()]
     assert set(ALIASES) <= set(options)
@@ -375,8 +365,6 @@ def test_the_table_is_sound() -> None:
         (["--bf16", "false", "cfg.yaml"], ("bf16=false",)),
     ],
 )
-def test_flags_of_translated_names_take_their_values(
-    words: list[str], overrides: tuple[str, ...]
-) -> None:
+def test_flags_of_translated_names_take_their_values(words, overrides):
     parsed = parse_train_arguments(words)
     assert (parsed.config, parsed.overrides) == ("cfg.yaml", overrides)

@@ -1,15 +1,12 @@
 """Precedence (defaults, file, launcher, command line), where each value comes from, and the config that is saved."""
 
-from __future__ import annotations
-
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.config.conftest import NEEDED, WriteConfig, assert_options
-from vembed.config.decisions import ResolvedRun
+from tests.config.conftest import NEEDED, assert_options
 from vembed.config.loading import load_config, render, resolve_run, save_config
 from vembed.config.schema import DataSource, TrainConfig, option_fields
 from vembed.errors import UserError
@@ -27,7 +24,7 @@ LAUNCHER = {
 }
 
 
-def test_each_value_says_where_it_comes_from(write_config: WriteConfig) -> None:
+def test_each_value_says_where_it_comes_from(write_config):
     file = write_config(
         "batch_size: 8\nfsdp_sharding_strategy: SHARD_GRAD_OP\nepochs: 2\n"
     )
@@ -42,8 +39,8 @@ def test_each_value_says_where_it_comes_from(write_config: WriteConfig) -> None:
 
 
 def test_the_file_overrides_the_launcher_and_the_command_line_the_file_and_both_are_said(
-    write_config: WriteConfig,
-) -> None:
+    write_config,
+):
     file = write_config(
         "fsdp_version: 2\nfsdp_forward_prefetch: true\nmixed_precision: bf16\n"
     )
@@ -70,9 +67,7 @@ def test_the_file_overrides_the_launcher_and_the_command_line_the_file_and_both_
     )
 
 
-def test_one_switch_under_two_names_over_several_sources(
-    write_config: WriteConfig,
-) -> None:
+def test_one_switch_under_two_names_over_several_sources(write_config):
     file = write_config("fsdp_offload_params: false\nepochs: 3\nuse_fsdp: true\n")
     resolved = resolve_run(
         file, ["fsdp-cpu-offload=true", "max_steps=5", "strategy=ddp"]
@@ -86,7 +81,7 @@ def test_one_switch_under_two_names_over_several_sources(
     )
 
 
-def test_an_option_can_be_said_in_python(write_config: WriteConfig) -> None:
+def test_an_option_can_be_said_in_python(write_config):
     write_config()
     from_dict = load_config(
         {"model_name": "m", "data_path": "d", "training": {"lr": 1e-4}}
@@ -112,7 +107,7 @@ def test_an_option_can_be_said_in_python(write_config: WriteConfig) -> None:
         load_config({"model_name": "m", "data_path": "d", "lerning_rate": 1})
 
 
-def test_paths_start_here_or_else_beside_the_file(write_config: WriteConfig) -> None:
+def test_paths_start_here_or_else_beside_the_file(write_config):
     file = write_config("val_data_path: val.jsonl\n", name="recipes/cfg.yaml")
     Path("recipes/train.jsonl").touch()
     Path("recipes/val.jsonl").touch()
@@ -148,9 +143,7 @@ def test_paths_start_here_or_else_beside_the_file(write_config: WriteConfig) -> 
         "use_fsdp: true\nfsdp_transformer_layer_cls_to_wrap: [A, B]\nwandb_tags: ['1', '0x1', '1:2', 'null', '~']\n",
     ],
 )
-def test_the_written_config_repeats_the_run(
-    write_config: WriteConfig, text: str
-) -> None:
+def test_the_written_config_repeats_the_run(write_config, text):
     needed = "model_name: m\n" if "data_path" in text else NEEDED
     resolved = resolve_run(write_config(text, needed=needed))
     save_config(resolved.config, "again.yaml")
@@ -161,7 +154,7 @@ def test_the_written_config_repeats_the_run(
     assert not [note for note in again.notes if note not in resolved.notes]
 
 
-def test_what_is_shown_names_the_origin(write_config: WriteConfig) -> None:
+def test_what_is_shown_names_the_origin(write_config):
     resolved = resolve_run(write_config("lr: 1e-4\n"), ["epochs=2"])
     text = render(resolved.config, resolved.origins)
     assert "learning_rate: 0.0001  # cfg.yaml:3\n" in text
@@ -178,9 +171,7 @@ training_stages:
 
 
 @pytest.mark.promise("C18", "C20")
-def test_a_file_named_on_the_command_line_overrides_a_stages_block(
-    write_config: WriteConfig,
-) -> None:
+def test_a_file_named_on_the_command_line_overrides_a_stages_block(write_config):
     file = write_config(STAGES)
     plain = resolve_run(file, env={})
     assert (
@@ -203,8 +194,8 @@ def test_a_file_named_on_the_command_line_overrides_a_stages_block(
 
 
 def test_the_config_overrides_a_file_whether_vembed_or_accelerate_reads_it(
-    write_config: WriteConfig,
-) -> None:
+    write_config,
+):
     """Document E's settings beside the preset, in both ways of starting it."""
     text = "use_fsdp: true\nfsdp_sharding_strategy: shard_grad_op\nfsdp_state_dict_type: full_state_dict\n"
     env = {
@@ -241,7 +232,7 @@ def test_the_config_overrides_a_file_whether_vembed_or_accelerate_reads_it(
     )
 
 
-def test_precision_of_a_file_and_of_the_launcher(write_config: WriteConfig) -> None:
+def test_precision_of_a_file_and_of_the_launcher(write_config):
     write_config()
     for precision, value in (("fp16", "fp16"), ("bf16", "auto"), ("no", "auto")):
         Path("accelerate.yaml").write_text(
@@ -263,9 +254,7 @@ def test_precision_of_a_file_and_of_the_launcher(write_config: WriteConfig) -> N
 
 
 @pytest.mark.promise("E33")
-def test_the_timeout_comes_from_the_config_or_from_the_environment(
-    write_config: WriteConfig,
-) -> None:
+def test_the_timeout_comes_from_the_config_or_from_the_environment(write_config):
     env = {"NCCL_TIMEOUT": "90"}
     assert resolve_run(write_config(), env=env).timeout_minutes.value == 1.5
     own = resolve_run(write_config("dist_timeout_minutes: 7\n"), env=env)
@@ -280,9 +269,7 @@ def test_the_timeout_comes_from_the_config_or_from_the_environment(
         resolve_run(write_config(), env={"NCCL_TIMEOUT": "soon"})
 
 
-def test_use_fsdp_false_rules_sharding_out_only_where_it_is_written(
-    write_config: WriteConfig,
-) -> None:
+def test_use_fsdp_false_rules_sharding_out_only_where_it_is_written(write_config):
     assert resolve_run(write_config(), env={}).strategy.value == "auto"
     never = resolve_run(write_config("use_fsdp: false\n"), env={})
     assert (never.strategy.value, never.strategy.source) == ("ddp", "cfg.yaml:3")
@@ -313,7 +300,7 @@ PAIRS = [
 ]
 
 
-def given_by(ways: tuple[str, ...], write_config: WriteConfig) -> ResolvedRun:
+def given_by(ways, write_config):
     """The run in which `fsdp_min_num_params` is given in these ways."""
     for way in ("accelerate file", "file on the command line"):
         block = {
@@ -349,9 +336,7 @@ def given_by(ways: tuple[str, ...], write_config: WriteConfig) -> ResolvedRun:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_in_is_stronger_than_the_default(
-    way: str, write_config: WriteConfig
-) -> None:
+def test_every_way_in_is_stronger_than_the_default(way, write_config):
     run = given_by((way,), write_config)
     assert run.config.parallel.fsdp_min_num_params == WAYS[way]
     assert run.origins["fsdp_min_num_params"] != "default"
@@ -360,8 +345,8 @@ def test_every_way_in_is_stronger_than_the_default(
 
 @pytest.mark.parametrize(("weaker", "stronger"), PAIRS)
 def test_of_two_ways_in_the_more_specific_one_counts_and_the_other_is_named(
-    weaker: str, stronger: str, write_config: WriteConfig
-) -> None:
+    weaker, stronger, write_config
+):
     run = given_by((weaker, stronger), write_config)
     assert run.config.parallel.fsdp_min_num_params == WAYS[stronger]
     notes = [

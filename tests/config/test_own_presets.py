@@ -1,7 +1,5 @@
 """Presets that a config brings itself: `distributed_examples`, chosen by name."""
 
-from pathlib import Path
-
 import pytest
 
 from vembed.config.loading import resolve_run
@@ -21,12 +19,12 @@ distributed_examples:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     (tmp_path / "cfg.yaml").write_text(CONFIG)
     return tmp_path / "cfg.yaml"
 
 
-def test_examples_alone_change_nothing(path: Path) -> None:
+def test_examples_alone_change_nothing(path):
     config = resolve_run(path, env={}).config
     assert (
         config.parallel.strategy,
@@ -40,9 +38,7 @@ def test_examples_alone_change_nothing(path: Path) -> None:
 
 
 @pytest.mark.promise("C18")
-def test_a_block_is_chosen_by_name_and_overridden_by_the_command_line(
-    path: Path,
-) -> None:
+def test_a_block_is_chosen_by_name_and_overridden_by_the_command_line(path):
     resolved = resolve_run(path, ["fsdp_config=my_cluster", "devices=3"], env={})
     config = resolved.config
     assert (
@@ -67,7 +63,7 @@ def test_a_block_is_chosen_by_name_and_overridden_by_the_command_line(
 
 
 @pytest.mark.promise("C18")
-def test_an_unknown_name_lists_all(path: Path) -> None:
+def test_an_unknown_name_lists_all(path):
     with pytest.raises(
         UserError,
         match=r"'nope' .command line. is neither a file nor a preset .my_cluster, small, acc",

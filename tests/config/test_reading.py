@@ -1,24 +1,22 @@
 """What a user sees of reading a config: numbers are numbers, and every mistake is named with file, line and way out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 
-from tests.config.conftest import WriteConfig, assert_options
+from tests.config.conftest import assert_options
 from vembed.config.loading import load_config
 from vembed.errors import UserError
 
 
-def error_of(source: object, overrides: list[str] | None = None) -> str:
+def error_of(source, overrides=None):
     with pytest.raises(UserError) as caught:
-        load_config(source, overrides or [])  # type: ignore[arg-type]
+        load_config(source, overrides or [])
     return str(caught.value)
 
 
-def test_three_formats_say_the_same(write_config: WriteConfig) -> None:
+def test_three_formats_say_the_same(write_config):
     text = "learning_rate: 2e-5\nmrl_dims: [512, 256]\nuse_mrl: true\ncolumn_mapping: {question: query}\n"
     from_yaml = load_config(write_config(text))
     toml = 'model_name = "some/model"\ndata_path = "train.jsonl"\nlearning_rate = 2e-5\nmrl_dims = [512, 256]\n'
@@ -56,9 +54,7 @@ def test_three_formats_say_the_same(write_config: WriteConfig) -> None:
         ("1_0", 10.0),
     ],
 )
-def test_numbers_as_people_write_them(
-    write_config: WriteConfig, text: str, value: float
-) -> None:
+def test_numbers_as_people_write_them(write_config, text, value):
     assert (
         load_config(write_config(f"learning_rate: {text}\n")).optimizer.learning_rate
         == value
@@ -69,7 +65,7 @@ def test_numbers_as_people_write_them(
     )
 
 
-def test_words_that_yaml_11_takes_for_something_else(write_config: WriteConfig) -> None:
+def test_words_that_yaml_11_takes_for_something_else(write_config):
     text = "mixed_precision: no\nrun_name: 2024-01-02\nquery_prompt: 12:30\nuse_lora: yes\nresume: off\n"
     config = load_config(write_config(text + "wandb_tags: [no, 1]\n"))
     assert config.model.mixed_precision == "no"
@@ -82,9 +78,7 @@ def test_words_that_yaml_11_takes_for_something_else(write_config: WriteConfig) 
     assert config.logging.wandb_tags == ["no", "1"]
 
 
-def test_unknown_key_is_named_with_nearest_file_and_line(
-    write_config: WriteConfig,
-) -> None:
+def test_unknown_key_is_named_with_nearest_file_and_line(write_config):
     file = write_config("epochs: 3\n\n# a comment\n\nlearning_rat: 1e-5\n")
     message = error_of(file)
     assert "cfg.yaml, line 7" in message
@@ -92,13 +86,13 @@ def test_unknown_key_is_named_with_nearest_file_and_line(
     assert "did you mean 'learning_rate'" in message
 
 
-def test_nearest_name_may_be_an_alias(write_config: WriteConfig) -> None:
+def test_nearest_name_may_be_an_alias(write_config):
     assert "did you mean 'num_train_epochs' (epochs)" in error_of(
         write_config("num_train_epoch: 1\n")
     )
 
 
-def test_unknown_key_of_toml_and_json_has_a_line_too(write_config: WriteConfig) -> None:
+def test_unknown_key_of_toml_and_json_has_a_line_too(write_config):
     toml = 'model_name = "m"\ndata_path = "d"\n\n[fsdp]\nenabled = true\nmin_num_param = 5\n'
     assert "cfg.toml, line 6" in error_of(
         write_config(toml, name="cfg.toml", needed="")
@@ -146,13 +140,13 @@ def test_unknown_key_of_toml_and_json_has_a_line_too(write_config: WriteConfig) 
     ],
 )
 @pytest.mark.promise("B04")
-def test_wrong_value(write_config: WriteConfig, line: str, words: str) -> None:
+def test_wrong_value(write_config, line, words):
     message = error_of(write_config(line + "\n", needed=""))
     assert message.startswith("cfg.yaml, line 1: ")
     assert words in message
 
 
-def test_a_source_with_a_mistyped_key(write_config: WriteConfig) -> None:
+def test_a_source_with_a_mistyped_key(write_config):
     text = "model_name: m\ndata_path:\n- {path: a.jsonl, weight: 2}\n- {path: b.jsonl, wieght: 2}\n"
     assert (
         "data_path, entry 2: unknown key 'wieght', did you mean 'weight'?"
@@ -160,9 +154,7 @@ def test_a_source_with_a_mistyped_key(write_config: WriteConfig) -> None:
     )
 
 
-def test_all_problems_at_once_the_first_in_the_first_line(
-    write_config: WriteConfig,
-) -> None:
+def test_all_problems_at_once_the_first_in_the_first_line(write_config):
     lines = error_of(
         write_config("batch_size: x\nlearning_rat: 1\nfsdp: {cpu_offlod: true}\n"),
         ["epochs=0"],
@@ -177,12 +169,12 @@ def test_all_problems_at_once_the_first_in_the_first_line(
     ]
 
 
-def test_missing_options(write_config: WriteConfig) -> None:
+def test_missing_options(write_config):
     message = error_of(write_config("epochs: 1\n", needed=""))
     assert "model_name is missing" in message and "data_path is missing" in message
 
 
-def test_key_given_twice(write_config: WriteConfig) -> None:
+def test_key_given_twice(write_config):
     assert "cfg.yaml, line 4: 'seed' is already given in line 3" in error_of(
         write_config("seed: 1\nseed: 2\n")
     )
@@ -200,7 +192,7 @@ def test_key_given_twice(write_config: WriteConfig) -> None:
     )
 
 
-def test_one_option_under_two_names(write_config: WriteConfig) -> None:
+def test_one_option_under_two_names(write_config):
     message = error_of(write_config("lr: 1e-5\nlearning_rate: 2e-5\n"))
     assert "lr: 1e-05 (cfg.yaml, line 3) both set learning_rate" in message
     assert (
@@ -214,7 +206,7 @@ def test_one_option_under_two_names(write_config: WriteConfig) -> None:
     )
 
 
-def test_yaml_tags_and_bombs(write_config: WriteConfig) -> None:
+def test_yaml_tags_and_bombs(write_config):
     assert "the tag !!python/object/apply:os.system is not allowed" in error_of(
         write_config("run_name: !!python/object/apply:os.system ['true']\n")
     )
@@ -228,7 +220,7 @@ def test_yaml_tags_and_bombs(write_config: WriteConfig) -> None:
     assert "recursion depth" in error_of(nested)
 
 
-def test_anchors_and_merge_keys_work(write_config: WriteConfig) -> None:
+def test_anchors_and_merge_keys_work(write_config):
     text = (
         "training: &base {batch_size: 8, epochs: 2}\ntrainer:\n  <<: *base\n  seed: 7\n"
     )
@@ -240,7 +232,7 @@ def test_anchors_and_merge_keys_work(write_config: WriteConfig) -> None:
     )
 
 
-def test_broken_files(write_config: WriteConfig) -> None:
+def test_broken_files(write_config):
     assert "there is no such config file" in error_of("nowhere.yaml")
     Path("folder.yaml").mkdir()
     assert "there is no such config file" in error_of("folder.yaml")
@@ -261,9 +253,7 @@ def test_broken_files(write_config: WriteConfig) -> None:
     assert "too many for a config" in error_of("large.yaml")
 
 
-def test_overrides_read_values_as_yaml_and_text_as_it_stands(
-    write_config: WriteConfig,
-) -> None:
+def test_overrides_read_values_as_yaml_and_text_as_it_stands(write_config):
     overrides = [
         "mrl_dims=[512, 256]",
         "use_mrl=true",
@@ -298,7 +288,7 @@ def test_overrides_read_values_as_yaml_and_text_as_it_stands(
     )
 
 
-def test_a_mapping_that_needs_no_quotes_in_a_shell(write_config: WriteConfig) -> None:
+def test_a_mapping_that_needs_no_quotes_in_a_shell(write_config):
     for text in (
         "{Subject:query,My Answer:positive}",
         "{Subject: query, My Answer: positive}",
@@ -313,7 +303,7 @@ def test_a_mapping_that_needs_no_quotes_in_a_shell(write_config: WriteConfig) ->
     )
 
 
-def test_override_that_is_none(write_config: WriteConfig) -> None:
+def test_override_that_is_none(write_config):
     assert "command line: 'epochs' is not of the form key=value" in error_of(
         write_config(), ["epochs"]
     )
@@ -322,7 +312,7 @@ def test_override_that_is_none(write_config: WriteConfig) -> None:
     )
 
 
-def test_value_of_the_command_line_wins(write_config: WriteConfig) -> None:
+def test_value_of_the_command_line_wins(write_config):
     assert (
         load_config(write_config("batch_size: 8\n"), ["batch_size=4"]).batch.batch_size
         == 4
@@ -331,7 +321,7 @@ def test_value_of_the_command_line_wins(write_config: WriteConfig) -> None:
     assert config.batch.global_batch_size == 64
 
 
-def test_an_option_in_the_place_of_the_config_file() -> None:
+def test_an_option_in_the_place_of_the_config_file():
     with pytest.raises(
         UserError,
         match="Give the config file first, and options as key=value behind it",

@@ -1,10 +1,5 @@
 """What has no effect is said, what cannot be is refused before training, and advice knows what is on already."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -21,7 +16,7 @@ from vembed.parallel.step_memory import Budget, advice
 CPU = torch.device("cpu")
 
 
-def test_a_metric_that_is_none_is_found_before_training(tmp_path: Path) -> None:
+def test_a_metric_that_is_none_is_found_before_training(tmp_path):
     options = {
         "val_data_path": "val.jsonl",
         "eval_before": False,
@@ -35,7 +30,7 @@ def test_a_metric_that_is_none_is_found_before_training(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_batch_that_cannot_be_divided_is_refused_by_python_too() -> None:
+def test_a_batch_that_cannot_be_divided_is_refused_by_python_too():
     run = resolve({"global_batch_size": 10, "batch_size": None})
     with pytest.raises(
         UserError, match="global_batch_size: 10 cannot be divided among 3 processes"
@@ -43,7 +38,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_by_python_too() -> None:
         place(run, RankInfo(0, 3, 0, 3, launched=True), CPU, 2**30)
 
 
-def test_processes_that_nobody_started_are_said(tmp_path: Path) -> None:
+def test_processes_that_nobody_started_are_said(tmp_path):
     result = vembed.train(
         given(
             {
@@ -62,7 +57,7 @@ def test_processes_that_nobody_started_are_said(tmp_path: Path) -> None:
     assert len(lines_of(result.output_dir)) == 1
 
 
-def test_options_that_this_kind_of_model_or_optimizer_does_not_have_are_said() -> None:
+def test_options_that_this_kind_of_model_or_optimizer_does_not_have_are_said():
     clip = build(
         {"model_name": tiny.tiny_clip, "data_path": "images.jsonl", "min_pixels": 9}
     )
@@ -92,10 +87,12 @@ def test_options_that_this_kind_of_model_or_optimizer_does_not_have_are_said() -
 class OnTwoRanks:
     """As much of a session as the advice asks for."""
 
-    rank, world_size, device = 0, 2, CPU
+    rank = 0
+    world_size = 2
+    device = CPU
     keeps_gathered = False
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, **options):
         self.placement = place(
             resolve(options), RankInfo(0, 2, 0, 2, launched=True), CPU, 2**34
         )
@@ -133,24 +130,20 @@ class OnTwoRanks:
         ),
     ],
 )
-def test_advice_on_memory_knows_what_is_on(
-    options: dict[str, Any], proposed: list[str], not_proposed: list[str]
-) -> None:
-    said = advice(OnTwoRanks(**options), Budget(4096, 4096, None))  # type: ignore[arg-type]
+def test_advice_on_memory_knows_what_is_on(options, proposed, not_proposed):
+    said = advice(OnTwoRanks(**options), Budget(4096, 4096, None))
     assert all(name in said for name in proposed), said
     assert not any(
         name in said.partition("Change in this order")[2] for name in not_proposed
     ), said
 
 
-def test_doctor_counts_the_processes_of_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_doctor_counts_the_processes_of_the_config(tmp_path, monkeypatch, capsys):
     config = tmp_path / "run.yaml"
     config.write_text(
         f"model_name: {tiny.shared(tiny.tiny_bert)}\ndata_path: t.jsonl\nnum_processes: 3\nglobal_batch_size: 48\n"
     )
-    started: list[int] = []
+    started = []
     monkeypatch.setattr(
         machine_checks,
         "run_ranks",

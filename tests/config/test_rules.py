@@ -1,19 +1,14 @@
 """Each rule across options: one sentence, with both values, the way out and where they were set; and remarks."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
-from tests.config.conftest import WriteConfig
 from vembed.config import rules
 from vembed.config.loading import load_config, resolve_run
 from vembed.config.schema import DataSource, TrainConfig, option_fields
 from vembed.errors import UserError
 
 
-def config(**values: Any) -> TrainConfig:
+def config(**values):
     return TrainConfig(model_name="m", data_path="d", **values)
 
 
@@ -138,14 +133,14 @@ def config(**values: Any) -> TrainConfig:
     ],
 )
 @pytest.mark.promise("B06")
-def test_rule(write_config: WriteConfig, text: str, sentence: str) -> None:
+def test_rule(write_config, text, sentence):
     with pytest.raises(UserError) as caught:
         load_config(write_config(text + "\n"))
     assert sentence in str(caught.value)
     assert "cfg.yaml, line" in str(caught.value), "where it was set"
 
 
-def test_a_good_config_breaks_no_rule(write_config: WriteConfig) -> None:
+def test_a_good_config_breaks_no_rule(write_config):
     text = "use_mrl: true\nmrl_dims: [128, 256]\nmrl_weights: [1, 2]\nload_best_model_at_end: true\neval_steps: 5\n"
     resolved = resolve_run(
         write_config(text + "save_steps: 10\nval_data_path: v\neval_metric: ndcg@10\n")
@@ -155,13 +150,13 @@ def test_a_good_config_breaks_no_rule(write_config: WriteConfig) -> None:
 
 
 @pytest.mark.parametrize(("world_size", "rows"), [(1, 96), (2, 48), (3, 32)])
-def test_global_batch_is_divided_among_processes(world_size: int, rows: int) -> None:
+def test_global_batch_is_divided_among_processes(world_size, rows):
     assert config(global_batch_size=96).batch.rows_per_process(world_size) == rows
     assert config(batch_size=7).batch.rows_per_process(world_size) == 7
 
 
 @pytest.mark.promise("E26")
-def test_global_batch_that_cannot_be_divided() -> None:
+def test_global_batch_that_cannot_be_divided():
     with pytest.raises(
         UserError,
         match="global_batch_size: 100 cannot be divided among 3 processes: use 99 or 102",
@@ -263,13 +258,13 @@ def test_global_batch_that_cannot_be_divided() -> None:
         ),
     ],
 )
-def test_what_has_no_effect_is_said(values: dict[str, Any], remark: str) -> None:
+def test_what_has_no_effect_is_said(values, remark):
     notes = resolve_run(config(**values), env={}).notes
     assert [line for line in notes if line.startswith(remark)], notes
 
 
-def test_prompts_of_sources_may_lack_a_line_break_too() -> None:
-    sources: list[str | DataSource] = [
+def test_prompts_of_sources_may_lack_a_line_break_too():
+    sources = [
         DataSource(path="a", document_prompt="doc:\\n"),
         "b",
     ]
@@ -279,13 +274,13 @@ def test_prompts_of_sources_may_lack_a_line_break_too() -> None:
     )
 
 
-def test_defaults_cause_no_remark() -> None:
+def test_defaults_cause_no_remark():
     assert rules.remarks(config()) == []
     assert rules.remarks(config(use_lora=True, learning_rate=2e-4)) == []
     assert rules.remarks(config(query_prompt="Instruct: find\nQuery:")) == []
     assert rules.remarks(config(image_model_name="i", head_learning_rate=2e-5)) == []
 
 
-def test_tables_name_options() -> None:
+def test_tables_name_options():
     names = {name for row in rules.NEEDED_BY.values() for name in row.split()}
     assert names | set(rules.NEEDED_BY) <= set(option_fields())

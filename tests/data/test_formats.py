@@ -11,7 +11,6 @@ import pydoc
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +34,6 @@ from vembed.data.images.files import ImageRoot
 from vembed.data.records import RecordFormat
 from vembed.errors import UserError
 
-Records = list[dict[str, Any]]
 NUM_RECORDS = 300
 RECORDS = [
     {

@@ -1,48 +1,42 @@
 """Small batches with duplicates of every kind, and what the tests compare."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.losses.reference import reference_loss
 from vembed.config.schema import TrainConfig
-from vembed.config.terms import Term, source_terms
+from vembed.config.terms import source_terms
 from vembed.losses.batch import (
-    EmbeddingLoss,
     LossBatch,
     TeacherScores,
     TeacherVectors,
-    Teaching,
 )
 from vembed.losses.build import build_loss
 from vembed.losses.table import ENTRY_OPTIONS
 
 TEACHER_DIM = 7
-SIZES: dict[str, Any] = {"embedding_dim": 12, "teacher_dims": {"vectors": TEACHER_DIM}}
+SIZES = {"embedding_dim": 12, "teacher_dims": {"vectors": TEACHER_DIM}}
 
 
-def config_of(**options: object) -> TrainConfig:
+def config_of(**options):
     entry = {name: options.pop(name) for name in ENTRY_OPTIONS if name in options}
     if entry:
         options["losses"] = [{"loss": options.pop("loss", "infonce"), **entry}]
-    return TrainConfig(model_name="none", data_path="none", **options)  # type: ignore[arg-type]
+    return TrainConfig(model_name="none", data_path="none", **options)
 
 
 def make_batch(
-    num_examples: int,
+    num_examples,
     *,
-    dim: int = 12,
-    seed: int = 0,
-    max_positives: int = 1,
-    max_negatives: int = 2,
-    num_contents: int | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> LossBatch:
+    dim=12,
+    seed=0,
+    max_positives=1,
+    max_negatives=2,
+    num_contents=None,
+    dtype=torch.float64,
+):
     """Examples with 1 .. max_positives positives and 0 .. max_negatives negatives, drawn from `num_contents` texts.
 
     Few texts mean many duplicates. A text has two embeddings, one as a query and one as a document, and some texts
@@ -50,13 +44,17 @@ def make_batch(
     """
     draw = torch.Generator().manual_seed(seed)
 
-    def integer(low: int, high: int) -> int:
+    def integer(low, high):
         return int(torch.randint(low, high + 1, (), generator=draw))
 
     num_contents = num_contents or 6 * num_examples * (
         1 + max_positives + max_negatives
     )
-    query, positive, example, negative, negative_example = [], [], [], [], []
+    query = []
+    positive = []
+    example = []
+    negative = []
+    negative_example = []
     for e in range(num_examples):
         q = integer(0, num_contents - 1)
         for _ in range(integer(1, max_positives)):
@@ -96,7 +94,7 @@ def make_batch(
     return replace(batch, teachers=teachers_of(batch, draw))
 
 
-def rank_batches(batch: LossBatch, cuts: list[int]) -> list[LossBatch]:
+def rank_batches(batch, cuts):
     """The batch as ranks see it that hold the examples between the cuts."""
     examples = batch.example.unique().tolist()
     parts = []
@@ -106,10 +104,8 @@ def rank_batches(batch: LossBatch, cuts: list[int]) -> list[LossBatch]:
             torch.isin(x, mine).nonzero().flatten()
             for x in (batch.example, batch.negative_example)
         )
-        row_start, negative_start = (
-            (int(rows[0]) if len(rows) else 0),
-            (int(negatives[0]) if len(negatives) else 0),
-        )
+        row_start = int(rows[0]) if len(rows) else 0
+        negative_start = int(negatives[0]) if len(negatives) else 0
         parts.append(
             replace(
                 batch,
@@ -120,7 +116,7 @@ def rank_batches(batch: LossBatch, cuts: list[int]) -> list[LossBatch]:
     return parts
 
 
-def teachers_of(batch: LossBatch, draw: torch.Generator) -> dict[str, Teaching]:
+def teachers_of(batch, draw):
     """`vectors`: one for each embedding, in another order; one of them is unknown. `scores`: one for each pair."""
     num = batch.embeddings.shape[0]
     place = torch.randperm(num, generator=draw)
@@ -146,7 +142,7 @@ def teachers_of(batch: LossBatch, draw: torch.Generator) -> dict[str, Teaching]:
     }
 
 
-def gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
+def gradients(loss, *inputs):
     found = torch.autograd.grad(loss, inputs, allow_unused=True)
     return [
         torch.zeros_like(x) if g is None else g
@@ -154,14 +150,13 @@ def gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
     ]
 
 
-def assert_close(
-    found: Tensor, wanted: Tensor, tolerance: float, what: str, terms: float = 0.0
-) -> None:
+def assert_close(found, wanted, tolerance, what, terms=0.0):
     """Relative to the largest element of what is wanted, or to the size of the summed `terms` where that is larger.
 
     Terms that cancel leave their rounding errors: a gradient that is zero is found as some 1e-16 of its terms.
     """
-    found, wanted = found.detach(), wanted.detach().to(torch.float64)
+    found = found.detach()
+    wanted = wanted.detach().to(torch.float64)
     largest = float(wanted.abs().max()) if wanted.numel() else 0.0
     error = (
         float((found.to(torch.float64) - wanted).abs().max()) if wanted.numel() else 0.0
@@ -171,9 +166,7 @@ def assert_close(
     )
 
 
-def term_sizes(
-    batch: LossBatch, config: TrainConfig, loss: EmbeddingLoss
-) -> dict[str, float]:
+def term_sizes(batch, config, loss):
     """Return the size of one row's terms in the loss ("loss") and in each gradient ("embeddings", names of parameters).
 
     Every score enters the loss as scale * score, the positive's and the candidates' with opposite signs. The derivative
@@ -196,10 +189,8 @@ def term_sizes(
     return sizes
 
 
-def _sizes_of_a_term(
-    batch: LossBatch, config: TrainConfig, term: Term, parameters: dict[str, Tensor]
-) -> dict[str, float]:
-    loss: Any = term.loss
+def _sizes_of_a_term(batch, config, term, parameters):
+    loss = term.loss
     scale = 1.0 if term.temperature is None else 1.0 / term.temperature
     if "temperature" in parameters:
         scale = 1.0 / float(parameters["temperature"])
@@ -212,16 +203,19 @@ def _sizes_of_a_term(
         target = 4.0 / (divisor or 1.0)
     rows = 1 if loss.ranks_pairs else max(1, batch.num_rows)
     sizes = dict.fromkeys(["loss", "embeddings", *parameters], 0.0)
-    dims, weights = [batch.embeddings.shape[1]], [1.0]
+    dims = [batch.embeddings.shape[1]]
+    weights = [1.0]
     if config.matryoshka.mrl_dims is not None:
         dims = list(config.matryoshka.mrl_dims or [])
         weights = config.matryoshka.mrl_weights or [1.0] * len(dims)
     for dim, weight in zip(dims, weights, strict=True):
         norms = batch.embeddings.detach().double()[:, :dim].norm(dim=1)
         norms = norms[norms > 0]
-        score, slope = 1.0, float(1 / norms.min())
+        score = 1.0
+        slope = float(1 / norms.min())
         if config.objective.similarity == "dot":
-            score, slope = float(norms.max()) ** 2, float(norms.max())
+            score = float(norms.max()) ** 2
+            slope = float(norms.max())
         squares = ("relational", "spread_out", "margin_mse", "circle")
         power = 2 if loss.name in squares else 1
         sizes["loss"] += weight * (scale * score + target) ** power
@@ -241,12 +235,7 @@ def _sizes_of_a_term(
     return sizes
 
 
-def check(
-    batch: LossBatch,
-    config: TrainConfig,
-    loss: EmbeddingLoss | None = None,
-    tolerance: float = 1e-12,
-) -> None:
+def check(batch, config, loss=None, tolerance=1e-12):
     """Loss and every gradient of vembed's loss equal those of the reference."""
     loss = (loss or build_loss(config, **SIZES)).double()
     parameters = dict(loss.named_parameters())

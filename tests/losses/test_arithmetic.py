@@ -1,9 +1,6 @@
 """Number formats, extreme values, autograd's contract, and the memory that the losses ask for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -66,9 +63,7 @@ CASES = [
 class OfGpus(TorchDispatchMode):
     """Refuses what `torch.use_deterministic_algorithms` refuses on GPUs, and allows on CPUs."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         refused = name in ("histc", "median", "put", "put_") or (
             name == "bincount" and any(isinstance(one, Tensor) for one in args[1:2])
@@ -79,9 +74,7 @@ class OfGpus(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_deterministic_runs_ended_in_the_loss_on_gpus(
-    options: dict[str, object],
-) -> None:
+def test_deterministic_runs_ended_in_the_loss_on_gpus(options):
     batch = make_batch(24, max_positives=2, num_contents=150, dtype=torch.float32)
     loss = build_loss(config_of(**options), **SIZES)
     with OfGpus():
@@ -89,7 +82,7 @@ def test_deterministic_runs_ended_in_the_loss_on_gpus(
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_float32(options: dict[str, object]) -> None:
+def test_float32(options):
     batch = make_batch(24, max_positives=2, num_contents=150, dtype=torch.float32)
     loss = build_loss(config_of(**options), **SIZES)
     assert loss(batch).dtype == torch.float32
@@ -99,9 +92,7 @@ def test_float32(options: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_low_precision_embeddings_are_scored_in_float32(
-    options: dict[str, object],
-) -> None:
+def test_low_precision_embeddings_are_scored_in_float32(options):
     loss = build_loss(config_of(**options), **SIZES)
     low = make_batch(24, num_contents=150, dtype=torch.bfloat16)
     exact = replace(low, embeddings=low.embeddings.detach().float().requires_grad_())
@@ -117,7 +108,7 @@ def test_low_precision_embeddings_are_scored_in_float32(
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
-def test_extreme_logits(similarity: str) -> None:
+def test_extreme_logits(similarity):
     """Differences of thousands between logits neither overflow nor lose the largest."""
     for factor in (1e-3, 1.0, 30.0):
         batch = make_batch(8, num_contents=None, seed=5)
@@ -135,7 +126,7 @@ def test_extreme_logits(similarity: str) -> None:
         check(batch, config, tolerance=max(1e-12, resolution))
 
 
-def test_small_losses_keep_their_digits_in_float32() -> None:
+def test_small_losses_keep_their_digits_in_float32():
     embeddings = torch.tensor(
         [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.0, 1.0]]
     ).requires_grad_()
@@ -157,7 +148,7 @@ def test_small_losses_keep_their_digits_in_float32() -> None:
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_autograd_contract(options: dict[str, object]) -> None:
+def test_autograd_contract(options):
     batch = make_batch(7, max_positives=2)
     config = config_of(**options)
     loss = build_loss(config, **SIZES).double()
@@ -189,9 +180,7 @@ class LargestTensor(TorchDispatchMode):
 
     num_elements = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, torch.Tensor):
@@ -200,9 +189,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_memory_grows_with_the_rows_and_not_with_their_square(
-    options: dict[str, object],
-) -> None:
+def test_memory_grows_with_the_rows_and_not_with_their_square(options):
     loss = build_loss(config_of(**options), **SIZES)
     for term in loss.modules():
         if isinstance(term, TermLoss):

@@ -1,10 +1,7 @@
 """From the config to a loss, and what it learns."""
 
-from __future__ import annotations
-
 import logging
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -42,12 +39,8 @@ TERM = {"loss": "infonce", "learn_temperature": True, "temperature": 0.2}
     ids=str,
 )
 def test_scale_and_bias_start_from_the_option_or_the_model(
-    options: dict[str, Any],
-    start: dict[str, float],
-    scale: float | None,
-    bias: float | None,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    options, start, scale, bias, caplog
+):
     caplog.set_level(logging.INFO, logger="vembed")
     config = TrainConfig(model_name="", data_path="", **options)
     loss = build_loss(config, **start)
@@ -66,9 +59,7 @@ def test_scale_and_bias_start_from_the_option_or_the_model(
         ({"loss": "sigmoid"}, {-1.0: 0.0, 9.0: math.log(200.0)}),
     ],
 )
-def test_learned_scales_stay_in_their_range(
-    options: dict[str, Any], values: dict[float, float]
-) -> None:
+def test_learned_scales_stay_in_their_range(options, values):
     loss = build_loss(config_of(**options))
     parameter = next(loss.parameters())
     for value, clamped in values.items():
@@ -78,7 +69,7 @@ def test_learned_scales_stay_in_their_range(
         assert float(parameter.detach()) == pytest.approx(clamped)
 
 
-def test_matryoshka_sizes_come_from_the_config_or_the_model() -> None:
+def test_matryoshka_sizes_come_from_the_config_or_the_model():
     batch = make_batch(6)
     named = build_loss(config_of(mrl_dims=[4, 12]))(batch)
     assert_close(
@@ -93,7 +84,7 @@ def test_matryoshka_sizes_come_from_the_config_or_the_model() -> None:
 
 
 @pytest.mark.promise("D24")
-def test_each_matryoshka_size_keeps_its_own_weight_in_any_order() -> None:
+def test_each_matryoshka_size_keeps_its_own_weight_in_any_order():
     batch = make_batch(6)
     weights = {4: 1.0, 12: 2.0, 8: 3.0}
     alone = {dim: build_loss(config_of(mrl_dims=[dim]))(batch) for dim in weights}

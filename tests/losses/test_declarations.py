@@ -1,9 +1,5 @@
 """Attributes that a part spells in another way than its base class are named, for every kind of part."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 
 from vembed.data.formats.base import Format
@@ -16,7 +12,7 @@ from vembed.training.optimizer_kinds import OptimizerKind, Sgd
 from vembed.training.trackers import TensorBoard, Tracker
 
 
-def method(_: object) -> None:
+def method(_):
     """A method."""
 
 
@@ -39,9 +35,7 @@ def method(_: object) -> None:
         "spellings",
     ],
 )
-def test_a_misspelt_attribute_is_named(
-    base: type, part: type, misspelt: dict[str, Any], declared: str
-) -> None:
+def test_a_misspelt_attribute_is_named(base, part, misspelt, declared):
     body = {"name": "strange", "__module__": __name__, **misspelt}
     if issubclass(part, Loss):
         del body["name"]

@@ -1,7 +1,5 @@
 """What the definition of InfoNCE says, on batches small enough to count by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -16,12 +14,7 @@ from vembed.losses.build import build_loss
 A, B, C, D, E, F = range(6)
 
 
-def batch_of(
-    rows: list[tuple[int, int, int]],
-    negatives: list[tuple[int, int]] = (),  # type: ignore[assignment]
-    content: list[int] | None = None,
-    embeddings: torch.Tensor | None = None,
-) -> LossBatch:
+def batch_of(rows, negatives=(), content=None, embeddings=None):
     """Rows (example, query, positive), negatives (example, negative)."""
     example, query, positive = (
         torch.tensor(column) for column in zip(*rows, strict=True)
@@ -51,7 +44,7 @@ QUERIES = {"same_side_negatives": "queries"}
 DOCUMENTS = {"same_side_negatives": "documents"}
 
 
-def mean(*sizes: float) -> float:
+def mean(*sizes):
     """The size whose logarithm is the mean of those of the rows."""
     return math.prod(sizes) ** (1 / len(sizes))
 
@@ -93,7 +86,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("case", COUNTS)
-def test_number_of_candidates(case: str) -> None:
+def test_number_of_candidates(case):
     """The size of the denominator, own pair included."""
     rows, negatives, content, options, expected = COUNTS[case]
     batch = batch_of(rows, negatives, content)
@@ -101,7 +94,7 @@ def test_number_of_candidates(case: str) -> None:
     assert math.exp(float(loss.detach())) == pytest.approx(expected)
 
 
-def test_margin_leaves_out_what_scores_above_the_own_pair() -> None:
+def test_margin_leaves_out_what_scores_above_the_own_pair():
     near = torch.tensor(
         [[1.0, 0.0], [0.6, 0.8], [0.0, 1.0], [0.8, 0.6]], dtype=torch.float64
     )
@@ -122,7 +115,7 @@ def test_margin_leaves_out_what_scores_above_the_own_pair() -> None:
         )
 
 
-def test_equal_scores_are_not_above() -> None:
+def test_equal_scores_are_not_above():
     draw = torch.Generator().manual_seed(0)
     embeddings = torch.randn(6, 33, generator=draw, dtype=torch.float64)
     embeddings[D] = embeddings[B]
@@ -136,9 +129,7 @@ def test_equal_scores_are_not_above() -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"bidirectional": True, "same_side_negatives": "queries"}], ids=str
 )
-def test_no_candidate_left_means_no_loss_and_no_gradient(
-    options: dict[str, object],
-) -> None:
+def test_no_candidate_left_means_no_loss_and_no_gradient(options):
     batch = batch_of(TWO, [(0, E)], content=[3] * 6)
     loss = build_loss(config_of(**options))(batch)
     (gradient,) = gradients(loss, batch.embeddings)
@@ -146,7 +137,7 @@ def test_no_candidate_left_means_no_loss_and_no_gradient(
     assert not gradient.any()
 
 
-def test_a_vector_of_zeros_scores_zero_and_gets_no_gradient() -> None:
+def test_a_vector_of_zeros_scores_zero_and_gets_no_gradient():
     embeddings = torch.eye(6, dtype=torch.float64)
     embeddings[A] = 0.0
     embeddings[B, :2] = 0.0
@@ -161,7 +152,7 @@ def test_a_vector_of_zeros_scores_zero_and_gets_no_gradient() -> None:
     assert gradient[C].any()
 
 
-def test_sigmoid_by_hand() -> None:
+def test_sigmoid_by_hand():
     batch = batch_of([(0, A, A), (1, C, D)], [(0, E)], content=[0, 1, 2, 3, 4, 5])
     loss = build_loss(
         config_of(loss="sigmoid"), start_scale=2.0, start_bias=-1.0

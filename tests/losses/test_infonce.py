@@ -1,7 +1,5 @@
 """InfoNCE and the sigmoid loss against the reference, over options, sizes, duplicates and tilings."""
 
-from __future__ import annotations
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -35,15 +33,15 @@ from vembed.losses.tiles import Tiling
     seed=st.integers(0, 1000),
 )
 def test_any_combination_equals_the_reference(
-    options: dict[str, object],
-    mrl_dims: list[int] | None,
-    num_examples: int,
-    max_positives: int,
-    max_negatives: int,
-    num_contents: int | None,
-    tiling: Tiling,
-    seed: int,
-) -> None:
+    options,
+    mrl_dims,
+    num_examples,
+    max_positives,
+    max_negatives,
+    num_contents,
+    tiling,
+    seed,
+):
     if mrl_dims:
         weights = [1.0 + 0.5 * n for n in range(len(mrl_dims))]
         options = {

@@ -1,7 +1,5 @@
 """CoSENT, cosine regression and triplets in chunks, and what they ask of the data."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -15,13 +13,13 @@ from vembed.losses.build import build_loss
 MRL = {"mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 
 
-def test_many_pairs_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_pairs_go_in_chunks(monkeypatch):
     monkeypatch.setattr(vembed.losses.similarity, "PAIRS_AT_ONCE", 3)
     for loss in ("cosent", "angle", "cosine", "triplet"):
         check(make_batch(11, max_negatives=3), config_of(loss=loss, **MRL))
 
 
-def test_cosent_looks_at_the_order_of_scores_alone() -> None:
+def test_cosent_looks_at_the_order_of_scores_alone():
     batch = make_batch(8, num_contents=None)
     loss = build_loss(config_of(loss="cosent"))
     assert batch.scores is not None
@@ -32,13 +30,13 @@ def test_cosent_looks_at_the_order_of_scores_alone() -> None:
 
 
 @pytest.mark.parametrize("loss", ["cosent", "angle", "cosine"])
-def test_scores_are_asked_for(loss: str) -> None:
+def test_scores_are_asked_for(loss):
     batch = replace(make_batch(4), scores=None)
     with pytest.raises(UserError, match=f"loss: {loss} needs a score for every pair"):
         build_loss(config_of(loss=loss))(batch)
 
 
-def test_scores_of_another_scale_are_named() -> None:
+def test_scores_of_another_scale_are_named():
     batch = make_batch(4)
     batch = replace(
         batch, scores=torch.linspace(0, 5, batch.num_rows, dtype=torch.float64)
@@ -51,7 +49,7 @@ def test_scores_of_another_scale_are_named() -> None:
     check(batch, config_of(loss="cosine", similarity="dot"))
 
 
-def test_angle_needs_even_sizes() -> None:
+def test_angle_needs_even_sizes():
     with pytest.raises(
         UserError,
         match=r"loss: angle reads halves of a vector .* 3 dimensions have none",

@@ -4,10 +4,7 @@ Its models and collators are left out: its losses are given the embeddings. Wher
 says how.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +17,14 @@ from vembed.losses.build import build_loss
 
 pytest.importorskip("sentence_transformers")
 
-N, WAYS, DIM, TEACHER_DIM = 8, 3, 12, 6
+N = 8
+WAYS = 3
+DIM = 12
+TEACHER_DIM = 6
 Columns = list[Tensor]
 
 
-def columns(num: int, seed: int) -> Columns:
+def columns(num, seed):
     draw = torch.Generator().manual_seed(seed)
     return [
         (
@@ -34,7 +34,7 @@ def columns(num: int, seed: int) -> Columns:
     ]
 
 
-def batch_of(embeddings: Columns, teachers: dict[str, Any]) -> LossBatch:
+def batch_of(embeddings, teachers):
     """Query, positive and negative columns, without duplicates."""
     numbers = torch.arange(N)
     num_negatives = len(embeddings) - 2
@@ -53,7 +53,7 @@ def batch_of(embeddings: Columns, teachers: dict[str, Any]) -> LossBatch:
     )
 
 
-def teacher_vectors(guides: Columns) -> TeacherVectors:
+def teacher_vectors(guides):
     numbers = torch.arange(N)
     vectors = F.normalize(torch.cat(guides), dim=1)
     return TeacherVectors(
@@ -61,7 +61,7 @@ def teacher_vectors(guides: Columns) -> TeacherVectors:
     )
 
 
-def guides(num: int) -> Columns:
+def guides(num):
     draw = torch.Generator().manual_seed(5)
     return [
         torch.randn(N, TEACHER_DIM, generator=draw, dtype=torch.float64) + 0.5
@@ -69,13 +69,7 @@ def guides(num: int) -> Columns:
     ]
 
 
-def compare(
-    embeddings: Columns,
-    options: dict[str, Any],
-    teachers: dict[str, Any],
-    theirs: Tensor,
-    factor: float,
-) -> None:
+def compare(embeddings, options, teachers, theirs, factor):
     """Our loss times `factor` equals theirs, and so does the gradient of every column."""
     wanted = torch.autograd.grad(theirs, embeddings)
     ours = (
@@ -89,7 +83,7 @@ def compare(
         assert_close(found, gradient, 1e-10, "gradient")
 
 
-def peer(kind: type[nn.Module], **settings: Any) -> Any:
+def peer(kind, **settings):
     """A loss of theirs without a model."""
     loss = kind.__new__(kind)
     nn.Module.__init__(loss)
@@ -101,9 +95,7 @@ def peer(kind: type[nn.Module], **settings: Any) -> Any:
 @pytest.mark.parametrize("strategy", ["absolute", "relative"])
 @pytest.mark.parametrize("contrast", [False, True])
 @pytest.mark.parametrize("cached", [False, True])
-def test_gist(
-    strategy: str, contrast: bool, cached: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gist(strategy, contrast, cached, monkeypatch):
     """Their positives are contrasted with positives alone, ours with hard negatives too: compared without negatives.
     The query itself is masked there by the guide's score of 1, here by its content."""
     from sentence_transformers.sentence_transformer.losses import (
@@ -113,7 +105,8 @@ def test_gist(
     )
 
     num = 2 if contrast else 3
-    embeddings, guided = columns(num, 1), guides(num)
+    embeddings = columns(num, 1)
+    guided = guides(num)
     settings = {
         "temperature": 0.05,
         "margin_strategy": strategy,
@@ -157,7 +150,7 @@ def test_gist(
     compare(embeddings, options, {"guide": teacher_vectors(guided)}, theirs, 1.0)
 
 
-def test_angle() -> None:
+def test_angle():
     """Labels are compared in order, as in CoSENT: theirs is CoSENT with another similarity."""
     from sentence_transformers.sentence_transformer.losses import AnglELoss
     from sentence_transformers.util import pairwise_angle_sim

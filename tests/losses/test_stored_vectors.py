@@ -1,15 +1,11 @@
 """quantize_embeddings against its definition in float64: values, straight-through gradients, ranks, sizes."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from tests.losses.batches import (
     SIZES,
@@ -20,9 +16,9 @@ from tests.losses.batches import (
     rank_batches,
 )
 from vembed.inference.quantization import quantized
-from vembed.losses.build import EDGE, StoredForm, as_stored, build_loss
+from vembed.losses.build import EDGE, as_stored, build_loss
 
-CASES: list[dict[str, Any]] = [
+CASES = [
     {},
     {"mrl_dims": [4, 12], "learn_temperature": True},
     {"losses": [{"loss": "infonce"}, {"loss": "spread_out", "weight": 0.5}]},
@@ -31,7 +27,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def stored(vectors: Tensor, form: StoredForm) -> Tensor:
+def stored(vectors, form):
     """The definition, row by row."""
     unit = vectors / vectors.norm(dim=1, keepdim=True)
     if form == "binary":
@@ -39,7 +35,8 @@ def stored(vectors: Tensor, form: StoredForm) -> Tensor:
             [[1.0 if value > 0 else -1.0 for value in row] for row in unit.tolist()]
         ).double()
         return signs / unit.shape[1] ** 0.5
-    low, high = unit.min(0).values, unit.max(0).values
+    low = unit.min(0).values
+    high = unit.max(0).values
     rows = [
         [
             lo
@@ -58,7 +55,7 @@ def stored(vectors: Tensor, form: StoredForm) -> Tensor:
 
 @pytest.mark.parametrize("form", ["int8", "binary"])
 @pytest.mark.parametrize("options", CASES, ids=str)
-def test_value_and_gradient(options: dict[str, Any], form: StoredForm) -> None:
+def test_value_and_gradient(options, form):
     batch = make_batch(8, max_positives=2, num_contents=30)
     loss = build_loss(config_of(**options, quantize_embeddings=form), **SIZES).double()
     plain = build_loss(config_of(**options), **SIZES).double()
@@ -72,7 +69,8 @@ def test_value_and_gradient(options: dict[str, Any], form: StoredForm) -> None:
 
     given = batch.embeddings.detach()
     lengths = given.norm(dim=1, keepdim=True)
-    unit, leaf = given / lengths, stored(given, form)
+    unit = given / lengths
+    leaf = stored(given, form)
     if options.get("similarity") == "dot":
         leaf = leaf * lengths
     leaf = leaf.requires_grad_()
@@ -87,7 +85,7 @@ def test_value_and_gradient(options: dict[str, Any], form: StoredForm) -> None:
 
 
 @pytest.mark.parametrize("form", ["int8", "binary"])
-def test_shares_of_ranks_add_up(form: StoredForm) -> None:
+def test_shares_of_ranks_add_up(form):
     batch = make_batch(10, max_positives=2, num_contents=40)
     loss = build_loss(config_of(mrl_dims=[4, 12], quantize_embeddings=form)).double()
     whole = loss(batch)
@@ -98,11 +96,12 @@ def test_shares_of_ranks_add_up(form: StoredForm) -> None:
     assert_close(torch.stack(parts).sum(0), wanted, 1e-11, "gradient", 1.0)
 
 
-def test_levels_are_those_of_stored_vectors() -> None:
+def test_levels_are_those_of_stored_vectors():
     unit = torch.nn.functional.normalize(
         torch.randn(40, 12, generator=torch.Generator().manual_seed(1)), dim=1
     )
-    low, high = unit.min(0).values, unit.max(0).values
+    low = unit.min(0).values
+    high = unit.max(0).values
     levels = torch.from_numpy(quantized(unit.numpy(), "uint8").astype(np.float32))
     found = (as_stored(unit, "int8", cosine=True) - low) / (high - low) * 255 - 0.5
     # Rounding, which differs between processors, decides for a value on the edge of a level; these alone may differ.

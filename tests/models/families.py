@@ -1,24 +1,15 @@
 """Every tiny model with inputs for each of its modalities, made by Transformers' own tokenizers and image
 processors."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from tests import tiny
 from tests.built import model_of
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
-from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.families.description import ModelDescription
 
 TEXT_ENCODERS = [
     tiny.tiny_bert,
@@ -55,10 +46,8 @@ SENTENCES = [
 ]
 IMAGE_TOKEN = 5
 
-Make = Callable[..., Path]
 
-
-def config_for(make: Make | str, **options: Any) -> TrainConfig:
+def config_for(make, **options):
     """The config of a run with one of the tiny models; COMPOSED is a BERT with a DINOv2."""
     if make == COMPOSED:
         options.setdefault("image_model_name", str(tiny.shared(tiny.tiny_dinov2)))
@@ -69,12 +58,12 @@ def config_for(make: Make | str, **options: Any) -> TrainConfig:
     )
 
 
-def built(make: Make | str, **options: Any) -> EmbeddingModel:
+def built(make, **options):
     """A tiny model as a run with these options would train it."""
     return build_case(config_for(make, **options))
 
 
-def build_case(config: TrainConfig) -> EmbeddingModel:
+def build_case(config):
     """The model of a config."""
     recompute = resolve_run(
         config.changed(**{"data_path": "unused"})
@@ -84,7 +73,7 @@ def build_case(config: TrainConfig) -> EmbeddingModel:
     return model_of(config, recompute=recompute, compute_dtype=compute_dtype)
 
 
-def pictures(count: int = 3) -> list[Image.Image]:
+def pictures(count=3):
     """Different pictures of different shapes."""
     draw = np.random.default_rng(5)
     shapes = [(64, 96), (64, 64), (32, 96), (96, 64)]
@@ -94,9 +83,7 @@ def pictures(count: int = 3) -> list[Image.Image]:
     ]
 
 
-def text_inputs(
-    description: ModelDescription, texts: Sequence[str] = SENTENCES
-) -> dict[str, Tensor]:
+def text_inputs(description, texts=SENTENCES):
     """Token ids of texts, padded as the description says."""
     tokenizer = AutoTokenizer.from_pretrained(
         description.source, padding_side=description.padding_side
@@ -114,9 +101,7 @@ def text_inputs(
     }
 
 
-def image_inputs(
-    description: ModelDescription, images: Sequence[Image.Image]
-) -> dict[str, Tensor]:
+def image_inputs(description, images):
     """Pixels of images."""
     processor = AutoImageProcessor.from_pretrained(
         description.image_source or description.source
@@ -124,9 +109,7 @@ def image_inputs(
     return dict(processor(list(images), return_tensors="pt"))
 
 
-def vision_inputs(
-    description: ModelDescription, items: Sequence[tuple[str, Sequence[Image.Image]]]
-) -> dict[str, Tensor]:
+def vision_inputs(description, items):
     """Token ids with images in them."""
     images = [image for _, group in items for image in group]
     pixels = image_inputs(description, images)
@@ -147,7 +130,7 @@ def vision_inputs(
     }
 
 
-def modality_items(modality: str) -> list[Any]:
+def modality_items(modality):
     """Items of a modality: texts, images, or texts with images."""
     if modality == "text":
         return list(SENTENCES)
@@ -161,13 +144,9 @@ def modality_items(modality: str) -> list[Any]:
     ]
 
 
-def inputs_for(
-    description: ModelDescription, modality: str, items: Sequence[Any]
-) -> dict[str, Tensor]:
+def inputs_for(description, modality, items):
     """The tensors of one forward pass over items of a modality."""
-    makers: dict[
-        str, Callable[[ModelDescription, Sequence[Any]], dict[str, Tensor]]
-    ] = {
+    makers = {
         "text": text_inputs,
         "image": image_inputs,
         "multimodal": vision_inputs,
@@ -175,7 +154,7 @@ def inputs_for(
     return makers[modality](description, items)
 
 
-def parts_for(description: ModelDescription) -> list[tuple[str, dict[str, Tensor]]]:
+def parts_for(description):
     """Inputs for every modality of a model."""
     return [
         (modality, inputs_for(description, modality, modality_items(modality)))
@@ -183,7 +162,7 @@ def parts_for(description: ModelDescription) -> list[tuple[str, dict[str, Tensor
     ]
 
 
-def loss_of(outputs: Sequence[Tensor]) -> Tensor:
+def loss_of(outputs):
     """A number that depends on every coordinate of every output differently."""
     total = torch.zeros((), dtype=outputs[0].dtype)
     for output in outputs:
@@ -194,7 +173,7 @@ def loss_of(outputs: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+def gradients_of(model):
     """Gradients by name."""
     return {
         name: one.grad for name, one in model.named_parameters() if one.grad is not None

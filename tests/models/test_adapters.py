@@ -1,7 +1,5 @@
 """Adapters: which layers get one, that they alone are trained, and that merged, saved and read they score the same."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -29,7 +27,6 @@ from vembed.models.adapters import (
     save_adapter,
 )
 from vembed.models.building import empty_backbone, load_embedder
-from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.description import DESCRIPTION_FILE
 from vembed.models.precision import is_quantized
 
@@ -55,7 +52,7 @@ def _name(make):
     return make if isinstance(make, str) else make.__name__
 
 
-def _trained(model: EmbeddingModel) -> EmbeddingModel:
+def _trained(model):
     """As after some training: an adapter that starts as nothing would prove nothing."""
     draw = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -338,10 +335,8 @@ def test_evaluation_leaves_four_bit_weights_ready_for_training():
 def test_meta_models_have_the_same_names_and_no_values():
     config = config_for(tiny.tiny_qwen3, use_lora=True)
     description = described(config)
-    empty, whole = (
-        model_of(config, description, meta=True),
-        model_of(config, description),
-    )
+    empty = model_of(config, description, meta=True)
+    whole = model_of(config, description)
     assert {
         name
         for name, one in empty.backbone.named_parameters()

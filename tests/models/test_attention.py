@@ -1,13 +1,10 @@
 """Attention: dropout with bulk draws is torch's mathematics, padded and packed; which kernel is used, and with what."""
 
-from __future__ import annotations
-
 from importlib.machinery import ModuleSpec
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from tests import tiny
@@ -21,7 +18,7 @@ STEP = 2.0**-8
 """Largest relative rounding error of one number in bfloat16."""
 
 
-def queries_keys_values(*shape: int) -> list[Tensor]:
+def queries_keys_values(*shape):
     return [torch.randn(*shape).double().requires_grad_() for _ in "qkv"]
 
 
@@ -63,7 +60,11 @@ def test_dropout_is_seeded_and_only_in_training():
 def test_padded_attention_with_dropout_is_that_of_the_formula(
     num_pieces, mask_kind, kind, monkeypatch
 ):
-    rows, heads, length, size, p = 8, 3, 7, 5, 0.2
+    rows = 8
+    heads = 3
+    length = 7
+    size = 5
+    p = 0.2
     item_bytes = 8 if kind == "float64" else 2
     row_bytes = item_bytes * heads * length**2
     at_once = rows // num_pieces
@@ -79,7 +80,7 @@ def test_padded_attention_with_dropout_is_that_of_the_formula(
     given = inputs
     if kind == "autocast":  # queries and keys with rotary positions arrive in float32
         given = [inputs[0].float(), inputs[1].float(), inputs[2]]
-    mask: Tensor | None = None
+    mask = None
     if mask_kind != "none":
         mask = torch.rand(1 if mask_kind == "shared" else rows, 1, length, length) > 0.3
         mask[..., 0] = True
@@ -130,13 +131,16 @@ def test_without_dropout_it_is_sdpa():
 def test_packed_attention_is_that_of_the_formula(
     causal, window, scores_at_once, monkeypatch
 ):
-    lengths, heads, size, p = [7, 7, 4, 6, 1, 3], 2, 5, 0.3
+    lengths = [7, 7, 4, 6, 1, 3]
+    heads = 2
+    size = 5
+    p = 0.3
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     torch.manual_seed(1)
     inputs = queries_keys_values(sum(lengths), heads, size)
     pieces = attention.cut(tuple(starts), scores_at_once, causal, window)
     assert len(pieces) == {1: len(lengths), 10_000: 1}.get(scores_at_once, len(pieces))
-    draws: list[Tensor] = []
+    draws = []
 
     def drawn(shape, p, dtype):
         ones = (torch.rand(shape) > p).to(attention.BITS[dtype.itemsize])
@@ -184,9 +188,9 @@ def test_packed_attention_is_that_of_the_formula(
 @pytest.mark.parametrize("groups", [1, 2])
 def test_dropout_goes_to_the_operator(monkeypatch, causal, window, groups):
     """A stand-in with the signature of aten::_flash_attention_forward computes on the CPU and notes its arguments."""
-    given: dict[str, Any] = {}
+    given = {}
 
-    def operator(*values: Any, **named: Any) -> tuple[Tensor, ...]:
+    def operator(*values, **named):
         arguments = torch.ops.aten._flash_attention_forward.default._schema.arguments
         names = [argument.name for argument in arguments if not argument.kwarg_only]
         assert len(values) <= len(names)
@@ -303,7 +307,7 @@ def test_flash_attention_3_on_hopper_without_dropout(
     capability, installed, config, said, monkeypatch
 ):
     spec = ModuleSpec("flash", None) if installed else None
-    activated: list[str] = []
+    activated = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(attention, "find_spec", lambda name: spec)
     monkeypatch.setattr(

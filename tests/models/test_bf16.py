@@ -1,23 +1,18 @@
 """Arithmetic in bfloat16 on CPUs: close to float64 relative to the summed terms, with float32 weights and gradients, on
 any processor."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import vembed
 from tests import tiny
 from tests.models.families import (
     COMPOSED,
     EVERY,
-    Make,
     built,
     config_for,
     gradients_of,
@@ -25,7 +20,6 @@ from tests.models.families import (
     parts_for,
 )
 from vembed.config.loading import resolve_run
-from vembed.config.schema import TrainConfig
 from vembed.models import precision
 from vembed.models.families.backbones import layers_of
 from vembed.models.precision import (
@@ -43,9 +37,7 @@ STEP = 2.0**-8
 CPU = torch.device("cpu")
 
 
-def assert_close(
-    found: Tensor, wanted: Tensor, terms: Tensor, roundings: float
-) -> None:
+def assert_close(found, wanted, terms, roundings):
     """Compare with the float64 result. `terms`: the sum of the absolute values of what each number is a sum of."""
     assert ((found.double() - wanted).abs() <= roundings * STEP * terms + 1e-12).all()
 
@@ -65,15 +57,14 @@ def test_linear_layers():
     assert layer.weight.grad is not None
     assert layer.weight.dtype == layer.weight.grad.dtype == torch.float32
 
-    weight, bias, x, g = (
-        layer.weight.detach().double(),
-        layer.bias.detach().double(),
-        values.double(),
-        gradient.double(),
-    )
+    weight = layer.weight.detach().double()
+    bias = layer.bias.detach().double()
+    x = values.double()
+    g = gradient.double()
     assert_close(output, x @ weight.T + bias, x.abs() @ weight.abs().T + bias.abs(), 2)
     assert_close(own.grad, g @ weight, g.abs() @ weight.abs(), 2)
-    rows, sums = x.flatten(0, 1), g.flatten(0, 1)
+    rows = x.flatten(0, 1)
+    sums = g.flatten(0, 1)
     assert_close(layer.weight.grad, sums.T @ rows, sums.abs().T @ rows.abs(), 1)
     assert_close(layer.bias.grad, sums.sum(0), sums.abs().sum(0), 1)
 
@@ -90,7 +81,7 @@ def test_layer_norms_went_through_float32_on_gpus(
     exact.load_state_dict(norm.state_dict())
     wanted = exact(values.detach().double()).detach()
     assert use_bf16(nn.Sequential(norm)) == 1
-    kept: list[Tensor] = []
+    kept = []
 
     def keep(one):
         kept.append(one)
@@ -135,9 +126,7 @@ def test_weights_are_converted_once_while_they_are_held(
     )  # nothing is kept outside
 
 
-def results(
-    make: Make | str, arrange: Callable[[Any], None]
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+def results(make, arrange):
     """Embeddings and gradients of a tiny model after `arrange`."""
     model = built(make, mixed_precision="no").train()
     arrange(model)
@@ -165,11 +154,11 @@ def test_every_family_computes_in_bf16(make):
     assert torch.cosine_similarity(whole, exact, dim=0) > 0.98
 
 
-def by_autocast(model: Any) -> None:
+def by_autocast(model):
     """Compute as autocast does, with weights that are converted in every forward pass."""
     forward = model.forward
 
-    def cast(*given: Any, **named: Any) -> Any:
+    def cast(*given, **named):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             return forward(*given, **named)
 
@@ -177,7 +166,7 @@ def by_autocast(model: Any) -> None:
 
 
 def test_a_decoder_hands_on_bf16_and_is_no_less_exact_than_autocast():
-    seen: set[torch.dtype] = set()
+    seen = set()
 
     def arrange(model):
         model.compute_in_bf16()
@@ -198,10 +187,8 @@ def test_a_decoder_hands_on_bf16_and_is_no_less_exact_than_autocast():
 def test_an_embedder_in_bf16_keeps_its_weights_and_sees_their_changes():
     texts = tiny.texts(12)
     folder = tiny.shared(tiny.tiny_bert)
-    plain, half = (
-        vembed.Embedder(folder, mixed_precision="no"),
-        vembed.Embedder(folder, mixed_precision="bf16"),
-    )
+    plain = vembed.Embedder(folder, mixed_precision="no")
+    half = vembed.Embedder(folder, mixed_precision="bf16")
     assert (
         vembed.Embedder(folder).precision.value == "no"
     )  # too small for bfloat16 to pay
@@ -211,7 +198,8 @@ def test_an_embedder_in_bf16_keeps_its_weights_and_sees_their_changes():
         ).precision.value
         == "no"
     )
-    exact, found = plain.encode(texts), half.encode(texts)
+    exact = plain.encode(texts)
+    found = half.encode(texts)
     assert not np.array_equal(exact, found)
     cosines = (
         (exact * found).sum(1)
@@ -299,7 +287,7 @@ def test_auto_takes_bf16_where_it_pays(
     monkeypatch,
 ):
     def placed(**more):
-        config: TrainConfig = config_for(tiny.tiny_bert, **options, **more)
+        config = config_for(tiny.tiny_bert, **options, **more)
         return placement.place(
             resolve_run(config, env={}),
             RankInfo(0, 1, 0, 1),

@@ -1,7 +1,5 @@
 """Broken model folders: one sentence with the file and what is wrong in it, before any weights are read."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,32 +1,27 @@
 """Compiled layers: the loss and gradients of plain ones, on by themselves where they pay, and off where they differ."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
-from torch import Tensor
 
 from tests import tiny
 from tests.built import model_of
 from tests.measure import gradient_errors
-from tests.models.families import Make, config_for, gradients_of, loss_of, parts_for
+from tests.models.families import config_for, gradients_of, loss_of, parts_for
 from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
 from vembed.models import attention, precision
-from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import GPUS
-from vembed.parallel.placement import OPERATIONS_PER_SECOND, Placement, place
+from vembed.parallel.placement import OPERATIONS_PER_SECOND, place
 from vembed.parallel.session import start_session
 from vembed.training import setup
 
@@ -37,15 +32,13 @@ H100 = next(one for one in GPUS if one.name == "H100-80GB")
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Any:
+def _fresh():
     torch._dynamo.reset()
     yield
     attention.register(attention.PACKED_ATTENTION)
 
 
-def run_once(
-    make: Make, backend: str | None, **options: Any
-) -> tuple[Tensor, dict[str, Tensor], EmbeddingModel]:
+def run_once(make, backend, **options):
     """Loss and gradients of a tiny model, with compiled layers unless `backend` is None."""
     config = config_for(make, mixed_precision="no", **options)
     model = model_of(config).train()
@@ -57,7 +50,7 @@ def run_once(
     return loss.detach(), gradients_of(model), model
 
 
-def one_layer(folder: Path) -> Path:
+def one_layer(folder):
     """A BERT of one layer: compiling takes seconds for each."""
     return tiny.tiny_bert(folder, layers=1, hidden=16)
 
@@ -83,7 +76,7 @@ def test_compiled_layers_give_the_loss_and_gradients_of_plain_ones(backend, opti
     assert max(gradient_errors(others, gradients).values()) < 1e-4
 
 
-def on_gpu(**options: Any) -> Placement:
+def on_gpu(**options):
     config = TrainConfig(
         model_name=str(tiny.shared(tiny.tiny_bert)), data_path="-", **options
     )
@@ -149,7 +142,7 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
         session.placement = on_gpu().for_work(1e30)
         model = model_of(config)
         layers = layers_of(model.backbone)
-        changes: dict[str, Callable[[Any], Any]] = {
+        changes = {
             "same": lambda out: out,
             "other": lambda out: out.flip(-1),
         }

@@ -1,7 +1,5 @@
 """EmbeddingModel: heads, frozen parts and their features, learned scale and bias, dtypes and kernels."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 
@@ -49,10 +47,8 @@ def test_dense_modules_of_the_model_are_kept_and_trained():
 def test_the_mrl_projection_starts_as_a_cut_and_stands_behind_the_models_own_modules():
     folder = tiny.shared(tiny.tiny_bert_st, dense_dim=12)
     options = {"model_name": str(folder), "mrl_dims": [8, 4]}
-    model, whole = (
-        built(tiny.tiny_bert, **options),
-        built(tiny.tiny_bert, model_name=str(folder)),
-    )
+    model = built(tiny.tiny_bert, **options)
+    whole = built(tiny.tiny_bert, model_name=str(folder))
     inputs = text_inputs(model.description)
     (cut,), (full,) = model([("text", inputs)]), whole([("text", inputs)])
     assert model.description.embedding_dim == 8 and torch.equal(cut, full[:, :8])
@@ -72,10 +68,8 @@ def test_principal_components_order_the_prefixes_by_what_they_carry():
     torch.testing.assert_close(
         directions @ directions.T, torch.eye(8), atol=1e-5, rtol=0
     )
-    queries, documents = (
-        sample[:100],
-        sample[:100] + 0.02 * torch.randn(100, 16, generator=draw),
-    )
+    queries = sample[:100]
+    documents = sample[:100] + 0.02 * torch.randn(100, 16, generator=draw)
 
     def found(projected_queries, projected_documents):
         scores = (
@@ -92,7 +86,7 @@ def test_principal_components_order_the_prefixes_by_what_they_carry():
 
 
 def test_the_sample_is_of_the_whole_data(monkeypatch):
-    taken: list[str] = []
+    taken = []
 
     def encode(model, featuriser, items, *arguments, **options):
         taken[:] = [one.text for one in items]
@@ -293,10 +287,8 @@ def test_python_code_of_a_model_runs_only_when_asked(tmp_path, monkeypatch):
         UserError, match="set trust_remote_code: true if you trust this code"
     ):
         built(tiny.tiny_bert, model_name=str(folder))
-    own, plain = (
-        built(tiny.tiny_bert, model_name=str(folder), trust_remote_code=True),
-        built(tiny.tiny_bert),
-    )
+    own = built(tiny.tiny_bert, model_name=str(folder), trust_remote_code=True)
+    plain = built(tiny.tiny_bert)
     assert type(
         own.backbone
     ).__name__ == "OwnModel" and own.description.layer_classes == ("BertLayer",)

@@ -1,7 +1,5 @@
 """Describing a model: what is decided from its files, by the user, or by its family, and what is refused and why."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -323,7 +321,8 @@ def test_a_model_that_is_not_there_is_said(name, said, monkeypatch):
 def test_a_folder_is_read_once_and_again_when_its_files_change(tmp_path, monkeypatch):
     folder = tmp_path / "model"
     shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
-    config, read = TrainConfig(model_name=str(folder), data_path="d"), []
+    config = TrainConfig(model_name=str(folder), data_path="d")
+    read = []
     original = backbones.layers_of
     monkeypatch.setattr(
         backbones, "layers_of", lambda model: read.append(model) or original(model)

@@ -1,11 +1,8 @@
 """Folders that hold no embedding model, or not all of one, are refused by name."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,12 +25,12 @@ from vembed.parallel import session as sessions
 from vembed.parallel.session import start_command_session
 
 
-def copied(source: Path, target: Path) -> Path:
+def copied(source, target):
     shutil.copytree(source, target)
     return target
 
 
-def changed(path: Path, **values: object) -> None:
+def changed(path, **values):
     settings = json.loads(path.read_text()) if path.is_file() else {}
     path.write_text(json.dumps({**settings, **values}))
 
@@ -59,7 +56,7 @@ def test_another_kind_of_model_is_no_embedder(name, values, said, tmp_path):
         Embedder(folder)
 
 
-def without_tokenizer(folder: Path) -> Path:
+def without_tokenizer(folder):
     for path in folder.iterdir():
         if path.name.startswith(("tokenizer", "vocab", "special")):
             path.unlink()
@@ -140,14 +137,14 @@ def wide(tmp_path_factory):
     return folder
 
 
-def encoded(folder: Path, strategy: str) -> tuple[np.ndarray, str]:
+def encoded(folder, strategy):
     sessions.bf16_instructions = lambda: "amx_bf16"
     with start_command_session(str(folder), strategy=strategy) as session:
         embedder = Embedder(folder, session=session)
         return one_by_one(embedder), embedder.arithmetic
 
 
-def one_by_one(embedder: Embedder) -> np.ndarray:
+def one_by_one(embedder):
     """Vectors of texts in batches of one: which texts are together changes the order of sums."""
     return np.stack([embedder.encode(text) for text in SENTENCES])
 

@@ -1,15 +1,10 @@
 """Training by a published model's own language-model head: gradients, files, refusals."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import vembed
@@ -25,7 +20,6 @@ from tests.parity.engine import (
     worst_error,
 )
 from vembed.config.loading import load_config
-from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
 from vembed.models.building import has_language_head
 from vembed.models.heads import (
@@ -42,7 +36,7 @@ CASES = [
 ]
 
 
-def tied_qwen(directory: Path) -> Path:
+def tied_qwen(directory):
     """A Qwen3 whose head is its embedding matrix."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -54,14 +48,14 @@ def tied_qwen(directory: Path) -> Path:
     return folder
 
 
-def config_of(folder: Path, **more: Any) -> TrainConfig:
+def config_of(folder, **more):
     """Training by the head alone."""
     return load_config(
         {"model_name": str(folder), "data_path": "none", "loss": "none", **more}
     )
 
 
-def folders() -> list[Path]:
+def folders():
     """A head of its own, one that is the embedding matrix, and an encoder, whose head is new."""
     return [
         tiny.shared(tiny.tiny_llama),
@@ -73,9 +67,7 @@ def folders() -> list[Path]:
 DRAWN = LanguageHead.hide
 
 
-def hidden_by_content(
-    head: LanguageHead, inputs: dict[str, Tensor]
-) -> tuple[dict[str, Tensor], Tensor]:
+def hidden_by_content(head, inputs):
     """An encoder's hidden tokens, a function of the tokens alone: the same on any number of ranks."""
     if head.is_causal:
         return DRAWN(head, inputs)
@@ -86,7 +78,7 @@ def hidden_by_content(
     return hidden, ids.masked_fill(~chosen, IGNORED_TARGET)
 
 
-def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
+def on_ranks(strategy):
     """The gradients of each model and case through the real step on this rank, and its part of the loss."""
     found = []
     with (
@@ -102,7 +94,7 @@ def on_ranks(strategy: str) -> list[dict[str, Tensor]]:
     return found
 
 
-def wanted(folder: Path) -> dict[str, Tensor]:
+def wanted(folder):
     """The mean over the tokens of every text of the batch, as often as it occurs, by the head's matrix."""
     model, _, featuriser = build(config_of(folder, padding_free=False))
     items = [
@@ -110,7 +102,7 @@ def wanted(folder: Path) -> dict[str, Tensor]:
         for example in examples(CASES[0])
         for one, kind in occurrences(example)
     ]
-    inputs = featuriser.collate(featuriser.features(items))  # type: ignore[arg-type]
+    inputs = featuriser.collate(featuriser.features(items))
     assert model.language_head is not None
     if (
         not model.language_head.is_causal
@@ -148,7 +140,7 @@ def wanted(folder: Path) -> dict[str, Tensor]:
     return {**full_gradients(model), "loss": loss.detach()}
 
 
-def occurrences(example: Any) -> list[tuple[Any, str]]:
+def occurrences(example):
     later = [(item, "document") for item in (*example.positives, *example.negatives)]
     return [(example.query, "query"), *later]
 
@@ -187,7 +179,8 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers():
     (_,), (losses,) = model([("text", inputs)], with_auxiliary=True)
     torch.manual_seed(4)
     hidden, targets = model.language_head.hide(inputs)
-    shown, asked = hidden["input_ids"], targets != IGNORED_TARGET
+    shown = hidden["input_ids"]
+    asked = targets != IGNORED_TARGET
     special = torch.isin(inputs["input_ids"], model.language_head.special_tokens)
     assert (
         0.1
@@ -227,7 +220,7 @@ def test_hidden_tokens_and_their_loss_are_those_of_transformers():
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapted(tmp_path_factory):
     """An encoder that was trained on texts alone."""
     folder = tmp_path_factory.mktemp("adapted")
     (folder / "texts.jsonl").write_text(
@@ -248,7 +241,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(folder: Path, name: str, **more: Any) -> dict[str, Any]:
+def settings(folder, name, **more):
     """A short run on texts."""
     return {
         "data_path": str(folder / "texts.jsonl"),
@@ -264,7 +257,7 @@ def settings(folder: Path, name: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def losses_of(folder: Path) -> list[float]:
+def losses_of(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [
         json.loads(line)["loss/masked_token"]

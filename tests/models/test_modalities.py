@@ -1,12 +1,10 @@
 """Each family's forward: Transformers' numbers, whatever the items are batched with, and no parameter left out."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
 import torch
-from transformers import AutoModel, PreTrainedModel, T5EncoderModel
+from transformers import AutoModel, T5EncoderModel
 
 from tests import tiny
 from tests.built import described
@@ -20,7 +18,6 @@ from tests.models.families import (
     TEXT_ENCODERS,
     TWO_TOWERS,
     VISION_LANGUAGE,
-    Make,
     built,
     config_for,
     gradients_of,
@@ -41,7 +38,7 @@ NUM_LAYERS = {
 }
 
 
-def _plain(make: Make) -> PreTrainedModel:
+def _plain(make):
     chosen = T5EncoderModel if make is tiny.tiny_t5 else AutoModel
     return chosen.from_pretrained(tiny.shared(make), dtype=torch.float32).eval()
 
@@ -49,7 +46,8 @@ def _plain(make: Make) -> PreTrainedModel:
 @pytest.mark.parametrize("make", TEXT_ENCODERS)
 def test_text_encoders_are_the_mean_of_their_tokens(make):
     model = built(make).eval()
-    plain, inputs = _plain(make), text_inputs(model.description)
+    plain = _plain(make)
+    inputs = text_inputs(model.description)
     with torch.no_grad():
         hidden = plain(**inputs).last_hidden_state
         expected = torch.stack(
@@ -78,7 +76,8 @@ def test_decoders_are_their_last_token(make):
 @pytest.mark.parametrize("make", IMAGE_ENCODERS)
 def test_image_encoders_are_what_their_model_offers(make):
     model = built(make).eval()
-    plain, inputs = _plain(make), inputs_for(model.description, "image", pictures())
+    plain = _plain(make)
+    inputs = inputs_for(model.description, "image", pictures())
     with torch.no_grad():
         plain.config.mask_ratio = 0.0
         output = plain(**inputs)
@@ -207,10 +206,8 @@ def test_every_trained_parameter_gets_a_gradient_and_each_layer_is_a_unit(make):
 
 @pytest.mark.parametrize("make", [*EVERY, COMPOSED])
 def test_gradient_checkpointing_recomputes_each_layer_and_changes_nothing(make):
-    plain, saving = (
-        built(make).train(),
-        built(make, gradient_checkpointing=True).train(),
-    )
+    plain = built(make).train()
+    saving = built(make, gradient_checkpointing=True).train()
     parts = parts_for(plain.description)
     micro_batches = Counter()
     for number, layer in enumerate(layers_of(saving.backbone)):
@@ -245,10 +242,8 @@ def test_parts_of_one_call_are_the_calls_by_themselves():
 
 
 def test_embeddings_are_float32_from_half_precision_and_float64_from_double():
-    half, double = (
-        built(tiny.tiny_bert, torch_dtype="pure_bfloat16"),
-        built(tiny.tiny_bert).double(),
-    )
+    half = built(tiny.tiny_bert, torch_dtype="pure_bfloat16")
+    double = built(tiny.tiny_bert).double()
     inputs = text_inputs(half.description)
     assert half.backbone.dtype == torch.bfloat16
     assert half([("text", inputs)])[0].dtype == torch.float32

@@ -1,23 +1,17 @@
 """Image towers of vision-language models: attention over all images, and positions from collation, change nothing."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 
 from tests import tiny
 from tests.built import described, model_of
 from tests.features.test_image_features import image, of_images
-from tests.models.families import Make, config_for
+from tests.models.families import config_for
 from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.models import attention
-from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.vision import (
     LONGEST_IMAGE,
     POSITIONS,
@@ -29,7 +23,7 @@ SIZES = ((64, 64), (96, 64), (64, 128), (160, 64))
 MAKES = [tiny.tiny_qwen3_vl, tiny.tiny_qwen2_5_vl, tiny.tiny_qwen2_vl]
 
 
-def made(make: Make, **options: Any) -> tuple[EmbeddingModel, dict[str, Tensor]]:
+def made(make, **options):
     """A model in float64, and the inputs of items with one image or two, of different sizes."""
     config = config_for(make, mixed_precision="no", **options)
     description = described(config)
@@ -41,14 +35,14 @@ def made(make: Make, **options: Any) -> tuple[EmbeddingModel, dict[str, Tensor]]
         of_images(images[2], images[3]),
     ]
     featuriser = Featuriser(description)
-    batch = featuriser.collate(featuriser.features(items))  # type: ignore[arg-type]
+    batch = featuriser.collate(featuriser.features(items))
     return model, {
         name: one.double() if one.is_floating_point() else one
         for name, one in batch.items()
     }
 
 
-def published(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def published(batch):
     """The inputs from which the model computes everything by itself."""
     return {
         name: one
@@ -57,9 +51,7 @@ def published(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def results(
-    model: EmbeddingModel, batch: dict[str, Tensor]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def results(model, batch):
     (output,) = model([("multimodal", batch)])
     (
         output
@@ -107,19 +99,17 @@ def test_positions_are_those_of_the_published_model(make):
 class Reads(TorchDispatchMode):
     """Operations that would wait for a GPU: values that are read, and sizes that depend on values."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.num_reads = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         names = ("_local_scalar_dense", "nonzero", "repeat_interleave.Tensor")
         self.num_reads += any(name in str(func) for name in names)
         return func(*args, **(kwargs or {}))
 
 
-def reads_of(model: EmbeddingModel, batch: dict[str, Tensor]) -> int:
+def reads_of(model, batch):
     with Reads() as reads, torch.no_grad():
         model([("multimodal", batch)])
     return reads.num_reads

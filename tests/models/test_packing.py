@@ -1,19 +1,15 @@
 """Texts without padding give the numbers and gradients of texts with it, in every model and by every kernel."""
 
-from __future__ import annotations
-
 import sys
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from tests import tiny
-from tests.models.families import Make, built, text_inputs
+from tests.models.families import built, text_inputs
 from vembed.errors import UserError
 from vembed.models import attention
 from vembed.models.families.backbones import read_config
@@ -34,12 +30,9 @@ SENTENCES = [
     "parse",
     "a b c d e f g h i j k",
 ]
-Gradients = dict[str, Tensor]
 
 
-def embedded(
-    make: Make, inputs_of: Any = text_inputs, **options: Any
-) -> tuple[Tensor, Gradients]:
+def embedded(make, inputs_of=text_inputs, **options):
     """Embeddings in float64 and the gradient of every parameter."""
     model = built(make, **options).double().train()
     (found,) = model([("text", inputs_of(model.description, SENTENCES))])
@@ -50,9 +43,7 @@ def embedded(
     }
 
 
-def assert_same(
-    first: tuple[Tensor, Gradients], second: tuple[Tensor, Gradients]
-) -> None:
+def assert_same(first, second):
     torch.testing.assert_close(first[0], second[0], rtol=1e-9, atol=1e-12)
     assert first[1].keys() == second[1].keys()
     for name, gradient in first[1].items():
@@ -144,9 +135,7 @@ def test_padding_on_either_side_and_none(side):
     torch.testing.assert_close(whole, alone, rtol=1e-5, atol=1e-6)
 
 
-def text_by_text(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, sides: Any
-) -> Tensor:
+def text_by_text(query, key, value, starts, scale, sides):
     """What a GPU's kernel computes, by its documentation."""
     parts = []
     for start, end in pairwise(starts.tolist()):
@@ -168,7 +157,7 @@ def text_by_text(
 @pytest.mark.parametrize("kernel", ["flash-attn", "torch", "torch without groups"])
 def test_kernels_of_gpus_are_asked_for_the_same(make, kernel, monkeypatch):
     """No GPU is needed: the kernels are stood in for by attention text by text, with the signatures they have."""
-    micro_batches: list[str] = []
+    micro_batches = []
     if kernel == "flash-attn":
 
         def flash(
@@ -256,7 +245,8 @@ def test_kernels_of_gpus_are_asked_for_the_same(make, kernel, monkeypatch):
         **options,
     ):
         parts = (one[0].transpose(0, 1) for one in (query, key, value))
-        causal, packed = bool(vars(module).get("is_causal", False)), options["packed"]
+        causal = bool(vars(module).get("is_causal", False))
+        packed = options["packed"]
         window = options.get("sliding_window")
         window = window if window and window < packed.longest else None
         scaling = options["scaling"]

@@ -1,7 +1,5 @@
 """Pickled weights and files outside of the folder: refused by every command that reads a model folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -32,7 +30,8 @@ class Marker:
 @pytest.fixture(params=["x.bin", "../outside.safetensors", 5])
 def indexed(request, tmp_path):
     """A model whose index names a pickle or a file elsewhere, and the file that unpickling makes."""
-    folder, trace = tmp_path / "model", tmp_path / "trace"
+    folder = tmp_path / "model"
+    trace = tmp_path / "trace"
     shutil.copytree(tiny.shared(tiny.tiny_bert), folder)
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").rename(folder / "other.safetensors")

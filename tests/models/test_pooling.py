@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pydoc
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import vembed.models.poolings
 from tests import tiny
@@ -37,16 +36,16 @@ class TestedAttention(Pooling):
     name = "tested_attention"
     is_trained = True
 
-    def build(self, hidden_dim: int) -> nn.Module:
+    def build(self, hidden_dim):
         return AttentionModule(hidden_dim)
 
 
 class AttentionModule(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width):
         super().__init__()
         self.direction = nn.Parameter(torch.linspace(-1, 1, width))
 
-    def forward(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, hidden, mask):
         scores = hidden @ self.direction
         if mask is not None:
             scores = scores.masked_fill(mask == 0, float("-inf"))
@@ -59,22 +58,22 @@ class TestedEnds(Pooling):
     name = "tested_ends"
     modes: ClassVar = ("cls", "lasttoken")
 
-    def width(self, hidden_dim: int) -> int:
+    def width(self, hidden_dim):
         return 2 * hidden_dim
 
-    def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
+    def pool(self, hidden, mask):
         ends = [POOLINGS[name].pool(hidden, mask) for name in ("cls", "last")]
         return torch.cat(ends, dim=1)
 
 
 @pytest.fixture(params=[TestedAttention, TestedEnds])
-def added(request, monkeypatch: pytest.MonkeyPatch) -> str:
+def added(request, monkeypatch):
     pooling = request.param()
     monkeypatch.setitem(POOLINGS, pooling.name, pooling)
     return pooling.name
 
 
-def config_of(pooling: str, **options: object) -> TrainConfig:
+def config_of(pooling, **options):
     config = TrainConfig(
         model_name=str(tiny.shared(tiny.tiny_bert)), data_path="unused", **options
     )
@@ -83,7 +82,7 @@ def config_of(pooling: str, **options: object) -> TrainConfig:
     return config.model_copy(update={"model": model})
 
 
-def padded(side: str, dtype=torch.float64):
+def padded(side, dtype=torch.float64):
     texts = [
         torch.randn(
             length, 6, dtype=dtype, generator=torch.Generator().manual_seed(length)
@@ -188,7 +187,7 @@ def test_what_a_pooling_does_not_declare_is_named(pooling, missing):
         check_poolings((pooling,))
 
 
-def same_packed_padded_and_saved(name: str, folder: Path) -> Path:
+def same_packed_padded_and_saved(name, folder):
     """Check that a pooling gives the same vectors packed, padded and from its files."""
     model = model_of(config_of(name, padding_free=True)).eval()
     assert model.packs_texts()

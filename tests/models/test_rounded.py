@@ -1,7 +1,5 @@
 """quantize_weights: layers compute with int8 weights, gradients pass through the rounding, final/ holds the result."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,16 +1,14 @@
 """Gradients of token embeddings that are added row by row are those of torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vembed.models import precision
 from vembed.models.precision import use_row_gradients
 
 
-def gradient(table: nn.Embedding, micro_batches: list[Tensor], *, tied: bool) -> Tensor:
+def gradient(table, micro_batches, *, tied):
     """Return the gradient after several micro-batches, where the table may also be the matrix of a product."""
     for number, ids in enumerate(micro_batches):
         values = table(ids)

@@ -1,7 +1,5 @@
 """Every family sharded over two processes: its layers are the units, and its gradient is that of one process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule

@@ -19,7 +19,6 @@ from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
-from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel import collectives, parameters
 from vembed.parallel.session import start_session
 
@@ -44,17 +43,18 @@ class Result:
 class Lines(logging.Handler):
     """Keeps what is logged."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__(logging.INFO)
-        self.lines: list[str] = []
+        self.lines = []
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
 
 
-def listen() -> list[str]:
+def listen():
     """From here on, the lines of the vembed log, until somebody listens again: a rank runs several cases."""
-    handler, log = Lines(), logging.getLogger("vembed")
+    handler = Lines()
+    log = logging.getLogger("vembed")
     for earlier in [one for one in log.handlers if isinstance(one, Lines)]:
         log.removeHandler(earlier)
     log.addHandler(handler)
@@ -62,13 +62,11 @@ def listen() -> list[str]:
     return handler.lines
 
 
-def config_of(folder: Any, **options: Any) -> TrainConfig:
+def config_of(folder, **options):
     return TrainConfig(model_name=str(folder), data_path="unused.jsonl", **options)
 
 
-def parts_of(
-    featuriser: Featuriser, rank: int, micro_batch: int
-) -> list[tuple[str, dict[str, Tensor]]]:
+def parts_of(featuriser, rank, micro_batch):
     """The inputs of one forward: different on every rank, with different lengths, all modalities together."""
     draw = np.random.default_rng(1000 * rank + micro_batch)
     parts = []
@@ -87,7 +85,7 @@ def parts_of(
     return parts
 
 
-def share_of_loss(outputs: list[Tensor]) -> Tensor:
+def share_of_loss(outputs):
     """A sum over rows, whose gradient over all ranks is the sum of theirs, as that of L is."""
     terms = [
         (one * torch.linspace(-1, 1, one.numel(), dtype=one.dtype).view_as(one)).sum()
@@ -96,9 +94,7 @@ def share_of_loss(outputs: list[Tensor]) -> Tensor:
     return torch.stack(terms).sum()
 
 
-def cast(
-    parts: list[tuple[str, dict[str, Tensor]]], dtype: torch.dtype
-) -> list[tuple[str, dict[str, Tensor]]]:
+def cast(parts, dtype):
     return [
         (
             modality,
@@ -111,26 +107,16 @@ def cast(
     ]
 
 
-def build(
-    config: TrainConfig, *, dtype: torch.dtype, meta: bool = False, edit: Any = None
-) -> tuple[Any, Featuriser]:
+def build(config, *, dtype, meta=False, edit=None):
     description = described(config)
     recompute = resolve_run(config).recomputation.value
-    model: EmbeddingModel = model_of(
-        config, description, recompute=recompute, meta=meta
-    )
+    model = model_of(config, description, recompute=recompute, meta=meta)
     if edit is not None:
         edit(model)
     return model.to(dtype) if dtype == torch.float64 else model, Featuriser(description)
 
 
-def sharded_step(
-    config: TrainConfig,
-    options: dict[str, Any] | None = None,
-    *,
-    dtype: torch.dtype = torch.float64,
-    edit: Any = None,
-) -> Result:
+def sharded_step(config, options=None, *, dtype=torch.float64, edit=None):
     """Runs on every rank. `options`: local_world_size, and pattern: "cache" runs all micro-batches without grad before,
     "kept" runs all forwards before the first backward, "gathered" keeps parameters gathered between micro-batches,
     "each" reduces gradients after each micro-batch."""
@@ -213,13 +199,7 @@ def sharded_step(
         )
 
 
-def whole_step(
-    config: TrainConfig,
-    num_ranks: int,
-    *,
-    dtype: torch.dtype = torch.float64,
-    edit: Any = None,
-) -> Result:
+def whole_step(config, num_ranks, *, dtype=torch.float64, edit=None):
     """The same in one process without a session: every rank's micro-batches one after the other."""
     model, featuriser = build(config, dtype=dtype, edit=edit)
     for rank in range(num_ranks):
@@ -255,7 +235,7 @@ def whole_step(
     )
 
 
-def check_against_one_process(results: list[Result], whole: Result) -> None:
+def check_against_one_process(results, whole):
     for result in results:
         assert result.norm == pytest.approx(whole.norm, rel=1e-10)
         assert result.clipped_norm == pytest.approx(whole.norm / 4, rel=1e-10)
@@ -273,7 +253,7 @@ def check_against_one_process(results: list[Result], whole: Result) -> None:
     assert all(result.weights == {} for result in results[1:])
 
 
-def _png(pixels: np.ndarray) -> bytes:
+def _png(pixels):
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()

@@ -1,12 +1,8 @@
 """Batch norms over two processes against one: shared by sync_batchnorm, and a warning where they are not."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.harness import run_ranks
 from tests.measure import gradient_errors
@@ -17,10 +13,9 @@ from vembed.parallel.parameters import share_batch_norms
 from vembed.parallel.session import start_session
 
 INPUTS = torch.randn(7, 3, 5, 5, generator=torch.Generator().manual_seed(1))
-Found = tuple[float, dict[str, Tensor], dict[str, Tensor]]
 
 
-def small_network() -> nn.Module:
+def small_network():
     torch.manual_seed(0)
     norms = (
         nn.BatchNorm2d(4),
@@ -39,7 +34,7 @@ def small_network() -> nn.Module:
     ).double()
 
 
-def step(model: nn.Module, inputs: Tensor) -> float:
+def step(model, inputs):
     outputs = model(inputs.double())
     loss = (outputs.sigmoid() * torch.linspace(-1, 1, outputs.shape[1])).sum() / len(
         INPUTS
@@ -48,14 +43,14 @@ def step(model: nn.Module, inputs: Tensor) -> float:
     return float(loss.detach())
 
 
-def found_in(model: nn.Module, loss: float) -> Found:
+def found_in(model, loss):
     gradients = {
         name: one.grad for name, one in model.named_parameters() if one.grad is not None
     }
     return loss, gradients, {name: one.double() for name, one in model.named_buffers()}
 
 
-def on_ranks(folder: str, sync: bool) -> tuple[Found, list[str]]:
+def on_ranks(folder, sync):
     """One step on uneven parts of the inputs: 5 and 2 images."""
     lines = listen()
     with start_session(
@@ -70,7 +65,7 @@ def on_ranks(folder: str, sync: bool) -> tuple[Found, list[str]]:
 
 
 @pytest.mark.promise("C05")
-def test_shared_batch_norms_are_those_of_one_process() -> None:
+def test_shared_batch_norms_are_those_of_one_process():
     model = small_network().train()
     loss, gradients, buffers = found_in(model, step(model, INPUTS))
     for (found, gradients_found, buffers_found), lines in run_ranks(
@@ -88,7 +83,7 @@ def test_shared_batch_norms_are_those_of_one_process() -> None:
         )
 
 
-def test_batch_norms_that_are_not_shared_are_said_to_break_parity() -> None:
+def test_batch_norms_that_are_not_shared_are_said_to_break_parity():
     model = small_network().train()
     loss = step(model, INPUTS)
     (one, (line,)), (other, _) = run_ranks(
@@ -101,11 +96,11 @@ def test_batch_norms_that_are_not_shared_are_said_to_break_parity() -> None:
     assert line.endswith("sync_batchnorm: true shares their statistics")
 
 
-def test_on_gpus_they_become_torchs_own_and_without_any_nothing_happens() -> None:
+def test_on_gpus_they_become_torchs_own_and_without_any_nothing_happens():
     model = small_network()
     assert share_batch_norms(model, torch.device("cuda"), shared=True) == 3
     assert [type(module).__name__ for module in model.modules()].count(
         "SyncBatchNorm"
     ) == 3
-    plain: Any = nn.Linear(2, 2)
+    plain = nn.Linear(2, 2)
     assert share_batch_norms(plain, torch.device("cpu"), shared=True) == 0

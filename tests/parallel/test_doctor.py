@@ -1,7 +1,5 @@
 """`vembed doctor`: facts in the documents' order, a self-test with pass or fail, and the checklist of a config."""
 
-from __future__ import annotations
-
 import io
 import os
 import re
@@ -60,7 +58,7 @@ FACTS = [
 
 
 @pytest.mark.promise("A02", "A04", "A05", "A20", "A21", "B23", "D45")
-def test_facts_self_test_and_checklist_in_order(tmp_path: Path) -> None:
+def test_facts_self_test_and_checklist_in_order(tmp_path):
     config = tmp_path / "run.yaml"
     config.write_text(
         f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\nuse_fsdp: true\nbatch_size: 64\n"
@@ -72,7 +70,7 @@ def test_facts_self_test_and_checklist_in_order(tmp_path: Path) -> None:
         assert any(re.match(fact, line) for line in lines), fact
 
 
-def self_test_with_a_fault() -> str:
+def self_test_with_a_fault():
     selftest.TOLERANCE = -1.0
     sys.stdout = io.StringIO()
     with pytest.raises(SystemExit) as caught:
@@ -82,7 +80,7 @@ def self_test_with_a_fault() -> str:
 
 
 @pytest.mark.promise("A20")
-def test_a_fault_is_named_with_its_rank_and_ends_the_self_test() -> None:
+def test_a_fault_is_named_with_its_rank_and_ends_the_self_test():
     first, second = rank_outcomes(self_test_with_a_fault, 2, process_group=False)
     for rank, outcome in enumerate((first, second)):
         assert outcome.error is None
@@ -94,9 +92,7 @@ def test_a_fault_is_named_with_its_rank_and_ends_the_self_test() -> None:
 
 
 @pytest.mark.promise("A20")
-def test_one_process_is_enough(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_process_is_enough(monkeypatch, capsys):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert selftest.main() == 0
@@ -128,12 +124,8 @@ def test_one_process_is_enough(
 )
 @pytest.mark.promise("D45")
 def test_a_point_that_fails_makes_exit_code_1(
-    options: str,
-    line: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    options, line, tmp_path, monkeypatch, capsys
+):
     config = tmp_path / "run.yaml"
     config.write_text(
         f"model_name: {shared(tiny_bert)}\ndata_path: train.jsonl\n{options}"
@@ -149,8 +141,8 @@ def test_a_point_that_fails_makes_exit_code_1(
 
 
 def test_a_folder_without_weights_and_a_model_that_needs_shards_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+    tmp_path, monkeypatch, capsys
+):
     model = tmp_path / "model"
     shutil.copytree(
         shared(tiny_bert), model, ignore=shutil.ignore_patterns("*.safetensors")
@@ -180,15 +172,13 @@ def test_a_folder_without_weights_and_a_model_that_needs_shards_fail(
     )
 
 
-def test_a_failed_self_test_makes_exit_code_1(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_self_test_makes_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(machine_checks, "run_ranks", lambda *_: 1)
     assert doctor.doctor(None, 2)[1] == 1
     assert "Self-test: FAIL" in capsys.readouterr().out
 
 
-def test_a_broken_torch_is_reported_beside_the_versions(tmp_path: Path) -> None:
+def test_a_broken_torch_is_reported_beside_the_versions(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: wrong build')")
     done = subprocess.run(
         [sys.executable, "-m", "vembed", "doctor"],

@@ -1,7 +1,5 @@
 """Ranks that hang: the others name them, and what they do."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -34,13 +32,11 @@ LOOP = Beat(
 )
 
 
-def message(
-    others: dict[int, tuple[Beat, float]], own: Beat = HERE
-) -> HangReport | None:
+def message(others, own=HERE):
     return find_hanging_ranks(0, own, others, waited=40.0)
 
 
-def test_a_rank_outside_of_collectives_is_named_with_its_place() -> None:
+def test_a_rank_outside_of_collectives_is_named_with_its_place():
     found = message({1: (HERE, 1.0), 2: (LOOP, 1.0)})
     assert found == HangReport(
         (2,),
@@ -51,7 +47,7 @@ def test_a_rank_outside_of_collectives_is_named_with_its_place() -> None:
     )
 
 
-def test_a_rank_without_signs_of_life_is_named() -> None:
+def test_a_rank_without_signs_of_life_is_named():
     found = message({1: (HERE, 40.0), 2: (HERE, 1.0)})
     assert found is not None and found.ranks == (1,)
     assert (
@@ -60,30 +56,28 @@ def test_a_rank_without_signs_of_life_is_named() -> None:
     )
 
 
-def test_among_ranks_that_all_wait_the_one_behind_is_named_and_otherwise_none() -> None:
+def test_among_ranks_that_all_wait_the_one_behind_is_named_and_otherwise_none():
     assert message({1: (HERE, 1.0)}) is None
     found = message({1: (HERE, 1.0), 2: (replace(HERE, calls=8), 1.0)})
     assert found is not None and found.ranks == (2,)
 
 
-def test_a_rank_that_loops_does_not_accuse_those_that_wait_for_it() -> None:
+def test_a_rank_that_loops_does_not_accuse_those_that_wait_for_it():
     assert message({1: (HERE, 1.0)}, own=LOOP) is None
 
 
-def loop_for_ever() -> None:
+def loop_for_ever():
     while True:
         time.sleep(0.01)
 
 
-def in_a_run(folder: str, stops: int, loops: int) -> list[str]:
+def in_a_run(folder, stops, loops):
     """One rank is halted, another loops in Python, and the others go into a collective."""
     rank = int(os.environ["RANK"])
     # A report counts for STILL_SECONDS and a beat: long enough for threads that a busy machine lets wait.
-    heartbeat.BEAT_SECONDS, heartbeat.STILL_SECONDS, heartbeat.SILENT_SECONDS = (
-        0.1,
-        1.5,
-        1.5,
-    )
+    heartbeat.BEAT_SECONDS = 0.1
+    heartbeat.STILL_SECONDS = 1.5
+    heartbeat.SILENT_SECONDS = 1.5
     heartbeat.FIRST_LINE_SECONDS = 1.6
     # The short limit is for collectives: a busy machine may start ranks slowly.
     session.LaunchCheck = lambda ranks, _: LaunchCheck(ranks, 1.0)
@@ -112,8 +106,8 @@ def in_a_run(folder: str, stops: int, loops: int) -> list[str]:
     ("ranks", "stops", "loops", "waits"), [(3, 2, 1, 0), (2, 0, -1, 1)]
 )
 def test_the_rank_that_hangs_is_named_and_not_the_one_that_noticed(
-    ranks: int, stops: int, loops: int, waits: int
-) -> None:
+    ranks, stops, loops, waits
+):
     # Rank 0 keeps the store: once among those that wait, once halted itself.
     folder = str(shared(tiny_bert))
     outcomes = rank_outcomes(

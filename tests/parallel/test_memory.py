@@ -1,7 +1,5 @@
 """Memory lines with a real sum over the ranks, peaks that start anew, and both without a process group."""
 
-from __future__ import annotations
-
 import logging
 import platform
 import re
@@ -19,7 +17,7 @@ from vembed.parallel import collectives, devices
 LINE = re.compile(r"Rank (\d+), CPU: RSS: (\d+\.\d\d)GB, Peak: (\d+\.\d\d)GB$")
 
 
-def hold_and_print() -> tuple[list[str], list[str]]:
+def hold_and_print():
     """Rank 1 holds 300 MiB more than rank 0, so that one rank's value times the number of ranks is not the sum."""
     lines = listen()
     held = np.ones(300 * 2**17 * collectives.rank())
@@ -30,7 +28,7 @@ def hold_and_print() -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.promise("A19", "B11", "B30")
-def test_total_is_a_real_sum() -> None:
+def test_total_is_a_real_sum():
     (lines, logged), (others, logged_by_other) = run_ranks(hold_and_print, 2)
     assert logged == lines == others
     assert logged_by_other == []
@@ -50,7 +48,7 @@ def test_total_is_a_real_sum() -> None:
 
 
 @pytest.mark.promise("B10", "B29", "B31")
-def test_peak_starts_anew_between_phases() -> None:
+def test_peak_starts_anew_between_phases():
     block = np.ones(200 * 2**17)
     del block
     high = devices.memory_snapshot(torch.device("cpu"))["peak_gb"]
@@ -60,7 +58,7 @@ def test_peak_starts_anew_between_phases() -> None:
     assert low["peak_gb"] >= low["rss_gb"]
 
 
-def clear_together() -> tuple[float, float, float, float]:
+def clear_together():
     """Rank 1 comes late. Return when this rank came and went, and the memory before and after, freed memory kept."""
     devices.keep_freed_memory()
     blocks = [torch.ones(2**20) for _ in range(64)]  # 4 MiB each
@@ -79,7 +77,7 @@ def clear_together() -> tuple[float, float, float, float]:
 
 
 @pytest.mark.promise("B10", "B29")
-def test_ranks_wait_for_each_other_and_give_back_what_they_keep() -> None:
+def test_ranks_wait_for_each_other_and_give_back_what_they_keep():
     found = run_ranks(clear_together, 2)
     assert min(went for _, went, _, _ in found) >= max(came for came, _, _, _ in found)
     if platform.libc_ver()[0] == "glibc":
@@ -87,7 +85,7 @@ def test_ranks_wait_for_each_other_and_give_back_what_they_keep() -> None:
 
 
 @pytest.mark.promise("B10")
-def test_lines_reach_standard_output_where_nobody_logs() -> None:
+def test_lines_reach_standard_output_where_nobody_logs():
     program = "import vembed; vembed.fsdp_empty_cache(); vembed.fsdp_print_memory_usage('start: ')"
     done = command(program, module=CODE)
     first, second = done.stdout.splitlines()
@@ -96,9 +94,7 @@ def test_lines_reach_standard_output_where_nobody_logs() -> None:
 
 
 @pytest.mark.promise("A21")
-def test_gpu_line_has_the_words_of_the_documents(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpu_line_has_the_words_of_the_documents(monkeypatch):
     figures = {
         "device": "cuda:3",
         "allocated_gb": 1.234,

@@ -1,11 +1,8 @@
 """Which interface gloo gets: names that are loopback on machine 0, hosts of several addresses, IPv6."""
 
-from __future__ import annotations
-
 import logging
 import os
 import socket
-from typing import Any
 
 import psutil
 import pytest
@@ -39,20 +36,20 @@ HOSTS = {
 
 
 @pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def routes(monkeypatch):
     """A machine with two interfaces and a table of hosts."""
     known = dict(ROUTES)
 
     class Probe(socket.socket):
-        def connect(self, target: Any) -> None:
+        def connect(self, target):
             if target[0] not in known:
                 raise OSError(101, "Network is unreachable")
             self.own = known[target[0]]
 
-        def getsockname(self) -> Any:
+        def getsockname(self):
             return self.own, 40000
 
-    def look_up(host: str, port: int | None, **_: Any) -> list[Any]:
+    def look_up(host, port, **_):
         if host not in HOSTS and ":" not in host and not host[0].isdigit():
             raise socket.gaierror("Name or service not known")
         return [
@@ -93,12 +90,12 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         ("192.0.2.9", None),
     ],
 )
-def test_the_interface_that_leads_to_a_host(host: str, interface: str | None) -> None:
+def test_the_interface_that_leads_to_a_host(host, interface):
     assert interface_to(host, 29500) == interface
 
 
 @pytest.mark.usefixtures("routes")
-def test_which_names_hide_behind_loopback() -> None:
+def test_which_names_hide_behind_loopback():
     hosts = [
         "head",
         "both",
@@ -116,11 +113,8 @@ def test_which_names_hide_behind_loopback() -> None:
     "default", [None, "10.0.0.1", "fd00::1"], ids=["none", "IPv4", "IPv6"]
 )
 def test_a_name_of_machine_0_that_is_loopback_there(
-    routes: dict[str, str],
-    default: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    routes, default, monkeypatch, caplog
+):
     """Debian maps a machine's own name to 127.0.1.1: with loopback for gloo the others find nobody there."""
     if default is not None:
         routes[environment._ELSEWHERE[":" in default]] = default

@@ -1,17 +1,13 @@
 """Every way of sharing a model gives the gradient of one process, with about 1/N of it on each rank."""
 
-from __future__ import annotations
-
 import warnings
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 
 from tests.harness import result_of, run_cases, run_ranks
 from tests.parallel.steps import (
-    Result,
     build,
     check_against_one_process,
     config_of,
@@ -21,7 +17,7 @@ from tests.parallel.steps import (
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3, tiny_siglip
 from vembed.parallel import placement, session
 
-CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+CASES = {
     # name: ranks, options of the config, options of the step
     "ddp": (2, {"strategy": "ddp"}, {}),
     "no_shard": (2, {"strategy": "fsdp", "fsdp_sharding_strategy": "NO_SHARD"}, {}),
@@ -84,16 +80,14 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def run_case(
-    folder: str, config_options: dict[str, Any], step_options: dict[str, Any]
-) -> Result:
+def run_case(folder, config_options, step_options):
     return sharded_step(
         config_of(folder, gradient_checkpointing=False, **config_options), step_options
     )
 
 
 @cache
-def results_on(num_ranks: int) -> dict[str, Any]:
+def results_on(num_ranks):
     """All cases of so many ranks, in one start of them."""
     folder = str(shared(tiny_bert, layers=3))
     cases = {
@@ -105,7 +99,7 @@ def results_on(num_ranks: int) -> dict[str, Any]:
 
 
 @cache
-def whole_of(folder: str, num_ranks: int) -> Result:
+def whole_of(folder, num_ranks):
     """The steps of so many ranks in one process."""
     return whole_step(config_of(folder, gradient_checkpointing=False), num_ranks)
 
@@ -114,10 +108,10 @@ def whole_of(folder: str, num_ranks: int) -> Result:
 @pytest.mark.promise(
     "A23", "B01", "B05", "C07", "C08", "C24", "D10", "D27", "D38", "E01"
 )
-def test_gradient_is_that_of_one_process(name: str) -> None:
+def test_gradient_is_that_of_one_process(name):
     num_ranks = CASES[name][0]
     whole = whole_of(str(shared(tiny_bert, layers=3)), num_ranks)
-    results: list[Result] = result_of(results_on(num_ranks), name)
+    results = result_of(results_on(num_ranks), name)
     check_against_one_process(results, whole)
     if name == "no_shard":
         assert (
@@ -131,7 +125,7 @@ def test_gradient_is_that_of_one_process(name: str) -> None:
             assert result.bytes[kind] == pytest.approx(size / shards, rel=0.1), kind
 
 
-def units_by_size(folder: str, size: int) -> tuple[Result, list[str]]:
+def units_by_size(folder, size):
     options = {
         "strategy": "fsdp",
         "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
@@ -147,7 +141,7 @@ def units_by_size(folder: str, size: int) -> tuple[Result, list[str]]:
     ]
 
 
-def test_units_by_size_are_no_bare_linear_layers_and_return_no_views() -> None:
+def test_units_by_size_are_no_bare_linear_layers_and_return_no_views():
     folder = str(
         shared(tiny_qwen3)
     )  # its feed-forward blocks end in a linear layer, whose output is a view
@@ -159,7 +153,7 @@ def test_units_by_size_are_no_bare_linear_layers_and_return_no_views() -> None:
     check_against_one_process([result for result, _ in found], whole)
 
 
-def reduction(folder: str, limit: float) -> bool:
+def reduction(folder, limit):
     placement.UNSHARDED_SHARE = limit
     config = config_of(folder, strategy="fsdp")
     with session.start_session(config) as one:
@@ -168,7 +162,7 @@ def reduction(folder: str, limit: float) -> bool:
         return one.reduces_each_micro_batch
 
 
-def test_large_gradients_are_reduced_after_every_micro_batch() -> None:
+def test_large_gradients_are_reduced_after_every_micro_batch():
     folder = str(shared(tiny_bert, layers=3))
     limits = {"once": (folder, 0.2), "every": (folder, 1e-9)}
     results = run_cases(reduction, 2, limits, process_group=False)
@@ -180,7 +174,7 @@ FAMILIES = (tiny_qwen3, tiny_clip, tiny_siglip)
 
 
 @cache
-def families_on_ranks() -> dict[str, Any]:
+def families_on_ranks():
     """Every family under both versions of FSDP, in one start of the ranks."""
     cases = {
         f"{make.__name__}-{version}": (
@@ -196,12 +190,10 @@ def families_on_ranks() -> dict[str, Any]:
 
 @pytest.mark.parametrize("make", FAMILIES)
 @pytest.mark.promise("B32")
-def test_other_families_shard_without_options_of_their_own(make: Any) -> None:
+def test_other_families_shard_without_options_of_their_own(make):
     whole = whole_of(str(shared(make)), 2)
     for version in (1, 2):
-        results: list[Result] = result_of(
-            families_on_ranks(), f"{make.__name__}-{version}"
-        )
+        results = result_of(families_on_ranks(), f"{make.__name__}-{version}")
         check_against_one_process(results, whole)
     assert any(
         line.startswith("FSDP2: ") and " units (" in line for line in results[0].lines

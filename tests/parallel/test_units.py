@@ -1,10 +1,6 @@
 """Which modules become units: found by class, by size, or named in an error."""
 
-from __future__ import annotations
-
 from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +11,6 @@ from tests.parallel.steps import config_of
 from tests.tiny import shared, tiny_bert, tiny_clip, tiny_qwen3_vl
 from vembed.config.decisions import FsdpConfig
 from vembed.errors import UserError
-from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel.sharding import (
     choose_units,
     describe_units,
@@ -28,17 +23,17 @@ from vembed.parallel.sharding import (
 BERT_PATH = "transformers.models.bert.modeling_bert.BertLayer"
 
 
-def model_in(folder: Path) -> EmbeddingModel:
+def model_in(folder):
     config = config_of(folder)
     return model_of(config)
 
 
-def kinds(units: list[nn.Module]) -> dict[str, int]:
+def kinds(units):
     return dict(Counter(type(unit).__name__ for unit in units))
 
 
 @pytest.fixture(scope="module")
-def bert() -> EmbeddingModel:
+def bert():
     return model_in(shared(tiny_bert, layers=3))
 
 
@@ -46,9 +41,7 @@ def bert() -> EmbeddingModel:
     "names", [("BertLayer",), (BERT_PATH,), ("BertLayer", BERT_PATH), None]
 )
 @pytest.mark.promise("B08", "D07", "E22")
-def test_layer_class_by_name_path_list_or_the_models_own(
-    bert: EmbeddingModel, names: Any
-) -> None:
+def test_layer_class_by_name_path_list_or_the_models_own(bert, names):
     units = choose_units(
         bert, FsdpConfig(layer_classes=names), bert.description.layer_classes
     )
@@ -60,7 +53,7 @@ def test_layer_class_by_name_path_list_or_the_models_own(
 
 
 @pytest.mark.promise("B08")
-def test_unknown_layer_class_names_the_candidates(bert: EmbeddingModel) -> None:
+def test_unknown_layer_class_names_the_candidates(bert):
     fsdp = FsdpConfig(
         layer_classes=("transformers.models.llama.modeling_llama.LlamaDecoderLayer",)
     )
@@ -74,21 +67,21 @@ def test_unknown_layer_class_names_the_candidates(bert: EmbeddingModel) -> None:
         layer_units(bert, [BERT_PATH.replace("transformers", "my_code")])
 
 
-def test_a_plain_module_without_layers_says_so() -> None:
+def test_a_plain_module_without_layers_says_so():
     with pytest.raises(
         UserError, match="its layer classes: none found: use SIZE_BASED_WRAP"
     ):
         layer_units(nn.Linear(2, 2), ["BertLayer"])
 
 
-def test_candidates_of_modules_that_declare_none() -> None:
+def test_candidates_of_modules_that_declare_none():
     block = nn.Sequential(nn.Linear(2, 2))
     assert layer_candidates(nn.Sequential(nn.ModuleList([block, block]))) == [
         "Sequential"
     ]
 
 
-def test_embeddings_are_a_unit_or_not(bert: EmbeddingModel) -> None:
+def test_embeddings_are_a_unit_or_not(bert):
     units = choose_units(bert, FsdpConfig(), ("BertLayer",))
     assert kinds(units) == {"BertLayer": 3, "Embedding": 1}
     for policy in ("NO_WRAP", "SIZE_BASED_WRAP"):  # which know nothing of embeddings
@@ -107,8 +100,9 @@ def test_embeddings_are_a_unit_or_not(bert: EmbeddingModel) -> None:
 
 
 @pytest.mark.promise("B32")
-def test_towers_have_their_own_units() -> None:
-    clip, vl = model_in(shared(tiny_clip)), model_in(shared(tiny_qwen3_vl))
+def test_towers_have_their_own_units():
+    clip = model_in(shared(tiny_clip))
+    vl = model_in(shared(tiny_qwen3_vl))
     assert kinds(choose_units(clip, FsdpConfig(), clip.description.layer_classes)) == {
         "CLIPEncoderLayer": 4,
         "Embedding": 1,
@@ -118,7 +112,7 @@ def test_towers_have_their_own_units() -> None:
 
 
 @pytest.mark.promise("A13", "A24", "B07", "B09", "E11")
-def test_size_threshold_changes_the_number_of_units(bert: EmbeddingModel) -> None:
+def test_size_threshold_changes_the_number_of_units(bert):
     count = {
         size: len(
             choose_units(
@@ -132,14 +126,14 @@ def test_size_threshold_changes_the_number_of_units(bert: EmbeddingModel) -> Non
 
 @pytest.mark.parametrize("size", [1_000, 3_000, 9_000])
 @pytest.mark.promise("E11")
-def test_size_units_are_those_of_fsdp1s_own_policy(size: int) -> None:
+def test_size_units_are_those_of_fsdp1s_own_policy(size):
     """What torch's policy wraps, asked of torch: `_recursive_wrap` with a wrapper that only takes notes."""
     from functools import partial
 
     from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
     class Noted(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
+        def __init__(self, module):
             super().__init__()
             self.module = module
 
@@ -165,7 +159,7 @@ def test_size_units_are_those_of_fsdp1s_own_policy(size: int) -> None:
     assert ours
 
 
-def test_units_come_inner_ones_first(bert: EmbeddingModel) -> None:
+def test_units_come_inner_ones_first(bert):
     units = size_units(bert, 1_000, leaves=False)
     ordered = choose_units(
         bert,

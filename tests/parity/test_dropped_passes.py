@@ -1,12 +1,6 @@
 """Measured and failed passes leave nothing behind in a sharded model: the gradients after them are the same."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
-from torch import Tensor, nn
 
 from tests.harness import run_ranks
 from tests.parity.engine import (
@@ -27,10 +21,10 @@ CASES = ("no measurement", "measurement", "forward fails", "backward fails")
 class Failing:
     """A hook of a layer that fails in a forward or a backward pass."""
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where):
         self.where = where
 
-    def __call__(self, module: nn.Module, given: Any, output: Any) -> None:
+    def __call__(self, module, given, output):
         """Fail here, or later in the backward pass."""
         if self.where == "forward fails":
             raise ZeroDivisionError
@@ -38,7 +32,7 @@ class Failing:
         if hidden.requires_grad:
             hidden.register_hook(self.backward)
 
-    def backward(self, gradient: Tensor) -> Tensor:
+    def backward(self, gradient):
         """Fail."""
         raise ZeroDivisionError
 
@@ -46,21 +40,19 @@ class Failing:
 class Straight(PeakMeter):
     """A stand-in: 1,000 bytes, and 7 for each token."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.tokens = 0
 
-    def reset(self) -> None:
+    def reset(self):
         """Begin."""
         self.tokens = 0
 
-    def peak(self) -> int:
+    def peak(self):
         """Return the bytes."""
         return 1000 + 7 * self.tokens
 
 
-def steps_after(
-    folder: Path,
-) -> list[tuple[Demand | None, dict[str, Tensor], dict[str, Tensor]]]:
+def steps_after(folder):
     """On every rank, for each case: the demand, and the gradients of two steps after it."""
     case = Case("budget", num_examples=6)
     config = case.config(folder, strategy="fsdp", gradient_checkpointing=False)
@@ -101,7 +93,7 @@ def steps_after(
 
 
 @pytest.mark.promise("E01")
-def test_passes_whose_gradients_are_dropped_leave_nothing_behind() -> None:
+def test_passes_whose_gradients_are_dropped_leave_nothing_behind():
     for rank in run_ranks(steps_after, 2, Case("budget").folder(), process_group=False):
         by_case = dict(zip(CASES, rank, strict=True))
         _, *wanted = by_case["no measurement"]

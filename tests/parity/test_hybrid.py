@@ -1,9 +1,6 @@
 """HYBRID_SHARD with gradients reduced after every micro-batch: between machines they are summed once per step."""
 
-from __future__ import annotations
-
 import os
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,37 +15,37 @@ from vembed.parallel import placement
 class Counting:
     """torch.distributed as FSDP2 sees it, with a count of its all-reduces."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.count = 0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(dist, name)
 
-    def all_reduce(self, *args: Any, **options: Any) -> Any:
+    def all_reduce(self, *args, **options):
         """Count and pass on."""
         self.count += 1
         return dist.all_reduce(*args, **options)
 
 
-def step_between_machines() -> tuple[list[dict[str, Any]], int]:
+def step_between_machines():
     """On every rank, of two machines with two each: a step without and one with Gradient Cache; sums between them."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     placement.UNSHARDED_SHARE = (
         1e-9  # so that gradients are reduced after every micro-batch
     )
     counting = Counting()
-    _fsdp_collectives.dist = counting  # type: ignore[attr-defined]
+    _fsdp_collectives.dist = counting
     try:
         config = BY_NAME["clip"].config(
             strategy="fsdp", fsdp_sharding_strategy="HYBRID_SHARD"
         )
         return on_ranks([config]), counting.count
     finally:
-        _fsdp_collectives.dist = dist  # type: ignore[attr-defined]
+        _fsdp_collectives.dist = dist
 
 
 @pytest.mark.promise("A24")
-def test_machines_were_summed_after_every_micro_batch() -> None:
+def test_machines_were_summed_after_every_micro_batch():
     """Of CLIP, whose root unit holds parameters of both towers, while a micro-batch uses one."""
     plain = wanted("clip")
     for results, count in run_ranks(step_between_machines, 4, process_group=False):

@@ -1,13 +1,8 @@
 """Gradient Cache keeps the graphs of as many micro-batches as fit and replays the others: the gradient is the same."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 from tests.harness import run_ranks
 from tests.parity.engine import Case, reference, step_on_rank, worst_error
@@ -22,9 +17,7 @@ CASES = [
 KEPT_TOKENS = {"none": 1, "part": 80, "all": 10**9}
 
 
-def steps_on_rank(
-    cases: list[tuple[Case, Path]], strategy: str
-) -> list[tuple[dict[str, Tensor], int, int]]:
+def steps_on_rank(cases, strategy):
     """Called on every rank: gradients, forward passes and kept graphs of each case."""
     results = []
     first, folder = cases[0]
@@ -40,17 +33,13 @@ def steps_on_rank(
     ("num_ranks", "strategy"),
     [(1, "single"), (2, "ddp"), (3, "ddp"), (2, "fsdp"), (3, "fsdp")],
 )
-def test_gradient_is_the_same_however_many_graphs_are_kept(
-    num_ranks: int, strategy: str
-) -> None:
-    placed: list[tuple[Case, Path]] = []
+def test_gradient_is_the_same_however_many_graphs_are_kept(num_ranks, strategy):
+    placed = []
     for case in CASES:
         for kept_tokens in KEPT_TOKENS.values():
             placed.append((replace(case, kept_tokens=kept_tokens), case.folder()))
-    by_rank: list[Any] = run_ranks(
-        steps_on_rank, num_ranks, placed, strategy, process_group=False
-    )
-    numbers: dict[tuple[str, str], tuple[int, int]] = {}
+    by_rank = run_ranks(steps_on_rank, num_ranks, placed, strategy, process_group=False)
+    numbers = {}
     for index, (case, _) in enumerate(placed):
         results = [rank[index] for rank in by_rank]
         name = list(KEPT_TOKENS)[index % len(KEPT_TOKENS)]

@@ -1,12 +1,8 @@
 """After backward every parameter's gradient is that of the formula on the whole global batch, in float64, to 1e-9."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import Any
 
 import pytest
-import torch
 
 from tests.harness import RankFailed, run_ranks
 from tests.parity.engine import Case, gradients_on_ranks, reference, worst_error
@@ -89,7 +85,7 @@ CASES += [
     Case("rerank-lora", {**RERANK, **LORA, "loss": "bce"}, micro="odd"),
 ]
 BY_NAME = {case.name: case for case in CASES}
-GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
+GROUPS = {
     "one": (1, "single", {}),
     "ddp-2": (2, "ddp", {}),
     "ddp-3-uneven": (3, "ddp", {}),
@@ -124,7 +120,7 @@ TABLE = [
 
 
 @cache
-def found(group: str) -> dict[str, dict[str, torch.Tensor] | RankFailed]:
+def found(group):
     """All cases of a group, in one start of its ranks."""
     world_size, strategy, more = GROUPS[group]
     cases = [BY_NAME[name] for of, name in TABLE if of == group]
@@ -143,7 +139,7 @@ def found(group: str) -> dict[str, dict[str, torch.Tensor] | RankFailed]:
 
 
 @cache
-def wanted(name: str, world_size: int) -> dict[str, torch.Tensor]:
+def wanted(name, world_size):
     return reference(BY_NAME[name], world_size)
 
 
@@ -151,7 +147,7 @@ def wanted(name: str, world_size: int) -> dict[str, torch.Tensor]:
     ("group", "name"), TABLE, ids=[f"{group}-{name}" for group, name in TABLE]
 )
 @pytest.mark.promise("C12", "D27", "D32")
-def test_gradient_is_that_of_the_formula(group: str, name: str) -> None:
+def test_gradient_is_that_of_the_formula(group, name):
     world_size = GROUPS[group][0]
     plain = wanted(
         name,

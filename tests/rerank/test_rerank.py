@@ -17,6 +17,7 @@ from transformers import (
 )
 
 import vembed
+from tests.built import described
 from tests.commands import command
 from tests.tiny import (
     shared,
@@ -30,7 +31,9 @@ from tests.tiny import (
     tiny_roberta,
     tiny_xlmr,
 )
-from vembed.data.features import ANSWER_END, ANSWER_PROMPT
+from vembed.config.schema import RELEVANCE, TrainConfig
+from vembed.data.examples import Item
+from vembed.data.features import ANSWER_END, ANSWER_PROMPT, PairFeaturiser
 from vembed.errors import UserError
 from vembed.models.families.description import RERANK_INSTRUCTION
 from vembed.saving.card import calls_of
@@ -370,6 +373,89 @@ def test_a_checkpoint_is_exported_and_used(tmp_path):
     assert result.returncode == 0, result.stderr
     (row,) = json.loads(result.stdout)["results"]
     assert row["score"] == pytest.approx(float(scores[0]), abs=1e-6)
+
+
+def first_loss(folder, data, teacher):
+    """Return the loss of the first step of an embedding model that the real command trains with this teacher."""
+    config = {
+        "model_name": str(shared(tiny_bert)),
+        "data_path": str(data),
+        "output_dir": str(folder / "out"),
+        "losses": [{"loss": "kl", "teacher": teacher, "temperature": 0.1}],
+        "batch_size": 8,
+        "max_steps": 1,
+        "logging_steps": 1,
+        "mixed_precision": "no",
+        "report_to": [],
+    }
+    folder.mkdir()
+    path = folder / "cfg.yaml"
+    path.write_text(yaml.safe_dump(config))
+    result = command("train", str(path))
+    assert result.returncode == 0, result.stderr
+    assert (folder / "out" / "final" / "config.json").is_file()
+    metrics = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    return float(json.loads(metrics[0])["loss"])
+
+
+def test_a_decoder_teaches_an_embedding_model(tmp_path):
+    teacher = shared(tiny_qwen3_reranker)
+    data = written(tmp_path)
+    reranker = vembed.Reranker(teacher, instruction=RELEVANCE)
+    lines = []
+    for line in data.read_text().splitlines():
+        record = json.loads(line)
+        documents = [record["positive"], *record["negatives"]]
+        scores = reranker.predict([(record["query"], text) for text in documents])
+        record["positive_scores"] = float(scores[0])
+        record["negative_scores"] = scores[1:].tolist()
+        lines.append(json.dumps(record) + "\n")
+    scored = tmp_path / "scored.jsonl"
+    scored.write_text("".join(lines))
+    loss = first_loss(tmp_path / "model", data, str(teacher))
+    # Its scores, written to the data, teach the same.
+    expected = first_loss(tmp_path / "scores", scored, "scores")
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert loss > 1e-3
+
+
+def test_data_and_plan_count_pairs(tmp_path):
+    config = {
+        "model_name": str(shared(tiny_qwen3_reranker)),
+        "task": "rerank",
+        "data_path": str(written(tmp_path)),
+        "output_dir": str(tmp_path / "out"),
+        "loss": "bce",
+        "max_length": 512,
+        "max_negatives": 1,
+        "batch_size": 8,
+        "max_steps": 3,
+    }
+    path = tmp_path / "cfg.yaml"
+    path.write_text(yaml.safe_dump(config))
+    featuriser = PairFeaturiser(described(TrainConfig(**config)))
+    lengths = []
+    for line in (tmp_path / "train.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        for document in (record["positive"], record["negatives"][0]):
+            pair = (Item(record["query"]), Item(document))
+            (feature,) = featuriser.features([pair])
+            lengths.append(feature.length)
+    target = tmp_path / "data.json"
+    result = command("data", str(path), "--json", str(target))
+    assert result.returncode == 0, result.stderr
+    figures = json.loads(target.read_text())["lengths"]
+    assert list(figures) == ["pairs"]
+    assert figures["pairs"]["measured"] == len(lengths)
+    assert figures["pairs"]["longest"] == max(lengths)
+    assert figures["pairs"]["median"] == round(np.median(lengths))
+    assert "query and positive (" in result.stdout
+    mean = np.mean(lengths)
+    for others in (0, 3):
+        result = command("plan", str(path), f"in_batch_negatives={others}")
+        assert result.returncode == 0, result.stderr
+        work = f"3 steps x 8 examples x {(2 + others) * mean:,.0f} tokens"
+        assert work in result.stdout
 
 
 def test_lists_are_sorted_by_the_command(tmp_path):

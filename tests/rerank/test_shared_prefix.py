@@ -71,8 +71,8 @@ def exact_gradients(
     [(1, "single", True), (2, "ddp", True), (2, "ddp", False), (2, "fsdp", True)],
 )
 def test_gradients_are_those_of_whole_questions(
-    world_size: int, strategy: str, cache: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    world_size, strategy, cache, monkeypatch
+):
     options = {"task": "rerank", "loss": "infonce", "temperature": 1.0}
     case = AnswerCase("answer", options, cache=cache)
     ranks = run_ranks(
@@ -108,9 +108,7 @@ def scores_and_gradients(
 
 @pytest.mark.parametrize("padding_free", [True, False])
 @pytest.mark.parametrize("checkpointing", [True, False])
-def test_scores_are_those_of_each_question_alone(
-    padding_free: bool, checkpointing: bool
-) -> None:
+def test_scores_are_those_of_each_question_alone(padding_free, checkpointing):
     case = AnswerCase("answer", {"task": "rerank", "padding_free": padding_free})
     config = case.config(case.folder())
     description = described(config)
@@ -136,7 +134,7 @@ def test_scores_are_those_of_each_question_alone(
     assert max(errors.values()) < EXACT
 
 
-def test_memory_is_measured_with_whole_documents() -> None:
+def test_memory_is_measured_with_whole_documents():
     case = AnswerCase("answer", {"task": "rerank"})
     featuriser = features.PairFeaturiser(described(case.config(case.folder())))
     question = featuriser.dummy("text")

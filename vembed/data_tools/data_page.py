@@ -17,12 +17,12 @@ import numpy as np
 from vembed.config.schema import ModelSection, TrainConfig
 from vembed.data.datasets import open_sets, short_item
 from vembed.data.example_store import ExampleStore
-from vembed.data.examples import Example, Item, Kind
+from vembed.data.examples import Example, Item
 from vembed.data.near_duplicates import normal_key
 from vembed.data_tools.starter import local_model
 
 if TYPE_CHECKING:
-    from vembed.data.features import Featuriser
+    from vembed.data.features import BaseFeaturiser
     from vembed.data_tools.audit import AuditedRows
 
 MAX_READ = 20_000
@@ -141,13 +141,34 @@ def sections(
         reason = f"{model.model_name} is not on this machine yet"
         if local_model(model.model_name) is not None:
             # These import torch, which takes seconds.
-            from vembed.data.features import Featuriser
+            from vembed.data.features import build_featuriser
             from vembed.models.families.description import describe
 
-            featuriser = Featuriser(describe(model))
-    page.append(_lengths(sample, featuriser, reason))
-    page.append(_samples(sample[:NUM_SAMPLES], featuriser, reason))
+            featuriser = build_featuriser(describe(model))
+    reads_pairs = model is not None and model.task == "rerank"
+    page.append(_lengths(sample, featuriser, reason, reads_pairs))
+    page.append(_samples(sample[:NUM_SAMPLES], featuriser, reason, reads_pairs))
     return page
+
+
+def _inputs(example: Example, reads_pairs: bool) -> list[tuple[str, Any]]:
+    """Return what a model reads of an example: its texts and images, or pairs of its query and a document. Each is a unit
+    of the featuriser, with its name."""
+    inputs: list[tuple[str, Any]] = []
+    if not reads_pairs:
+        inputs.append(("query", (example.query, "query")))
+    documents = [("positive", item) for item in example.positives]
+    documents += [("negative", item) for item in example.negatives]
+    for role, item in documents:
+        if reads_pairs:
+            inputs.append((f"query and {role}", (example.query, item)))
+        else:
+            inputs.append((role, (item, "document")))
+    return inputs
+
+
+def _items(unit: tuple[Any, Any]) -> list[Item]:
+    return [part for part in unit if isinstance(part, Item)]
 
 
 def _repetitions(examples: Sequence[Example], total: int) -> PageSection:
@@ -229,23 +250,31 @@ def _spread(count: int, limit: int) -> range:
 
 
 def _lengths(
-    examples: Sequence[Example], featuriser: Featuriser | None, reason: str
+    examples: Sequence[Example],
+    featuriser: BaseFeaturiser | None,
+    reason: str,
+    reads_pairs: bool,
 ) -> PageSection:
     """Return lengths in tokens, or in words where `reason` says why."""
-    inputs: dict[str, list[tuple[Item, Kind]]] = {"queries": [], "documents": []}
+    units_by_name: dict[str, list[Any]] = {}
     for number in _spread(len(examples), MAX_MEASURED):
-        example = examples[number]
-        inputs["queries"].append((example.query, "query"))
-        for item in (*example.positives, *example.negatives):
-            inputs["documents"].append((item, "document"))
+        for role, unit in _inputs(examples[number], reads_pairs):
+            name = "pairs" if reads_pairs else "documents"
+            if role == "query":
+                name = "queries"
+            units_by_name.setdefault(name, []).append(unit)
     limit = None if featuriser is None else featuriser.description.max_length
     lines = []
     figures: dict[str, Any] = {}
-    for name, pairs in inputs.items():
+    for name, units in units_by_name.items():
         if featuriser is None:
-            lengths = [len(item.text.split()) for item, _ in pairs if item.text]
+            lengths = []
+            for unit in units:
+                words = [len((item.text or "").split()) for item in _items(unit)]
+                if sum(words):
+                    lengths.append(sum(words))
         else:
-            features = featuriser.features(pairs)
+            features = featuriser.features(units)
             lengths = [each.length for each in features if each.modality == "text"]
         if not lengths:
             continue
@@ -278,23 +307,28 @@ def _lengths(
 
 
 def _samples(
-    examples: Sequence[Example], featuriser: Featuriser | None, reason: str
+    examples: Sequence[Example],
+    featuriser: BaseFeaturiser | None,
+    reason: str,
+    reads_pairs: bool,
 ) -> PageSection:
     """Return examples as the model reads them, or as they are where `reason` says why."""
     lines = []
     for example in examples:
         lines.append(example.where)
-        parts: list[tuple[str, Item, Kind]] = [("query", example.query, "query")]
-        parts += [("positive", item, "document") for item in example.positives[:1]]
-        parts += [("negative", item, "document") for item in example.negatives[:1]]
-        for name, item, kind in parts:
+        # The first positive and the first negative.
+        first: dict[str, Any] = {}
+        for name, unit in _inputs(example, reads_pairs):
+            first.setdefault(name, unit)
+        for name, unit in first.items():
             note = ""
             if featuriser is None:
-                text = " ".join((item.text or short_item(item)).split())
+                texts = [item.text or short_item(item) for item in _items(unit)]
+                text = " ".join(" ".join(texts).split())
             else:
-                (feature,) = featuriser.features([(item, kind)])
+                (feature,) = featuriser.features([unit])
                 note = f" ({feature.length:,d} tokens)"
-                text = short_item(item)
+                text = " ".join(map(short_item, _items(unit)))
                 if feature.token_ids is not None and featuriser.texts is not None:
                     text = featuriser.texts.decoded(feature.token_ids)
             if len(text) > SAMPLE_CHARACTERS:

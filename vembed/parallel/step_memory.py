@@ -190,13 +190,18 @@ class MemoryEstimate:
         self.placement = placement
         self.size = size or placement.size or measure(placement.run.config)
         config = placement.run.config
-        # A query, a positive, and the hard negatives as far as the config gives a number.
-        num_negatives = (
-            config.data.max_negatives or 0
-        ) + config.data.in_batch_negatives
-        self.inputs_per_example = 2 + num_negatives
+        # A positive, and the hard negatives as far as the config gives a number.
+        num_negatives = config.data.max_negatives or 0
+        num_documents = 1 + num_negatives + config.data.in_batch_negatives
+        # An embedding model reads the query too, a reranker a pair for each document.
+        self.inputs_per_example = 1 + num_documents
+        self.output_size = self.size.hidden
+        """Numbers that the model gives for an input."""
+        if config.model.task == "rerank":
+            self.inputs_per_example = num_documents
+            self.output_size = 1
         self.inputs = placement.rows * self.inputs_per_example
-        """Texts and images of a process's batch at most."""
+        """Inputs of a process's batch at most: texts, images or pairs."""
 
     def loss_bytes(self, dim: int, inputs: int | None = None) -> float:
         """Return the bytes of the loss: the embeddings of `dim` numbers of all ranks' inputs, their gradients, and small
@@ -242,7 +247,7 @@ class MemoryEstimate:
 
     def max_rows(self) -> int:
         """Return the largest `batch_size` of a process whose embeddings fit, with micro-batches as they are."""
-        dim = self.size.hidden
+        dim = self.output_size
         without_loss = self.in_step(uses_cache=True).total - self.loss_bytes(dim)
         # The loss is linear in the rows: a fixed part, and the same for each row.
         fixed = self.loss_bytes(dim, 0)
@@ -308,7 +313,7 @@ class MemoryEstimate:
             gathered=gathered,
             copies=copies,
             activations=0.0,
-            loss=self.loss_bytes(size.hidden),
+            loss=self.loss_bytes(self.output_size),
         )
 
 

@@ -18,9 +18,11 @@ from vembed.config.decisions import ResolvedRun, decide_epochs
 from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSection, ModelSection
 from vembed.data.columns import Columns
+from vembed.data.examples import Item
+from vembed.data.features import Pair, PairFeaturiser
 from vembed.data_tools.starter import read_sample, texts_of
 from vembed.errors import UserError
-from vembed.models.families.description import describe
+from vembed.models.families.description import ModelDescription, describe
 from vembed.models.processors import load_tokenizer
 from vembed.parallel.devices import GIB, bf16_instructions
 from vembed.parallel.environment import RankInfo
@@ -68,9 +70,9 @@ class DataSize:
 
     num_examples: int
     tokens: float
-    """Mean tokens of an example: its query, positives and negatives."""
+    """Mean tokens of an example: its query, positives and negatives, or its pairs for a reranker."""
     length: float
-    """Mean tokens of a text."""
+    """Mean tokens of a text or a pair."""
 
 
 def predict(
@@ -210,49 +212,72 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
     description = describe(model)
     if description.modalities == ("image",):
         raise refusal
-    tokenizer: Any = load_tokenizer(description)
+    pair_featuriser = None
+    if description.scores is not None:
+        pair_featuriser = PairFeaturiser(description)
     num_examples = 0
     tokens = 0.0
-    num_texts = 0.0
+    num_inputs = 0.0
     for source in data.sources():
         mapping = source.column_mapping or data.column_mapping
         sample = read_sample(Path(source.path).expanduser())
         if not sample.records:
             raise refusal
         texts: list[str] = []
+        pairs: list[Pair] = []
         for record in sample.records:
-            record_texts = _texts(record, mapping, data.max_negatives)
-            if record_texts is None:
+            texts_of_record = _texts(record, mapping, data.max_negatives)
+            if texts_of_record is None:
                 raise refusal
-            texts += record_texts
+            queries, documents = texts_of_record
+            texts += queries + documents
+            for query in queries:
+                pairs += [(Item(query), Item(document)) for document in documents]
+        if pair_featuriser is not None:
+            features = pair_featuriser.features(pairs)
+            lengths = [feature.length for feature in features]
+        else:
+            lengths = _token_counts(description, texts)
         # The sample stands for the whole file.
         share = sample.num_records / len(sample.records)
         num_examples += sample.num_records
-        num_texts += share * len(texts)
-        if texts:
-            limit = description.max_length
-            encoded = tokenizer(texts, truncation=True, max_length=limit)
-            tokens += share * sum(map(len, encoded["input_ids"]))
-    if not num_texts:
+        num_inputs += share * len(lengths)
+        tokens += share * sum(lengths)
+    if not num_inputs:
         raise refusal
-    return DataSize(num_examples, tokens / num_examples, tokens / num_texts)
+    length = tokens / num_inputs
+    if pair_featuriser is not None:
+        tokens += num_examples * data.in_batch_negatives * length
+    return DataSize(num_examples, tokens / num_examples, length)
+
+
+def _token_counts(description: ModelDescription, texts: list[str]) -> list[int]:
+    if not texts:
+        return []
+    tokenizer: Any = load_tokenizer(description)
+    limit = description.max_length
+    encoded = tokenizer(texts, truncation=True, max_length=limit)
+    return [len(token_ids) for token_ids in encoded["input_ids"]]
 
 
 def _texts(
     record: Mapping[str, Any],
     mapping: Mapping[str, str] | None,
     max_negatives: int | None,
-) -> list[str] | None:
-    """Return the texts of a record; None if an input is not text alone."""
+) -> tuple[list[str], list[str]] | None:
+    """Return the query and the documents of a record; None if an input is not text alone."""
     layout = Columns(mapping).layout(tuple(record))
     if layout.query_image or layout.positive_image or layout.negative_image:
         return None
-    texts: list[str | None] = []
-    for name in (layout.query, layout.positive):
-        texts += texts_of(record.get(name) if name else None)
+    queries = texts_of(record.get(layout.query) if layout.query else None)
+    documents = texts_of(record.get(layout.positive) if layout.positive else None)
     negatives: list[str | None] = []
     for name in layout.negatives:
         negatives += texts_of(record.get(name))
-    texts += negatives[:max_negatives]
-    plain = [text for text in texts if text is not None]
-    return plain if len(plain) == len(texts) else None
+    documents = [*documents, *negatives[:max_negatives]]
+    plain_queries = [text for text in queries if text is not None]
+    plain_documents = [text for text in documents if text is not None]
+    num_plain = len(plain_queries) + len(plain_documents)
+    if num_plain < len(queries) + len(documents):
+        return None
+    return plain_queries, plain_documents
