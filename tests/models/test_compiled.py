@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config
+from torch.distributed.fsdp import fully_shard
 
 from tests import tiny
 from tests.built import model_of
+from tests.harness import run_ranks
 from tests.measure import gradient_errors
 from tests.models.families import config_for, gradients_of, loss_of, parts_for
 from vembed.config.loading import resolve_run
@@ -223,3 +225,39 @@ def test_checkpointed_layers_are_compiled(
     assert "compiled layers: true" in caplog.text
     assert torch.allclose(loss, wanted, rtol=1e-5)
     assert max(gradient_errors(gradients_of(model), gradients).values()) < 1e-4
+
+
+def sharded_gradients(is_compiled):
+    """Return the calls of compiled graphs, and the gradients, of checkpointed layers under FSDP2."""
+    model = model_of(
+        config_for(tiny.tiny_qwen3, mixed_precision="no"), recompute=not is_compiled
+    )
+    graph_calls = []
+
+    def backend(graph, _):
+        def call(*inputs):
+            graph_calls.append(graph)
+            return graph(*inputs)
+
+        return call
+
+    layers = layers_of(model.backbone)
+    if is_compiled:
+        attention.register(attention.PACKED_ATTENTION, compiled_layers=True)
+        precision.compile_layers(layers, backend, recomputes=True)
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(model)
+    loss_of(model.train()(parts_for(model.description))).backward()
+    gradients = {}
+    for name, gradient in gradients_of(model).items():
+        gradients[name] = gradient.full_tensor()
+    return len(graph_calls), gradients
+
+
+def test_checkpointed_layers_are_compiled_under_fsdp2():
+    tiny.shared(tiny.tiny_qwen3)
+    (_, wanted), *_ = run_ranks(sharded_gradients, 2, False)
+    for num_calls, gradients in run_ranks(sharded_gradients, 2, True):
+        assert num_calls > 0
+        assert max(gradient_errors(gradients, wanted).values()) < 1e-4
