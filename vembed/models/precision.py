@@ -210,15 +210,19 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values, weight = ctx.saved_tensors
         gradient = gradients[0].flatten(0, -2)  # [all tokens, out_features]
-        # Each product is rounded to bfloat16 once. What adds up over micro-batches and ranks is float32.
+        # What adds up over micro-batches and ranks is float32. Kernels of GPUs write it themselves. On CPUs each product
+        # is rounded to bfloat16 once.
         of_values, of_weight, of_bias, *_ = ctx.needs_input_grad
         grads: list[Tensor | None] = [None] * 5
         if of_values:
             grads[0] = torch.mm(gradient, weight).view_as(values)
-        if of_weight:
+        if of_weight and _is_on_gpu(gradient):
+            inputs = values.flatten(0, -2)
+            grads[1] = torch.mm(gradient.t(), inputs, out_dtype=torch.float32)
+        elif of_weight:
             grads[1] = torch.mm(gradient.t(), values.flatten(0, -2)).float()
         if of_bias and _is_on_gpu(gradient):
-            grads[2] = gradient.sum(0).float()
+            grads[2] = gradient.sum(0, dtype=torch.float32)
         elif of_bias:
             # torch sums each few columns over all rows, from memory page to memory page. A product reads the rows in
             # order. Both accumulate in float32.
