@@ -604,11 +604,14 @@ def decide_intervals(
     for index in range(num_counted):
         num_inputs += len(data.examples[index].items)
     num_trained = num_parameters(model, trainable_only=True)
+    num_evaluated = 0
+    if data.evaluation is not None:
+        num_evaluated = sum(map(len, data.evaluation.collections))
     size = RunSize(
         total_steps=data.total_steps,
         examples_per_step=data.examples_per_step,
         num_training=num_inputs / max(num_counted, 1),
-        num_evaluated=0 if data.evaluation is None else data.evaluation.num_inputs,
+        num_evaluated=num_evaluated,
         checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
         has_validation=config.data.has_validation,
         is_length_given=is_length_given,
