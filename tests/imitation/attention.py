@@ -234,7 +234,16 @@ def flash_backward(
     return backward(gradient, query, key, value, shape)
 
 
+def product(left, right, out_dtype=None, **options):
+    """`aten::mm`, with the dtype of the result that only CUDA takes."""
+    if out_dtype is not None:
+        left = left.to(out_dtype)
+        right = right.to(out_dtype)
+    return torch.mm(left, right, **options)
+
+
 KERNELS = {
+    "mm": product,
     "_varlen_attn": varlen,
     "_varlen_attn_backward": varlen_backward,
     "_flash_attention_forward": flash,

@@ -129,10 +129,18 @@ def tiny_qwen3_of_28_layers(folder):
 BF16 = {"mixed_precision": "bf16"}
 LORA = {"use_lora": True, "lora_r": 8}
 CACHE = {"use_gradient_cache": True, "micro_batch_tokens": 144, "mrl_dims": [24, 16, 8]}
+PARTS = {"use_gradient_cache": False, "micro_batch_tokens": 144}
 MASKS = {"false_negative_margin": 0.1, "hard_negatives_scope": "own"}
 SEVERAL_LOSSES = {"losses": [{"loss": "infonce"}, {"loss": "kl", "teacher": "scores"}]}
 TOWERS = {"image_model_name": tiny.tiny_dinov2}
 TEACHER = {"teacher": tiny.tiny_roberta}
+
+
+def twelve_layers(folder: Path) -> Path:
+    """Write a BERT as deep as the published ones."""
+    path: Path = tiny.tiny_bert(folder, layers=12)
+    return path
+
 
 # One of each kind of model, and each option once.
 CASES = [
@@ -140,6 +148,7 @@ CASES = [
     Case("bert bf16", tiny.tiny_bert, options=BF16),
     Case("bert fp16", tiny.tiny_bert, options={"mixed_precision": "fp16"}),
     Case("bert bf16 cache sizes", tiny.tiny_bert, options=BF16 | CACHE),
+    Case("bert-12 bf16 in 5 parts", twelve_layers, options=BF16 | PARTS),
     Case("bert bf16 masks", tiny.tiny_bert, options=BF16 | MASKS),
     Case("bert bf16 teacher", tiny.tiny_bert, "texts", BF16 | {"loss": "kl"}, TEACHER),
     Case("bert bf16 scores", tiny.tiny_bert, options=BF16 | SEVERAL_LOSSES),

@@ -273,7 +273,9 @@ def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
         by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     total = torch.zeros((), dtype=torch.float64)
     for same_kind in by_kind.values():
-        norm = torch.nn.utils.get_total_norm(same_kind)
+        # On GPUs one kernel for many tensors.
+        norms = torch.stack(torch._foreach_norm(same_kind))
+        norm = torch.linalg.vector_norm(norms)
         total += norm.to("cpu", torch.float64).square()
     return total
 

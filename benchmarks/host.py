@@ -1,0 +1,158 @@
+"""python -m benchmarks.host: what a step costs the host besides the model, and what the thread that prepares batches
+costs the thread that launches the step."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import vembed
+from benchmarks.scale import write_data
+from tests import tiny
+from vembed.config.schema import TrainConfig
+from vembed.data.batching.rank_batch import RankBatchStream
+from vembed.data.batching.schedule import BatchSchedule
+from vembed.data.example_store import open_examples
+from vembed.data.features import Featuriser
+from vembed.models.families.description import describe
+from vembed.training.optimizer import Update
+from vembed.training.step import ContrastiveStep
+
+ROWS = 256
+STEPS = 30
+NUM_BATCHES = 8
+SECONDS = 3.0
+"""Time for which calls are counted."""
+MODEL_STAGES = ("encode", "backward")
+HOST_STAGES = {
+    "split": ContrastiveStep,
+    "gather": ContrastiveStep,
+    "score": ContrastiveStep,
+    "synchronise": ContrastiveStep,
+    "apply": Update,
+}
+
+
+@contextmanager
+def timed_stages(seconds: dict[str, list[float]]) -> Iterator[None]:
+    """Note the processor time of each call of a stage, which a busy machine does not change much."""
+
+    def timed(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            start = time.thread_time()
+            result = original(*arguments, **options)
+            seconds[name].append(time.thread_time() - start)
+            return result
+
+        return call
+
+    owners: dict[str, type] = dict.fromkeys(MODEL_STAGES, ContrastiveStep)
+    owners |= HOST_STAGES
+    with ExitStack() as stack:
+        for name, owner in owners.items():
+            method = timed(name, vars(owner)[name])
+            stack.enter_context(mock.patch.object(owner, name, method))
+        yield
+
+
+def host_seconds(folder: Path) -> dict[str, float]:
+    """Return the median seconds of the stages of a step that are not the model's, and of the whole rest of a step."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    ends: list[float] = []
+    with timed_stages(seconds):
+        vembed.train(
+            {
+                "model_name": str(tiny.shared(tiny.tiny_bert)),
+                "data_path": str(folder / "data.jsonl"),
+                "output_dir": str(folder / "run"),
+                "batch_size": ROWS,
+                "max_steps": STEPS,
+                "logging_steps": STEPS,
+                "report_to": [],
+            },
+            on_step=lambda _: ends.append(time.thread_time()),
+        )
+    # The first steps warm up, and the last one is logged.
+    rest = []
+    for step in range(STEPS // 3, STEPS - 1):
+        in_model = sum(seconds[name][step] for name in MODEL_STAGES)
+        rest.append(ends[step] - ends[step - 1] - in_model)
+    medians = {"rest": statistics.median(rest)}
+    for name in HOST_STAGES:
+        medians[name] = statistics.median(seconds[name][STEPS // 3 : -1])
+    return medians
+
+
+def calls_per_second() -> float:
+    """Return how many small operations this thread starts in a second."""
+    values = torch.zeros(8)
+    count = 0
+    end = time.perf_counter() + SECONDS
+    while time.perf_counter() < end:
+        for _ in range(100):
+            values.add_(1.0)
+        count += 100
+    return count / SECONDS
+
+
+def preparation(folder: Path) -> tuple[float, dict[str, float]]:
+    """Return the seconds that prepare a batch, and the calls per second beside a thread that prepares batches."""
+    config = TrainConfig(
+        model_name=str(tiny.shared(tiny.tiny_bert)),
+        data_path=str(folder / "data.jsonl"),
+    )
+    store = open_examples(config.data, str(config.data.data_path))
+    schedule = BatchSchedule([len(store)], ROWS, 0)
+    featuriser = Featuriser(describe(config.model))
+    stream = RankBatchStream(store, schedule, featuriser, 0, 1, 0)
+    start = time.thread_time()
+    for number in range(NUM_BATCHES):
+        stream.rank_batch(number)
+    batch_seconds = (time.thread_time() - start) / NUM_BATCHES
+    is_over = threading.Event()
+
+    def prepare() -> None:
+        for number in cycle(range(NUM_BATCHES)):
+            if is_over.is_set():
+                return
+            stream.rank_batch(number)
+
+    rates = {"alone": calls_per_second()}
+    thread = threading.Thread(target=prepare)
+    thread.start()
+    rates["beside the thread"] = calls_per_second()
+    is_over.set()
+    thread.join()
+    return batch_seconds, rates
+
+
+def main() -> None:
+    """Print both tables."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_data(ROWS * STEPS, folder / "data.jsonl")
+        medians = host_seconds(folder)
+        batch_seconds, rates = preparation(folder)
+    cells = ", ".join(f"{name} {1000 * value:.2f}" for name, value in medians.items())
+    print(f"milliseconds of a step of {ROWS} pairs besides the model: {cells}")
+    print(f"milliseconds to prepare a batch: {1000 * batch_seconds:.1f}")
+    for name, rate in rates.items():
+        print(f"calls per second, {name}: {rate:,.0f}")
+
+
+if __name__ == "__main__":
+    main()
