@@ -139,5 +139,5 @@ def test_a_signal_to_one_rank_before_the_first_step_ends_all_at_once(tmp_path):
         output = launcher.communicate(timeout=120)[0]
     assert launcher.returncode == 143, output
     assert time.monotonic() - began < 25, "the launcher waits 30 s for ranks that hang"
-    assert "before the first step: nothing was trained" in output
+    assert "before the first step: nothing was trained" in output, output
     assert "Traceback" not in output

@@ -19,6 +19,8 @@ log = logging.getLogger("vembed")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that end a run. Slurm can be asked to send SIGUSR1 some time before its SIGTERM; a closed terminal sends
 SIGHUP. Both count as SIGTERM (exit code 143). A signal that was ignored when the run began (nohup) stays ignored."""
+HEAD_START_SECONDS = 1.0
+"""Time in which the launcher signals the other ranks, before this one leaves them."""
 _TIME_IS_UP = 1
 _CHECK_EVERY = 8
 _SLACK_SECONDS = 60.0
@@ -183,6 +185,8 @@ class Interrupts:
         # It may have reached this rank alone, and no collective tells the others before the first step.
         if os.environ.get(LAUNCHER) == str(os.getppid()):
             os.kill(os.getppid(), signal.SIGUSR1)
+            # A rank that waits for this one would see a closed connection before it sees its signal.
+            time.sleep(HEAD_START_SECONDS)
         name = signal.Signals(number).name
         raise Stopped(
             f"{name} before the first step: nothing was trained, so nothing is lost",
