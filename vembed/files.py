@@ -29,10 +29,10 @@ CHECKSUMS = "checksums.json"
 """File in a model's folder with size and checksum of each of its weight files."""
 
 
-def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
+def cache_folder() -> Path:
     """Return vembed's cache folder: $XDG_CACHE_HOME/vembed, by default ~/.cache/vembed."""
     # Empty counts as unset, as the XDG specification says.
-    base = env.get("XDG_CACHE_HOME")
+    base = os.environ.get("XDG_CACHE_HOME")
     return Path(base) / "vembed" if base else Path("~/.cache/vembed").expanduser()
 
 
@@ -53,17 +53,17 @@ def open_regular(path: str | Path) -> int:
     raise UserError(f"{path} is {_kind(mode)}, and a file is needed: remove it")
 
 
-def read_state_bytes(path: str | Path, *, max_bytes: int = MAX_STATE_BYTES) -> bytes:
-    """Return the content of a state file. Raise UserError if it is not a regular file of at most `max_bytes`."""
+def read_state_bytes(path: str | Path) -> bytes:
+    """Return the content of a state file. Raise UserError if it is not a regular file of at most MAX_STATE_BYTES."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             facts = os.fstat(file.fileno())
-            if facts.st_size > max_bytes:
+            if facts.st_size > MAX_STATE_BYTES:
                 raise UserError(
-                    f"{path} has {facts.st_size:,d} bytes, more than the {max_bytes:,d} that such a file may have: "
+                    f"{path} has {facts.st_size:,d} bytes, more than the {MAX_STATE_BYTES:,d} that such a file may have: "
                     "restore or remove it"
                 )
-            return file.read(max_bytes)
+            return file.read(MAX_STATE_BYTES)
     except ValueError as error:  # NUL in the path
         raise UserError(f"{str(path)!r} is not a path: {error}") from error
     except OSError as error:

@@ -288,7 +288,7 @@ def test_values_from_the_size_of_the_data():
     assert epochs == [6, 4, 1]
     shares = [starter.held_out_share(size) for size in (20, 500, 1_000_000)]
     assert shares == [None, 0.1, 0.002]
-    lengths = starter.measure(["word " * 30] * 99 + ["word " * 900], None)
+    lengths = starter.measure_lengths(["word " * 30] * 99 + ["word " * 900], None)
     assert lengths is not None and not lengths.is_measured
     assert starter.fitting_length(lengths, 512, 512) == 64
     assert starter.fitting_length(lengths, 32, 512) == 32

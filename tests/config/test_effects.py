@@ -42,6 +42,7 @@ from vembed.config.options import all_options
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError, Stopped, UserError
 from vembed.losses.table import LOSS_OPTIONS
+from vembed.models.precision import compiled_forwards
 from vembed.training.checkpoint.folders import candidates
 
 Seen = Callable[[Built], Any] | str
@@ -57,6 +58,12 @@ def _weights_dtype(one: Built, name: str) -> str:
     return str(
         next(weight.dtype for key, weight in one.parameters().items() if name in key)
     )
+
+
+def recomputes(layer: Any) -> bool:
+    """Return True if a layer, compiled or not, is run again in the backward pass."""
+    compiled = compiled_forwards([layer])
+    return compiled[0].recomputes if compiled else layer.gradient_checkpointing
 
 
 BUILT: dict[str, Row] = {
@@ -139,12 +146,12 @@ BUILT: dict[str, Row] = {
     ),
     "torch_compile": (
         "many",
-        lambda one: one.layers()[0]._compiled_call_impl is not None,
+        lambda one: bool(compiled_forwards(one.layers())),
         True,
     ),
     "gradient_checkpointing": (
         "many",
-        lambda one: one.layers()[0].gradient_checkpointing,
+        lambda one: recomputes(one.layers()[0]),
         True,
     ),
     "mrl_dims": (

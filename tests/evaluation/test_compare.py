@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import vembed
 from tests.training.test_run import settings
 from vembed.cli.main import app
-from vembed.evaluation.report.query_changes import path_of, read_queries
+from vembed.evaluation.query_results import path_of, read_queries
 
 
 @pytest.fixture(scope="module")

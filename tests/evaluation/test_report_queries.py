@@ -14,16 +14,16 @@ from tests.data.pictures import encoded
 from tests.training.test_run import settings
 from vembed.data.examples import ImageRef, Item
 from vembed.evaluation.dataset import RetrievalData
-from vembed.evaluation.query_results import QueryResults
-from vembed.evaluation.report.page import TEMPLATES
-from vembed.evaluation.report.query_changes import (
+from vembed.evaluation.query_results import (
     NO_DIFFERENCE,
     Changed,
+    QueryResults,
     compare_results,
     paired_intervals,
     path_of,
     read_queries,
 )
+from vembed.evaluation.report.page import TEMPLATES
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.report.report import changed_table, curves
 from vembed.names import short_name

@@ -2,13 +2,18 @@
 
 import logging
 import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config
+from torch.distributed.fsdp import fully_shard
 
 from tests import tiny
 from tests.built import model_of
+from tests.harness import run_ranks
 from tests.measure import gradient_errors
 from tests.models.families import config_for, gradients_of, loss_of, parts_for
 from vembed.config.loading import resolve_run
@@ -147,12 +152,12 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
         def call(layer, *given, **named):
             if kind == "failing":
                 raise Unsupported("no such operation")
-            return changes[kind](layer._call_impl(*given, **named))
+            return changes[kind](layer(*given, **named))
 
-        for layer in layers:
-            layer._compiled_call_impl = lambda *given, _own=layer, **named: call(
-                _own, *given, **named
-            )
+        precision.compile_layers(layers, "eager")
+        forwards = precision.compiled_forwards(layers)
+        for forward in forwards:
+            forward.compiled = partial(call, forward.plain)
         inputs = parts_for(model.description)
         problem = setup.difference(model, layers, inputs, session)
         expected = {
@@ -161,7 +166,8 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
             "failing": "Unsupported: no such operation",
         }[kind]
         assert problem is None if expected is None else expected in (problem or "")
-        assert all(layer._compiled_call_impl is not None for layer in layers)
+        assert len(forwards) == len(layers)
+        assert all(forward.is_on for forward in forwards)
         assert all(one.grad is None for one in model.parameters())
 
 
@@ -176,25 +182,56 @@ def test_what_the_run_does_after_the_check(monkeypatch, caplog):
         featuriser = Featuriser(model.description)
         setup.check_compiled(model, model, featuriser, [], session)
         assert session.placement.compilation.value is False
-        assert all(
-            layer._compiled_call_impl is None for layer in layers_of(model.backbone)
-        )
+        forwards = precision.compiled_forwards(layers_of(model.backbone))
+        assert forwards
+        assert not any(forward.is_on for forward in forwards)
     assert (
         "compiled layers: false (auto: compiled layers give other embeddings)"
         in caplog.text
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "is_compiled"), [({}, False), ({"padding_free": False}, True)]
-)
-def test_checkpointed_layers_are_compiled_only_where_texts_are_padded(
-    options,
-    is_compiled,
-    monkeypatch,
-    caplog,
-):
-    """A backend counts the calls of compiled graphs; the log and the decision say the same."""
+@pytest.mark.parametrize("options", [{}, {"padding_free": False}], ids=str)
+def test_checkpointed_layers_are_compiled(
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A backend counts the calls of compiled graphs: in the forward pass, and again in the backward pass."""
+    wanted, gradients, _ = run_once(tiny.tiny_bert, None, **options)
+    graph_calls = []
+
+    def backend(graph: Any, _: Any) -> Callable[..., Any]:
+        def call(*inputs: Any) -> Any:
+            graph_calls.append(graph)
+            return graph(*inputs)
+
+        return call
+
+    compile_layers = partial(precision.compile_layers, backend=backend)
+    monkeypatch.setattr(precision, "compile_layers", compile_layers)
+    config = config_for(
+        tiny.tiny_bert, mixed_precision="no", torch_compile=True, **options
+    )
+    with start_session(config) as session, caplog.at_level(logging.INFO, "vembed"):
+        model = model_of(config, recompute=True).train()
+        loss = loss_of(model(parts_for(model.description)))
+        num_forward_calls = len(graph_calls)
+        loss.backward()
+        setup.check_compiled(model, model, Featuriser(model.description), [], session)
+        assert session.placement.compilation.value is True
+    assert num_forward_calls > 0
+    assert len(graph_calls) > num_forward_calls, "the layers are run again"
+    assert "compiled layers: true" in caplog.text
+    assert torch.allclose(loss, wanted, rtol=1e-5)
+    assert max(gradient_errors(gradients_of(model), gradients).values()) < 1e-4
+
+
+def sharded_gradients(is_compiled):
+    """Return the calls of compiled graphs, and the gradients, of checkpointed layers under FSDP2."""
+    model = model_of(
+        config_for(tiny.tiny_qwen3, mixed_precision="no"), recompute=not is_compiled
+    )
     graph_calls = []
 
     def backend(graph, _):
@@ -204,18 +241,23 @@ def test_checkpointed_layers_are_compiled_only_where_texts_are_padded(
 
         return call
 
-    compile_layers = precision.compile_layers
-    monkeypatch.setattr(
-        precision, "compile_layers", lambda layers: compile_layers(layers, backend)
-    )
-    config = config_for(
-        tiny.tiny_bert, mixed_precision="no", torch_compile=True, **options
-    )
-    with start_session(config) as session, caplog.at_level(logging.INFO, "vembed"):
-        model = model_of(config, recompute=True).train()
-        loss_of(model(parts_for(model.description))).backward()
-        setup.check_compiled(model, model, Featuriser(model.description), [], session)
-        assert session.placement.compilation.value is is_compiled
-    assert bool(graph_calls) is is_compiled
-    assert f"compiled layers: {str(is_compiled).lower()}" in caplog.text
-    assert ("gradient checkpointing" in caplog.text) is not is_compiled
+    layers = layers_of(model.backbone)
+    if is_compiled:
+        attention.register(attention.PACKED_ATTENTION, compiled_layers=True)
+        precision.compile_layers(layers, backend, recomputes=True)
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(model)
+    loss_of(model.train()(parts_for(model.description))).backward()
+    gradients = {}
+    for name, gradient in gradients_of(model).items():
+        gradients[name] = gradient.full_tensor()
+    return len(graph_calls), gradients
+
+
+def test_checkpointed_layers_are_compiled_under_fsdp2():
+    tiny.shared(tiny.tiny_qwen3)
+    (_, wanted), *_ = run_ranks(sharded_gradients, 2, False)
+    for num_calls, gradients in run_ranks(sharded_gradients, 2, True):
+        assert num_calls > 0
+        assert max(gradient_errors(gradients, wanted).values()) < 1e-4

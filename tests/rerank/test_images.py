@@ -98,6 +98,35 @@ def test_texts_and_images_are_scored_as_published(tmp_path):
     assert reranker.rank(QUERY, listed)[0]["index"] == best
 
 
+def test_lists_with_images_are_sorted_by_the_command(tmp_path):
+    model = published(tmp_path / "published")
+    first, second = images(tmp_path, 2)
+    both = {"text": "a red cat sleeps", "image": second.name}
+    listed = ["a red cat sleeps", {"image": first.name}, both]
+    path = tmp_path / "lists.jsonl"
+    record = {"query": QUERY, "documents": listed, "score": "no number"}
+    path.write_text(json.dumps(record) + "\n")
+    result = command("rerank", str(model), str(path))
+    assert result.returncode == 0, result.stderr
+    ranking = json.loads(result.stdout)["results"]
+    scores = {row["index"]: row["score"] for row in ranking}
+    expected = plain_scores(model, documents(tmp_path))
+    assert [scores[number] for number in range(3)] == pytest.approx(expected, abs=1e-5)
+    assert [row["index"] for row in ranking if "text" in row] == [0]
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    first.rename(folder / first.name)
+    record["documents"] = [{"image": first.name}]
+    path.write_text(json.dumps(record) + "\n")
+    result = command("rerank", str(model), str(path), "--image-root", str(folder))
+    (row,) = json.loads(result.stdout)["results"]
+    assert row["score"] == pytest.approx(expected[1], abs=1e-5)
+    path.write_text(json.dumps({"query": QUERY, "documents": [{"image": 1}]}) + "\n")
+    result = command("rerank", str(model), str(path))
+    assert result.returncode != 0
+    assert "lists.jsonl, line 1: documents" in result.stderr
+
+
 def test_it_is_trained_on_images_and_saved(tmp_path):
     model = published(tmp_path / "published")
     paths = images(tmp_path, 12)

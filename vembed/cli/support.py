@@ -90,25 +90,25 @@ class ModelUse:
         share(self.nproc)
 
     @contextmanager
-    def open(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the folder or Hub name of a model, and options with which it is loaded: the session is one of them."""
+    def start_session(self, model: str) -> Iterator[dict[str, Any]]:
+        """Yield the options with which a model is loaded. The session of the processes is one of them."""
         from vembed.parallel.session import start_command_session
 
         trust = self.trust_remote_code
-        with (
-            usable_model(name) as path,
-            start_command_session(
-                path, self.strategy, trust_remote_code=trust
-            ) as session,
-        ):
-            yield (
-                path,
-                {
-                    "torch_dtype": option("torch_dtype", self.torch_dtype),
-                    "trust_remote_code": trust,
-                    "session": session,
-                },
-            )
+        with start_command_session(
+            model, self.strategy, trust_remote_code=trust
+        ) as session:
+            yield {
+                "torch_dtype": option("torch_dtype", self.torch_dtype),
+                "trust_remote_code": trust,
+                "session": session,
+            }
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the path or Hub name of a model, of a checkpoint that of a temporary one, and the options to load it."""
+        with usable_model(name) as path, self.start_session(path) as options:
+            yield path, options
 
 
 ALONE = ModelUse()
@@ -164,7 +164,7 @@ class Command(TyperCommand):
         if result is None or isinstance(result, int):
             return result or code
         # Of several ranks the first one writes.
-        if target is not None and os.environ.get("RANK", "0") == "0":
+        if target is not None and is_first_rank():
             _write_json(target, result)
         return code
 
@@ -235,7 +235,7 @@ def guarded(function: Callable[[], int | None]) -> int:
         return 2 if isinstance(error, UserError) else 1
     except Stopped as stopped:
         # All ranks stop together, for one reason.
-        if os.environ.get("RANK", "0") == "0":
+        if is_first_rank():
             _print_error(f"{stopped}\n")
         return stopped.exit_code
     except KeyboardInterrupt:
@@ -251,6 +251,11 @@ def guarded(function: Callable[[], int | None]) -> int:
             raise
         _print_error(f"error: {message}\n")
         return 1
+
+
+def is_first_rank() -> bool:
+    """Return whether this process is alone or the one of several that writes."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _print_error(text: str) -> None:
@@ -282,7 +287,7 @@ def number_table(
     return table
 
 
-def log_line(line: str) -> None:
+def print_progress(line: str) -> None:
     """Print a line of progress at once."""
     sys.stderr.write(f"{line}\n")
     sys.stderr.flush()

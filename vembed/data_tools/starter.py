@@ -492,7 +492,7 @@ def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:
     return ModelFacts(description.max_length, tokens, temperature)
 
 
-def measure(texts: Sequence[str], facts: ModelFacts | None) -> Lengths | None:
+def measure_lengths(texts: Sequence[str], facts: ModelFacts | None) -> Lengths | None:
     """Return the lengths of texts; None without texts."""
     if not texts:
         return None

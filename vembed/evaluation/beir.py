@@ -62,10 +62,10 @@ def open_texts(folder: Path, part: TextPart) -> Format:
         raise UserError(
             f"{folder} has neither {part}.jsonl nor {part}.parquet, and no folder {part} with such files"
         )
-    return open_records(path)
+    return open_beir_file(path)
 
 
-def open_records(path: Path) -> Format:
+def open_beir_file(path: Path) -> Format:
     """Return the reader of a file with documents, queries or judgements."""
     reader = open_document_reader(path)
     columns = reader.columns or ()
@@ -124,7 +124,7 @@ def read_judgements(path: Path) -> Iterator[tuple[str, tuple[str, str, int] | st
     Lines are BEIR's (query, document, grade) or trec_eval's (query, 0, document, grade).
     """
     if path.suffix in (".jsonl", ".parquet"):
-        reader = open_records(path)
+        reader = open_beir_file(path)
         for _, number, record in reader.rows():
             yield reader.where(number), _judgement_of_record(record)
         return
@@ -243,7 +243,7 @@ class IdentifiedCorpus:
         return None if record < 0 else int(self.document_of[record])
 
 
-def read_corpus(reader: Format, problems: list[str]) -> IdentifiedCorpus:
+def read_beir_corpus(reader: Format, problems: list[str]) -> IdentifiedCorpus:
     """Read a corpus once, without holding its texts. What is wrong with records is added to `problems`."""
     # 28 bytes for each document. Its line is not kept: lines are counted again for the few that a message names.
     # Plain arrays grow in place. Lists of Python numbers would take 30 to 40 bytes for each number.

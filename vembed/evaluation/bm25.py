@@ -21,7 +21,7 @@ def check_bm25() -> None:
         raise UserError("bm25 needs the package bm25s: pip install 'vembed[mine]'")
 
 
-def build_index(texts: Iterable[str | None]) -> Any:
+def build_bm25_index(texts: Iterable[str | None]) -> Any:
     """Return the index of documents, which knows them by their numbers."""
     check_bm25()
     import bm25s

@@ -21,7 +21,7 @@ from vembed.evaluation.beir import (
     identified_texts,
     is_beir_folder,
     open_texts,
-    read_corpus,
+    read_beir_corpus,
     read_judgements,
 )
 
@@ -65,11 +65,6 @@ class RetrievalData:
     """The main metric."""
 
     @property
-    def num_inputs(self) -> int:
-        """Number of inputs that an evaluation encodes."""
-        return len(self.queries) + len(self.documents)
-
-    @property
     def collections(self) -> tuple[Sequence[Item], Sequence[Item]]:
         """All items that an evaluation encodes."""
         return self.queries, self.documents
@@ -105,11 +100,6 @@ class ScoredPairs:
 
     metric: ClassVar[str] = "spearman"
     """The main metric."""
-
-    @property
-    def num_inputs(self) -> int:
-        """Number of inputs that an evaluation encodes."""
-        return len(self.first) + len(self.second)
 
     @property
     def collections(self) -> tuple[Sequence[Item], Sequence[Item]]:
@@ -241,7 +231,7 @@ def from_examples(
 def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> RetrievalData:
     """Read a BEIR-style folder: every document of the corpus, and the queries with a relevant document in `qrels`."""
     problems: list[str] = []
-    corpus = read_corpus(open_texts(folder, "corpus"), problems)
+    corpus = read_beir_corpus(open_texts(folder, "corpus"), problems)
     queries: dict[str, Item] = {}
     reader = open_texts(folder, "queries")
     problem_lines: list[tuple[int, str]] = []

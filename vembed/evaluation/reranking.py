@@ -16,7 +16,7 @@ from torch import nn
 from vembed.config.schema import EvaluationSection
 from vembed.data.features import Pair, PairFeaturiser
 from vembed.errors import UserError
-from vembed.evaluation.bm25 import best_keys, build_index, scores_of_query
+from vembed.evaluation.bm25 import best_keys, build_bm25_index, scores_of_query
 from vembed.evaluation.dataset import EvalData, RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
 from vembed.evaluation.report.record import FIRST_STAGE
@@ -223,7 +223,7 @@ def run_file_rankings(data: RetrievalData, path: Path, k: int) -> np.ndarray:
 def bm25_rankings(data: RetrievalData, k: int) -> np.ndarray:
     """Return [Q, k] documents by BM25, best first, -1 where no word is in common."""
     num_documents = len(data.documents)
-    index = build_index(item.text for item in data.documents)
+    index = build_bm25_index(item.text for item in data.documents)
     excluded = excluded_pairs(data, range(len(data.queries)))
     bounds = excluded.bounds(len(data.queries))
     rankings = np.full((len(data.queries), k), -1, np.int64)

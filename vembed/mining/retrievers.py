@@ -21,7 +21,7 @@ from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
 from vembed.evaluation.bm25 import (
     best_keys,
-    build_index,
+    build_bm25_index,
     check_bm25,
     scores_of_query,
 )
@@ -72,7 +72,7 @@ class LexicalRetriever:
         index = folder / "bm25" / name
         if session.is_main and not index.exists():
             items = map(documents.item, range(len(documents)))
-            built = build_index(item.text for item in items)
+            built = build_bm25_index(item.text for item in items)
             partial = index.with_suffix(".part")
             shutil.rmtree(partial, ignore_errors=True)
             partial.parent.mkdir(parents=True, exist_ok=True)

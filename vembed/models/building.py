@@ -213,15 +213,13 @@ def build_model(
             fuse_adapters(backbone)
         if description.traits.reads_chats:
             vision.add_without_waits(tower_module(backbone, description.traits, "text"))
-    # Checkpointing first, so that the compiler sees the checkpointed layers.
     layers = layers_of(backbone)
-    if recompute:
-        precision.enable_checkpointing(layers)
-    # Packed texts call attention outside of the compiled graph (torch.compiler.disable). The compiler gives up on a
-    # checkpointed layer with such a call.
-    if compiles and not (recompute and model.packs_texts()):
+    if compiles:
+        # Packed texts call attention outside of the compiled graph (torch.compiler.disable).
         attention.register(attention.PACKED_ATTENTION, compiled_layers=True)
-        precision.compile_layers(layers)
+        precision.compile_layers(layers, recomputes=recompute)
+    elif recompute:
+        precision.enable_checkpointing(layers)
     return model if meta else model.to(device)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from vembed.cli.main import check_arguments, run_process
 from vembed.cli.run_train import result_of
-from vembed.cli.support import log_line
+from vembed.cli.support import is_first_rank, print_progress
 from vembed.config.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
@@ -83,8 +83,8 @@ def run_stages(pipeline: Pipeline, arguments: TrainArguments, train: Train) -> i
             return code
     if arguments.is_dry_run:
         sys.stdout.write(pipeline_table(pipeline, arguments))
-    elif _is_main():
-        log_line(f"stages: all done; report: {_write_report(pipeline)}")
+    elif is_first_rank():
+        print_progress(f"stages: all done; report: {_write_report(pipeline)}")
     return 0
 
 
@@ -161,7 +161,7 @@ class _Stage:
         """Run the step unless it is done, and remember that it is."""
         state = _read_state(self.folder)
         if state.get("fingerprint") != fingerprint:
-            if state and _is_main():
+            if state and is_first_rank():
                 aside = self._set_aside()
                 self._log(f"what it depends on has changed; the old one is now {aside}")
         elif state.get("state") == "done":
@@ -190,7 +190,7 @@ class _Stage:
             code = train(self.arguments)
         else:
             code, scores = self._run_between()
-        if code == 0 and _is_main():
+        if code == 0 and is_first_rank():
             done = {**facts, "state": "done", "seconds": round(time.time() - began, 1)}
             if scores is not None:
                 done["scores"] = scores
@@ -225,7 +225,7 @@ class _Stage:
     def _set_final_aside(self) -> None:
         """Rename a damaged model: the user may have changed it on purpose."""
         final = self.folder / FINAL
-        if final.is_dir() and _is_main():
+        if final.is_dir() and is_first_rank():
             aside = self.folder / "final.damaged"
             shutil.rmtree(aside, ignore_errors=True)
             final.rename(aside)
@@ -272,7 +272,7 @@ class _Stage:
     def _run_between(self) -> tuple[int, dict[str, Any] | None]:
         """Run a step between. Return the exit code and, of an evaluation, the scores."""
         path = self.folder / RESULTS[self.step.kind]
-        if _is_main() and self.step.kind != "merge":
+        if is_first_rank() and self.step.kind != "merge":
             # Of an earlier start: nobody may take it for the result.
             path.unlink(missing_ok=True)
         code = run_process(*self.command())
@@ -332,13 +332,13 @@ class _Stage:
         return resolve_run(arguments.source, arguments.overrides, stage=self.step.name)
 
     def _write_state(self, state: Mapping[str, Any]) -> None:
-        if _is_main():
+        if is_first_rank():
             self.folder.mkdir(parents=True, exist_ok=True)
             replace_text(self.folder / STATE_FILE, json.dumps(state, indent=2) + "\n")
 
     def _log(self, line: str) -> None:
-        if _is_main():
-            log_line(f"stage {self.step.name}: {line}")
+        if is_first_rank():
+            print_progress(f"stage {self.step.name}: {line}")
 
 
 def _chosen(pipeline: Pipeline, arguments: TrainArguments) -> list[Step]:
@@ -429,10 +429,6 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 # ---- checks before any step is run --------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ from vembed.models.families.description import (
     without_effect,
 )
 from vembed.models.heads import Head, principal_components
-from vembed.models.precision import use_row_gradients
+from vembed.models.precision import compiled_forwards, use_row_gradients
 from vembed.parallel import collectives
 from vembed.parallel.environment import num_cores
 from vembed.parallel.launch_check import require_equal
@@ -604,11 +604,14 @@ def decide_intervals(
     for index in range(num_counted):
         num_inputs += len(data.examples[index].items)
     num_trained = num_parameters(model, trainable_only=True)
+    num_evaluated = 0
+    if data.evaluation is not None:
+        num_evaluated = sum(map(len, data.evaluation.collections))
     size = RunSize(
         total_steps=data.total_steps,
         examples_per_step=data.examples_per_step,
         num_training=num_inputs / max(num_counted, 1),
-        num_evaluated=0 if data.evaluation is None else data.evaluation.num_inputs,
+        num_evaluated=num_evaluated,
         checkpoint_bytes=ADAMW_BYTES_PER_PARAMETER * num_trained,
         has_validation=config.data.has_validation,
         is_length_given=is_length_given,
@@ -646,12 +649,6 @@ def check_compiled(
     """
     asked = session.placement.run.config.model.torch_compile
     layers = layers_of(embedder.backbone)
-    is_compiled = any(layer._compiled_call_impl for layer in layers)
-    if session.placement.compilation.value and not is_compiled:
-        option = "auto" if asked == "auto" else "torch_compile: true has no effect"
-        reason = f"{option}: layers with gradient checkpointing and packed texts cannot be compiled"
-        decision = Decision(False, reason)
-        session.placement = replace(session.placement, compilation=decision)
     log.info(f"compiled layers: {session.placement.compilation}")
     if asked != "auto" or not session.placement.compilation.value:
         return
@@ -664,8 +661,8 @@ def check_compiled(
         return
     reason = f"auto: {problem or 'another process could not compile them'}"
     log.warning(f"compiled layers: false ({reason})")
-    for layer in layers:
-        layer._compiled_call_impl = None
+    for forward in compiled_forwards(layers):
+        forward.is_on = False
     session.placement = replace(session.placement, compilation=Decision(False, reason))
 
 
@@ -679,7 +676,7 @@ def difference(
     from torch._dynamo.exc import TorchDynamoException  # imports the compiler
 
     was_training = model.training
-    compiled_calls = [layer._compiled_call_impl for layer in layers]
+    forwards = compiled_forwards(layers)
     # The gradients of this check are dropped, so FSDP need not sum them over the processes.
     set_gradient_sync(model, False)
     try:
@@ -687,11 +684,11 @@ def difference(
         model.eval()
         with torch.no_grad():
             compiled = [output.float() for output in model(inputs)]
-            for layer in layers:
-                layer._compiled_call_impl = None
+            for forward in forwards:
+                forward.is_on = False
             plain = [output.float() for output in model(inputs)]
-            for layer, call in zip(layers, compiled_calls, strict=True):
-                layer._compiled_call_impl = call
+            for forward in forwards:
+                forward.is_on = True
         model.train()
         outputs = [output for output in model(inputs) if output.requires_grad]
         if outputs:
@@ -705,8 +702,8 @@ def difference(
             ) from error
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
     finally:
-        for layer, call in zip(layers, compiled_calls, strict=True):
-            layer._compiled_call_impl = call
+        for forward in forwards:
+            forward.is_on = True
         discard_passes(model)
         model.train(was_training)
     distance = 0.0

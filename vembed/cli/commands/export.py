@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from vembed.cli.support import CheckData, TrustRemoteCode, log_line, usable_model
+from vembed.cli.support import CheckData, TrustRemoteCode, print_progress, usable_model
 from vembed.errors import UserError
 
 
@@ -84,7 +84,7 @@ def export(
             tolerance=tolerance,
             server=server,
             trust_remote_code=trust_remote_code,
-            log=log_line,
+            log=print_progress,
         )
     lines = ["not compared with the model (--no-check)"]
     if exported.check is not None:

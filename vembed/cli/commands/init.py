@@ -36,7 +36,7 @@ from vembed.data_tools.starter import (
     guess,
     held_out_share,
     is_terminal,
-    measure,
+    measure_lengths,
     model_facts,
     read_sample,
     texts_of,
@@ -240,7 +240,7 @@ def starter(
     if task == "rerank":
         pairs = zip(cycle(summary.queries), summary.documents, strict=False)
         texts = [f"{query} {document}" for query, document in pairs]
-    lengths = measure(texts, facts)
+    lengths = measure_lengths(texts, facts)
     limit = None if facts is None else facts.max_length
     max_length = fitting_length(lengths, limit, kind.max_length or 0)
     batch_size = fitting_batch(num_train, kind.batch_size)

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import typer
 
-from vembed.cli.support import MODE, ConfigArguments, log_line, print_lines, share
+from vembed.cli.support import MODE, ConfigArguments, print_lines, print_progress, share
 from vembed.errors import UserError
 from vembed.mining.options import (
     BM25,
@@ -77,7 +77,7 @@ def mine(args: ConfigArguments = None) -> Any:
     target = check_config(call.config)
     if not call.is_dry_run:
         call.start_processes()
-        return run_mine(call.config, log=log_line)
+        return run_mine(call.config, log=print_progress)
     inputs = read_inputs(call.config)
     lines = [*call.options(), "", *inputs.summary()]
     counts = f"{len(inputs.documents):,d} documents and {inputs.known.num_queries:,d} queries"
@@ -105,7 +105,7 @@ def judge(args: ConfigArguments = None) -> Any:
     target = check_output(call.config.output_path)
     if not call.is_dry_run:
         call.start_processes()
-        return run_judge(call.config, log=log_line)
+        return run_judge(call.config, log=print_progress)
     lines = [RowNegatives(call.config).summary()]
     for entry in call.config.judges:
         where = f" at {entry.base_url}" if entry.base_url else ""
@@ -124,7 +124,7 @@ def audit(args: ConfigArguments = None) -> Any:
     page = check_audit(call.config)
     if not call.is_dry_run:
         call.start_processes()
-        return run_audit(call.config, log=log_line)
+        return run_audit(call.config, log=print_progress)
     inputs = read_inputs(mining_config(call.config))
     print_lines(*inputs.summary(), f"would write: {page}")
     return None
@@ -139,7 +139,7 @@ def generate(args: ConfigArguments = None) -> Any:
     target = check_output(call.config.output_path)
     if not call.is_dry_run:
         call.start_processes()
-        return run_generate(call.config, log=log_line)
+        return run_generate(call.config, log=print_progress)
     print_lines(*call.options(), f"would write: {target}")
     return None
 

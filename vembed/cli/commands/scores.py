@@ -29,6 +29,9 @@ from vembed.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from vembed.data.records import RecordFormat
+    from vembed.inference.embedder import Input
+
 SCORE_CHUNK = 16_384
 """Records that are read, scored and written together; memory does not grow with the file."""
 RERANK_CHUNK = 256
@@ -203,12 +206,13 @@ def rerank(
     lists: str,
     output: OutputFile = "-",
     top_k: PositiveNumber = None,
+    image_root: ImageRoot = None,
     use: ModelUse = ALONE,
 ) -> None:
     """Sort the documents of each query by a reranker, the best first, with their scores.
 
     Args:
-        lists: JSON Lines: {"query": "...", "documents": ["...", "..."]}. - is standard input.
+        lists: JSON Lines: {"query": "...", "documents": ["...", {"image": "a.jpg"}]}. - is standard input.
         output: NAME.jsonl. - is standard output.
         top_k: Documents to write for each query.
     """
@@ -223,8 +227,14 @@ def rerank(
             "--nproc: several processes cannot share standard input; give a file"
         )
     use.share()
+    from vembed.data.columns import Columns
+    from vembed.data.images import files
+    from vembed.data.records import RecordFormat
     from vembed.inference.reranker import Reranker, sorted_documents
 
+    folder = Path() if lists == "-" else Path(lists).parent
+    images = files.ImageRoot(image_root or str(folder), allow_urls=False)
+    form = RecordFormat(Columns({"documents": "positive"}), images)
     with ExitStack() as stack:
         source: Any = sys.stdin
         if lists != "-":
@@ -235,20 +245,21 @@ def rerank(
         file = _open_output(stack, output, is_main=is_main)
         lines = enumerate(source, start=1)
         while chunk := list(islice(lines, RERANK_CHUNK)):
-            read = [
-                read_list(line, f"{lists}, line {number}") for number, line in chunk
-            ]
+            records = []
             pairs = []
-            for query, documents in read:
-                pairs += [(query, document) for document in documents]
+            for number, line in chunk:
+                record, listed = read_list(line, f"{lists}, line {number}", form)
+                records.append(record)
+                pairs += listed
             scores = reranker.predict(pairs)
             if not is_main:
                 continue
             start = 0
-            for query, documents in read:
+            for record in records:
+                documents = record["documents"]
                 stop = start + len(documents)
                 ranking = sorted_documents(documents, scores[start:stop], top_k)
-                row = {"query": query, "results": ranking}
+                row = {"query": record["query"], "results": ranking}
                 file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
                 start = stop
         file.flush()
@@ -264,19 +275,28 @@ def _open_output(stack: ExitStack, output: str, *, is_main: bool) -> BinaryIO:
     return stack.enter_context(partial.open("wb"))
 
 
-def read_list(line: str, where: str) -> tuple[str, list[str]]:
-    """Return the query and the documents of a line."""
+def read_list(
+    line: str, where: str, form: RecordFormat
+) -> tuple[dict[str, Any], list[tuple[Input, Input]]]:
+    """Return the query and the documents of a line, as they are and as pairs."""
+    from vembed.data.examples import BadRecord
+
     try:
         record = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where} is not JSON: {error}") from error
     query = record.get("query") if isinstance(record, dict) else None
     documents = record.get("documents") if isinstance(record, dict) else None
-    are_texts = isinstance(documents, list) and all(
-        isinstance(document, str) for document in documents
-    )
-    if not isinstance(query, str) or not are_texts or not documents:
+    if query is None or not isinstance(documents, list) or not documents:
         raise UserError(
             f'{where} is no list to rerank: write {{"query": "...", "documents": ["...", "..."]}}'
         )
-    return query, documents
+    # Other fields of the line have no meaning here.
+    fields = {"query": query, "documents": documents}
+    if all(isinstance(value, str) for value in (query, *documents)):
+        return fields, [(query, document) for document in documents]
+    try:
+        example = form.example(fields, where)
+    except BadRecord as error:
+        raise UserError(f"{where}: {error}") from error
+    return fields, [(example.query, document) for document in example.positives]

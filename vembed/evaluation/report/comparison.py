@@ -9,9 +9,7 @@ from typing import Any
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.evaluation.report.page import render_page
-from vembed.evaluation.report.plots import RUNS, Curve, Plot, plot_runs
-from vembed.evaluation.report.query_changes import (
+from vembed.evaluation.query_results import (
     NO_DIFFERENCE,
     Comparison,
     Interval,
@@ -19,6 +17,8 @@ from vembed.evaluation.report.query_changes import (
     path_of,
     read_queries,
 )
+from vembed.evaluation.report.page import render_page
+from vembed.evaluation.report.plots import RUNS, Curve, Plot, plot_runs
 from vembed.evaluation.report.record import (
     TABLE,
     RunRecord,

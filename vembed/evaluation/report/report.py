@@ -10,6 +10,15 @@ from typing import Any
 
 import yaml
 
+from vembed.evaluation.query_results import (
+    NO_DIFFERENCE,
+    Changed,
+    Comparison,
+    Interval,
+    compare_results,
+    path_of,
+    read_queries,
+)
 from vembed.evaluation.report.page import render_page, thumbnail
 from vembed.evaluation.report.plots import (
     Curve,
@@ -18,15 +27,6 @@ from vembed.evaluation.report.plots import (
     plot_dims,
     plot_evaluations,
     plot_stored,
-)
-from vembed.evaluation.report.query_changes import (
-    NO_DIFFERENCE,
-    Changed,
-    Comparison,
-    Interval,
-    compare_results,
-    path_of,
-    read_queries,
 )
 from vembed.evaluation.report.record import (
     FIRST_STAGE,

@@ -11,14 +11,16 @@ from typing_extensions import override
 from vembed.config.schema import Guard
 from vembed.errors import RunError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
-from vembed.evaluation.query_results import EMBEDDED, named, write_content
-from vembed.evaluation.report.page import thumbnail_of
-from vembed.evaluation.report.query_changes import (
+from vembed.evaluation.query_results import (
+    EMBEDDED,
     FOLDER,
     compare_results,
+    embedded_item,
     path_of,
     read_queries,
+    write_queries,
 )
+from vembed.evaluation.report.page import thumbnail_of
 from vembed.evaluation.report.record import TABLE
 from vembed.evaluation.scores import evaluate_model
 from vembed.training.hooks.base import Evaluation, Hook
@@ -240,7 +242,7 @@ class QueryRecord(Hook):
         try:
             content = evaluation.queries.content(data, metrics)
             content["pictures"] = self._pictures(content, data, evaluation.metric)
-            write_content(path_of(self._output, evaluation.step), content)
+            write_queries(path_of(self._output, evaluation.step), content)
             recorded = (0, self._best_step, evaluation.step)
             for path in (self._output / FOLDER).glob("step-*.json"):
                 if int(path.stem.removeprefix("step-")) not in recorded:
@@ -270,7 +272,7 @@ class QueryRecord(Hook):
                 names += [name for name in cell["images"] if name.startswith(EMBEDDED)]
         pictures: dict[str, str] = {}
         for name in names:
-            for image in named(data, name).images:
+            for image in embedded_item(data, name).images:
                 if image.data is None:
                     continue
                 thumbnail = thumbnail_of(image)
