@@ -90,25 +90,25 @@ class ModelUse:
         share(self.nproc)
 
     @contextmanager
-    def open(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the folder or Hub name of a model, and options with which it is loaded: the session is one of them."""
+    def start_session(self, model: str) -> Iterator[dict[str, Any]]:
+        """Yield the options with which a model is loaded. The session of the processes is one of them."""
         from vembed.parallel.session import start_command_session
 
         trust = self.trust_remote_code
-        with (
-            usable_model(name) as path,
-            start_command_session(
-                path, self.strategy, trust_remote_code=trust
-            ) as session,
-        ):
-            yield (
-                path,
-                {
-                    "torch_dtype": option("torch_dtype", self.torch_dtype),
-                    "trust_remote_code": trust,
-                    "session": session,
-                },
-            )
+        with start_command_session(
+            model, self.strategy, trust_remote_code=trust
+        ) as session:
+            yield {
+                "torch_dtype": option("torch_dtype", self.torch_dtype),
+                "trust_remote_code": trust,
+                "session": session,
+            }
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the path or Hub name of a model, of a checkpoint that of a temporary one, and the options to load it."""
+        with usable_model(name) as path, self.start_session(path) as options:
+            yield path, options
 
 
 ALONE = ModelUse()

@@ -152,9 +152,9 @@ def edit(
     use.share()
     from vembed.weights.edit import edit as edit_model
 
-    with use.open(model) as (model_path, options):
+    with use.start_session(model) as options:
         result = edit_model(
-            model_path,
+            model,
             output,
             first,
             second,
