@@ -1,11 +1,9 @@
 """A config file in an empty folder, which is the current one."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-WriteConfig = Callable[..., Path]
 NEEDED = "model_name: some/model\ndata_path: train.jsonl\n"
 
 

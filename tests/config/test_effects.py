@@ -1,18 +1,15 @@
 """A row for every option: where its effect is seen on what was built or written. An option without one fails."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file
 
@@ -50,23 +47,23 @@ Seen = Callable[[Built], Any] | str
 Row = tuple[str, Seen, Any] | tuple[str, Seen, Any, str]
 
 
-def see(one: Built, seen: Seen) -> Any:
+def see(one, seen):
     return attrgetter(seen)(one.trainer) if isinstance(seen, str) else seen(one)
 
 
-def _weights_dtype(one: Built, name: str) -> str:
+def _weights_dtype(one, name):
     return str(
         next(weight.dtype for key, weight in one.parameters().items() if name in key)
     )
 
 
-def recomputes(layer: Any) -> bool:
+def recomputes(layer):
     """Return True if a layer, compiled or not, is run again in the backward pass."""
     compiled = compiled_forwards([layer])
     return compiled[0].recomputes if compiled else layer.gradient_checkpointing
 
 
-BUILT: dict[str, Row] = {
+BUILT = {
     # option: (group of options, what is seen, what it is with them, group without it)
     "model_name": ("many", lambda one: len(one.layers()), 3),
     "model_family": (
@@ -314,13 +311,13 @@ GROUPS["clip_all_adapters"] = {
 GROUPS["as_text"] = {"model_name": tiny.tiny_clip, "data_path": "plain.jsonl"}
 
 
-def _trained(one: Built, name: str) -> bool:
+def _trained(one, name):
     return any(
         weight.requires_grad for key, weight in one.parameters().items() if name in key
     )
 
 
-SCORED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+SCORED = {
     # option: (options of the loss, what the option is set to)
     "loss": ({}, {"loss": "triplet"}),
     "losses": (
@@ -345,7 +342,7 @@ SCORED: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 
 
 @pytest.mark.parametrize("option", BUILT)
-def test_what_is_built_shows_the_option(option: str) -> None:
+def test_what_is_built_shows_the_option(option):
     group, seen, expected, *without = BUILT[option]
     assert see(built(group), seen) == expected
     other = without[0] if without else "base"
@@ -361,14 +358,14 @@ def test_what_is_built_shows_the_option(option: str) -> None:
 
 
 @pytest.mark.parametrize("option", SCORED)
-def test_the_loss_shows_the_option(option: str) -> None:
+def test_the_loss_shows_the_option(option):
     base, change = SCORED[option]
     assert loss_value({**base, **change}) != pytest.approx(loss_value(base), rel=1e-6)
 
 
 # ---- what a run writes -----------------------------------------------------------------------------------------------
 
-WRITTEN: dict[str, tuple[str, Callable[[Path], Any], Any, str]] = {
+WRITTEN = {
     # option: (run with it, what is seen in its folder, what it is, run without it)
     "output_dir": (
         "many",
@@ -447,13 +444,13 @@ WRITTEN: dict[str, tuple[str, Callable[[Path], Any], Any, str]] = {
 }
 
 
-def _weight(run: Path) -> torch.Tensor:
+def _weight(run):
     weights = load_file(run / "final" / "model.safetensors")
     return next(one for name, one in weights.items() if "query.weight" in name)
 
 
 @pytest.mark.parametrize("option", WRITTEN)
-def test_what_is_written_shows_the_option(option: str) -> None:
+def test_what_is_written_shows_the_option(option):
     run, seen, expected, without = WRITTEN[option]
     assert seen(finished(run)) == expected
     if without != "nowhere":
@@ -462,7 +459,7 @@ def test_what_is_written_shows_the_option(option: str) -> None:
         assert not Path("output").exists(), "the default folder"
 
 
-def test_run_json_holds_the_decisions_with_reason_and_source() -> None:
+def test_run_json_holds_the_decisions_with_reason_and_source():
     decisions = json.loads((finished("base") / "run.json").read_text())["decisions"]
     assert decisions["strategy"] == {
         "value": "single",
@@ -479,9 +476,7 @@ def test_run_json_holds_the_decisions_with_reason_and_source() -> None:
     }
 
 
-def test_a_finished_run_is_replaced_only_when_asked_and_quietly(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_replaced_only_when_asked_and_quietly(tmp_path, capsys):
     """overwrite, console."""
     options = given({"max_steps": 1, "output_dir": str(tmp_path / "run")})
     vembed.train(options)
@@ -492,9 +487,7 @@ def test_a_finished_run_is_replaced_only_when_asked_and_quietly(
     assert "step 1" not in capsys.readouterr().out
 
 
-def test_checkpoints_and_their_options(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_checkpoints_and_their_options(monkeypatch, tmp_path):
     """save_total_limit, async_save, resume, max_train_minutes."""
     run = finished("many")
     assert {one.name for one in run.glob("checkpoint-*")} == {
@@ -515,7 +508,7 @@ def test_checkpoints_and_their_options(
         vembed.train(changed)
     vembed.train({**changed, "resume": "force", "max_steps": 5})
     assert "resume: force: going on although" in log_of(run, "own.txt")
-    started: list[Any] = []
+    started = []
     from vembed.training.checkpoint import checkpointer as checkpoint
 
     original = checkpoint.async_save
@@ -543,7 +536,7 @@ def test_checkpoints_and_their_options(
             )
         )
 
-    def full(*_: Any, **__: Any) -> None:
+    def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(checkpoint.CheckpointWriter, "write_data", full)
@@ -556,13 +549,13 @@ def test_checkpoints_and_their_options(
 
 @pytest.mark.parametrize("option", SHARDED)
 @pytest.mark.promise("E13", "E33")
-def test_two_processes_show_the_option(option: str) -> None:
+def test_two_processes_show_the_option(option):
     case, what, expected, without = SHARDED[option]
     assert facts()[case][what] == expected
     assert facts()[without][what] != expected, f"the same without {option}"
 
 
-def test_the_numbers_of_processes_and_machines_reach_the_launcher() -> None:
+def test_the_numbers_of_processes_and_machines_reach_the_launcher():
     assert world_sizes({}) == ("1", "1")
     assert world_sizes({"num_processes": 3}) == ("3", "3")
     assert world_sizes({"num_processes": 3, "num_machines": 2}) == ("6", "3")
@@ -571,24 +564,22 @@ def test_the_numbers_of_processes_and_machines_reach_the_launcher() -> None:
 # ---- what takes a preparation of its own -----------------------------------------------------------------------------
 
 
-def test_options_of_wandb_reach_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_options_of_wandb_reach_it(monkeypatch, tmp_path):
     """wandb_project, wandb_tags."""
     from accelerate import tracking
 
-    started: list[tuple[str, dict[str, Any]]] = []
+    started = []
 
     class Tracker:
         name = "wandb"
 
-        def __init__(self, project: str, **options: Any) -> None:
+        def __init__(self, project, **options):
             started.append((project, options))
             self.run = self
 
-        def start(self) -> None: ...
-        def log(self, *_: Any, **__: Any) -> None: ...
-        def finish(self) -> None: ...
+        def start(self): ...
+        def log(self, *_, **__): ...
+        def finish(self): ...
 
     class Wandb(types.ModuleType):
         Html = Image = staticmethod(lambda content: content)
@@ -616,7 +607,7 @@ def test_options_of_wandb_reach_it(
 TEACHERS = [{"name": "vectors", "model": "some/model"}]
 TWO = [*TEACHERS, {"name": "reranker", "model": "another/model"}]
 TAUGHT = {"teachers": TEACHERS, "loss": "kl"}
-OF_TEACHERS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+OF_TEACHERS = {
     "teacher_temperature": (TAUGHT, {"teacher_temperature": 0.9}),
     "guide": ({"teachers": TEACHERS}, {"guide": "vectors"}),
     "teacher": (
@@ -628,14 +619,12 @@ OF_TEACHERS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 
 
 @pytest.mark.parametrize("option", OF_TEACHERS)
-def test_the_loss_shows_the_option_of_teachers(option: str) -> None:
+def test_the_loss_shows_the_option_of_teachers(option):
     base, change = OF_TEACHERS[option]
     assert loss_value({**base, **change}) != pytest.approx(loss_value(base), rel=1e-6)
 
 
-def test_code_of_a_model_is_run_when_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_of_a_model_is_run_when_asked(tmp_path, monkeypatch):
     """trust_remote_code."""
     from tests.models.test_embedder import OWN_CODE
 
@@ -661,9 +650,7 @@ def test_code_of_a_model_is_run_when_asked(
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_yaml_file_a_dict_and_the_command_line_mean_the_same(
-    group: str, tmp_path: Path
-) -> None:
+def test_a_yaml_file_a_dict_and_the_command_line_mean_the_same(group, tmp_path):
     options = given(GROUPS[group])
     (tmp_path / "cfg.yaml").write_text(yaml.safe_dump(options))
     words = [
@@ -696,8 +683,8 @@ IN_A_FILE = {
 
 
 def test_an_accelerate_file_and_the_launchers_environment_mean_what_the_yaml_means(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     base = {"model_name": "m", "data_path": "d"}
     values = {name: value for name, (value, _) in IN_A_FILE.items()}
     (tmp_path / "own.yaml").write_text(
@@ -763,7 +750,7 @@ tests/own, of language modelling in tests/models/test_language_head.py, of the H
 rerankers in tests/rerank."""
 
 
-def test_every_option_has_a_row() -> None:
+def test_every_option_has_a_row():
     rows = {*BUILT, *SCORED, *WRITTEN, *SHARDED, *OF_TEACHERS, *ELSEWHERE}
     # The contract tests of losses compare each option of a loss with its formula.
     assert sorted(set(all_options()) - rows - set(LOSS_OPTIONS)) == []

@@ -1,7 +1,5 @@
 """The surface of the config: its list of options is frozen, documented in full, and needs no torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ from vembed.losses.table import LOSS_OPTIONS
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_list_of_options_is_a_decision() -> None:
+def test_the_list_of_options_is_a_decision():
     """A new option is a promise: add it to options.txt on purpose. One that a new loss declares stands in its class."""
     frozen = (Path(__file__).parent / "options.txt").read_text().splitlines()
     added = set(all_options()) - set(frozen)
@@ -21,19 +19,19 @@ def test_the_list_of_options_is_a_decision() -> None:
     assert sorted(set(frozen) - set(all_options())) == []
 
 
-def test_every_option_is_documented() -> None:
+def test_every_option_is_documented():
     for option in all_options().values():
         assert option.text.strip().endswith((".", ")")), option.name
         assert option.section, option.name
         assert option.accepts, option.name
 
 
-def test_the_page_of_options_is_current() -> None:
+def test_the_page_of_options_is_current():
     """`vembed schema --format markdown > docs/options.md` writes it."""
     assert (ROOT / "docs" / "options.md").read_text(encoding="utf-8") == options_page()
 
 
-def test_the_config_package_imports_no_torch() -> None:
+def test_the_config_package_imports_no_torch():
     names = [
         path.stem
         for path in (ROOT / "vembed" / "config").glob("*.py")

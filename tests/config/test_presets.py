@@ -1,7 +1,5 @@
 """Every preset loads in Accelerate's own reader and in ours, starts under `accelerate launch`, and is in the wheel."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,7 +10,6 @@ import pytest
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 
 from tests.commands import command
-from tests.config.conftest import WriteConfig
 from vembed.config.accelerate_file import (
     PRESETS_FOLDER,
     TOP_KEYS,
@@ -35,15 +32,13 @@ PRESETS = (
 
 
 @pytest.mark.promise("C14", "C15", "C16")
-def test_the_presets_there_are() -> None:
+def test_the_presets_there_are():
     assert tuple(preset_names()) == PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.promise("D06", "D17")
-def test_preset_loads_in_accelerate_and_here(
-    name: str, write_config: WriteConfig
-) -> None:
+def test_preset_loads_in_accelerate_and_here(name, write_config):
     theirs = load_config_from_file(str(PRESETS_FOLDER / f"{name}.yaml"))
     ours = read_accelerate_file(name)
     assert ours.notes == ()
@@ -63,7 +58,7 @@ def test_preset_loads_in_accelerate_and_here(
 
 
 @pytest.mark.promise("A13", "C14", "C15", "C16")
-def test_what_the_presets_promise() -> None:
+def test_what_the_presets_promise():
     single, multi, large = (
         read_accelerate_file(f"{name}_fsdp")
         for name in ("single_node", "multi_node", "large_scale")
@@ -79,15 +74,13 @@ def test_what_the_presets_promise() -> None:
 
 
 @pytest.mark.promise("D30")
-def test_our_list_of_top_level_keys_is_accelerates() -> None:
+def test_our_list_of_top_level_keys_is_accelerates():
     assert set(ClusterConfig.__dataclass_fields__) == TOP_KEYS
 
 
 @pytest.mark.parametrize("name", ["accelerate_fsdp", "accelerate_ddp"])
 @pytest.mark.promise("D06", "D16")
-def test_accelerate_launch_counts_processes_by_itself(
-    name: str, tmp_path: Path
-) -> None:
+def test_accelerate_launch_counts_processes_by_itself(name, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         'import os; os.write(1, f\'rank {os.environ["RANK"]} of {os.environ["WORLD_SIZE"]}\\n\'.encode())\n'
@@ -111,7 +104,7 @@ def test_accelerate_launch_counts_processes_by_itself(
     )
 
 
-def test_presets_travel_in_the_wheel(tmp_path: Path) -> None:
+def test_presets_travel_in_the_wheel(tmp_path):
     build = [
         sys.executable,
         "-c",

@@ -2,9 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -192,17 +190,13 @@ def test_what_the_run_does_after_the_check(monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("options", [{}, {"padding_free": False}], ids=str)
-def test_checkpointed_layers_are_compiled(
-    options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_checkpointed_layers_are_compiled(options, monkeypatch, caplog):
     """A backend counts the calls of compiled graphs: in the forward pass, and again in the backward pass."""
     wanted, gradients, _ = run_once(tiny.tiny_bert, None, **options)
     graph_calls = []
 
-    def backend(graph: Any, _: Any) -> Callable[..., Any]:
-        def call(*inputs: Any) -> Any:
+    def backend(graph, _):
+        def call(*inputs):
             graph_calls.append(graph)
             return graph(*inputs)
 

@@ -1,13 +1,10 @@
 """Layers that GPUs compute by fewer kernels give what the plain ones give."""
 
-from __future__ import annotations
-
 import importlib
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -16,7 +13,6 @@ from tests.harness import run_ranks
 from tests.models.families import built, gradients_of, loss_of, parts_for
 from vembed.models import attention, precision
 from vembed.models.adapters import fuse_adapters
-from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import layers_of
 from vembed.models.precision import fuse_norms, holding_copies, use_bf16
 from vembed.models.vision import add_at_images
@@ -26,7 +22,7 @@ BF16_STEP = 2.0**-8
 LORA = {"use_lora": True, "lora_r": 4}
 
 
-def with_gradient(function: Any, values: Tensor, *others: Tensor) -> list[Tensor]:
+def with_gradient(function, values, *others):
     """Return the output of a function, and the gradient of its first argument."""
     values = values.clone().requires_grad_()
     output = function(values, *others)
@@ -37,7 +33,7 @@ def with_gradient(function: Any, values: Tensor, *others: Tensor) -> list[Tensor
 
 
 @pytest.mark.parametrize("model", attention._ROTARY_MODELS)
-def test_rotary_positions(model: str) -> None:
+def test_rotary_positions(model):
     """In float64, and in bfloat16 as near to it as the plain formula."""
     library = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
     torch.manual_seed(0)
@@ -45,13 +41,11 @@ def test_rotary_positions(model: str) -> None:
     angles = torch.randn(2, 5, 4, dtype=torch.float64).repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
 
-    def plain(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rotated: Tensor = library.apply_rotary_pos_emb(values, values, cos, sin)[0]
-        return rotated
+    def plain(values, cos, sin):
+        return library.apply_rotary_pos_emb(values, values, cos, sin)[0]
 
-    def fused(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        result: Tensor = attention._Rotated.apply(values, cos[:, None], sin[:, None])
-        return result
+    def fused(values, cos, sin):
+        return attention._Rotated.apply(values, cos[:, None], sin[:, None])
 
     # ModernBERT's formula is in float32 whatever its input.
     tolerance = 1e-6 if model == "modernbert" else 1e-12
@@ -68,11 +62,11 @@ def test_rotary_positions(model: str) -> None:
         assert float((result.double() - wanted).abs().max()) <= limit
 
 
-def test_other_devices_keep_the_plain_rotary_positions() -> None:
+def test_other_devices_keep_the_plain_rotary_positions():
     query = torch.randn(1, 2, 3, 4)
     calls = []
 
-    def plain(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def plain(*arguments, **options):
         calls.append(options)
         return query, query
 
@@ -80,7 +74,7 @@ def test_other_devices_keep_the_plain_rotary_positions() -> None:
     assert calls == [{"unsqueeze_dim": 1}]
 
 
-def test_masks_are_made_without_reading_their_values() -> None:
+def test_masks_are_made_without_reading_their_values():
     """A mask on the meta device has no values that could be read."""
     mask = torch.ones(2, 5, device="meta")
     sizes = {"batch_size": 2, "q_length": 5, "kv_length": 5, "device": "meta"}
@@ -91,18 +85,17 @@ def test_masks_are_made_without_reading_their_values() -> None:
     assert without is None
 
 
-def test_features_added_at_images() -> None:
-    language_model: Any = built(tiny.tiny_qwen3_vl).backbone.language_model
+def test_features_added_at_images():
+    language_model = built(tiny.tiny_qwen3_vl).backbone.language_model
     torch.manual_seed(0)
     hidden = torch.randn(2, 4, 8)
     is_image = torch.tensor([[False, True, True, False], [True, False, False, True]])
     features = torch.randn(4, 8)
 
-    def plain(features: Tensor) -> Tensor:
-        added: Tensor = language_model._deepstack_process(hidden, is_image, features)
-        return added
+    def plain(features):
+        return language_model._deepstack_process(hidden, is_image, features)
 
-    def fused(features: Tensor) -> Tensor:
+    def fused(features):
         return add_at_images(hidden, is_image, features)
 
     wanted = with_gradient(plain, features)
@@ -110,14 +103,14 @@ def test_features_added_at_images() -> None:
         assert torch.equal(left, right)
 
 
-def gradients(embedder: EmbeddingModel) -> dict[str, Tensor]:
+def gradients(embedder):
     """Return the gradients of all trained parameters on some texts."""
     torch.manual_seed(2)
     loss_of(embedder(parts_for(embedder.description))).backward()
     return gradients_of(embedder)
 
 
-def adapted(**options: Any) -> EmbeddingModel:
+def adapted(**options):
     """A Qwen3 with adapters that change its output, in float32."""
     embedder = built(tiny.tiny_qwen3, **LORA, **options)
     torch.manual_seed(1)
@@ -132,7 +125,7 @@ def adapted(**options: Any) -> EmbeddingModel:
     [{}, {"lora_variant": "rslora"}, {"lora_variant": "dora"}, {"lora_dropout": 0.1}],
     ids=str,
 )
-def test_adapted_layers_and_norms(options: dict[str, Any]) -> None:
+def test_adapted_layers_and_norms(options):
     """Also where a part of them stays plain."""
     wanted = gradients(adapted(**options))
     embedder = adapted(**options)
@@ -146,7 +139,7 @@ def test_adapted_layers_and_norms(options: dict[str, Any]) -> None:
         torch.testing.assert_close(result[name], gradient, atol=1e-5 * scale, rtol=1e-4)
 
 
-def sharded_gradients() -> dict[str, Tensor]:
+def sharded_gradients():
     """Return the gradients of a fused Qwen3 under FSDP2."""
     embedder = adapted()
     fuse_norms(embedder.backbone)
@@ -161,7 +154,7 @@ def sharded_gradients() -> dict[str, Tensor]:
     return whole
 
 
-def test_under_fsdp2() -> None:
+def test_under_fsdp2():
     wanted = gradients(adapted())
     for result in run_ranks(sharded_gradients, 2):
         for name, gradient in wanted.items():
@@ -171,9 +164,7 @@ def test_under_fsdp2() -> None:
             )
 
 
-def test_the_first_use_on_a_gpu_copies_all_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_use_on_a_gpu_copies_all_weights(monkeypatch):
     monkeypatch.setattr(precision, "_is_on_gpu", lambda values: True)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4, bias=False))
     assert use_bf16(model) == 3

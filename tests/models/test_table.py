@@ -1,11 +1,7 @@
 """The contract of every family in the table: described, built, saved and used; and a record is enough for a new one."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -65,7 +61,7 @@ def test_a_record_agrees_with_itself(family):
     assert (family.starter.image_model_name is not None) == family.has_two_models
 
 
-CASES: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
+CASES = {
     "text_encoder": (tiny.tiny_bert, {}),
     "text_decoder": (tiny.tiny_qwen3, {}),
     "clip": (tiny.tiny_clip, {}),

@@ -1,28 +1,24 @@
 """Every collective on 1, 2 and 3 ranks: uneven and empty parts, missing gradients, objects, counts."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from tests.harness import run_ranks
 from vembed.parallel import collectives
 
 
-def rows_of(rank: int, count: int, width: int = 3) -> Tensor:
+def rows_of(rank, count, width=3):
     return (
         torch.arange(count * width, dtype=torch.float64).view(count, width) + 100 * rank
     )
 
 
-def everything(counts: list[int]) -> dict[str, Any]:
+def everything(counts):
     rank, size = collectives.rank(), collectives.world_size()
     own = rows_of(rank, counts[rank])
-    seen: dict[str, Any] = {"place": (rank, size)}
+    seen = {"place": (rank, size)}
     seen["ints"] = collectives.all_gather_ints([rank, -rank])
     seen["none"] = collectives.all_gather_ints([])
     seen["max"], seen["sum"] = (
@@ -58,7 +54,7 @@ def everything(counts: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("counts", [[4], [2, 3], [0, 2], [3, 0, 1], [0, 0], [2, 2, 2]])
 @pytest.mark.promise("B14", "B15")
-def test_each_collective(counts: list[int]) -> None:
+def test_each_collective(counts):
     size = len(counts)
     results = run_ranks(everything, size, counts)
     everybody = torch.cat([rows_of(rank, count) for rank, count in enumerate(counts)])
@@ -87,7 +83,7 @@ def test_each_collective(counts: list[int]) -> None:
         )
 
 
-def averaged_gradients(average: bool) -> tuple[list[Tensor | None], dict[str, int]]:
+def averaged_gradients(average):
     rank = collectives.rank()
     collectives.BUCKET_BYTES = 64  # several messages
     parameters = [
@@ -109,7 +105,7 @@ def averaged_gradients(average: bool) -> tuple[list[Tensor | None], dict[str, in
 
 
 @pytest.mark.parametrize("average", [True, False])
-def test_gradients_of_copies_with_some_missing(average: bool) -> None:
+def test_gradients_of_copies_with_some_missing(average):
     rank_batch = 0.5 if average else 1.0
     for gradients, counts in run_ranks(averaged_gradients, 2, average):
         assert torch.equal(gradients[0], torch.full((3, 5), 3.0 * rank_batch))
@@ -127,7 +123,7 @@ def test_gradients_of_copies_with_some_missing(average: bool) -> None:
         assert counts == {"sum_scalars": 1, "all_reduce_gradients": 1}
 
 
-def summed_early(fails: bool) -> tuple[list[Tensor], list[float], int]:
+def summed_early(fails):
     """Gradients of two steps, of which the second leaves the last layer out. `fails`: on rank 0, in the first one."""
     torch.manual_seed(0)
     rank = collectives.rank()
@@ -152,9 +148,7 @@ def summed_early(fails: bool) -> tuple[list[Tensor], list[float], int]:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_buckets_start_during_the_last_backward_pass(
-    num_ranks: int, fails: bool
-) -> None:
+def test_buckets_start_during_the_last_backward_pass(num_ranks, fails):
     torch.manual_seed(0)
     layers = nn.Sequential(*[nn.Linear(4, 4) for _ in range(5)])
     for rank in range(num_ranks):
@@ -169,7 +163,7 @@ def test_buckets_start_during_the_last_backward_pass(
             torch.testing.assert_close(gradient, total / num_ranks)
 
 
-def gradients_without_group() -> Tensor | None:
+def gradients_without_group():
     dist.destroy_process_group()
     parameter = nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
@@ -178,12 +172,12 @@ def gradients_without_group() -> Tensor | None:
     return parameter.grad
 
 
-def test_without_a_group_nothing_is_sent() -> None:
+def test_without_a_group_nothing_is_sent():
     (gradient,) = run_ranks(gradients_without_group, 1)
     assert torch.equal(gradient, torch.ones(2))
 
 
-def wrong_counts() -> str:
+def wrong_counts():
     with pytest.raises(
         ValueError, match="gave 2 rows where its counts say 3"
     ) as caught:
@@ -191,7 +185,7 @@ def wrong_counts() -> str:
     return "\n".join(caught.value.__notes__)
 
 
-def test_wrong_counts_are_found_before_anything_is_sent() -> None:
+def test_wrong_counts_are_found_before_anything_is_sent():
     notes = run_ranks(wrong_counts, 2)
     assert notes == [
         f"rank {rank} of 2, in the collective all_gather_rows (call 1)"

@@ -1,9 +1,6 @@
 """Dtypes that FSDP takes, what is converted and what is said; the parameter summary; LoRA, bf16, weights read once."""
 
-from __future__ import annotations
-
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from torch import Tensor, nn
 
 from tests.harness import STRATEGIES, result_of, run_cases, run_ranks
 from tests.parallel.steps import (
-    Result,
     build,
     config_of,
     listen,
@@ -29,11 +25,11 @@ from vembed.parallel.sharding import layer_units
 
 
 @pytest.fixture
-def lines() -> list[str]:
+def lines():
     return listen()
 
 
-def mixed() -> nn.Module:
+def mixed():
     """A frozen bfloat16 base under float32 adapters and a bfloat16 head that is trained."""
     base = nn.Linear(4, 4).to(torch.bfloat16).requires_grad_(False)
     return nn.ModuleDict(
@@ -46,7 +42,7 @@ def mixed() -> nn.Module:
 
 
 @pytest.mark.promise("D36")
-def test_uniform_dtype_is_said_in_the_documents_words(lines: list[str]) -> None:
+def test_uniform_dtype_is_said_in_the_documents_words(lines):
     assert (
         parameters.unify_model_dtype_for_fsdp(nn.Linear(2, 2).to(torch.bfloat16)) == 0
     )
@@ -54,9 +50,7 @@ def test_uniform_dtype_is_said_in_the_documents_words(lines: list[str]) -> None:
 
 
 @pytest.mark.promise("D29")
-def test_masters_are_never_downcast_and_frozen_weights_stay_small(
-    lines: list[str],
-) -> None:
+def test_masters_are_never_downcast_and_frozen_weights_stay_small(lines):
     model = mixed()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert parameters.unify_model_dtype_for_fsdp(model) == 2
@@ -80,9 +74,7 @@ def test_masters_are_never_downcast_and_frozen_weights_stay_small(
 
 
 @pytest.mark.promise("D29")
-def test_fsdp1_needs_one_dtype_for_all_and_says_what_that_costs(
-    lines: list[str],
-) -> None:
+def test_fsdp1_needs_one_dtype_for_all_and_says_what_that_costs(lines):
     model = mixed()
     assert parameters.unify_model_dtype_for_fsdp(model, fsdp_version=1) == 4
     assert {one.dtype for one in model.parameters()} == {torch.float32}
@@ -96,7 +88,7 @@ def test_fsdp1_needs_one_dtype_for_all_and_says_what_that_costs(
     )
 
 
-def test_both_16_bit_dtypes_meet_in_float32() -> None:
+def test_both_16_bit_dtypes_meet_in_float32():
     model = nn.ModuleList(
         [nn.Linear(2, 2).to(torch.bfloat16), nn.Linear(2, 2).to(torch.float16)]
     )
@@ -105,7 +97,7 @@ def test_both_16_bit_dtypes_meet_in_float32() -> None:
 
 
 @pytest.mark.promise("D37")
-def test_parameter_summary_has_the_documents_words(lines: list[str]) -> None:
+def test_parameter_summary_has_the_documents_words(lines):
     with torch.device("meta"):
         model = nn.Linear(4096, 2_000_000, bias=False)
     model.extra = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
@@ -121,7 +113,7 @@ def test_parameter_summary_has_the_documents_words(lines: list[str]) -> None:
 # ---- LoRA over a frozen bfloat16 base --------------------------------------------------------------------------------
 
 
-def add_lora(model: Any) -> None:
+def add_lora(model):
     torch.manual_seed(3)
     adapters = LoraConfig(
         r=4, target_modules=["query", "value"], init_lora_weights=False
@@ -134,7 +126,7 @@ def add_lora(model: Any) -> None:
     model.backbone = adapted
 
 
-def lora_step(folder: str, version: int) -> Result:
+def lora_step(folder, version):
     config = config_of(
         folder, strategy="fsdp", fsdp_version=version, gradient_checkpointing=False
     )
@@ -142,7 +134,7 @@ def lora_step(folder: str, version: int) -> Result:
 
 
 @cache
-def lora_on_ranks() -> dict[str, Any]:
+def lora_on_ranks():
     """Both versions of FSDP in one start of the ranks."""
     folder = str(shared(tiny_bert, layers=3))
     return run_cases(
@@ -156,7 +148,7 @@ def lora_on_ranks() -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.promise("D23", "D29", "D37")
-def test_lora_trains_adapters_alone_over_a_frozen_base(version: int) -> None:
+def test_lora_trains_adapters_alone_over_a_frozen_base(version):
     folder = str(shared(tiny_bert, layers=3))
     first, second = result_of(lora_on_ranks(), str(version))
     whole = whole_step(
@@ -189,8 +181,8 @@ def test_lora_trains_adapters_alone_over_a_frozen_base(version: int) -> None:
 # ---- precision -------------------------------------------------------------------------------------------------------
 
 
-def seen_in_bf16(folder: str, options: dict[str, Any]) -> dict[str, Any]:
-    seen: dict[str, Any] = {"hooks": 0, "reduced_in": set()}
+def seen_in_bf16(folder, options):
+    seen = {"hooks": 0, "reduced_in": set()}
     # In torch's namespace, where FSDP finds it.
     name = (
         "reduce_scatter_single"
@@ -199,7 +191,7 @@ def seen_in_bf16(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     )
     original = getattr(dist, name)
 
-    def reduce_scatter(*args: Any, **more: Any) -> Any:
+    def reduce_scatter(*args, **more):
         seen["reduced_in"].update(
             str(one.dtype) for one in (*args, *more.values()) if isinstance(one, Tensor)
         )
@@ -215,7 +207,7 @@ def seen_in_bf16(folder: str, options: dict[str, Any]) -> dict[str, Any]:
         layers = model.description.layer_classes
         model = session.prepare(model, layers)
 
-        def note(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
+        def note(module, args, output):
             seen["hooks"] += 1
             seen["computed_in"] = str(
                 (output if isinstance(output, Tensor) else output[0]).dtype
@@ -240,7 +232,7 @@ def seen_in_bf16(folder: str, options: dict[str, Any]) -> dict[str, Any]:
     return seen
 
 
-IN_BF16: list[tuple[dict[str, Any], str]] = [
+IN_BF16 = [
     ({"fsdp_version": 1, "mixed_precision": "bf16"}, "torch.float32"),
     ({"mixed_precision": "bf16"}, "torch.float32"),
     (
@@ -251,7 +243,7 @@ IN_BF16: list[tuple[dict[str, Any], str]] = [
 
 
 @cache
-def bf16_on_ranks() -> dict[str, Any]:
+def bf16_on_ranks():
     """All options in one start of the ranks."""
     folder = str(shared(tiny_bert, layers=3))
     return run_cases(
@@ -264,9 +256,7 @@ def bf16_on_ranks() -> dict[str, Any]:
 
 @pytest.mark.parametrize(("options", "reduced_in"), IN_BF16, ids=str)
 @pytest.mark.promise("B13", "C23", "D15", "E13", "E17")
-def test_bf16_computes_in_bf16_and_keeps_float32_masters(
-    options: dict[str, Any], reduced_in: str
-) -> None:
+def test_bf16_computes_in_bf16_and_keeps_float32_masters(options, reduced_in):
     seen, _ = result_of(bf16_on_ranks(), str(options))
     assert seen == {
         "hooks": 3,
@@ -278,7 +268,7 @@ def test_bf16_computes_in_bf16_and_keeps_float32_masters(
     }
 
 
-def norms_in_bf16(folder: str, options: dict[str, Any]) -> list[float]:
+def norms_in_bf16(folder, options):
     config = config_of(
         folder,
         strategy="fsdp",
@@ -305,7 +295,7 @@ def norms_in_bf16(folder: str, options: dict[str, Any]) -> list[float]:
     return norms
 
 
-FORGETTING: list[dict[str, Any]] = [
+FORGETTING = [
     {},
     {"fsdp_version": 1},
     {"fsdp_version": 1, "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
@@ -313,7 +303,7 @@ FORGETTING: list[dict[str, Any]] = [
 
 
 @cache
-def norms_on_ranks() -> dict[str, Any]:
+def norms_on_ranks():
     """All options in one start of the ranks."""
     folder = str(shared(tiny_bert, layers=3))
     return run_cases(
@@ -325,7 +315,7 @@ def norms_on_ranks() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", FORGETTING)
-def test_a_forward_without_backward_costs_no_gradient(options: dict[str, Any]) -> None:
+def test_a_forward_without_backward_costs_no_gradient(options):
     folder = str(shared(tiny_bert, layers=3))
     whole = whole_step(
         config_of(folder, gradient_checkpointing=False), 2, dtype=torch.float32
@@ -338,9 +328,7 @@ def test_a_forward_without_backward_costs_no_gradient(options: dict[str, Any]) -
 # ---- weights that one process reads ----------------------------------------------------------------------------------
 
 
-def prepared_weights(
-    folder: str,
-) -> tuple[int, int, dict[str, Tensor], bool]:
+def prepared_weights(folder):
     config = config_of(folder, strategy="fsdp")
     with start_session(config) as session:
         model, _ = build(config, dtype=torch.float32, meta=session.builds_empty)
@@ -351,7 +339,7 @@ def prepared_weights(
 
 
 @pytest.mark.promise("D09")
-def test_only_rank_0_reads_weights_and_all_have_them_afterwards() -> None:
+def test_only_rank_0_reads_weights_and_all_have_them_afterwards():
     folder = str(shared(tiny_bert, layers=3))
     results = run_ranks(prepared_weights, 3, folder, process_group=False)
     assert [real for real, *_ in results] == [results[0][1], 0, 0]
@@ -367,7 +355,7 @@ def test_only_rank_0_reads_weights_and_all_have_them_afterwards() -> None:
 # ---- editing weights -------------------------------------------------------------------------------------------------
 
 
-def project_out(weight: Tensor) -> Tensor:
+def project_out(weight):
     """W - lambda v v^T W."""
     direction = torch.nn.functional.normalize(
         torch.arange(1.0, weight.shape[0] + 1), dim=0
@@ -375,9 +363,7 @@ def project_out(weight: Tensor) -> Tensor:
     return weight - 0.7 * torch.outer(direction, direction @ weight)
 
 
-def edited(
-    folder: str, options: dict[str, Any], name: str
-) -> tuple[dict[str, Tensor], Tensor]:
+def edited(folder, options, name):
     config = config_of(folder, **options)
     with start_session(config) as session:
         built, featuriser = build(
@@ -397,7 +383,7 @@ EDITED = "backbone.encoder.layer.1.output.dense.weight"
 
 
 @cache
-def edited_on_ranks() -> dict[str, Any]:
+def edited_on_ranks():
     """Every strategy in one start of the ranks."""
     folder = str(shared(tiny_bert, layers=3))
     cases = {name: (folder, options, EDITED) for name, options in STRATEGIES.items()}
@@ -406,7 +392,7 @@ def edited_on_ranks() -> dict[str, Any]:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.promise("B18")
-def test_weights_can_be_edited_on_shards(strategy: str) -> None:
+def test_weights_can_be_edited_on_shards(strategy):
     folder = str(shared(tiny_bert, layers=3))
     whole, featuriser = build(config_of(folder), dtype=torch.float64)
     whole.get_parameter(EDITED).data = project_out(whole.get_parameter(EDITED).data)

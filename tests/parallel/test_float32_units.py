@@ -1,14 +1,8 @@
 """Projections and heads compute in float32 under every strategy, although the units beside them compute in bf16."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.harness import STRATEGIES, run_ranks
 from tests.parallel.steps import build, config_of, parts_of, share_of_loss
@@ -16,7 +10,7 @@ from tests.tiny import shared, tiny_bert, tiny_clip
 from vembed.parallel import parameters
 from vembed.parallel.session import start_session
 
-MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+MODELS = {
     "head": (tiny_bert, {"mrl_dims": [16, 8], "mrl_projection": True}),
     "projections": (tiny_clip, {}),
     "frozen": (
@@ -26,7 +20,7 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 }
 
 
-def seen(strategy: str) -> dict[str, tuple[set[torch.dtype], set[torch.dtype], float]]:
+def seen(strategy):
     """On every rank, for each model: dtypes inside of heads and projections, of their gradients, and the norm."""
     found = {}
     configs = {
@@ -40,14 +34,9 @@ def seen(strategy: str) -> dict[str, tuple[set[torch.dtype], set[torch.dtype], f
             built, featuriser = build(
                 config, dtype=torch.float32, meta=session.builds_empty
             )
-            dtypes: set[torch.dtype] = set()
+            dtypes = set()
 
-            def note(
-                module: nn.Module,
-                given: tuple[Tensor],
-                output: Tensor,
-                dtypes: Any = dtypes,
-            ) -> None:
+            def note(module, given, output, dtypes=dtypes):
                 dtypes.update(
                     one.dtype
                     for one in (*given, output, *module.parameters(recurse=False))
@@ -70,9 +59,7 @@ def seen(strategy: str) -> dict[str, tuple[set[torch.dtype], set[torch.dtype], f
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_heads_were_computed_in_bfloat16_where_the_model_is_sharded(
-    strategy: str,
-) -> None:
+def test_heads_were_computed_in_bfloat16_where_the_model_is_sharded(strategy):
     for found in run_ranks(seen, 2, strategy, process_group=False):
         for name, (dtypes, gradients, norm) in found.items():
             assert dtypes == {torch.float32}, name

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -18,26 +15,22 @@ from tests.losses.reference import reference_loss
 from tests.measure import gradient_errors
 from tests.tiny import shared, texts, tiny_bert, tiny_reranker
 from vembed.config.loading import resolve_run
-from vembed.config.schema import ObjectiveSection, TrainConfig
+from vembed.config.schema import TrainConfig
 from vembed.data.batching.rank_batch import (
     Feeder,
-    RankBatch,
     make_rank_batch,
     split_by_length,
 )
 from vembed.data.batching.schedule import rank_rows
 from vembed.data.examples import Example, Item
-from vembed.data.features import BaseFeaturiser, build_featuriser
-from vembed.losses.batch import EmbeddingLoss, LossBatch
+from vembed.data.features import build_featuriser
+from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
-from vembed.models.embedding_model import EmbeddingModel
 from vembed.models.families.backbones import plain_name
-from vembed.parallel.session import Session, start_session
+from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
-from vembed.teachers import Teachers
 from vembed.training.frozen import InputSource
 from vembed.training.step import (
-    BatchResult,
     ContrastiveStep,
     order_micro_batches,
     seed_of,
@@ -63,25 +56,25 @@ class Case:
     num_examples: int = 7
     """Of two, three and four ranks some have more of them than others."""
 
-    def config(self, folder: Path, **more: Any) -> TrainConfig:
+    def config(self, folder, **more):
         """The run that this case stands for."""
         return TrainConfig(
             model_name=str(folder), data_path="none", **{**self.options, **more}
         )
 
-    def folder(self) -> Path:
+    def folder(self):
         """The model that is trained."""
         if self.options.get("task") == "rerank":
             return shared(tiny_reranker, dropout=self.dropout)
         return shared(tiny_bert, dropout=self.dropout)
 
-    def budget(self) -> Budget:
+    def budget(self):
         """Micro-batches of one row, of an odd size, or everything at once."""
         tokens = {"row": 1, "odd": 73, "whole": 10**9}[self.micro]
         return Budget(tokens, self.kept_tokens, self.cache)
 
 
-def examples(case: Case) -> list[Example]:
+def examples(case):
     """Texts of very different lengths; some occur again, as negatives, as positives, on other ranks."""
     words = texts(4 * case.num_examples, seed=3, longest=30)
     made = []
@@ -120,9 +113,7 @@ def examples(case: Case) -> list[Example]:
     return made
 
 
-def build(
-    config: TrainConfig, teacher_dims: Mapping[str, int] | None = None
-) -> tuple[EmbeddingModel, EmbeddingLoss, BaseFeaturiser]:
+def build(config, teacher_dims=None):
     """Model and loss in float64, the same on every call; adapters are not left at zero."""
     description = described(config)
     model = model_of(
@@ -145,16 +136,16 @@ def build(
 
 
 def step_of(
-    model: nn.Module,
-    loss: EmbeddingLoss,
-    featuriser: BaseFeaturiser,
-    session: Session,
-    rows: list[Example],
-    budget: Budget,
-    teachers: Teachers | None = None,
-    auxiliary: ObjectiveSection | None = None,
-    **inputs: Any,
-) -> tuple[ContrastiveStep, RankBatch]:
+    model,
+    loss,
+    featuriser,
+    session,
+    rows,
+    budget,
+    teachers=None,
+    auxiliary=None,
+    **inputs,
+):
     """The real step of a prepared model, and this rank's part of the rows. `inputs`: of InputSource."""
     rank = rank_rows(len(rows), session.rank, session.world_size)
     rank_batch = make_rank_batch(rows[rank], rank.start, featuriser)
@@ -167,9 +158,7 @@ def step_of(
     return step, rank_batch
 
 
-def gradients_on_ranks(
-    cases: list[tuple[Case, Path]], strategy: str, more: dict[str, Any]
-) -> list[dict[str, Tensor]]:
+def gradients_on_ranks(cases, strategy, more):
     """Called on every rank: each case, with its model's folder, through the real step; the whole gradients by name."""
     results = []
     first, folder = cases[0]
@@ -181,13 +170,7 @@ def gradients_on_ranks(
     return results
 
 
-def step_on_rank(
-    case: Case,
-    config: TrainConfig,
-    session: Session,
-    auxiliary: ObjectiveSection | None = None,
-    teachers: Teachers | None = None,
-) -> tuple[dict[str, Tensor], BatchResult]:
+def step_on_rank(case, config, session, auxiliary=None, teachers=None):
     """This rank's part of the case's batch through the real step: the whole gradients by name, and the result."""
     embedder, loss, featuriser = build(
         config, {} if teachers is None else teachers.dims
@@ -212,7 +195,7 @@ def step_on_rank(
     }, result
 
 
-def reference(case: Case, world_size: int) -> dict[str, Tensor]:
+def reference(case, world_size):
     """The same in one process, from the formula: every occurrence encoded by itself, one dense loss, autograd."""
     config = case.config(case.folder(), gradient_checkpointing=False)
     model, loss, featuriser = build(config)
@@ -231,15 +214,13 @@ def reference(case: Case, world_size: int) -> dict[str, Tensor]:
     return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
 
 
-def plain_batch(
-    case: Case, model: EmbeddingModel, featuriser: BaseFeaturiser
-) -> LossBatch:
+def plain_batch(case, model, featuriser):
     """Every occurrence of every text in one padded batch."""
-    units: list[Any] = []
-    rows: list[tuple[int, int, int]] = []
-    negatives: list[tuple[int, int]] = []
-    scores: list[float] = []
-    negative_scores: list[float] = []
+    units = []
+    rows = []
+    negatives = []
+    scores = []
+    negative_scores = []
     is_reranker = gives_scores(model)
     for number, example in enumerate(examples(case)):
         query = len(units)
@@ -277,16 +258,14 @@ def plain_batch(
     )
 
 
-def gives_scores(model: EmbeddingModel) -> bool:
+def gives_scores(model):
     return model.description.scores is not None
 
 
-def drawn_batch(
-    case: Case, model: EmbeddingModel, featuriser: BaseFeaturiser, world_size: int
-) -> LossBatch:
+def drawn_batch(case, model, featuriser, world_size):
     """With dropout the draws depend on the micro-batches: the same ones, with graphs kept, of all ranks in turn."""
     rows, budget = examples(case), case.budget()
-    rank_batches: list[RankBatch] = []
+    rank_batches = []
     for rank in range(world_size):
         own = rank_rows(len(rows), rank, world_size)
         rank_batches.append(make_rank_batch(rows[own], own.start, featuriser))
@@ -300,7 +279,7 @@ def drawn_batch(
         batch_schedule = split_by_length(
             lengths[rank], budget.micro_batch_tokens, at_least=count
         )
-        parts: list[Tensor | None] = [None] * len(rank_batch.features)
+        parts = [None] * len(rank_batch.features)
         for number, micro_batch in enumerate(
             order_micro_batches({"text": batch_schedule})
         ):
@@ -315,7 +294,7 @@ def drawn_batch(
         embeddings.append(torch.stack([part for part in parts if part is not None]))
         offsets.append(offsets[-1] + len(parts))
 
-    def joined(name: str, shift: bool) -> Tensor:
+    def joined(name, shift):
         return torch.cat(
             [
                 torch.from_numpy(getattr(rank_batch, name)) + (offset if shift else 0)
@@ -352,7 +331,7 @@ def drawn_batch(
     )
 
 
-def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+def full_gradients(model):
     """The gradients of the whole model by plain names; collective where it is sharded."""
     if FullyShardedDataParallel.fsdp_modules(model):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
@@ -370,7 +349,7 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def loss_gradients(loss: nn.Module) -> dict[str, Tensor]:
+def loss_gradients(loss):
     """Gradients of learned temperatures, scales and biases."""
     return {
         f"loss.{name}": one.grad
@@ -379,9 +358,7 @@ def loss_gradients(loss: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def worst_error(
-    found: dict[str, Tensor], wanted: dict[str, Tensor]
-) -> tuple[str, float]:
+def worst_error(found, wanted):
     """Return the parameter whose gradient is farthest off, and how far, as `tests.measure` measures it."""
     assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
     errors = gradient_errors(

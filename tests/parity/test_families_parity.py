@@ -48,7 +48,7 @@ class Family:
     image_model: Callable[..., Path] | None = None
     tolerance: float = EXACT
 
-    def config(self, **more: Any) -> TrainConfig:
+    def config(self, **more):
         """The run that this stands for; to be called where the tiny models are made."""
         options = {"gradient_checkpointing": False, **self.options, **more}
         if self.image_model is not None:
@@ -101,7 +101,7 @@ FAMILIES = [
     ),
 ]
 BY_NAME = {family.name: family for family in FAMILIES}
-GROUPS: dict[str, tuple[int, dict[str, Any]]] = {
+GROUPS = {
     "one": (1, {"strategy": "single"}),
     "ddp-2": (2, {"strategy": "ddp"}),
     "fsdp2-2": (2, {"strategy": "fsdp"}),
@@ -125,7 +125,7 @@ TABLE = [
 ]
 
 
-def examples(modalities: tuple[str, ...]) -> list[Example]:
+def examples(modalities):
     """Rows for a model with these modalities. Of two ranks only the second meets images with texts, of other shapes."""
     words = texts(3 * NUM_EXAMPLES, seed=3, longest=12)
     refs = []
@@ -152,7 +152,7 @@ def examples(modalities: tuple[str, ...]) -> list[Example]:
     return made
 
 
-def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
+def on_ranks(configs):
     """Called on every rank: each config's step without and with Gradient Cache; gradients, loss, units and
     modalities."""
     results = []
@@ -207,7 +207,7 @@ def on_ranks(configs: list[TrainConfig]) -> list[dict[str, Any]]:
 
 
 @cache
-def found(group: str) -> dict[tuple[str, bool], list[dict[str, Any]]]:
+def found(group):
     """All families of a group, in one start of its ranks: (family, cached) -> per rank."""
     world_size, more = GROUPS[group]
     families = [family for of, family in TABLE if of == group]
@@ -218,7 +218,7 @@ def found(group: str) -> dict[tuple[str, bool], list[dict[str, Any]]]:
 
 
 @cache
-def wanted(name: str) -> dict[str, torch.Tensor]:
+def wanted(name):
     """From the formula: one padded batch of each modality, one dense loss, autograd."""
     config = BY_NAME[name].config()
     model, loss, featuriser = build(config)
@@ -270,9 +270,7 @@ def wanted(name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("cached", [False, True], ids=["kept-graphs", "cached"])
 @pytest.mark.parametrize(("group", "name"), TABLE)
-def test_gradient_of_every_family_is_that_of_the_formula(
-    group: str, name: str, cached: bool
-) -> None:
+def test_gradient_of_every_family_is_that_of_the_formula(group, name, cached):
     ranks, plain = found(group)[name, cached], wanted(name)
     assert all(rank["kept"] is not cached and rank["calls"] > 2 for rank in ranks)
     for rank in ranks:

@@ -1,15 +1,12 @@
 """A model that gives several rows for each input, through the step that trains vectors."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from transformers import BertModel
 
 from tests.built import described
@@ -22,7 +19,7 @@ from vembed.data.batching.rank_batch import Feeder, make_rank_batch
 from vembed.data.batching.schedule import rank_rows
 from vembed.data.examples import Example, Item
 from vembed.data.features import Featuriser
-from vembed.losses.batch import EmbeddingLoss, LossBatch
+from vembed.losses.batch import EmbeddingLoss
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
@@ -31,7 +28,7 @@ from vembed.training.step import ContrastiveStep
 NUM_EXAMPLES = 5
 
 
-def examples() -> list[Example]:
+def examples():
     words = texts(3 * NUM_EXAMPLES, seed=3, longest=20)
     return [
         Example(
@@ -49,11 +46,11 @@ def examples() -> list[Example]:
 class TokenVectors(nn.Module):
     """A vector of length 1 for each token but the first and the last."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         super().__init__()
         self.backbone = BertModel.from_pretrained(folder, add_pooling_layer=False)
 
-    def forward(self, parts: list[tuple[str, dict[str, Tensor]]]) -> list[Tensor]:
+    def forward(self, parts):
         outputs = []
         for _, inputs in parts:
             ids = inputs["input_ids"]
@@ -70,11 +67,11 @@ class TokenVectors(nn.Module):
 class MaxSim(EmbeddingLoss):
     """InfoNCE over sums of each query row's best product: this rank's rows against all positives."""
 
-    def forward(self, batch: LossBatch) -> Tensor:
+    def forward(self, batch):
         assert batch.starts is not None
         bounds = batch.starts.tolist()
 
-        def rows(number: int) -> Tensor:
+        def rows(number):
             return batch.embeddings[bounds[number] : bounds[number + 1]]
 
         losses = []
@@ -85,7 +82,7 @@ class MaxSim(EmbeddingLoss):
         return torch.stack(losses).sum() / batch.num_rows
 
 
-def config_of(**options: Any) -> TrainConfig:
+def config_of(**options):
     return TrainConfig(
         model_name=str(shared(tiny_bert)),
         data_path="none",
@@ -94,14 +91,14 @@ def config_of(**options: Any) -> TrainConfig:
     )
 
 
-def build(config: TrainConfig) -> TokenVectors:
+def build(config):
     return TokenVectors(Path(config.model.model_name)).double()
 
 
-def step_on_rank(strategy: str, cache: bool) -> dict[str, Tensor]:
+def step_on_rank(strategy, cache):
     config = config_of(strategy=strategy)
     with start_session(config) as session:
-        model: nn.Module = build(config)
+        model = build(config)
         loss = MaxSim()
         rank = rank_rows(NUM_EXAMPLES, session.rank, session.world_size)
         featuriser = Featuriser(described(config))
@@ -123,14 +120,14 @@ def step_on_rank(strategy: str, cache: bool) -> dict[str, Tensor]:
         return {**full_gradients(model), "loss": result.loss_share}
 
 
-def plain() -> dict[str, Tensor]:
+def plain():
     """The same in one process, by autograd alone, each input by itself."""
     config = config_of()
     model = build(config)
     rows = examples()
     featuriser = Featuriser(described(config))
 
-    def encode(item: Item) -> Tensor:
+    def encode(item):
         features = featuriser.features([(item, "query")])
         return model([("text", featuriser.collate(features))])[0]
 
@@ -145,7 +142,7 @@ def plain() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("cache", [True, False])
-def test_gradient_is_that_of_autograd(world_size: int, cache: bool) -> None:
+def test_gradient_is_that_of_autograd(world_size, cache):
     strategy = "single" if world_size == 1 else "ddp"
     expected = plain()
     by_rank = run_ranks(step_on_rank, world_size, strategy, cache, process_group=False)

@@ -1,10 +1,5 @@
 """However many micro-batches a step has, the ranks exchange embeddings once and gradients once."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -16,14 +11,12 @@ from vembed.parallel import collectives
 from vembed.parallel.session import start_session
 
 
-def count_rounds(
-    folder: Path, strategy: str, cases: list[Case]
-) -> list[dict[str, Any]]:
+def count_rounds(folder, strategy, cases):
     """On every rank: what a step of each case sends, by the counters of vembed and of torch."""
     found, reduced, finished = [], [], []
 
-    def counted(original: Any) -> Any:
-        def micro_batch(*args: Any, **options: Any) -> Any:
+    def counted(original):
+        def micro_batch(*args, **options):
             reduced.append(1)
             return original(*args, **options)
 
@@ -38,7 +31,7 @@ def count_rounds(
     setattr(dist, name, counted(getattr(dist, name)))
     finalize = FSDPParamGroup.finalize_backward
 
-    def finalize_backward(group: FSDPParamGroup) -> None:
+    def finalize_backward(group):
         finished.append(group)
         finalize(group)
 
@@ -74,7 +67,7 @@ def count_rounds(
 
 
 @pytest.mark.promise("E01")
-def test_one_round_of_gradients_per_step() -> None:
+def test_one_round_of_gradients_per_step():
     cases = [Case("rows", micro="row"), Case("whole", micro="whole")]
     folder = shared(tiny_bert)
     copies = run_ranks(count_rounds, 2, folder, "ddp", cases, process_group=False)[0]

@@ -3,7 +3,6 @@
 import itertools
 import logging
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -123,7 +122,7 @@ def test_step_is_replayed_with_half_the_budget(cache, tmp_path, monkeypatch):
     assert "micro-batches of 200 tokens instead of 400" in said
 
 
-def two_ranks(folder: Path, failing_calls: set[int]) -> list[float]:
+def two_ranks(folder, failing_calls):
     """Train on a rank of two, of which rank 1 runs out of memory at some calls of the model. Return the losses."""
     with pytest.MonkeyPatch.context() as patch:
         if os.environ["RANK"] == "1":

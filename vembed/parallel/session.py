@@ -323,8 +323,11 @@ class Session:
         on_gpu = self.device.type == "cuda"
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
         check = LaunchCheck(self.ranks, self.timeout_minutes)
-        # torchrun's store outlives a group. Without a prefix the next group would read the addresses of the last one.
-        store = PrefixStore(f"vembed-{next(_groups)}", check.connect())
+        # torchrun's store outlives a group, and the processes that --max-restarts starts again. Without a prefix the next
+        # group would read the addresses of the last one.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"vembed-{attempt}-{next(_groups)}"
+        store = PrefixStore(prefix, check.connect())
         launch = {"num_machines": num_machines, "WORLD_SIZE": self.ranks.world_size}
         run_id, self.ranks = check.check(store, launch, rank_facts)
         log.info(f"run id: {run_id}")

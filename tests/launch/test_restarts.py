@@ -1,0 +1,47 @@
+"""torchrun starts the processes again after a failure, and the run goes on from its checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.tiny import shared, tiny_bert
+from tests.training.test_run import metrics, settings
+
+SCRIPT = """
+import json, os, sys
+import vembed
+
+def fail(info):
+    is_first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    if is_first and info.step == 3 and os.environ["RANK"] == "1":
+        os._exit(1)
+
+vembed.train(json.loads(sys.argv[1]), on_step=fail)
+"""
+
+
+def test_torchrun_restarts_go_on_from_the_checkpoint(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    options = settings(
+        tmp_path,
+        model_name=str(shared(tiny_bert)),
+        val_data_path=None,
+        max_steps=4,
+        save_steps=2,
+        resume="auto",
+        output_dir=str(tmp_path / "run"),
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node=2", "--max-restarts=1", str(script)]
+    done = subprocess.run(
+        [*command, json.dumps(options)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "checkpoint-2 (step 2)" in done.stdout + done.stderr
+    assert metrics(tmp_path / "run", "step")[-1] == 4
