@@ -54,7 +54,11 @@ def check_parts(
     return by_name
 
 
-def check_spelling(where: str, part: type, base: type) -> None:
+def check_spelling(
+    where: str,
+    part: type,
+    base: type,
+) -> None:
     """Raise TypeError for a public attribute that is new in a class and similar to one that it could declare.
 
     `base`: the base class of its kind, which has what it could declare, as have those between the two.

@@ -267,7 +267,9 @@ def sha256_of(path: Path) -> str:
 
 
 def checksums_of(
-    folder: Path, paths: Iterable[Path], known: Mapping[str, str] | None = None
+    folder: Path,
+    paths: Iterable[Path],
+    known: Mapping[str, str] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return size and checksum of files of a folder, by their names in it. Files in `known` are not read again."""
     checksums = {}
@@ -278,7 +280,11 @@ def checksums_of(
     return checksums
 
 
-def damage_of(folder: Path, name: str, checksum: Mapping[str, Any]) -> str | None:
+def damage_of(
+    folder: Path,
+    name: str,
+    checksum: Mapping[str, Any],
+) -> str | None:
     """Return what is wrong with a file of a folder; None if it has its size and checksum."""
     path = folder / name
     try:
@@ -342,7 +348,12 @@ def short_hash(*values: Any) -> str:
 
 
 def add_content(
-    digest: Any, path: Path, *, pieces: int, piece_bytes: int, whole_bytes: int
+    digest: Any,
+    path: Path,
+    *,
+    pieces: int,
+    piece_bytes: int,
+    whole_bytes: int,
 ) -> None:
     """Add a file to a digest of hashlib: whole up to `whole_bytes`, otherwise the first piece, the last one, and those
     at equal distances between them."""

@@ -212,7 +212,12 @@ class Teachers:
         return collectives.all_gather_rows(column, counts)
 
 
-def teacher_kind(teacher: Teacher, files: Path, *, needs_vectors: bool) -> ModelKind:
+def teacher_kind(
+    teacher: Teacher,
+    files: Path,
+    *,
+    needs_vectors: bool,
+) -> ModelKind:
     """Return the kind of a teacher. `needs_vectors`: a loss of the run needs the teacher's vectors."""
     if teacher.kind != "auto":
         return teacher.kind
@@ -310,7 +315,10 @@ class CachedTeacher(ABC):
         return bool(collectives.broadcast_object(is_complete))
 
     def complete(
-        self, what: str, keys: Sequence[bytes], questions: Sequence[Any]
+        self,
+        what: str,
+        keys: Sequence[bytes],
+        questions: Sequence[Any],
     ) -> None:
         """Compute what is missing of these answers. Collective: all ranks pass the same keys and questions."""
         session = self.session
@@ -355,7 +363,12 @@ class CachedTeacher(ABC):
 class VectorTeacher(CachedTeacher):
     """An embedding model as teacher. Its weights are read when the first vector is computed."""
 
-    def __init__(self, teacher: Teacher, *args: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        teacher: Teacher,
+        *args: Any,
+        **options: Any,
+    ) -> None:
         super().__init__(teacher, *args, **options)
         self.description = describe(
             ModelSection(
@@ -511,7 +524,11 @@ class PairTeacher(CachedTeacher):
         return reranker
 
 
-def is_sharded(teacher: Teacher, folder: Path, session: Session) -> bool:
+def is_sharded(
+    teacher: Teacher,
+    folder: Path,
+    session: Session,
+) -> bool:
     """Return whether each process holds a shard of the teacher, and log why. Collective."""
     if session.world_size == 1:
         return False
@@ -533,7 +550,12 @@ def is_sharded(teacher: Teacher, folder: Path, session: Session) -> bool:
     return True
 
 
-def teacher_identity(folder: Path, teacher: Teacher, kind: str, arithmetic: str) -> str:
+def teacher_identity(
+    folder: Path,
+    teacher: Teacher,
+    kind: str,
+    arithmetic: str,
+) -> str:
     """Return a hash of a teacher's files and settings; of files above 3 MiB, of the size and three samples of 1 MiB."""
     digest = hashlib.blake2b(digest_size=16)
     settings = [

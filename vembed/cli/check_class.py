@@ -238,7 +238,12 @@ class ClassTrial:
         """Return inputs of each kind that the module takes."""
         return [self._inputs(kind, count, length) for kind in self.kinds]
 
-    def _inputs(self, kind: str, count: int, length: int) -> Inputs:
+    def _inputs(
+        self,
+        kind: str,
+        count: int,
+        length: int,
+    ) -> Inputs:
         draw = torch.Generator().manual_seed(count * 100 + length)
         if kind == "text":
             ids = torch.randint(1, self.num_ids, (count, length), generator=draw)

@@ -363,7 +363,11 @@ class ParquetWriter:
         self.writer.close()
 
 
-def _column(name: str, values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
+def _column(
+    name: str,
+    values: Sequence[Any],
+    kind: pa.DataType | None,
+) -> pa.Array:
     """Return a kept column: numbers and booleans as they are, all else as text. `kind`: that of the first values."""
     if kind is None:
         try:
@@ -389,7 +393,11 @@ def _column(name: str, values: Sequence[Any], kind: pa.DataType | None) -> pa.Ar
 
 @contextmanager
 def vector_writer(
-    target: Path, shape: tuple[int, ...], dtype: str, *, keeps_columns: bool
+    target: Path,
+    shape: tuple[int, ...],
+    dtype: str,
+    *,
+    keeps_columns: bool,
 ) -> Iterator[NpyWriter | ParquetWriter]:
     """Write beside the target and move it there at the end. `shape`: of what stands for one input, more than one
     dimension in .npy alone."""

@@ -37,7 +37,9 @@ LAUNCHER_VARIABLES = re.compile(r"(ACCELERATE|FSDP|TORCHELASTIC)_|GROUP_|ROLE_")
 
 
 def check_machine(
-    config: str | None, nproc: int | None, versions: Sequence[str]
+    config: str | None,
+    nproc: int | None,
+    versions: Sequence[str],
 ) -> tuple[dict[str, Any], int]:
     """Print the devices, run the self-test, and check a config. Return the result and the exit code."""
     run = None if config is None else resolve_run(config)
@@ -136,7 +138,10 @@ def interconnect(num_devices: int) -> str:
 
 
 def checklist(
-    run: ResolvedRun, launch: Launch, *, self_test_passed: bool
+    run: ResolvedRun,
+    launch: Launch,
+    *,
+    self_test_passed: bool,
 ) -> Iterator[tuple[bool, str]]:
     """Yield eight checks for before a long run, each as (passed, finding)."""
     num_devices = torch.cuda.device_count()

@@ -76,7 +76,11 @@ def json_option(
     """
 
 
-def command_of(name: str, function: Any, **settings: Any) -> Any:
+def command_of(
+    name: str,
+    function: Any,
+    **settings: Any,
+) -> Any:
     """Return a function as a command. Its parameters become arguments, if they have no default, and options; their help
     is what its docstring says of them."""
     about, _, arguments = str(inspect.getdoc(function)).partition("\n\nArgs:\n")

@@ -216,7 +216,11 @@ def resolve_launch(
     return Launch(num_processes, reason, num_machines, rank or 0, ip, port, changes)
 
 
-def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) -> str:
+def describe_run(
+    run: ResolvedRun,
+    launch: Launch,
+    arguments: TrainArguments,
+) -> str:
     """Return the output of `--dry-run`: the merged config, the decisions, and the processes to launch."""
     strategy = run.strategy.value
     data = run.config.data
@@ -250,7 +254,9 @@ def describe_run(run: ResolvedRun, launch: Launch, arguments: TrainArguments) ->
 
 
 def _launched_rank(
-    arguments: TrainArguments, run: ResolvedRun, env: Mapping[str, str]
+    arguments: TrainArguments,
+    run: ResolvedRun,
+    env: Mapping[str, str],
 ) -> RankInfo | None:
     """Return the rank info of this process if a launcher has started it; None if vembed is to start the processes."""
     if all(env.get(name) for name in GROUP):

@@ -237,7 +237,10 @@ def _project_out(weight: Tensor) -> Tensor:
 
 
 def _compare(
-    ours: Tensor, theirs: Tensor, what: str, tolerance: float | None = None
+    ours: Tensor,
+    theirs: Tensor,
+    what: str,
+    tolerance: float | None = None,
 ) -> None:
     tolerance = TOLERANCE if tolerance is None else tolerance
     difference = float((ours - theirs).abs().max())

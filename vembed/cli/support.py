@@ -273,7 +273,9 @@ def plain_console(*, stderr: bool = False) -> Console:
 
 
 def number_table(
-    header: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None
+    header: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    title: str | None = None,
 ) -> Table:
     """Return a table of names and, to the right, numbers."""
     from rich.table import Table
@@ -329,7 +331,11 @@ def usable_model(name: str) -> Iterator[str]:
         yield str(whole_model(name, Path(folder) / "model"))
 
 
-def numbers(flag: str, text: str, kind: type = int) -> Any:
+def numbers(
+    flag: str,
+    text: str,
+    kind: type = int,
+) -> Any:
     """Return the numbers of a list with commas."""
     try:
         return [kind(part) for part in text.split(",") if part.strip()]
@@ -353,7 +359,9 @@ def option(name: str, text: str) -> Any:
 
 
 def read_config_arguments(
-    command_name: str, about: str | None, args: Sequence[str] | None
+    command_name: str,
+    about: str | None,
+    args: Sequence[str] | None,
 ) -> TrainArguments:
     """Parse the arguments of a command that takes those of train, or print its help and end it."""
     from vembed.config.arguments import command_help, parse_train_arguments

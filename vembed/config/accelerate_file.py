@@ -230,7 +230,11 @@ def _not_counted(setting: str) -> str:
     )
 
 
-def _known_keys(tree: Node, source: str, notes: list[str]) -> dict[str, Node]:
+def _known_keys(
+    tree: Node,
+    source: str,
+    notes: list[str],
+) -> dict[str, Node]:
     keys = dict(tree.value)
     if "compute_device" in keys:
         device = keys.pop("compute_device")
@@ -250,7 +254,11 @@ def _known_keys(tree: Node, source: str, notes: list[str]) -> dict[str, Node]:
     return keys
 
 
-def _fsdp_keys(block: Node, source: str, notes: list[str]) -> dict[str, Node]:
+def _fsdp_keys(
+    block: Node,
+    source: str,
+    notes: list[str],
+) -> dict[str, Node]:
     """Return the keys of fsdp_config that are options."""
     if not isinstance(block.value, dict):
         raise UserError(

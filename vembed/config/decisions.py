@@ -331,7 +331,11 @@ def resolve_fsdp(
     return fsdp, notes
 
 
-def _asked(name: str, value: T, values: Mapping[str, OptionValue]) -> Decision[T]:
+def _asked(
+    name: str,
+    value: T,
+    values: Mapping[str, OptionValue],
+) -> Decision[T]:
     """Return the decision for an option that is taken as given. The reason is its name, or the file or launcher that sets
     it."""
     asked = values.get(name)
@@ -412,7 +416,9 @@ class Trained:
 
 
 def peak_rate(
-    objective: ObjectiveSection, adapters: AdapterSection, trained: Trained
+    objective: ObjectiveSection,
+    adapters: AdapterSection,
+    trained: Trained,
 ) -> Decision[float]:
     """Return the learning rate of `learning_rate: auto` and the reason. docs/choosing.md has the measurements."""
     width = trained.width
@@ -519,7 +525,10 @@ def has_initial_weights(model: ModelSection) -> bool:
 
 
 def epochs_for(
-    num_examples: int, *, from_scratch: bool = False, has_scale: bool = False
+    num_examples: int,
+    *,
+    from_scratch: bool = False,
+    has_scale: bool = False,
 ) -> float:
     """Return the passes over so many examples."""
     ratio = 1
@@ -688,7 +697,11 @@ def run_intervals(
 
 
 def _auto_eval_steps(
-    size: RunSize, save_steps: Any, reasons: dict[str, str], *, is_needed: bool
+    size: RunSize,
+    save_steps: Any,
+    reasons: dict[str, str],
+    *,
+    is_needed: bool,
 ) -> int | None:
     """Return the interval of evaluations. `is_needed`: the config asks for evaluated checkpoints."""
     steps = size.total_steps

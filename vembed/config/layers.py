@@ -95,7 +95,10 @@ class Layer:
         return default if option_value is None else option_value.value
 
     def take_all(
-        self, keys: Mapping[str, Node], prefix: str = "", block: str | None = None
+        self,
+        keys: Mapping[str, Node],
+        prefix: str = "",
+        block: str | None = None,
     ) -> Layer:
         """Add the keys of a file with their values. Return the layer.
 
@@ -179,7 +182,12 @@ class Layer:
             self.translated.append(f"{written}: {word} -> {result} ({place})")
 
     def enter(
-        self, option: str, value: Any, key: str, place: str, written: str = ""
+        self,
+        option: str,
+        value: Any,
+        key: str,
+        place: str,
+        written: str = "",
     ) -> Any:
         """Add an option under its own name. Return its canonical value, or None after recording a problem.
 
@@ -205,7 +213,12 @@ class Layer:
             self.values[name] = new
         return final
 
-    def _refuse_key(self, name: str, block: str | None, place: str) -> None:
+    def _refuse_key(
+        self,
+        name: str,
+        block: str | None,
+        place: str,
+    ) -> None:
         """Record the problem of an unknown key, with the reason or the nearest name."""
         for names, reason in REFUSED.items():
             if name in names.split():
@@ -222,7 +235,11 @@ class Layer:
         self.problems.append(f"{place}: unknown option {quoted(name)}{inside}{hint}")
 
 
-def plain_layer(name: str, level: Level, options: Mapping[str, Any]) -> Layer:
+def plain_layer(
+    name: str,
+    level: Level,
+    options: Mapping[str, Any],
+) -> Layer:
     """Return a layer of options with their canonical values."""
     layer = Layer(name, level)
     for option, value in options.items():
@@ -446,7 +463,11 @@ ALIASES: dict[str, str] = {
 """Map from an option to its aliases. They are valid at the top of a config, inside every block, and as flags."""
 
 
-def _flag(option: str, when_true: Any, when_false: Any = None) -> Translation:
+def _flag(
+    option: str,
+    when_true: Any,
+    when_false: Any = None,
+) -> Translation:
     """Return the parser of a switch for one value of an option. Off sets `when_false` only if nothing else does."""
 
     def settings(value: Any) -> list[Setting]:

@@ -173,7 +173,9 @@ def _naming_layer(layers: Sequence[Layer]) -> Layer | None:
 
 
 def _user_preset(
-    layers: Sequence[Layer], presets: Mapping[str, Node], file: Path | None
+    layers: Sequence[Layer],
+    presets: Mapping[str, Node],
+    file: Path | None,
 ) -> list[Layer]:
     """Return the block of `distributed_examples` that `accelerate_config` names, as a layer in place of the option.
 
@@ -197,7 +199,11 @@ def _user_preset(
     )
 
 
-def _override_stage(file: Layer, configs: Sequence[Layer], notes: list[str]) -> None:
+def _override_stage(
+    file: Layer,
+    configs: Sequence[Layer],
+    notes: list[str],
+) -> None:
     """Remove options from the config layers that both the stage's block and the file set.
 
     Otherwise the config would override the file. But the file was named on the command line, for this launch, and the
@@ -341,7 +347,9 @@ def resolve_paths(
 
 
 def expand_output_dir(
-    template: str, values: Mapping[str, Any], env: Mapping[str, str] = os.environ
+    template: str,
+    values: Mapping[str, Any],
+    env: Mapping[str, str] = os.environ,
 ) -> str:
     """Return the folder that a template such as runs/{model}-{time} names: the same on every rank.
 

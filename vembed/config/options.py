@@ -122,7 +122,11 @@ def all_options() -> dict[str, Option]:
     return options
 
 
-def field_option(name: str, field: FieldInfo, section: str = "") -> Option:
+def field_option(
+    name: str,
+    field: FieldInfo,
+    section: str = "",
+) -> Option:
     """Return the metadata of an option from its field."""
     words, choices, kinds = _accepted(field.annotation, field.metadata)
     return Option(

@@ -245,7 +245,11 @@ def parse_toml(text: str, name: str) -> Node:
     return _with_lines(data, text.split("\n"), 0)
 
 
-def _with_lines(table: Mapping[str, Any], lines: list[str], start: int) -> Node:
+def _with_lines(
+    table: Mapping[str, Any],
+    lines: list[str],
+    start: int,
+) -> Node:
     """Return the tree of a table. tomllib gives no lines, so each key is searched from that of its table on."""
     nodes: dict[str, Node] = {}
     for key, value in table.items():

@@ -130,7 +130,9 @@ def _value_rules(options: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _model_rules(
-    model: ModelSection, adapters: AdapterSection, caches_features: bool
+    model: ModelSection,
+    adapters: AdapterSection,
+    caches_features: bool,
 ) -> Iterator[str]:
     """Rules on the model, its towers, adapters and frozen parts."""
     second = model.image_model_name
@@ -161,7 +163,9 @@ def _model_rules(
 
 
 def _size_rules(
-    matryoshka: MatryoshkaSection, batch: BatchSection, optimizer: OptimizerSection
+    matryoshka: MatryoshkaSection,
+    batch: BatchSection,
+    optimizer: OptimizerSection,
 ) -> Iterator[str]:
     """Rules on Matryoshka sizes, the batch and the warm-up."""
     # Given, with whatever value: whoever writes both believes that both count.
@@ -320,7 +324,9 @@ def _task_rules(options: Mapping[str, Any], terms: Sequence[Term]) -> Iterator[s
 
 
 def _evaluation_rules(
-    evaluation: EvaluationSection, run: RunSection, data: DataSection
+    evaluation: EvaluationSection,
+    run: RunSection,
+    data: DataSection,
 ) -> Iterator[str]:
     eval_steps = evaluation.eval_steps
     save_steps = run.save_steps
@@ -347,7 +353,11 @@ def _evaluation_rules(
         )
 
 
-def _file_rules(run: RunSection, data: DataSection, log_file: str) -> Iterator[str]:
+def _file_rules(
+    run: RunSection,
+    data: DataSection,
+    log_file: str,
+) -> Iterator[str]:
     if run.resume is not False and run.overwrite:
         yield (
             f"resume: {yaml_word(run.resume)} continues the run in output_dir and overwrite: true replaces it: keep one "

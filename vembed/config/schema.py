@@ -77,7 +77,10 @@ class Sampling:
     """Power of a source's size."""
 
     def num_drawn(
-        self, sizes: Sequence[int], weights: Sequence[float], batch_sizes: Sequence[int]
+        self,
+        sizes: Sequence[int],
+        weights: Sequence[float],
+        batch_sizes: Sequence[int],
     ) -> list[int]:
         """Return how many examples of each source an epoch draws: about as many in all as with `proportional`."""
         wanted = [size * weight for size, weight in zip(sizes, weights, strict=True)]

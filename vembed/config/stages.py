@@ -207,7 +207,9 @@ def read_pipeline(
 
 
 def _pipeline_of(
-    keys: Mapping[str, Node], name: str, root: str | None = None
+    keys: Mapping[str, Node],
+    name: str,
+    root: str | None = None,
 ) -> Pipeline | None:
     shared_keys = dict(keys)
     lists = [shared_keys.pop(key, None) for key in (STAGES, TRAINING_STAGES)]

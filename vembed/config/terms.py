@@ -141,7 +141,9 @@ def run_temperature(
 
 
 def leaves_temperature(
-    objective: ObjectiveSection, data: DataSection, start_model: str
+    objective: ObjectiveSection,
+    data: DataSection,
+    start_model: str,
 ) -> bool:
     """Return whether the run has one fixed temperature, which no option names."""
     if "temperature" in objective.model_fields_set or objective.losses is not None:
@@ -169,7 +171,9 @@ def source_terms(
 
 
 def run_terms(
-    objective: ObjectiveSection, data: DataSection, start_model: str
+    objective: ObjectiveSection,
+    data: DataSection,
+    start_model: str,
 ) -> list[Term]:
     """Return the terms of all sources."""
     all_terms = []
@@ -212,7 +216,9 @@ def task_names(data: DataSection, names: Sequence[str]) -> list[str]:
 
 
 def source_batch_sizes(
-    data: DataSection, batch: BatchSection, run_size: int
+    data: DataSection,
+    batch: BatchSection,
+    run_size: int,
 ) -> list[int]:
     """Return the examples per step of each source, over all processes.
 
@@ -260,7 +266,9 @@ def listed_teachers(objective: ObjectiveSection) -> list[Teacher]:
 
 
 def needed_teachers(
-    objective: ObjectiveSection, data: DataSection, model: ModelSection
+    objective: ObjectiveSection,
+    data: DataSection,
+    model: ModelSection,
 ) -> list[Teacher]:
     """Return the models that losses follow or are guided by, in the order of the terms."""
     by_label = {teacher.label: teacher for teacher in listed_teachers(objective)}

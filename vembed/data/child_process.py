@@ -18,7 +18,10 @@ class Child:
     """A process that runs some code, and finds modules where this process does."""
 
     def __init__(
-        self, code: str, environment: Mapping[str, str] = os.environ, **options: Any
+        self,
+        code: str,
+        environment: Mapping[str, str] = os.environ,
+        **options: Any,
     ) -> None:
         """`options`: of subprocess.Popen."""
         paths = os.pathsep.join(path for path in sys.path if path)

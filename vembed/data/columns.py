@@ -414,7 +414,11 @@ def as_fields(record: dict[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _item(messages: Any, images: Any, name: str) -> dict[str, Any]:
+def _item(
+    messages: Any,
+    images: Any,
+    name: str,
+) -> dict[str, Any]:
     """Return the user's messages as one item. Image markers are removed, since an item lists its images."""
     texts = []
     for message in messages if isinstance(messages, list) else [messages]:
@@ -546,7 +550,9 @@ def unread_prompt(unused: Iterable[str]) -> str | None:
 
 
 def _named(
-    names: Iterable[str], words: frozenset[str], others: frozenset[str]
+    names: Iterable[str],
+    words: frozenset[str],
+    others: frozenset[str],
 ) -> list[str]:
     """Return the names of columns with one of the words and none of the others. A number at the end does not count."""
     named = []

@@ -210,7 +210,11 @@ class HeldOut:
         return notes
 
 
-def hold_out(store: ExampleStore, share: float, seed: int) -> HeldOut:
+def hold_out(
+    store: ExampleStore,
+    share: float,
+    seed: int,
+) -> HeldOut:
     """Hold out this share of the examples."""
     groups = example_groups(store)
     wanted = max(1, round(share * len(store)))

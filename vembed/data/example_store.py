@@ -471,7 +471,10 @@ def open_records(
 
 
 def refuse_bad_sources(
-    sources: Sequence[Records], *, on_bad_record: str, purpose: str
+    sources: Sequence[Records],
+    *,
+    on_bad_record: str,
+    purpose: str,
 ) -> None:
     """Raise UserError with the first bad records, unless they are left out; and for a source without a good one."""
     problems: list[str] = []

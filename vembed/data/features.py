@@ -252,7 +252,9 @@ class Featuriser(BaseFeaturiser):
 
 
 def input_key(
-    modality: Modality, token_ids: np.ndarray | None, images: Sequence[ImageRef]
+    modality: Modality,
+    token_ids: np.ndarray | None,
+    images: Sequence[ImageRef],
 ) -> int:
     """Return the 63-bit hash of a model input, from token ids and images."""
     digest = hashlib.blake2b(modality.encode(), digest_size=8)
@@ -282,7 +284,10 @@ class PairFeaturiser(BaseFeaturiser):
     pass."""
 
     def __init__(
-        self, description: ModelDescription, role: str = "", **options: Any
+        self,
+        description: ModelDescription,
+        role: str = "",
+        **options: Any,
     ) -> None:
         """`role` names the model in messages; by default its own name. `options`: those of BaseFeaturiser."""
         super().__init__(description, **options)

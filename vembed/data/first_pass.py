@@ -152,7 +152,12 @@ class PartIndex:
             self.counts[name] += count * times
 
 
-def build_index(reader: Format, form: RecordFormat, *, with_keys: bool) -> Index:
+def build_index(
+    reader: Format,
+    form: RecordFormat,
+    *,
+    with_keys: bool,
+) -> Index:
     """Check all records of a source. `with_keys`: keep the content keys, for the detection of duplicates."""
     parts = reader.parts()
     num_processes = min(len(parts), num_cores(), MAX_PROCESSES)
@@ -219,7 +224,10 @@ def build_index(reader: Format, form: RecordFormat, *, with_keys: bool) -> Index
 
 
 def index_part(
-    reader: Format, form: RecordFormat, part: range, with_keys: bool
+    reader: Format,
+    form: RecordFormat,
+    part: range,
+    with_keys: bool,
 ) -> PartIndex:
     """Check the records of a part. `with_keys`: keep the content keys."""
     index = PartIndex()

@@ -45,7 +45,11 @@ def _is_record(value: Any) -> bool:
     return isinstance(value, Mapping) and "path" not in value
 
 
-def _is_of(library: str, kind: str, value: Any) -> bool:
+def _is_of(
+    library: str,
+    kind: str,
+    value: Any,
+) -> bool:
     """Return whether a value is of a library's class. The library is imported only if the caller has done so."""
     module = sys.modules.get(library)
     return module is not None and isinstance(value, getattr(module, kind, ()))

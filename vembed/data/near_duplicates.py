@@ -236,7 +236,12 @@ _Postings = dict[int, dict[int, list[int]]]
 """Feature -> group -> texts."""
 
 
-def _enter(postings: _Postings, values: np.ndarray, group: int, text: int) -> None:
+def _enter(
+    postings: _Postings,
+    values: np.ndarray,
+    group: int,
+    text: int,
+) -> None:
     for value in values.tolist():
         postings.setdefault(value, {}).setdefault(group, []).append(text)
 

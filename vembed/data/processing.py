@@ -133,7 +133,12 @@ class TextProcessing:
     def _render(self, prompt: str, text: str) -> str:
         return prompt + text
 
-    def _cut(self, rendered: str, ids: list[int], limit: int | None) -> list[int]:
+    def _cut(
+        self,
+        rendered: str,
+        ids: list[int],
+        limit: int | None,
+    ) -> list[int]:
         """Truncate as the tokenizer does, with room for its special tokens, and add them."""
         before = self._before
         after = self._after
@@ -267,7 +272,12 @@ class ChatProcessing(TextProcessing):
         whole: list[int] = np.repeat(compact, repeats).tolist()
         return whole
 
-    def check_images(self, row: list[int], whole: list[int], num_images: int) -> None:
+    def check_images(
+        self,
+        row: list[int],
+        whole: list[int],
+        num_images: int,
+    ) -> None:
         """Raise UserError if the row, cut from `whole`, has lost tokens of an image."""
         num_tokens = whole.count(self.image_token_id)
         if row.count(self.image_token_id) != num_tokens:
@@ -282,7 +292,12 @@ class ChatProcessing(TextProcessing):
                 f"a text contains the model's own placeholder of an image (token {self.image_token_id}); take it out"
             )
 
-    def _render(self, prompt: str, text: str | None, num_images: int = 0) -> str:
+    def _render(
+        self,
+        prompt: str,
+        text: str | None,
+        num_images: int = 0,
+    ) -> str:
         """Return the text of a conversation. The template is rendered once per prompt and number of images, since that
         takes as long as tokenising a short text, and texts are inserted; one that modifies its texts, for each text."""
         if text is None:
@@ -299,7 +314,12 @@ class ChatProcessing(TextProcessing):
             return self._rendered(prompt, text, num_images)
         return frame[0] + text + frame[1]
 
-    def _rendered(self, prompt: str, text: str | None, num_images: int) -> str:
+    def _rendered(
+        self,
+        prompt: str,
+        text: str | None,
+        num_images: int,
+    ) -> str:
         """Apply the template to the prompt as system message if any, then the images, then the text."""
         content = [{"type": "image", "image": ""}] * num_images
         if text is not None:
@@ -330,7 +350,12 @@ class ChatProcessing(TextProcessing):
         return self._tails[prompt]
 
 
-def cut_words(text: str, length: int, *, from_left: bool = False) -> str:
+def cut_words(
+    text: str,
+    length: int,
+    *,
+    from_left: bool = False,
+) -> str:
     """Return the text with every word cut to `length` characters, at its beginning if `from_left`.
 
     A tokenizer needs minutes for a word of some millions of characters, of which the model reads only those that fill

@@ -177,7 +177,10 @@ class RecordFormat:
         return replace(query, prompt=prompt)
 
     def _documents(
-        self, record: dict[str, Any], name: str | None, image_name: str | None
+        self,
+        record: dict[str, Any],
+        name: str | None,
+        image_name: str | None,
     ) -> tuple[Item, ...]:
         """Return the items of a column, each with its images if a second column has images."""
         value = record[name] if name is not None else None
@@ -204,7 +207,11 @@ class RecordFormat:
         return tuple(items)
 
     def _item(
-        self, value: Any, images: tuple[ImageRef, ...], is_path: bool, name: str
+        self,
+        value: Any,
+        images: tuple[ImageRef, ...],
+        is_path: bool,
+        name: str,
     ) -> Item:
         """Return one item of any form. `images` come from a separate column."""
         if isinstance(value, str) and not is_path:
@@ -227,7 +234,10 @@ class RecordFormat:
         )
 
     def _object(
-        self, value: dict[str, Any], images: tuple[ImageRef, ...], name: str
+        self,
+        value: dict[str, Any],
+        images: tuple[ImageRef, ...],
+        name: str,
     ) -> Item:
         for key in value.keys() - _ITEM_KEYS:
             self.columns.note_unused(key + INSIDE)
@@ -284,7 +294,11 @@ class RecordFormat:
         )
 
     def _scores(
-        self, value: Any, name: str, count: int, what: str
+        self,
+        value: Any,
+        name: str,
+        count: int,
+        what: str,
     ) -> tuple[float, ...] | None:
         if value is None:
             return None
@@ -356,7 +370,11 @@ class RecordFormat:
                 )
 
 
-def image_ref(value: Any, name: str, images: ImageRoot) -> ImageRef:
+def image_ref(
+    value: Any,
+    name: str,
+    images: ImageRoot,
+) -> ImageRef:
     """Return the reference of an image: a path, bytes, or an object with one of them, as `datasets` stores images."""
     if isinstance(value, dict):
         data = value.get("bytes")
@@ -457,7 +475,9 @@ def document_text(record: Any, fields: Sequence[str] = TEXT_FIELDS) -> str:
 
 
 def document_item(
-    record: Any, images: ImageRoot, fields: Sequence[str] = TEXT_FIELDS
+    record: Any,
+    images: ImageRoot,
+    fields: Sequence[str] = TEXT_FIELDS,
 ) -> Item:
     """Return a document as it is encoded. Raise BadRecord with the reason if it is none."""
     if isinstance(record, BadRecord):

@@ -92,7 +92,13 @@ class _Places:
 class RowStore:
     """Store of rows by key. Errors of the disk are logged and never raised."""
 
-    def __init__(self, folder: Path, identity: str, option: str, suffix: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        identity: str,
+        option: str,
+        suffix: str,
+    ) -> None:
         """`identity`: hash of all that the rows depend on besides their keys; also the name of the subfolder.
         `option`: named in messages. `suffix`: ending of the files of rows."""
         self.folder = folder / identity

@@ -514,7 +514,10 @@ class Checks:
         )
 
     def ranks(
-        self, inputs: Inputs, search: CandidateSearch, mining: MineConfig
+        self,
+        inputs: Inputs,
+        search: CandidateSearch,
+        mining: MineConfig,
     ) -> dict[str, Any]:
         """Where positives rank, how many negatives would be false, and what each source adds.
 

@@ -205,7 +205,9 @@ def _repetitions(examples: Sequence[Example], total: int) -> PageSection:
 
 
 def _source_column(
-    name: str, size: int, examples: Sequence[Example]
+    name: str,
+    size: int,
+    examples: Sequence[Example],
 ) -> tuple[str, ...]:
     """Return the column of one source in the table of all."""
     if not examples:

@@ -275,7 +275,10 @@ def _read_answers(folder: Path) -> dict[str, str]:
 
 
 def _round_trip(
-    config: GenerateConfig, rows: list[dict[str, Any]], folder: Path, session: Session
+    config: GenerateConfig,
+    rows: list[dict[str, Any]],
+    folder: Path,
+    session: Session,
 ) -> list[dict[str, Any]]:
     """Return the pairs whose document is among the first for its query. Collective."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -320,7 +323,9 @@ WriteTexts = Callable[[Sequence[str], int], Iterator[tuple[int, str]]]
 
 
 def load_writer(
-    config: GenerateConfig, writer: Writer, device: torch.device
+    config: GenerateConfig,
+    writer: Writer,
+    device: torch.device,
 ) -> WriteTexts:
     """The model of `writer`: behind an endpoint, or a decoder of Transformers here."""
     if writer.base_url:
@@ -489,7 +494,10 @@ def crop(text: str, random: np.random.Generator) -> list[Pair]:
 
 
 def pairs_of(
-    record: Any, item: Item, kinds: Sequence[str], random: np.random.Generator
+    record: Any,
+    item: Item,
+    kinds: Sequence[str],
+    random: np.random.Generator,
 ) -> list[tuple[str, Pair]]:
     """(kind, pair) of a document: by all of `kinds`, or without any by the first one that fits."""
     fields = record if isinstance(record, dict) else {"text": document_text(record)}

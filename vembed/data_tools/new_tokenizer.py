@@ -18,7 +18,11 @@ MASK = "<|mask|>"
 VOCAB_SIZE = 8192
 
 
-def tokenizer_of_data(data: str, folder: str, vocab_size: int) -> int:
+def tokenizer_of_data(
+    data: str,
+    folder: str,
+    vocab_size: int,
+) -> int:
     """Train a tokenizer on all texts of a data file, with or without pairs; return the number of its tokens."""
     target = Path(folder)
     if target.exists() and any(target.iterdir()):
@@ -40,7 +44,10 @@ def tokenizer_of_data(data: str, folder: str, vocab_size: int) -> int:
 
 
 def train_tokenizer(
-    texts: Iterable[str], folder: Path, *, vocab_size: int = VOCAB_SIZE
+    texts: Iterable[str],
+    folder: Path,
+    *,
+    vocab_size: int = VOCAB_SIZE,
 ) -> int:
     """Train a tokenizer, save it to `folder`, and return the number of its tokens. Any text is bytes, so none is
     unknown; each text ends with an end token."""

@@ -224,7 +224,9 @@ class Guess:
 
 
 def guess(
-    records: Sequence[Record], missing: Sequence[str], taken: Sequence[str] = ()
+    records: Sequence[Record],
+    missing: Sequence[str],
+    taken: Sequence[str] = (),
 ) -> Guess:
     """Return columns for the missing parts (query, positive) among those that are not taken."""
     candidates = []
@@ -291,7 +293,11 @@ def _facts(name: str, values: Sequence[Any]) -> ColumnFacts:
     return ColumnFacts(name, texts[0], length, unique, questions, has_paths, is_text)
 
 
-def _score(column: ColumnFacts, role: str, longest: float) -> float:
+def _score(
+    column: ColumnFacts,
+    role: str,
+    longest: float,
+) -> float:
     other_role = "positive" if role == "query" else "query"
     # A name counts most, then whether values are questions, then their length: queries are the shorter of the two.
     score = 2.0 * _named(column.name, role) - _named(column.name, other_role)
@@ -331,7 +337,9 @@ def is_terminal() -> bool:
 
 
 def confirm(
-    guess: Guess, missing: Sequence[str], read: Callable[[str], str] = input
+    guess: Guess,
+    missing: Sequence[str],
+    read: Callable[[str], str] = input,
 ) -> dict[str, str]:
     """Ask which column each missing part is; an empty answer takes the guess. Return the column mapping."""
     columns = guess.candidates[:MOST_SHOWN]
@@ -507,7 +515,11 @@ def measure_lengths(texts: Sequence[str], facts: ModelFacts | None) -> Lengths |
     return Lengths(full, lengths[-1], is_measured=tokens is not None)
 
 
-def fitting_length(lengths: Lengths | None, limit: int | None, usual: int) -> int:
+def fitting_length(
+    lengths: Lengths | None,
+    limit: int | None,
+    usual: int,
+) -> int:
     """Return max_length: what 99 % of the texts need, in steps of 16, at most what the model can read."""
     most = usual if limit is None else limit
     if lengths is None:

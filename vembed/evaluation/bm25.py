@@ -42,7 +42,11 @@ def build_bm25_index(texts: Iterable[str | None]) -> Any:
     return index
 
 
-def scores_of_query(index: Any, text: str | None, num_documents: int) -> Tensor:
+def scores_of_query(
+    index: Any,
+    text: str | None,
+    num_documents: int,
+) -> Tensor:
     """Return the float32 score of each document; 0 where no word is in common."""
     tokens = index.get_tokens_ids(words(text or ""))
     if not tokens:
@@ -50,7 +54,11 @@ def scores_of_query(index: Any, text: str | None, num_documents: int) -> Tensor:
     return torch.tensor(index.get_scores_from_ids(tokens), dtype=torch.float32)
 
 
-def best_keys(scores: Tensor, k: int, excluded: np.ndarray) -> Tensor:
+def best_keys(
+    scores: Tensor,
+    k: int,
+    excluded: np.ndarray,
+) -> Tensor:
     """Return the keys of at most k documents, best first; NOTHING in place of those without a word in common."""
     keys = as_keys(scores, torch.arange(len(scores)))
     keys = torch.where(scores > 0, keys, NOTHING)

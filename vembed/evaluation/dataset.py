@@ -228,7 +228,12 @@ def from_examples(
     return judgements.retrieval_data(name, corpus, all_notes)
 
 
-def read_beir(folder: Path, qrels: Path, *, skip_bad: bool = False) -> RetrievalData:
+def read_beir(
+    folder: Path,
+    qrels: Path,
+    *,
+    skip_bad: bool = False,
+) -> RetrievalData:
     """Read a BEIR-style folder: every document of the corpus, and the queries with a relevant document in `qrels`."""
     problems: list[str] = []
     corpus = read_beir_corpus(open_texts(folder, "corpus"), problems)
@@ -299,7 +304,12 @@ class _Judgements:
         self.documents.setdefault(key, document)
         return self.indices.setdefault(key, len(self.indices))
 
-    def add(self, query: Item, document: int, grade: int) -> None:
+    def add(
+        self,
+        query: Item,
+        document: int,
+        grade: int,
+    ) -> None:
         if grade > 0:
             key = query.key()
             self.queries.setdefault(key, query)
@@ -308,7 +318,10 @@ class _Judgements:
             grades[document] = max(grade, grades.get(document, 0))
 
     def retrieval_data(
-        self, name: str, documents: Sequence[Item], notes: Sequence[str]
+        self,
+        name: str,
+        documents: Sequence[Item],
+        notes: Sequence[str],
     ) -> RetrievalData:
         if not self.queries:
             raise UserError(

@@ -163,7 +163,9 @@ class Comparison:
 
 
 def compare_results(
-    before: Mapping[str, Any] | None, after: Mapping[str, Any] | None, metric: str
+    before: Mapping[str, Any] | None,
+    after: Mapping[str, Any] | None,
+    metric: str,
 ) -> Comparison | None:
     """Return the comparison of two evaluations of the same queries; None if one has no file or their numbers differ."""
     if before is None or after is None:

@@ -140,7 +140,9 @@ def evaluate_reranker(
 
 
 def _first_stage(
-    data: RetrievalData, evaluation: EvaluationSection, session: Session | None
+    data: RetrievalData,
+    evaluation: EvaluationSection,
+    session: Session | None,
 ) -> np.ndarray:
     """Return [Q, k] documents of the first stage, best first, -1 where it has fewer. The same on every rank."""
     k = min(evaluation.rerank_top_k, len(data.documents))
@@ -159,7 +161,11 @@ def _first_stage(
     return top_k(queries, documents, k, excluded)
 
 
-def run_file_rankings(data: RetrievalData, path: Path, k: int) -> np.ndarray:
+def run_file_rankings(
+    data: RetrievalData,
+    path: Path,
+    k: int,
+) -> np.ndarray:
     """Return [Q, k] documents of a run file, best first, -1 where it has fewer.
 
     .trec: lines `query-id Q0 corpus-id rank score name` with the ids of a BEIR-style folder, by score. .jsonl: lines

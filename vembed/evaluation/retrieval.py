@@ -120,7 +120,9 @@ class RetrievalSearch:
 
 
 def from_all_ranks(
-    rows: np.ndarray, num_rows: int, session: Session | None
+    rows: np.ndarray,
+    num_rows: int,
+    session: Session | None,
 ) -> np.ndarray:
     """Return the rows of all ranks, to which they were dealt in turn, in their order."""
     if session is None or session.world_size == 1:
@@ -167,7 +169,9 @@ def metric_names(ks: Sequence[int]) -> list[str]:
 
 
 def score_rankings(
-    rankings: np.ndarray, relevance: Sequence[dict[int, int]], ks: Sequence[int]
+    rankings: np.ndarray,
+    relevance: Sequence[dict[int, int]],
+    ks: Sequence[int],
 ) -> tuple[list[str], np.ndarray]:
     """Return the names of the metrics, and their values per query [Q, number of names], by trec_eval. nDCG uses the
     grade as gain; for the others every grade of 1 or more is relevant."""

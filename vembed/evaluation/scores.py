@@ -270,7 +270,11 @@ def similarity_metrics(
     return metrics
 
 
-def deciding_metric(eval_metric: str, data: EvalData, scores: dict[str, float]) -> str:
+def deciding_metric(
+    eval_metric: str,
+    data: EvalData,
+    scores: dict[str, float],
+) -> str:
     """Return the key of the metric that decides which checkpoint is best."""
     if eval_metric == "auto":
         return data.metric

@@ -104,7 +104,12 @@ class TopK:
     are the same for any tiles and any number of ranks.
     """
 
-    def __init__(self, queries_QD: Tensor, k: int, excluded: Pairs = NO_PAIRS) -> None:
+    def __init__(
+        self,
+        queries_QD: Tensor,
+        k: int,
+        excluded: Pairs = NO_PAIRS,
+    ) -> None:
         """`excluded`: (row of the query, number of the document) pairs that are left out."""
         self.device = queries_QD.device
         size = QUERY_TILE if self.device.type == "cpu" else GPU_QUERY_TILE
@@ -150,7 +155,12 @@ def top_k(
 class _QueryTile:
     """A tile of queries: its scores with one tile of documents are in memory at once."""
 
-    def __init__(self, queries_QD: Tensor, k: int, excluded: Pairs) -> None:
+    def __init__(
+        self,
+        queries_QD: Tensor,
+        k: int,
+        excluded: Pairs,
+    ) -> None:
         self.queries = queries_QD
         self.lengths = torch.linalg.vector_norm(queries_QD, dim=1)
         self.num_queries = len(queries_QD)
@@ -241,7 +251,10 @@ class _QueryTile:
 
 
 def products(
-    queries_QD: Tensor, query: Tensor, documents_SD: Tensor, document: Tensor
+    queries_QD: Tensor,
+    query: Tensor,
+    documents_SD: Tensor,
+    document: Tensor,
 ) -> Tensor:
     """[N] the float32 products of pairs of rows, whose bits depend on nothing but the two rows."""
     missing = -len(query) % EXACT_SCORES_AT_ONCE

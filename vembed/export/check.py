@@ -130,7 +130,11 @@ class Check:
         return lines
 
 
-def _are_close(distance: float, length_error: float, tolerance: float) -> bool:
+def _are_close(
+    distance: float,
+    length_error: float,
+    tolerance: float,
+) -> bool:
     return distance <= tolerance and length_error <= LENGTH_TOLERANCE_FACTOR * tolerance
 
 
@@ -244,7 +248,12 @@ def encode_all(encode: Encode, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
     return np.stack([rows[number] for number in range(len(texts))])
 
 
-def ndcg(encode: Encode, data: RetrievalData, *, normalize: bool) -> float:
+def ndcg(
+    encode: Encode,
+    data: RetrievalData,
+    *,
+    normalize: bool,
+) -> float:
     """Return nDCG@10 of an encoder."""
     queries = encode([item.text or "" for item in data.queries], "query")
     documents = encode([item.text or "" for item in data.documents], "document")
@@ -307,7 +316,10 @@ def compare(
 
 
 def compare_images(
-    folder: Path, images: Sequence[Image.Image], model_ND: np.ndarray, tolerance: float
+    folder: Path,
+    images: Sequence[Image.Image],
+    model_ND: np.ndarray,
+    tolerance: float,
 ) -> ImageCheck:
     """Return the comparison of the exported image graph with the model's own vectors of the same images."""
     reader = OnnxImages(folder)

@@ -300,7 +300,9 @@ class OnnxFormat(ExportFormat):
 
 
 def write_text_graph(
-    embedder: Embedder, precision: WeightPrecision, folder: Path
+    embedder: Embedder,
+    precision: WeightPrecision,
+    folder: Path,
 ) -> None:
     """Write `model.onnx`, the prompts and the config of the text model."""
     description = embedder.description

@@ -72,7 +72,9 @@ def check_served(server: ServerName, description: ModelDescription) -> None:
 
 
 def start_of(
-    server: ServerName, folder: Path, description: ModelDescription
+    server: ServerName,
+    folder: Path,
+    description: ModelDescription,
 ) -> dict[str, str | None]:
     """Return the command that starts a server on an export ("start"), and what to know about it ("note"). Options that
     the server does not read from the folder are in the command."""
@@ -97,7 +99,10 @@ def start_of(
 
 
 def write_server_files(
-    server: ServerName, folder: Path, description: ModelDescription, dim: int
+    server: ServerName,
+    folder: Path,
+    description: ModelDescription,
+    dim: int,
 ) -> None:
     """Write the files beside the export that a server needs; only fastembed, which is started from Python, has one."""
     if server == "fastembed":

@@ -182,7 +182,9 @@ def _special_tokens_around(
 
 
 def distil(
-    table_VD: Tensor, token_ids: Sequence[Sequence[int]], teacher_NE: np.ndarray
+    table_VD: Tensor,
+    token_ids: Sequence[Sequence[int]],
+    teacher_NE: np.ndarray,
 ) -> Tensor:
     """Return the table trained so that similarities of texts follow those of the model.
 

@@ -267,7 +267,10 @@ class Embedder:
         return flat.reshape(len(items), len(states.layers), states.width)
 
     def finish(
-        self, full_ND: np.ndarray, truncate_dim: int | None, normalize: bool | None
+        self,
+        full_ND: np.ndarray,
+        truncate_dim: int | None,
+        normalize: bool | None,
     ) -> np.ndarray:
         """Truncate and normalise the model's output vectors."""
         dim = truncate_dim or full_ND.shape[1]

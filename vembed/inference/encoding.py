@@ -194,7 +194,11 @@ def encode_features(
     return result
 
 
-def first_dims(matrix_ND: np.ndarray, dim: int, normalize: bool) -> np.ndarray:
+def first_dims(
+    matrix_ND: np.ndarray,
+    dim: int,
+    normalize: bool,
+) -> np.ndarray:
     """Return the first `dim` coordinates of each row, normalised if `normalize`. The matrix itself is not changed."""
     cut = matrix_ND[:, :dim]
     if not normalize:

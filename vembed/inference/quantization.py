@@ -27,7 +27,11 @@ def read_ranges(path: str, dim: int) -> np.ndarray:
     return checked_ranges(ranges, dim, path)
 
 
-def checked_ranges(ranges_2D: np.ndarray, dim: int, name: str = "ranges") -> np.ndarray:
+def checked_ranges(
+    ranges_2D: np.ndarray,
+    dim: int,
+    name: str = "ranges",
+) -> np.ndarray:
     """Return ranges as [2, dim] float32. Raise UserError for other shapes and for values that are no ranges."""
     ranges: np.ndarray = np.asarray(ranges_2D)
     if ranges.shape != (2, dim) or not np.issubdtype(ranges.dtype, np.floating):
@@ -43,7 +47,9 @@ def checked_ranges(ranges_2D: np.ndarray, dim: int, name: str = "ranges") -> np.
 
 
 def quantized(
-    vectors_ND: np.ndarray, precision: Precision, ranges_2D: np.ndarray | None = None
+    vectors_ND: np.ndarray,
+    precision: Precision,
+    ranges_2D: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the vectors in a precision. int8 and uint8 take the range of each coordinate from `ranges_2D`, and values
     beyond it are cut off; without, from these vectors. binary and ubinary keep one bit per coordinate, eight in a
@@ -66,7 +72,9 @@ def quantized(
 
 
 def _levels(
-    vectors_ND: np.ndarray, precision: Precision, ranges_2D: np.ndarray | None
+    vectors_ND: np.ndarray,
+    precision: Precision,
+    ranges_2D: np.ndarray | None,
 ) -> np.ndarray:
     """Return the level of each coordinate in its range, 0 to 255."""
     if ranges_2D is None and len(vectors_ND) < 2:

@@ -128,7 +128,10 @@ class Reranker:
         return scores
 
     def rank(
-        self, query: Input, documents: Sequence[Input], top_k: int | None = None
+        self,
+        query: Input,
+        documents: Sequence[Input],
+        top_k: int | None = None,
     ) -> list[dict[str, Any]]:
         """Return {"index", "score", "text"} of the documents, best first; the first `top_k` if given. A document with
         images has no "text"."""
@@ -137,7 +140,9 @@ class Reranker:
 
 
 def sorted_documents(
-    documents: Sequence[Input], scores: np.ndarray, top_k: int | None = None
+    documents: Sequence[Input],
+    scores: np.ndarray,
+    top_k: int | None = None,
 ) -> list[dict[str, Any]]:
     """Return {"index", "score", "text"} of the documents, best first."""
     ranking = []
@@ -150,7 +155,10 @@ def sorted_documents(
 
 
 def read_weights(
-    kind: Any, folder: Path, dtype: torch.dtype | None, trust_remote_code: bool
+    kind: Any,
+    folder: Path,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool,
 ) -> Any:
     """Return a model of an Auto class, from safetensors alone: reading pickled weights would run their code."""
     check_whole_weights(folder)

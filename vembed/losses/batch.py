@@ -460,7 +460,11 @@ class Mixtures:
     """[X] number of the example."""
 
 
-def draw_mixtures(batch: LossBatch, seed: int, count: int) -> Mixtures:
+def draw_mixtures(
+    batch: LossBatch,
+    seed: int,
+    count: int,
+) -> Mixtures:
     """Draw `count` mixtures for each example that has two hard negatives or more."""
     # On the host, where the numbers are the same on every device.
     negative_example = batch.on_host().negative_example.cpu()
@@ -492,7 +496,11 @@ def draw_mixtures(batch: LossBatch, seed: int, count: int) -> Mixtures:
 
 
 def with_mixtures(
-    batch: LossBatch, seed: int, count: int, *, cosine: bool
+    batch: LossBatch,
+    seed: int,
+    count: int,
+    *,
+    cosine: bool,
 ) -> LossBatch:
     """Return the batch with `count` mixed negatives of each example behind its own.
 
@@ -541,7 +549,13 @@ def with_mixtures(
     )
 
 
-def _mixed(left: Tensor, right: Tensor, share: Tensor, *, unit: bool) -> Tensor:
+def _mixed(
+    left: Tensor,
+    right: Tensor,
+    share: Tensor,
+    *,
+    unit: bool,
+) -> Tensor:
     weight = share[:, None].to(arithmetic_dtype(left))
     left = left.to(weight.dtype)
     right = right.to(weight.dtype)

@@ -296,7 +296,13 @@ class StoredVectors(EmbeddingLoss):
     that levels and gradients do not depend on their number.
     """
 
-    def __init__(self, inner: EmbeddingLoss, form: StoredForm, *, cosine: bool) -> None:
+    def __init__(
+        self,
+        inner: EmbeddingLoss,
+        form: StoredForm,
+        *,
+        cosine: bool,
+    ) -> None:
         super().__init__()
         self.inner = inner
         self.form = form
@@ -315,7 +321,12 @@ class StoredVectors(EmbeddingLoss):
         return self.inner.term_shares(source)
 
 
-def as_stored(embeddings: Tensor, form: StoredForm, *, cosine: bool) -> Tensor:
+def as_stored(
+    embeddings: Tensor,
+    form: StoredForm,
+    *,
+    cosine: bool,
+) -> Tensor:
     """Return [U, D] embeddings in their stored form, with a straight-through derivative."""
     floats = embeddings.to(arithmetic_dtype(embeddings))
     unit = F.normalize(floats, dim=1)

@@ -187,7 +187,12 @@ class ListedLoss(TeacherLoss):
             answers = batch.teacher(str(term.teacher))
         return batch.as_scores(answers.scores_of(pairs))
 
-    def labels(self, batch: LossBatch, term: TermLoss, lists: ListedPairs) -> Tensor:
+    def labels(
+        self,
+        batch: LossBatch,
+        term: TermLoss,
+        lists: ListedPairs,
+    ) -> Tensor:
         """Return [n + P] the labels y."""
         if term.teacher in (None, SCORES) and batch.scores is None:
             # Positives come first.
@@ -213,7 +218,11 @@ class SoftmaxLoss(ListedLoss, Temperature):
         return 1.0 / (self.teacher_temperature or self.temperature)
 
     def log_softmaxes(
-        self, batch: LossBatch, term: TermLoss, pairs: ListedPairs, targets: Tensor
+        self,
+        batch: LossBatch,
+        term: TermLoss,
+        pairs: ListedPairs,
+        targets: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Return the log softmax within each group of the student [K, n + P] and of the teacher [1, n + P]."""
         logits = term.scores(batch, pairs) * term.scale(batch.embeddings)
@@ -373,7 +382,12 @@ class RankNet(ListedLoss, Temperature):
     negatives = "optional"
     follows = "scores_or_teacher"
 
-    def labels(self, batch: LossBatch, term: TermLoss, lists: ListedPairs) -> Tensor:
+    def labels(
+        self,
+        batch: LossBatch,
+        term: TermLoss,
+        lists: ListedPairs,
+    ) -> Tensor:
         """Return [n + P] the scores t, NaN where there is none."""
         return self.targets(batch, term, lists, may_lack=True)[0]
 

@@ -37,7 +37,11 @@ class Similarity:
 
     @classmethod
     def at(
-        cls, dims: Sequence[int], weights: Sequence[float], *, cosine: bool
+        cls,
+        dims: Sequence[int],
+        weights: Sequence[float],
+        *,
+        cosine: bool,
     ) -> Similarity:
         """Return the similarity at sizes in any order. Weights of a repeated size are added."""
         total: dict[int, float] = {}
@@ -67,7 +71,11 @@ class Similarity:
         return [slice(start, stop) for start, stop in pairwise((0, *self.dims))]
 
     def table(
-        self, embeddings: Tensor, index: Tensor, *, with_gradient: bool
+        self,
+        embeddings: Tensor,
+        index: Tensor,
+        *,
+        with_gradient: bool,
     ) -> PrefixTable:
         """Return the score table of the embeddings [U, D] at `index` [N]."""
         return PrefixTable(embeddings, index, self, with_gradient)
@@ -161,7 +169,11 @@ class PrefixTable:
         return scores
 
     def add_pair_gradient(
-        self, left: Entries, right: Entries, scores: Tensor, d_scores: Tensor
+        self,
+        left: Entries,
+        right: Entries,
+        scores: Tensor,
+        d_scores: Tensor,
     ) -> None:
         """Accumulate the gradient for dL/d(scores) [K, P], where `pair_scores` returned `scores`."""
         d_products = d_scores.clone()
@@ -186,7 +198,12 @@ class PrefixTable:
         dx = torch.zeros_like(x) if self.with_gradient else None
         return RowVectors(entries, x, dx)
 
-    def scores(self, rows: RowVectors, columns: slice, out: Tensor) -> Iterator[int]:
+    def scores(
+        self,
+        rows: RowVectors,
+        columns: slice,
+        out: Tensor,
+    ) -> Iterator[int]:
         """Fill `out` [K, n, t] with the logits of t columns, and yield each size k when out[k] is there.
 
         Sizes come from the smallest to the largest. The caller may overwrite out[k] once it is yielded.
@@ -238,7 +255,12 @@ class PrefixTable:
             dx[:, part].addmm_(d_products.T, rows.x[:, part])
 
     def _scale_prefixes(
-        self, source: Tensor, k: int, rows: RowVectors, columns: slice, out: Tensor
+        self,
+        source: Tensor,
+        k: int,
+        rows: RowVectors,
+        columns: slice,
+        out: Tensor,
     ) -> Tensor:
         """Write `source` [n, t] times the prefix scales of rows and columns to `out`."""
         if self.prefix_scales is None:
@@ -282,7 +304,10 @@ class PrefixTable:
 
 
 def pair_scores(
-    embeddings: Tensor, left: Tensor, right: Tensor, similarity: Similarity
+    embeddings: Tensor,
+    left: Tensor,
+    right: Tensor,
+    similarity: Similarity,
 ) -> Tensor:
     """Return similarities [K, P] of the pairs (left_n, right_n) of the embeddings [U, D].
 
@@ -331,7 +356,9 @@ class _PairScores(torch.autograd.Function):
 
 
 def with_known_gradients(
-    loss: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+    loss: Tensor,
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
 ) -> Tensor:
     """Return a scalar as a function of `inputs`, whose gradients with respect to them have been computed by hand."""
     result: Tensor = _KnownGradients.apply(loss, gradients, *inputs)  # type: ignore[no-untyped-call]
@@ -341,7 +368,10 @@ def with_known_gradients(
 class _KnownGradients(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *inputs: Tensor
+        ctx: Any,
+        loss: Tensor,
+        gradients: Sequence[Tensor],
+        *inputs: Tensor,
     ) -> Tensor:
         del inputs  # autograd reads from `ctx` which of them need a gradient
         ctx.save_for_backward(*gradients)
@@ -383,7 +413,12 @@ def _running_sums(parts: Iterable[Tensor]) -> Tensor:
     return torch.stack(list(accumulate(parts)))
 
 
-def _add(target: Tensor, axis: int, entries: Entries, value: Tensor) -> None:
+def _add(
+    target: Tensor,
+    axis: int,
+    entries: Entries,
+    value: Tensor,
+) -> None:
     """Add `value` to target[entries] along an axis. Entries may repeat."""
     if isinstance(entries, slice):
         target.narrow(axis, entries.start, length_of(entries)).add_(value)
@@ -393,7 +428,9 @@ def _add(target: Tensor, axis: int, entries: Entries, value: Tensor) -> None:
 
 @lru_cache
 def _constant(
-    values: tuple[float, ...], dtype: torch.dtype, device: torch.device
+    values: tuple[float, ...],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> Tensor:
     """Return a tensor of a run's constants, copied once: the host waits for each copy to a GPU."""
     return torch.tensor(values, dtype=dtype, device=device)

@@ -121,7 +121,10 @@ class Scoring:
 
 
 def tiled_loss(
-    embeddings: Tensor, scoring: Scoring, scale: Tensor, bias: Tensor | None = None
+    embeddings: Tensor,
+    scoring: Scoring,
+    scale: Tensor,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the sum over this rank's rows, sizes and directions of coefficient * size weight * row loss.
 
@@ -146,7 +149,10 @@ class _TeacherTable:
     """A teacher's vectors by their entry in the candidates' table."""
 
     def __init__(
-        self, teacher: TeacherVectors, candidates: LossCandidates, like: Tensor
+        self,
+        teacher: TeacherVectors,
+        candidates: LossCandidates,
+        like: Tensor,
     ) -> None:
         """`like`: has the device and dtype of the scores."""
         # [V, E] vectors, and [N] the vector of each entry.
@@ -377,7 +383,10 @@ class _ScorePass:
     # ---- Tiles ------------------------------------------------------------------------
 
     def _scored_tiles(
-        self, rows: slice, block: _RowBlock, row_vectors: list[RowVectors]
+        self,
+        rows: slice,
+        block: _RowBlock,
+        row_vectors: list[RowVectors],
     ) -> Iterator[_Tile]:
         """Yield the tiles of a row block with their logits, which count in the row losses.
 
@@ -406,7 +415,12 @@ class _ScorePass:
                 if self.keeps_tiles:
                     offset += size
 
-    def _score(self, tile: _Tile, block: _RowBlock, excluded: list[Tensor]) -> None:
+    def _score(
+        self,
+        tile: _Tile,
+        block: _RowBlock,
+        excluded: list[Tensor],
+    ) -> None:
         """Compute a tile's logits, from the smallest size to the largest, and add them to the row losses.
 
         `excluded`: scores that do not count at any size.
@@ -531,7 +545,11 @@ def for_each(values: Tensor, row: Tensor | None) -> Tensor:
     return values[:, None] if row is None else values[row]
 
 
-def _add_to_rows(sums: Tensor, values: Tensor, row: Tensor | None) -> Tensor:
+def _add_to_rows(
+    sums: Tensor,
+    values: Tensor,
+    row: Tensor | None,
+) -> Tensor:
     """Return the sums of rows [n] plus the values of a tile [n, t], or of single logits [P]."""
     return sums + values.sum(1) if row is None else sums.index_add(0, row, values)
 
@@ -547,7 +565,10 @@ class OnlineSum:
         self.sum = total
 
     def add(
-        self, logits: Tensor, row: Tensor | None, out: Tensor | None
+        self,
+        logits: Tensor,
+        row: Tensor | None,
+        out: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Add logits. Return their exp(logit - largest), and [n] the factor of what was summed before."""
         if row is None:
@@ -642,7 +663,13 @@ class CircleRows(SoftmaxRows):
     """Softmax over weighted logits: that of the positive is a (s - 1 + m) / T, that of a candidate b (s - m) / T, with
     s = T * logit. Their derivatives by the logit are a and b."""
 
-    def __init__(self, start: RowStart, *, temperature: float, margin: float) -> None:
+    def __init__(
+        self,
+        start: RowStart,
+        *,
+        temperature: float,
+        margin: float,
+    ) -> None:
         self.temperature = temperature
         self.margin = margin
         score = start.logits * temperature

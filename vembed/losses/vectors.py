@@ -274,7 +274,10 @@ def _mean_distance(
 
 
 def _sum_of_distances(
-    z: Tensor, projection: Tensor, vectors: Tensor, similarity: Similarity
+    z: Tensor,
+    projection: Tensor,
+    vectors: Tensor,
+    similarity: Similarity,
 ) -> Tensor:
     """Return the sum over z [m, D] and sizes of weight * (1 - cos(W z, t)), for the teacher's vectors t [m, E]."""
     import torch

@@ -92,7 +92,10 @@ class ClaimFinder:
         return is_claimed
 
     def _best_of_query(
-        self, query_N: np.ndarray, row_N: np.ndarray, vectors: Tensor
+        self,
+        query_N: np.ndarray,
+        row_N: np.ndarray,
+        vectors: Tensor,
     ) -> np.ndarray:
         """[n] the highest sum of a query's pairs for the vector in a row; -inf where it has none. Collective."""
         # Pairs are sorted by query, so those of one are a range; the ranges of all are laid end to end.
@@ -239,7 +242,10 @@ class CandidateSearch:
 
 
 def open_candidates(
-    config: MineConfig, inputs: Inputs, folder: Path, session: Session
+    config: MineConfig,
+    inputs: Inputs,
+    folder: Path,
+    session: Session,
 ) -> CandidateSearch:
     """Encode and index what is not in a folder yet, and return the search. Collective."""
     documents = inputs.documents

@@ -220,7 +220,10 @@ class Chooser:
         return is_allowed
 
     def _order(
-        self, candidates: CandidateChunk, query: int, columns: np.ndarray
+        self,
+        candidates: CandidateChunk,
+        query: int,
+        columns: np.ndarray,
     ) -> np.ndarray:
         """The columns in the order in which they are taken: a pure function of seed, query and candidates."""
         if self.options.sampling == "top" or not len(columns):
@@ -237,7 +240,9 @@ class Chooser:
 
 
 def columns_by_row(
-    chosen: Chosen, query_of_row: np.ndarray, number: int
+    chosen: Chosen,
+    query_of_row: np.ndarray,
+    number: int,
 ) -> Iterator[np.ndarray]:
     """Yield the columns of the negatives of each row: at most `number` of those of its query."""
     turns = np.zeros(len(chosen.documents), np.int64)
@@ -283,7 +288,9 @@ class Calibration:
 
 
 def calibrate(
-    chunks: Iterable[CandidateChunk], options: ChoiceOptions, seed: int
+    chunks: Iterable[CandidateChunk],
+    options: ChoiceOptions,
+    seed: int,
 ) -> Calibration:
     """The highest threshold at which the estimated rate is at most `max_false_negative_rate`.
 

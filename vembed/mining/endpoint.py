@@ -29,7 +29,10 @@ class ChatClient:
         self._has_failed = threading.Event()
 
     def complete(
-        self, prompts: Sequence[str], max_tokens: int, temperature: float = 0.0
+        self,
+        prompts: Sequence[str],
+        max_tokens: int,
+        temperature: float = 0.0,
     ) -> Iterator[tuple[int, str]]:
         """The number of each prompt and its answer, as answers come in.
 
@@ -54,7 +57,12 @@ class ChatClient:
             if failure is not None:
                 raise failure
 
-    def _ask(self, prompt: str, max_tokens: int, temperature: float) -> str | None:
+    def _ask(
+        self,
+        prompt: str,
+        max_tokens: int,
+        temperature: float,
+    ) -> str | None:
         """Return the answer; None where it is not asked for, because another request has failed for good."""
         endpoint = self._endpoint
         body = {

@@ -230,7 +230,11 @@ class CorpusFile:
     """One file of documents."""
 
     def __init__(
-        self, path: str, image_root: str | None, *, allow_image_urls: bool
+        self,
+        path: str,
+        image_root: str | None,
+        *,
+        allow_image_urls: bool,
     ) -> None:
         place = Path(path).expanduser()
         self.reader = open_document_reader(texts_path(place, "corpus") or place)
@@ -423,7 +427,12 @@ POSITIVE_ID_FIELDS = (
 class KnownPositives:
     """The distinct queries, which query each row has, and what is known of them."""
 
-    def __init__(self, rows: Rows, documents: Documents, options: DataOptions) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        documents: Documents,
+        options: DataOptions,
+    ) -> None:
         self._rows = rows
         number_of = dict[int, int]()
         query_of_row = array("q")
@@ -544,7 +553,9 @@ def _pairs(values: array[int], documents: Documents) -> Pairs:
 
 
 def _first_value(
-    record: dict[str, Any], field: str | None, usual: tuple[str, ...]
+    record: dict[str, Any],
+    field: str | None,
+    usual: tuple[str, ...],
 ) -> Any:
     for name in (field,) if field else usual:
         if record.get(name) is not None:

@@ -69,7 +69,9 @@ def answer_of(text: str) -> float | None:
 
 
 def load_judge(
-    judge: Judge, options: WeightOptions, device: torch.device
+    judge: Judge,
+    options: WeightOptions,
+    device: torch.device,
 ) -> JudgePairs:
     """Return what judges pairs: an endpoint, a decoder that answers yes or no, or a cross-encoder."""
     if judge.base_url is not None and judge.kind in ("auto", "endpoint"):
@@ -125,7 +127,10 @@ class CachedJudge:
     """One judge, whose judgements are kept on disk by the contents of query and document, for all runs."""
 
     def __init__(
-        self, judge: Judge, options: WeightOptions, device: torch.device
+        self,
+        judge: Judge,
+        options: WeightOptions,
+        device: torch.device,
     ) -> None:
         self.judge = judge
         self._options = options
@@ -190,7 +195,10 @@ class Cascade:
     """The judges of a config, the cheap one first."""
 
     def __init__(
-        self, judges: Sequence[Judge], options: WeightOptions, session: Session
+        self,
+        judges: Sequence[Judge],
+        options: WeightOptions,
+        session: Session,
     ) -> None:
         self._judges = [CachedJudge(judge, options, session.device) for judge in judges]
         self._session = session
@@ -240,7 +248,12 @@ class Cascade:
 class CandidateJudge:
     """The judges of `vembed mine`, and what becomes of the candidates that they have judged."""
 
-    def __init__(self, config: MineConfig, inputs: Inputs, session: Session) -> None:
+    def __init__(
+        self,
+        config: MineConfig,
+        inputs: Inputs,
+        session: Session,
+    ) -> None:
         self._config = config
         self._inputs = inputs
         self._cascade = Cascade(config.judges, config, session)

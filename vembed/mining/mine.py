@@ -229,7 +229,12 @@ class ExampleMiner:
         self.fingerprint = short_hash(array_identity(self.documents.exact))
         """Hash of the documents in their order: numbers of documents mean the same only where it is the same."""
 
-    def mine(self, encode: Encode, folder: Path, epoch: int) -> Mined:
+    def mine(
+        self,
+        encode: Encode,
+        folder: Path,
+        epoch: int,
+    ) -> Mined:
         """Encode queries and documents, search, and choose. Collective.
 
         `folder`: for vectors; all ranks see it, and it is empty before and gone afterwards. `epoch`: random choices

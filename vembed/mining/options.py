@@ -473,7 +473,9 @@ EPOCH_MINING = "mine"
 
 
 def load_options(
-    kind: type[Config], source: Source, overrides: Sequence[str] = ()
+    kind: type[Config],
+    source: Source,
+    overrides: Sequence[str] = (),
 ) -> Config:
     """Return the config of a file, a dict or a config, with `key=value` arguments on top.
 

@@ -78,7 +78,12 @@ class RowMaker:
             self.num_negatives += len(columns)
             yield made
 
-    def _row(self, row: int, query: int, columns: np.ndarray) -> dict[str, Any]:
+    def _row(
+        self,
+        row: int,
+        query: int,
+        columns: np.ndarray,
+    ) -> dict[str, Any]:
         config = self._config
         table, number = self._rows.locate(row)
         record = table.record(number)
@@ -160,7 +165,9 @@ ROWS_PER_GROUP = 4096
 
 
 def check_output(
-    path: str, endings: Sequence[str] = ENDINGS, option: str = "output_path"
+    path: str,
+    endings: Sequence[str] = ENDINGS,
+    option: str = "output_path",
 ) -> Path:
     """The path of a file that can be written, by its ending and its folder."""
     target = Path(path).expanduser()

@@ -90,7 +90,13 @@ class LexicalRetriever:
             str(index), mmap=True, load_corpus=False, show_progress=False
         )
 
-    def search(self, first: int, last: int, k: int, excluded: Pairs) -> Ranking:
+    def search(
+        self,
+        first: int,
+        last: int,
+        k: int,
+        excluded: Pairs,
+    ) -> Ranking:
         """[Q, k] best candidates for queries first .. last - 1, and their scores, as `search` of dense vectors.
 
         `excluded` counts queries from `first`. Collective: the ranks share the queries.
@@ -170,7 +176,9 @@ def _load_vembed(
 
 
 def _load_sentence_transformers(
-    retriever: Retriever, options: ModelOptions, device: torch.device
+    retriever: Retriever,
+    options: ModelOptions,
+    device: torch.device,
 ) -> Encode:
     if find_spec("sentence_transformers") is None:
         raise UserError(
@@ -286,7 +294,13 @@ class DenseRetriever:
         folder = self._folder / name
         return VectorStore(folder, self.identity, keys, self._dtype, self._session)
 
-    def search(self, first: int, last: int, k: int, excluded: Pairs) -> Ranking:
+    def search(
+        self,
+        first: int,
+        last: int,
+        k: int,
+        excluded: Pairs,
+    ) -> Ranking:
         """[Q, k] best candidates for queries first .. last - 1 and their scores. `excluded` counts from `first`."""
         queries = self.queries.take(np.arange(first, last))
         return self.documents.search(queries, self._num_candidates, k, excluded)
@@ -514,7 +528,11 @@ class VectorStore:
         return rows.view(self._dtype).to(torch.float32)
 
     def search(
-        self, queries_QD: Tensor, num_candidates: int, k: int, excluded: Pairs
+        self,
+        queries_QD: Tensor,
+        num_candidates: int,
+        k: int,
+        excluded: Pairs,
     ) -> tuple[np.ndarray, np.ndarray]:
         """[Q, k] numbers of the best among the first `num_candidates` items, and their scores; best first, of equal
         scores the lower number first; -1 and -inf where there are fewer.

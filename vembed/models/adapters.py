@@ -41,7 +41,10 @@ _PREFIX = "base_model.model."
 
 
 def add_adapters(
-    backbone: nn.Module, family: Family, options: AdapterSection, model: ModelSection
+    backbone: nn.Module,
+    family: Family,
+    options: AdapterSection,
+    model: ModelSection,
 ) -> None:
     """Inject adapters into the backbone and freeze all its other parameters."""
     quieten_bitsandbytes()  # before peft, which imports bitsandbytes
@@ -101,7 +104,9 @@ def add_adapters(
 
 
 def target_names(
-    backbone: nn.Module, family: Family, options: AdapterSection
+    backbone: nn.Module,
+    family: Family,
+    options: AdapterSection,
 ) -> list[str]:
     """Return the names of the layers that get an adapter."""
     prefixes = tuple(family.towers.values())
@@ -146,7 +151,11 @@ def fuse_adapters(backbone: nn.Module) -> None:
             layer.forward = partial(_adapted, layer, layer.forward)
 
 
-def _adapted(layer: Any, plain: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+def _adapted(
+    layer: Any,
+    plain: Callable[[Tensor], Tensor],
+    values: Tensor,
+) -> Tensor:
     """Apply an adapted layer. `plain`: peft's forward, for what the products below cannot do."""
     base = layer.get_base_layer()
     down = layer.lora_A[_NAME]
@@ -261,7 +270,9 @@ def merged_state(backbone: nn.Module, state: Mapping[str, Tensor]) -> dict[str, 
 
 
 def save_adapter(
-    folder: str | Path, backbone: Any, state: Mapping[str, Tensor]
+    folder: str | Path,
+    backbone: Any,
+    state: Mapping[str, Tensor],
 ) -> Path:
     """Save the adapter alone, in peft's layout. `state`: the backbone's full state dict under its own names."""
     folder = Path(folder)

@@ -70,7 +70,11 @@ BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def attention_kernel(
-    option: str, backbone: type[PreTrainedModel], device: torch.device, *, half: bool
+    option: str,
+    backbone: type[PreTrainedModel],
+    device: torch.device,
+    *,
+    half: bool,
 ) -> tuple[str | None, str]:
     """Return the attention implementation to load and the reason; None: the model's default.
 
@@ -107,7 +111,11 @@ def attention_kernel(
 
 
 def why_padded(
-    options: ModelSection, model: PretrainedConfig, device: torch.device, *, half: bool
+    options: ModelSection,
+    model: PretrainedConfig,
+    device: torch.device,
+    *,
+    half: bool,
 ) -> str | None:
     """Return the reason for padding texts with this model and device; None: they are packed."""
     if options.padding_free is False:
@@ -129,7 +137,12 @@ def why_padded(
     return why_no_kernel(head_size, device, half=half)
 
 
-def why_no_kernel(head_size: int, device: torch.device, *, half: bool) -> str | None:
+def why_no_kernel(
+    head_size: int,
+    device: torch.device,
+    *,
+    half: bool,
+) -> str | None:
     """Return the reason why no variable-length kernel takes heads of this size on a GPU; None: one does."""
     if not half:
         return "flash attention does not support float32"
@@ -214,7 +227,9 @@ def register(name: str, *, compiled_layers: bool = False) -> str:
 
 
 def mask_without_wait(
-    *args: Any, attention_mask: Tensor | None = None, **options: Any
+    *args: Any,
+    attention_mask: Tensor | None = None,
+    **options: Any,
 ) -> Tensor | None:
     """Return the mask that sdpa gets, or None where it needs none. The values of a mask on a GPU are not read.
 
@@ -266,7 +281,11 @@ class Shared:
     sees nothing behind it, as in all others."""
 
 
-def shared_indices(starts: Tensor, texts: Tensor, prefix: int) -> Shared:
+def shared_indices(
+    starts: Tensor,
+    texts: Tensor,
+    prefix: int,
+) -> Shared:
     """Return the indices for a prefix of so many tokens.
 
     starts: [n + 1] start of the rest of each text among all rests, end to end. texts: [tokens of the rests], the
@@ -520,7 +539,12 @@ class _Rotated(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> Tensor:
         ctx.save_for_backward(cos, sin)
         first, second = values.chunk(2, dim=-1)
         sin_first, sin_second = sin.chunk(2, dim=-1)
@@ -583,7 +607,10 @@ class Piece:
 
 @lru_cache(maxsize=8)
 def cut(
-    starts: tuple[int, ...], scores_at_once: int, causal: bool, window: int | None
+    starts: tuple[int, ...],
+    scores_at_once: int,
+    causal: bool,
+    window: int | None,
 ) -> tuple[Piece, ...]:
     """Return the pieces of a packed row. Each has at most `scores_at_once` scores per head, or a single text.
 
@@ -746,7 +773,11 @@ class _DroppedAttention(torch.autograd.Function):
 # ---- bulk draws of dropout ---------------------------------------------------------------------------------------
 
 
-def kept_ones(shape: torch.Size, p: float, dtype: torch.dtype) -> Tensor:
+def kept_ones(
+    shape: torch.Size,
+    p: float,
+    dtype: torch.dtype,
+) -> Tensor:
     """Return dropout's draws for numbers of `dtype`: integers of their size, 1 with probability 1 - p, else 0.
 
     `p` is rounded to a multiple of 2^-16.
@@ -787,7 +818,11 @@ class _Dropped(torch.autograd.Function):
     """values * mask * scale, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, p: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        p: float,
+    ) -> Tensor:
         # The negative of 1 has all bits set.
         mask = kept_ones(values.shape, p, values.dtype).neg_()
         ctx.save_for_backward(mask)

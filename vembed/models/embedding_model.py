@@ -317,7 +317,10 @@ class EmbeddingModel(nn.Module):
     # ---- the loss's learned scale and bias -------------------------------------------------------------------------
 
     def write_scale_and_bias(
-        self, scale: float, bias: float, state: dict[str, Tensor]
+        self,
+        scale: float,
+        bias: float,
+        state: dict[str, Tensor],
     ) -> None:
         """Write the loss's learned scale and bias into a full state dict of this model, under the backbone's names."""
         learned = {
@@ -364,7 +367,11 @@ def run_texts(
     return backbone(**arguments)
 
 
-def run_packed(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
+def run_packed(
+    backbone: Backbone,
+    inputs: Inputs,
+    mask: Tensor | None,
+) -> Any:
     """Return the output of a text model for texts in one row without their padding: states [1, all tokens, dim]."""
     # [n, longest], padded. Below: `tokens` and `positions` [all tokens], `starts` [n + 1].
     input_ids = inputs["input_ids"]
@@ -433,7 +440,11 @@ def with_prefix(inputs: Inputs) -> Inputs:
     return inputs
 
 
-def padded_states(states: Tensor, inputs: Inputs, mask: Tensor | None) -> Tensor:
+def padded_states(
+    states: Tensor,
+    inputs: Inputs,
+    mask: Tensor | None,
+) -> Tensor:
     """Map the states [all tokens, dim] of packed texts to [n, tokens, dim], with zeros as padding."""
     num_texts, longest = inputs["input_ids"].shape
     if mask is not None:
@@ -446,7 +457,11 @@ def padded_states(states: Tensor, inputs: Inputs, mask: Tensor | None) -> Tensor
     return states.view(num_texts, longest, -1)
 
 
-def run_chats(backbone: Backbone, inputs: Inputs, mask: Tensor | None) -> Any:
+def run_chats(
+    backbone: Backbone,
+    inputs: Inputs,
+    mask: Tensor | None,
+) -> Any:
     """Return the output of a vision-language model for token ids with images. Collation has made their positions
     (time, height, width)."""
     arguments: dict[str, Any] = {}
@@ -613,12 +628,19 @@ class HiddenStates(nn.Module):
             captured: dict[int, Tensor] = {}
 
             def capture_input(
-                _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+                _: nn.Module,
+                arguments: tuple[Any, ...],
+                named: dict[str, Any],
             ) -> None:
                 hidden = arguments[0] if arguments else named["hidden_states"]
                 captured[0] = self.pooled(hidden, inputs)  # noqa: B023 - removed below
 
-            def capture_output(number: int, _: nn.Module, __: Any, output: Any) -> None:
+            def capture_output(
+                number: int,
+                _: nn.Module,
+                __: Any,
+                output: Any,
+            ) -> None:
                 hidden = output[0] if isinstance(output, tuple) else output
                 captured[number] = self.pooled(hidden, inputs)  # noqa: B023
 
@@ -671,13 +693,19 @@ def frozen_towers(backbone: nn.Module, family: Family) -> list[Tower]:
     return frozen
 
 
-def tower_module(backbone: nn.Module, family: Family, tower: Tower) -> nn.Module:
+def tower_module(
+    backbone: nn.Module,
+    family: Family,
+    tower: Tower,
+) -> nn.Module:
     """Return the tower's module; the backbone itself if it has a single tower."""
     return backbone.get_submodule(family.towers[tower].removesuffix("."))
 
 
 def freeze_unused(
-    backbone: nn.Module, family: Family, image_pooling: str | None
+    backbone: nn.Module,
+    family: Family,
+    image_pooling: str | None,
 ) -> None:
     """Freeze parameters that no embedding depends on. They would never get a gradient, and FSDP would wait for it."""
     norms_left_out: tuple[str, ...] = ()
@@ -702,7 +730,9 @@ def freeze_unused(
 
 
 def names_frozen_by(
-    backbone: nn.Module, family: Family, parts: Sequence[str]
+    backbone: nn.Module,
+    family: Family,
+    parts: Sequence[str],
 ) -> set[str]:
     """Return the names of the backbone parameters that the option `freeze` selects."""
     every = [name for name, _ in backbone.named_parameters()]

@@ -245,7 +245,10 @@ class ScoreHead(WholeHead):
     """The layers of a sequence classifier behind its base model."""
 
     def __init__(
-        self, whole: PreTrainedModel, description: ModelDescription, tokenizer: Any
+        self,
+        whole: PreTrainedModel,
+        description: ModelDescription,
+        tokenizer: Any,
     ) -> None:
         """`whole`: the classifier."""
         base: Any = whole.base_model
@@ -278,7 +281,12 @@ class AnswerHead(nn.Module):
     are: where they are tied to the input embeddings, as in Qwen3-Reranker, those stay too.
     """
 
-    def __init__(self, whole: Any, no: int, yes: int) -> None:
+    def __init__(
+        self,
+        whole: Any,
+        no: int,
+        yes: int,
+    ) -> None:
         """`no`, `yes`: the tokens of the answers."""
         super().__init__()
         rows = whole.get_output_embeddings().weight.detach()
@@ -398,7 +406,12 @@ class LanguageHead(WholeHead):
         targets = torch.where(chosen, ids, IGNORED_TARGET)
         return {**inputs, "input_ids": torch.where(chosen, masked, ids)}, targets
 
-    def forward(self, states: Tensor, targets: Tensor, base: nn.Module) -> Tensor:
+    def forward(
+        self,
+        states: Tensor,
+        targets: Tensor,
+        base: nn.Module,
+    ) -> Tensor:
         """Return [2, n]: for each text the sum of the tokens' cross-entropies and their number.
 
         `states` [n, tokens, dim]: hidden states of the base model `base`.
@@ -426,7 +439,12 @@ class LanguageHead(WholeHead):
         sums = of_tokens.new_zeros(len(states)).index_add(0, rows, of_tokens)
         return torch.stack([sums, counts.to(sums.dtype)])
 
-    def _entropy(self, states: Tensor, targets: Tensor, base: nn.Module) -> Tensor:
+    def _entropy(
+        self,
+        states: Tensor,
+        targets: Tensor,
+        base: nn.Module,
+    ) -> Tensor:
         """Return the cross-entropy of each of [m, dim] states; 0 where nothing is asked."""
         lent = []
         try:

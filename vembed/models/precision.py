@@ -69,7 +69,10 @@ def enable_checkpointing(layers: list[nn.Module]) -> None:
 
 
 def _recomputed(
-    layer: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not layer.training:
         return forward(*args, **kwargs)
@@ -83,7 +86,13 @@ class CompiledForward:
     gives up on a checkpoint with a call outside of its graphs, such as attention of packed texts.
     """
 
-    def __init__(self, layer: nn.Module, backend: Any, *, recomputes: bool) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        backend: Any,
+        *,
+        recomputes: bool,
+    ) -> None:
         self.layer = layer
         self.plain = layer.forward
         self.compiled = torch.compile(layer.forward, dynamic=True, backend=backend)
@@ -99,7 +108,10 @@ class CompiledForward:
 
 
 def compile_layers(
-    layers: list[nn.Module], backend: Any = "inductor", *, recomputes: bool = False
+    layers: list[nn.Module],
+    backend: Any = "inductor",
+    *,
+    recomputes: bool = False,
 ) -> None:
     """Compile the forward of each layer. `recomputes`: layers are run again in the backward pass."""
     for layer in layers:
@@ -200,7 +212,11 @@ class _Copied(torch.autograd.Function):
     """The bfloat16 copy of a float32 weight, which gets the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, copy: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        weight: Tensor,
+        copy: Tensor,
+    ) -> Tensor:
         del ctx, weight
         return copy.view_as(copy)
 
@@ -232,7 +248,11 @@ class _Linear(torch.autograd.Function):
     """A linear layer in bfloat16 whose weight and bias get float32 gradients."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, *parameters: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        *parameters: Tensor | None,
+    ) -> Tensor:
         _, _, weight_copy, bias_copy = (
             parameters  # weight and bias are given for their gradients
         )
@@ -303,7 +323,11 @@ class FusedRMSNorm(nn.Module):
         )
 
 
-def rms_norm(values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def rms_norm(
+    values: Tensor,
+    weight: Tensor,
+    epsilon: float,
+) -> Tensor:
     """Return weight * x / sqrt(mean(x ** 2) + epsilon). The kernel takes one dtype, which autocast would change."""
     with torch.autocast(values.device.type, enabled=False):
         return functional.rms_norm(values, weight.shape, weight, float(epsilon))

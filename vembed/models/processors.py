@@ -123,7 +123,10 @@ def _check_special_tokens(
 
 
 def open_tokenizer(
-    folder: Path, *, trust_remote_code: bool, **options: Any
+    folder: Path,
+    *,
+    trust_remote_code: bool,
+    **options: Any,
 ) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a folder. Raise UserError if the folder has none, where Transformers makes an empty one
     that maps every text to unknown tokens."""

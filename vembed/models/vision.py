@@ -44,7 +44,10 @@ _NEEDED = {
 
 
 def token_positions(
-    is_image: Tensor, mask: Tensor | None, grid: Tensor, merge_size: int
+    is_image: Tensor,
+    mask: Tensor | None,
+    grid: Tensor,
+    merge_size: int,
 ) -> Tensor:
     """Return [3, n, tokens] positions: text counts on, an image spans rows and columns from where the text before it
     ended. Padding has zeros.
@@ -124,7 +127,12 @@ def tower_inputs(config: Mapping[str, Any], grid: Tensor) -> dict[str, Tensor]:
 # ---- attention over all images at once -----------------------------------------------
 
 
-def pack_images(tower: Any, device: torch.device, *, half: bool) -> str | None:
+def pack_images(
+    tower: Any,
+    device: torch.device,
+    *,
+    half: bool,
+) -> str | None:
     """Let an image tower compute attention over all images at once, or return the reason for doing it image by image."""
     if device.type != "cpu":
         values = tower.config.to_dict()
@@ -181,7 +189,11 @@ def add_without_waits(language_model: Any) -> None:
         vars(language_model)["_deepstack_process"] = add_at_images
 
 
-def add_at_images(hidden: Tensor, is_image: Tensor, features: Tensor) -> Tensor:
+def add_at_images(
+    hidden: Tensor,
+    is_image: Tensor,
+    features: Tensor,
+) -> Tensor:
     """Return hidden states [n, tokens, dim] with features [image tokens, dim] added at image tokens.
 
     `is_image`: bool [n, tokens].

@@ -117,7 +117,10 @@ def sum_scalars(values: Sequence[float]) -> list[float]:
 
 
 def _reduced(
-    name: str, values: Sequence[Any], dtype: torch.dtype, op: Any
+    name: str,
+    values: Sequence[Any],
+    dtype: torch.dtype,
+    op: Any,
 ) -> list[Any]:
     if world_size() == 1:
         return list(values)

@@ -180,7 +180,10 @@ class Heartbeats:
 
 
 def find_hanging_ranks(
-    rank: int, beat: Beat, others: Mapping[int, tuple[Beat, float]], waited: float
+    rank: int,
+    beat: Beat,
+    others: Mapping[int, tuple[Beat, float]],
+    waited: float,
 ) -> HangReport | None:
     """Return which of the other ranks hang while `rank` stands still. None if nothing is known.
 
@@ -217,7 +220,11 @@ def _key(rank: int) -> str:
     return f"heartbeat-{rank}"
 
 
-def _waiting(rank: int, beat: Beat, waited: float) -> str:
+def _waiting(
+    rank: int,
+    beat: Beat,
+    waited: float,
+) -> str:
     return f"rank {rank} has waited {waited:.0f} s, {beat}, for"
 
 

@@ -305,7 +305,12 @@ class _Pump(threading.Thread):
 
     lock = threading.Lock()
 
-    def __init__(self, number: int, pipe: IO[bytes], target: IO[str]) -> None:
+    def __init__(
+        self,
+        number: int,
+        pipe: IO[bytes],
+        target: IO[str],
+    ) -> None:
         super().__init__(daemon=True)
         self.number = number
         self.pipe = pipe
@@ -343,7 +348,9 @@ class _Pump(threading.Thread):
 
 
 def _start(
-    command: Sequence[str], environment: Mapping[str, str], is_first: bool
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    is_first: bool,
 ) -> subprocess.Popen[bytes]:
     """Start one process in its own session, so that Ctrl-C reaches it only through the launcher. The first process
     writes to the terminal directly."""

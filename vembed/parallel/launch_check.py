@@ -189,7 +189,10 @@ class LaunchCheck:
         return stores[0]
 
     def check(
-        self, store: Store, launch: Mapping[str, Any], rank_facts: RankFacts
+        self,
+        store: Store,
+        launch: Mapping[str, Any],
+        rank_facts: RankFacts,
     ) -> tuple[str, RankInfo]:
         """Compare all ranks; return the run's id, and the rank info with the processes of this machine.
 
@@ -296,7 +299,11 @@ def sources_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def require_equal(name: str, value: Any, advice: str) -> None:
+def require_equal(
+    name: str,
+    value: Any,
+    advice: str,
+) -> None:
     """Raise the same UserError on every rank unless all have the same value. Collective."""
     fact = {name: value}, _host(None)
     problem = difference(dict(enumerate(collectives.gather_objects(fact))))

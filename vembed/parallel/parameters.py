@@ -138,7 +138,11 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def set_gradient_sync(
-    model: nn.Module, on: bool, *, all_reduce: bool = True, is_last: bool = True
+    model: nn.Module,
+    on: bool,
+    *,
+    all_reduce: bool = True,
+    is_last: bool = True,
 ) -> None:
     """Switch FSDP's gradient reduction on or off for the following micro-batches. Call it before the forward pass.
 
@@ -158,7 +162,9 @@ def set_gradient_sync(
 
 
 def set_keep_gathered(
-    model: nn.Module, on: bool, reshard_after_forward: bool = True
+    model: nn.Module,
+    on: bool,
+    reshard_after_forward: bool = True,
 ) -> None:
     """FSDP2: keep parameters gathered between the micro-batches of a step: fewer all-gathers, more memory.
 
@@ -428,7 +434,12 @@ class AllReduceBatchStatistics(_Base):
             )
 
 
-def share_batch_norms(model: nn.Module, device: torch.device, *, shared: bool) -> int:
+def share_batch_norms(
+    model: nn.Module,
+    device: torch.device,
+    *,
+    shared: bool,
+) -> int:
     """Make batch norms share their statistics between ranks if `shared`, else warn; return their number."""
     norms = [module for module in model.modules() if isinstance(module, _Base)]
     if not norms:

@@ -359,7 +359,9 @@ def precision_of_use(
 
 
 def _auto_on_cpu(
-    options: ModelSection, instructions: str | None, prevented_by: Sequence[str] = ()
+    options: ModelSection,
+    instructions: str | None,
+    prevented_by: Sequence[str] = (),
 ) -> Decision[Precision]:
     """Return what `auto` is on CPUs with these bfloat16 instructions: bf16 where it is faster, otherwise no.
 
@@ -387,7 +389,10 @@ def _auto_on_cpu(
 
 
 def _choose_strategy(
-    run: ResolvedRun, ranks: RankInfo, memory: int, measured: Callable[..., ModelSize]
+    run: ResolvedRun,
+    ranks: RankInfo,
+    memory: int,
+    measured: Callable[..., ModelSize],
 ) -> tuple[Decision[Strategy], ModelSize | None, list[str]]:
     """Return the strategy, the model's sizes where they were asked for, and advice."""
     asked = run.strategy
@@ -439,7 +444,9 @@ def _max_rows(run: ResolvedRun, ranks: RankInfo) -> int:
 
 
 def _without_effect(
-    run: ResolvedRun, ranks: RankInfo, strategy: Decision[Strategy]
+    run: ResolvedRun,
+    ranks: RankInfo,
+    strategy: Decision[Strategy],
 ) -> list[str]:
     """Return a note for each option that has no effect on these processes."""
     notes = []

@@ -275,7 +275,11 @@ def all_reduces_once(model: nn.Module, fsdp: FsdpConfig) -> bool:
     return True
 
 
-def _without_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+def _without_views(
+    _module: nn.Module,
+    _inputs: Any,
+    output: Any,
+) -> Any:
     """Copy outputs that are views, as of a block that ends in a linear layer (T5's, for example).
 
     An operation in place on a view would drop FSDP2's hook, and with it the gathering of parameters for the backward.
@@ -384,7 +388,10 @@ def _num_values(module: nn.Module) -> int:
 
 
 def size_units(
-    model: nn.Module, min_num_params: int, *, leaves: bool = True
+    model: nn.Module,
+    min_num_params: int,
+    *,
+    leaves: bool = True,
 ) -> list[nn.Module]:
     """Return modules with at least `min_num_params` parameters outside smaller units, as FSDP1's own policy does.
 
@@ -427,7 +434,9 @@ def embedding_units(model: nn.Module) -> list[nn.Module]:
 
 
 def choose_units(
-    model: nn.Module, fsdp: FsdpConfig, layer_classes: Sequence[str]
+    model: nn.Module,
+    fsdp: FsdpConfig,
+    layer_classes: Sequence[str],
 ) -> list[nn.Module]:
     """Return all units except the root, inner modules first."""
     units: list[nn.Module] = []

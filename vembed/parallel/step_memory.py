@@ -276,7 +276,12 @@ class MemoryEstimate:
         tokens, fitting = tokens_of(self.placement, self.demand(), longest)
         return max(1 - self._kept(batch_tokens, tokens, fitting) / batch_tokens, 0.0)
 
-    def _kept(self, batch_tokens: float, micro_batch: int, fitting: int) -> float:
+    def _kept(
+        self,
+        batch_tokens: float,
+        micro_batch: int,
+        fitting: int,
+    ) -> float:
         """Return the tokens of a batch whose graphs are kept, of which `fitting` fit: of all micro-batches or of some."""
         asked = self.placement.run.config.batch.use_gradient_cache
         if asked is False or (asked == "auto" and batch_tokens <= fitting):
@@ -318,7 +323,10 @@ class MemoryEstimate:
 
 
 def tokens_of(
-    placement: Placement, demand: Demand, longest: int, memory: float | None = None
+    placement: Placement,
+    demand: Demand,
+    longest: int,
+    memory: float | None = None,
 ) -> tuple[int, int]:
     """Return the padded tokens of a micro-batch and those whose graphs are kept at once, as the config gives them or as
     they fit. The budget asks with what it has measured, `plan` with what it estimates.
@@ -371,7 +379,11 @@ class Budget:
     """Switch: use Gradient Cache for all micro-batches or for none. None: decided per batch by `kept_graph_tokens`."""
 
     def num_kept_graphs(
-        self, padded_tokens: int, longest: int, num_forwards: int, session: Session
+        self,
+        padded_tokens: int,
+        longest: int,
+        num_forwards: int,
+        session: Session,
     ) -> int:
         """Return how many of `num_forwards` micro-batches keep their graphs; phase 2 replays the others.
 

@@ -101,7 +101,10 @@ class Range:
 
 
 def run_tune(
-    search: Search, *, nproc: int = 0, is_dry_run: bool = False
+    search: Search,
+    *,
+    nproc: int = 0,
+    is_dry_run: bool = False,
 ) -> dict[str, Any] | None:
     """Search, or go on with a search; write the best config and the picture. Return the result; None for a dry run."""
     try:
@@ -287,7 +290,10 @@ def _work(search: Search) -> None:
 
 
 def _run(
-    search: Search, number: int, values: Mapping[str, Any], trial: Any
+    search: Search,
+    number: int,
+    values: Mapping[str, Any],
+    trial: Any,
 ) -> tuple[list[float], Path]:
     """Train once; return the scores of the evaluations, and the folder. `trial` hears of each and may end the run."""
     from vembed.training.hooks.base import STOP, Callbacks, Evaluation
@@ -332,7 +338,11 @@ def _interrupted(signum: int, where: str) -> Stopped:
     )
 
 
-def _run_workers(search: Search, num_workers: int, num_devices: int) -> None:
+def _run_workers(
+    search: Search,
+    num_workers: int,
+    num_devices: int,
+) -> None:
     """Run processes that share the search, one for each GPU that is used."""
     command = [sys.executable, "-m", "vembed", "tune", search.config]
     command += ["--trials", str(search.num_trials), "--output", str(search.folder)]

@@ -90,7 +90,11 @@ def predict(
     return Prediction(placement, size, estimate.in_step(), gpu, seconds, line)
 
 
-def place_here(run: ResolvedRun, ranks: RankInfo, gpu: Gpu | None = None) -> Placement:
+def place_here(
+    run: ResolvedRun,
+    ranks: RankInfo,
+    gpu: Gpu | None = None,
+) -> Placement:
     """Return the placement of a run on this machine, or on GPUs that are not here."""
     has_gpu = gpu is not None or torch.cuda.is_available()
     device = torch.device("cuda", 0) if has_gpu else torch.device("cpu")
@@ -115,7 +119,11 @@ def peak_tflops(placement: Placement, gpu: Gpu | None) -> float:
 
 
 @cache
-def _product_seconds(side: int, dtype: torch.dtype, device: torch.device) -> float:
+def _product_seconds(
+    side: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
     """Return the seconds of the fastest of three products, timed once: all stages of a plan are reckoned alike."""
     factor = torch.ones(side, side, dtype=dtype, device=device)
     seconds = math.inf
@@ -127,7 +135,9 @@ def _product_seconds(side: int, dtype: torch.dtype, device: torch.device) -> flo
 
 
 def training_time(
-    placement: Placement, size: ModelSize, gpu: Gpu | None
+    placement: Placement,
+    size: ModelSize,
+    gpu: Gpu | None,
 ) -> tuple[float | None, str]:
     """Return the estimated seconds and a line with what they rest on; without an estimate None, and why."""
     config = placement.run.config
@@ -185,7 +195,9 @@ def encoding_seconds(prediction: Prediction, data_path: str) -> float | None:
 
 
 def operations_per_token(
-    placement: Placement, size: ModelSize, data: DataSize
+    placement: Placement,
+    size: ModelSize,
+    data: DataSize,
 ) -> float:
     """Return the floating-point operations of one token in a step, forward and backward."""
     # Counted in forward passes: one, and in the backward pass the products for the inputs' gradients and those for the

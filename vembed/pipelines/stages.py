@@ -50,7 +50,11 @@ SHARED_WITHIN_SECONDS = 60.0
 """Time after which every process must see what rank 0 has written."""
 
 
-def run_stages(pipeline: Pipeline, arguments: TrainArguments, train: Train) -> int:
+def run_stages(
+    pipeline: Pipeline,
+    arguments: TrainArguments,
+    train: Train,
+) -> int:
     """Run the steps and return the exit code of the first that fails, or 0. All are checked before one is run.
 
     A step is skipped if it is done and nothing that it depends on has changed. A training that was stopped goes on
@@ -102,7 +106,10 @@ class _Stage:
     """One step of a pipeline, with what it takes to run it."""
 
     def __init__(
-        self, pipeline: Pipeline, step: Step, arguments: TrainArguments
+        self,
+        pipeline: Pipeline,
+        step: Step,
+        arguments: TrainArguments,
     ) -> None:
         self.pipeline = pipeline
         self.step = step
@@ -472,7 +479,10 @@ def named_paths(value: Any) -> list[str]:
 
 
 def check_options(
-    pipeline: Pipeline, step: Step, options: Mapping[str, Any], made: Sequence[Path]
+    pipeline: Pipeline,
+    step: Step,
+    options: Mapping[str, Any],
+    made: Sequence[Path],
 ) -> None:
     """Raise UserError where a step between names what is not there. `made`: folders of the steps before it."""
     where = f"{pipeline.source}: stage {step.name}: "
@@ -568,7 +578,11 @@ COUNTED = (
 """Options that a resumed run may change, and that change what comes out."""
 
 
-def of_training(config: TrainConfig, before: str | None, world_size: int) -> str:
+def of_training(
+    config: TrainConfig,
+    before: str | None,
+    world_size: int,
+) -> str:
     """Return the fingerprint of a training stage. `before`: that of the step whose model it starts from."""
     facts: dict[str, Any] = {}
     for name, value in config.to_dict().items():

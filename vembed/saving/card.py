@@ -59,7 +59,10 @@ class Card:
 
 
 def render_card(
-    description: ModelDescription, card: Card, *, adapter_alone: bool = False
+    description: ModelDescription,
+    card: Card,
+    *,
+    adapter_alone: bool = False,
 ) -> str:
     """Return the full README.md: YAML front matter for the Hub, then the text.
 

@@ -158,7 +158,13 @@ class Hub:
                 "to vembed push, or another name"
             )
 
-    def push(self, files: Files, message: str, *, tag: str | None = None) -> str:
+    def push(
+        self,
+        files: Files,
+        message: str,
+        *,
+        tag: str | None = None,
+    ) -> str:
         """Send the files in one commit and return its URL. What the Hub has already is not sent again, also after a
         push that was cut. `tag`: a name for the result."""
         from huggingface_hub import CommitOperationAdd

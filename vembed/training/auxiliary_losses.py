@@ -27,7 +27,10 @@ class AuxiliaryBatch:
     """Sums and counts of one global batch."""
 
     def __init__(
-        self, objective: ObjectiveSection, rank_batch: RankBatch, device: torch.device
+        self,
+        objective: ObjectiveSection,
+        rank_batch: RankBatch,
+        device: torch.device,
     ) -> None:
         self.objective = objective
         self.weights = objective.auxiliary_losses or {}

@@ -59,7 +59,10 @@ class ModelWriter:
         self.store(checkpoint / WHOLE_MODEL, full_state_dict(self.components.model))
 
     def store(
-        self, folder: Path, weights: dict[str, Tensor], card: Card | None = None
+        self,
+        folder: Path,
+        weights: dict[str, Tensor],
+        card: Card | None = None,
     ) -> None:
         """Write the model with gathered weights. Only rank 0 does anything; no collective operations."""
         if not self.session.is_main:
@@ -99,7 +102,10 @@ class ModelWriter:
 
 
 def save_final(
-    writer: ModelWriter, data: RunData, state: LoopState, metric: str
+    writer: ModelWriter,
+    data: RunData,
+    state: LoopState,
+    metric: str,
 ) -> Path:
     """Write final/ and the report; return the model's folder. `metric`: the deciding score, or "".
 

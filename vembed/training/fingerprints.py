@@ -31,7 +31,11 @@ MODEL_FILES = frozenset({".json", ".safetensors", ".txt", ".model", ".jinja", ".
 _AT_TOP = ("config.json", "modules.json", "adapter_config.json")
 
 
-def of_option(name: str, value: Any, revision: str | None) -> Any:
+def of_option(
+    name: str,
+    value: Any,
+    revision: str | None,
+) -> Any:
     """Return the value of an option with files and folders replaced by their fingerprints, at any depth."""
     if isinstance(value, list):
         return [of_option(name, entry, revision) for entry in value]
@@ -117,7 +121,11 @@ def _content(path: Path, suffixes: frozenset[str] | None = None) -> str:
         return f"cannot be read: {error.strerror}"
 
 
-def _digest(path: Path, pieces: int = PARTS, whole_bytes: int = WHOLE_BYTES) -> str:
+def _digest(
+    path: Path,
+    pieces: int = PARTS,
+    whole_bytes: int = WHOLE_BYTES,
+) -> str:
     size = str(path.stat().st_size)
     digest = hashlib.blake2b(size.encode(), digest_size=16)
     add_content(

@@ -345,7 +345,10 @@ _FIELDS = (
 
 
 def tower_identity(
-    description: ModelDescription, backbone: Any, modality: Modality, arithmetic: str
+    description: ModelDescription,
+    backbone: Any,
+    modality: Modality,
+    arithmetic: str,
 ) -> str:
     """Return a hash that is equal in any run with the same weights, settings and dtypes. It reads every weight.
 

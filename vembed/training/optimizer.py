@@ -109,7 +109,9 @@ def build_optimizer(
 
 
 def trained_parameters(
-    model: nn.Module, loss: nn.Module, options: OptimizerSection
+    model: nn.Module,
+    loss: nn.Module,
+    options: OptimizerSection,
 ) -> list[TrainedParameter]:
     """Return every trainable parameter with its learning rate and weight decay, in the order of the model."""
     named: list[tuple[str, nn.Parameter]] = []
@@ -156,7 +158,12 @@ def _counted(parameters: list[TrainedParameter]) -> str:
 # ---- schedule ----------------------------------------------------------------
 
 
-def lr_factor(step: int, total: int, warmup: int, kind: str) -> float:
+def lr_factor(
+    step: int,
+    total: int,
+    warmup: int,
+    kind: str,
+) -> float:
     """Return the fraction of the peak learning rate in step number `step`, counted from 0, of `total`.
 
     It rises linearly to 1 in the last of `warmup` steps, then falls so that it would reach 0 in the step after the
@@ -179,7 +186,10 @@ class Schedule:
     """Learning rates of a run, set before every optimizer step."""
 
     def __init__(
-        self, options: OptimizerSection, total_steps: int, examples_per_step: int
+        self,
+        options: OptimizerSection,
+        total_steps: int,
+        examples_per_step: int,
     ) -> None:
         peak = rate_of(options)
         self.kind = options.lr_scheduler_type

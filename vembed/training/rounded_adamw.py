@@ -52,7 +52,12 @@ class RoundedAdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, group, number)
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], number: int) -> None:
+    def _update(
+        self,
+        parameter: Tensor,
+        group: dict[str, Any],
+        number: int,
+    ) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())

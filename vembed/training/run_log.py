@@ -164,7 +164,12 @@ STYLES = {
 class ConsoleHandler(logging.Handler):
     """Handler that writes above the progress bar on a terminal, and plain lines into a file or pipe."""
 
-    def __init__(self, console: Console, stream: ResilientStream, mode: str) -> None:
+    def __init__(
+        self,
+        console: Console,
+        stream: ResilientStream,
+        mode: str,
+    ) -> None:
         """`mode`: the option `console`."""
         super().__init__(logging.INFO)
         self.console = console
@@ -233,7 +238,12 @@ class RunLog:
     Until `begin`, the lines of the log file are held in memory: a start that is refused writes nothing.
     """
 
-    def __init__(self, options: LoggingSection, output: Path, rank: int) -> None:
+    def __init__(
+        self,
+        options: LoggingSection,
+        output: Path,
+        rank: int,
+    ) -> None:
         # Python has no stdout where the caller has closed it.
         self._stream = ResilientStream(sys.stdout or io.StringIO())
         self.console = Console(file=cast(TextIO, self._stream), quiet=rank != 0)

@@ -241,7 +241,9 @@ def open_data(config: TrainConfig, session: Session) -> RunData:
 
 
 def identity_of(
-    options: Mapping[str, Any], sources: Sequence[DataSource], data: RunData
+    options: Mapping[str, Any],
+    sources: Sequence[DataSource],
+    data: RunData,
 ) -> dict[str, Any]:
     """Return what besides the options must stay when the run is resumed.
 
@@ -284,7 +286,9 @@ def require_same_data(identity: Mapping[str, Any], data: RunData) -> None:
 
 
 def build_components(
-    config: TrainConfig, data: RunData, session: Session
+    config: TrainConfig,
+    data: RunData,
+    session: Session,
 ) -> tuple[TrainingComponents, TrainConfig]:
     """Build model, loss and optimizer, with weights replicated or sharded. Collective.
 
@@ -524,7 +528,9 @@ def start_projection(
 
 
 def decide_rates(
-    config: TrainConfig, embedder: EmbeddingModel, total_steps: int
+    config: TrainConfig,
+    embedder: EmbeddingModel,
+    total_steps: int,
 ) -> TrainConfig:
     """Return the config with the peak learning rates in place of `auto`, and log their reason. Collective.
 
@@ -596,7 +602,11 @@ def has_initial_norms(model: nn.Module) -> bool:
 
 
 def decide_intervals(
-    config: TrainConfig, data: RunData, model: nn.Module, *, is_length_given: bool
+    config: TrainConfig,
+    data: RunData,
+    model: nn.Module,
+    *,
+    is_length_given: bool,
 ) -> RunIntervals:
     """Return how often the run is evaluated, saved and logged, and log what was left to `auto`."""
     num_counted = min(len(data.examples), NUM_COUNTED_EXAMPLES)
@@ -667,7 +677,10 @@ def check_compiled(
 
 
 def difference(
-    model: nn.Module, layers: Sequence[nn.Module], inputs: ModelInputs, session: Session
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    inputs: ModelInputs,
+    session: Session,
 ) -> str | None:
     """Return what is wrong with the compiled layers. Leaves no gradients. Collective under FSDP.
 

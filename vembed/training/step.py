@@ -189,7 +189,12 @@ class BatchResult:
     """This rank's part of each term of `losses`, without its weight. Empty for a loss of one term."""
 
 
-def seed_of(seed: int, batch_number: int, rank: int, micro_index: int) -> int:
+def seed_of(
+    seed: int,
+    batch_number: int,
+    rank: int,
+    micro_index: int,
+) -> int:
     """Return the seed of one forward pass. A pure function: a replay and a resumed run draw the same dropout masks."""
     # Odd multipliers and xor-shifts, as in splitmix64, so that neighbouring batches and ranks get unrelated seeds.
     mixed = (
@@ -473,7 +478,10 @@ class ContrastiveStep:
         )
 
     def score(
-        self, loss_batch: LossBatch, batch: StepBatch, weight: float
+        self,
+        loss_batch: LossBatch,
+        batch: StepBatch,
+        weight: float,
     ) -> tuple[Tensor, Tensor]:
         """Return this rank's part of L, and world size times this rank's vectors [n, D] of d(`weight` L)/dE. Collective."""
         # Not TF32: the rounding of a score is divided by the temperature too.
@@ -496,7 +504,12 @@ class ContrastiveStep:
         # FSDP and the flat all-reduce average over the ranks, but L is a sum over them.
         return loss_share, gradient * self.session.world_size
 
-    def backward(self, batch: StepBatch, gradient: Tensor, weight: float) -> None:
+    def backward(
+        self,
+        batch: StepBatch,
+        gradient: Tensor,
+        weight: float,
+    ) -> None:
         """Backpropagate `gradient` [n, D], and `weight` times the model's own losses, through every micro-batch.
 
         Micro-batches whose graphs were not kept are run again. Collective.
@@ -550,7 +563,10 @@ class ContrastiveStep:
     # ---- parts of the stages -------------------------------------------------
 
     def _forward(
-        self, batch: StepBatch, inputs: ModelInputs, micro_index: int
+        self,
+        batch: StepBatch,
+        inputs: ModelInputs,
+        micro_index: int,
     ) -> tuple[list[Tensor], SliceLosses]:
         """Return the embeddings of each slice of a micro-batch, and the model's own losses."""
         rank = self.session.rank

@@ -193,7 +193,12 @@ def read_texts(source: str | Path | Sequence[str]) -> tuple[str, ...]:
     return tuple(line for line in content.split("\n") if line.strip())
 
 
-def _check(target: Path, sets: TextSets, plan: EditPlan, trials: int) -> None:
+def _check(
+    target: Path,
+    sets: TextSets,
+    plan: EditPlan,
+    trials: int,
+) -> None:
     if target.exists():
         raise UserError(f"{target} exists already; give a new folder")
     for texts in sets:
@@ -224,7 +229,12 @@ def _check(target: Path, sets: TextSets, plan: EditPlan, trials: int) -> None:
 class _MappedModel(nn.Module):
     """A model with a linear map behind it."""
 
-    def __init__(self, model: nn.Module, matrix_DD: Tensor, offset_D: Tensor) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        matrix_DD: Tensor,
+        offset_D: Tensor,
+    ) -> None:
         super().__init__()
         self.model = model
         self.register_buffer("matrix", matrix_DD)
@@ -387,7 +397,10 @@ class Editor:
 
 
 def _removal(
-    vectors_CD: Tensor, strength: float, *, by_rows: bool
+    vectors_CD: Tensor,
+    strength: float,
+    *,
+    by_rows: bool,
 ) -> Callable[[Tensor], Tensor]:
     """Return W -> W - strength * V'VW, or W - strength * WV'V by rows; computed in float64, so that every strategy
     stores the same bits."""
@@ -445,7 +458,9 @@ class ResidualWriter:
 
 
 def residual_writers(
-    model: nn.Module, backbone: nn.Module, description: ModelDescription
+    model: nn.Module,
+    backbone: nn.Module,
+    description: ModelDescription,
 ) -> list[ResidualWriter]:
     """Return the weights that write to the residual stream of the text tower, in the order of the forward pass: the
     embeddings, and in each layer the last linear layers of attention and feed-forward."""
@@ -485,7 +500,10 @@ def residual_writers(
 
 
 def _search(
-    editor: Editor, plan: EditPlan, num_trials: int, seed: int
+    editor: Editor,
+    plan: EditPlan,
+    num_trials: int,
+    seed: int,
 ) -> list[EditTrial]:
     """Try plans that rank 0 proposes, by strength, range of layers and number of components."""
     metric = editor.metric
@@ -590,7 +608,10 @@ MAX_ITERATIONS = 500
 
 
 def directions(
-    first_ND: np.ndarray, second_ND: np.ndarray, how: Direction, count: int = 1
+    first_ND: np.ndarray,
+    second_ND: np.ndarray,
+    how: Direction,
+    count: int = 1,
 ) -> np.ndarray:
     """Return [count, D] orthonormal directions in which two sets of vectors differ, in float64.
 
@@ -631,7 +652,9 @@ def projection(
 
 
 def erasure(
-    first_ND: np.ndarray, second_ND: np.ndarray, strength: float
+    first_ND: np.ndarray,
+    second_ND: np.ndarray,
+    strength: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the map, as a matrix [D, D] and an offset [D], that changes the vectors least so that both sets have one
     mean and no linear probe can tell them apart (LEACE); `strength` below 1 goes a part of the way."""

@@ -255,7 +255,12 @@ def _with_checkpoints(names: Sequence[str], last: int | None) -> list[str]:
     return expanded
 
 
-def _opened(names: Sequence[str], scratch: Path, *, is_main: bool) -> list[Source]:
+def _opened(
+    names: Sequence[str],
+    scratch: Path,
+    *,
+    is_main: bool,
+) -> list[Source]:
     """Open the models. Adapters and checkpoints become whole models in `scratch` first. Collective."""
     folders = [scratch / f"model-{number}" for number in range(len(names))]
     if is_main:
@@ -332,7 +337,12 @@ class Merge:
             (folder / "README.md").write_text(card, encoding="utf-8")
         return target
 
-    def _write_file(self, recipe: Recipe, path: Path, target: Path) -> None:
+    def _write_file(
+        self,
+        recipe: Recipe,
+        path: Path,
+        target: Path,
+    ) -> None:
         relative = path.parent.relative_to(self.sources[0].folder).as_posix()
         subfolder = "" if relative == "." else relative
         reader = TensorReader(path)
@@ -362,7 +372,11 @@ class Merge:
                     writer.write(piece.to(dtype))
 
 
-def _card(described: dict[str, Any], recipe: Recipe, has_vembed_file: bool) -> str:
+def _card(
+    described: dict[str, Any],
+    recipe: Recipe,
+    has_vembed_file: bool,
+) -> str:
     """Return a card with what the model was merged from."""
     front = "---\nlibrary_name: sentence-transformers\ntags:\n- sentence-transformers\n- feature-extraction\n- merge\n---"
     models = "\n".join(f"- {_public(name)}" for name in described["models"])

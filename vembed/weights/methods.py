@@ -52,7 +52,11 @@ Read = Callable[[int, int], Tensor]
 
 
 def merged_pieces(
-    recipe: Recipe, name: str, size: int, models: Sequence[Read], base: Read | None
+    recipe: Recipe,
+    name: str,
+    size: int,
+    models: Sequence[Read],
+    base: Read | None,
 ) -> Iterator[Tensor]:
     """Yield the merged tensor's values in float64, piece by piece. `base`: needed where `recipe.needs_base`."""
     coefficients = list(recipe.weights)
@@ -128,7 +132,10 @@ def slerp_coefficients(gram: Tensor, weights: Sequence[float]) -> list[float]:
 
 
 def _gram(
-    recipe: Recipe, size: int, models: Sequence[Read], base: Read | None
+    recipe: Recipe,
+    size: int,
+    models: Sequence[Read],
+    base: Read | None,
 ) -> Tensor:
     products = torch.zeros(len(models), len(models), dtype=torch.float64)
     for start in range(0, size, PIECE):
@@ -143,7 +150,12 @@ def _gram(
     return products
 
 
-def _threshold(read: Read, base: Read, size: int, density: float) -> float:
+def _threshold(
+    read: Read,
+    base: Read,
+    size: int,
+    density: float,
+) -> float:
     """Return the magnitude of a difference, rounded to float32, that the share `density` of the elements reach, without sorting them.
 
     The bits of non-negative float32 numbers are ordered as the numbers are: the first pass counts by the upper 16 bits,
@@ -176,7 +188,9 @@ def _threshold(read: Read, base: Read, size: int, density: float) -> float:
 
 
 def _ties(
-    differences: list[Tensor], weights: Sequence[float], thresholds: Sequence[float]
+    differences: list[Tensor],
+    weights: Sequence[float],
+    thresholds: Sequence[float],
 ) -> Tensor:
     """Trim each difference to its largest elements, elect a sign for each element, average those that have it."""
     total = torch.zeros_like(differences[0])
@@ -194,7 +208,13 @@ def _ties(
     return torch.where(weight_kept != 0, kept / weight_kept, 0.0)
 
 
-def _drawn(recipe: Recipe, name: str, model: int, start: int, count: int) -> Tensor:
+def _drawn(
+    recipe: Recipe,
+    name: str,
+    model: int,
+    start: int,
+    count: int,
+) -> Tensor:
     """Return 1 / density where an element is kept and 0 elsewhere, the same for every order of tensors and files."""
     text = f"{recipe.seed}/{name}/{model}/{start}".encode()
     # 7 bytes: manual_seed takes any number below 2**63.

@@ -62,7 +62,12 @@ class TensorReader:
                     f"{path}: {name} is stored as {entry.dtype}, which vembed cannot compute with"
                 )
 
-    def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(
+        self,
+        name: str,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> Tensor:
         """Return elements `start` to `stop` of the flattened tensor, as they are stored."""
         entry = self.entries[name]
         dtype = DTYPES[entry.dtype]

@@ -220,7 +220,9 @@ def standard_library_pairs(folder: Path | None = None) -> list[Pair]:
 
 
 def split_by_module(
-    pairs: list[Pair], num_train: int, num_val: int
+    pairs: list[Pair],
+    num_train: int,
+    num_val: int,
 ) -> tuple[list[Pair], list[Pair]]:
     """Return `num_train` and `num_val` pairs without a common top-level package. Validation packages are taken in
     the order of a hash of their names until there are enough pairs. Surplus pairs are dropped evenly over the

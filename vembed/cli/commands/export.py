@@ -105,7 +105,12 @@ def export(
     return facts
 
 
-def copy_model(model: str, target: Path, *, merge: bool = False) -> Path:
+def copy_model(
+    model: str,
+    target: Path,
+    *,
+    merge: bool = False,
+) -> Path:
     """Copy a model, a run or an adapter to a new folder. A checkpoint is made into a model. With `merge`, write whole
     weights."""
     from vembed.models.families.model_files import is_reranker, read_model

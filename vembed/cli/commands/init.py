@@ -351,7 +351,11 @@ def _memory_lines(text: str) -> list[str]:
 
 
 def look_at(
-    sample: FileSample, data: str, named: Mapping[str, str], mode: Mode, task: Task
+    sample: FileSample,
+    data: str,
+    named: Mapping[str, str],
+    mode: Mode,
+    task: Task,
 ) -> DataSummary:
     """Return what the first records show. `named`: columns that the user names."""
     records = [_fields(record) for record in sample.records]
@@ -425,5 +429,9 @@ def _texts(records: Sequence[Any], names: Sequence[str | None]) -> list[str]:
     return texts
 
 
-def _line(name: str, value: Any, comment: str) -> str:
+def _line(
+    name: str,
+    value: Any,
+    comment: str,
+) -> str:
     return f"{name}: {one_line_yaml(value)}".ljust(32) + f"  # {comment}"

@@ -265,7 +265,12 @@ def rerank(
         file.flush()
 
 
-def _open_output(stack: ExitStack, output: str, *, is_main: bool) -> BinaryIO:
+def _open_output(
+    stack: ExitStack,
+    output: str,
+    *,
+    is_main: bool,
+) -> BinaryIO:
     """Return the file of the results: standard output, or a new one that gets its name at the end."""
     from vembed.files import replaced_file
 
@@ -276,7 +281,9 @@ def _open_output(stack: ExitStack, output: str, *, is_main: bool) -> BinaryIO:
 
 
 def read_list(
-    line: str, where: str, form: RecordFormat
+    line: str,
+    where: str,
+    form: RecordFormat,
 ) -> tuple[dict[str, Any], list[tuple[Input, Input]]]:
     """Return the query and the documents of a line, as they are and as pairs."""
     from vembed.data.examples import BadRecord

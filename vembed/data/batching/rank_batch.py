@@ -127,7 +127,9 @@ def _if_complete(scores: list[float], count: int) -> np.ndarray | None:
 
 
 def with_in_batch_negatives(
-    example: Example, others: Iterable[Example], count: int
+    example: Example,
+    others: Iterable[Example],
+    count: int,
 ) -> Example:
     """Return the example with the first positives of the first `count` others as further negatives.
 
@@ -238,7 +240,10 @@ PRICE_DIVISOR = 16
 
 
 def split_by_length(
-    lengths: Lengths, budget: int, max_rows: int | None = None, at_least: int = 0
+    lengths: Lengths,
+    budget: int,
+    max_rows: int | None = None,
+    at_least: int = 0,
 ) -> list[list[int]]:
     """Return micro-batches of indices, longest inputs first, of at most `budget` padded tokens and `max_rows` rows.
 
@@ -314,7 +319,11 @@ def padded_tokens(lengths: Lengths, micro_batches: Sequence[Sequence[int]]) -> i
     return total
 
 
-def _cut(ordered: np.ndarray, budget: int, max_rows: int | None) -> list[int]:
+def _cut(
+    ordered: np.ndarray,
+    budget: int,
+    max_rows: int | None,
+) -> list[int]:
     """Return the end of each micro-batch, with the fewest padded tokens plus price of each micro-batch.
 
     Dynamic programming from the shortest input to the longest: `cheapest[i]` is the lowest cost of the inputs i, i + 1,
@@ -347,7 +356,11 @@ def _cut(ordered: np.ndarray, budget: int, max_rows: int | None) -> list[int]:
     return chosen_ends
 
 
-def _split_largest(ends: list[int], widths: np.ndarray, at_least: int) -> list[int]:
+def _split_largest(
+    ends: list[int],
+    widths: np.ndarray,
+    at_least: int,
+) -> list[int]:
     """Split the largest micro-batch in two parts of similar padded size until there are `at_least`."""
     # heapq is a min-heap, so sizes are negative; micro-batches of one row cannot be split.
     heap = []

@@ -40,17 +40,29 @@ _UNIT = 2**20
 """Shares of a class are integers in this unit: rounding must not put a class twice into a batch."""
 
 
-def random_bits(seed: int, size: int, *stream: int) -> np.ndarray:
+def random_bits(
+    seed: int,
+    size: int,
+    *stream: int,
+) -> np.ndarray:
     """Return uint64 values [size] of a stream. numpy guarantees raw bits across its versions."""
     return np.random.Philox(np.random.SeedSequence([seed, *stream])).random_raw(size)
 
 
-def shuffled(seed: int, size: int, *stream: int) -> np.ndarray:
+def shuffled(
+    seed: int,
+    size: int,
+    *stream: int,
+) -> np.ndarray:
     """Return a permutation from raw bits and a stable sort: numpy guarantees only these across versions."""
     return np.argsort(random_bits(seed, size, *stream), kind="stable")
 
 
-def rank_rows(num_rows: int, rank: int, world_size: int) -> slice:
+def rank_rows(
+    num_rows: int,
+    rank: int,
+    world_size: int,
+) -> slice:
     """Return the rows of a global batch for a rank. The sizes of the parts differ by at most one row."""
     return slice(rank * num_rows // world_size, (rank + 1) * num_rows // world_size)
 
@@ -279,7 +291,12 @@ class BatchSchedule:
             parts.append(order[max(0, begin - number * size) : end - number * size])
         return np.concatenate(parts) + int(self._first[source])
 
-    def _mix(self, drawn: list[np.ndarray], group: int, epoch: int) -> np.ndarray:
+    def _mix(
+        self,
+        drawn: list[np.ndarray],
+        group: int,
+        epoch: int,
+    ) -> np.ndarray:
         """Interleave the streams at random. Each keeps its order, so that a second pass does not precede the first."""
         if len(drawn) == 1:
             return drawn[0]
@@ -293,7 +310,11 @@ class BatchSchedule:
         return mixed
 
     def _arranged(
-        self, group: int, stream: np.ndarray, conflicts: Conflicts, epoch: int
+        self,
+        group: int,
+        stream: np.ndarray,
+        conflicts: Conflicts,
+        epoch: int,
     ) -> Batches:
         """Return the batches of one group, without common content inside a batch."""
         size = self._batch_sizes[self._members[group][0]]
@@ -367,7 +388,11 @@ def find_conflicts(values: np.ndarray, counts: np.ndarray) -> Conflicts:
     return Conflicts(keys, group_sizes, np.flatnonzero(is_free))
 
 
-def arrange(conflicts: Conflicts, size: int, max_batches: int) -> list[np.ndarray]:
+def arrange(
+    conflicts: Conflicts,
+    size: int,
+    max_batches: int,
+) -> list[np.ndarray]:
     """Return full batches of `size` examples, as many as can be filled and at most `max_batches`, each in the epoch's
     order. Of fewer examples than `size` it is one batch of those that can be together."""
     num_free = len(conflicts.free)
@@ -407,7 +432,12 @@ def arrange(conflicts: Conflicts, size: int, max_batches: int) -> list[np.ndarra
 class _Arrangement:
     """Batches that are being filled."""
 
-    def __init__(self, num_batches: int, size: int, keys: dict[int, list[int]]) -> None:
+    def __init__(
+        self,
+        num_batches: int,
+        size: int,
+        keys: dict[int, list[int]],
+    ) -> None:
         self.size = size
         self.keys = keys
         self.num_open = num_batches * size
@@ -596,7 +626,12 @@ class ClassBatches:
         batches: np.ndarray = table[self._shuffled(self.num_batches, _OFFSET, epoch, 1)]
         return batches
 
-    def positives(self, examples: np.ndarray, epoch: int, step: int) -> np.ndarray:
+    def positives(
+        self,
+        examples: np.ndarray,
+        epoch: int,
+        step: int,
+    ) -> np.ndarray:
         """Return another example of the same class for each example of a batch."""
         classes = self._class_of[examples]
         start = self._starts[classes]
@@ -609,11 +644,20 @@ class ClassBatches:
         others: np.ndarray = self._order[position]
         return others
 
-    def _shuffled(self, size: int, purpose: int, *stream: int) -> np.ndarray:
+    def _shuffled(
+        self,
+        size: int,
+        purpose: int,
+        *stream: int,
+    ) -> np.ndarray:
         return shuffled(self._seed, size, purpose, self._source, *stream)
 
 
-def _shares(sizes: np.ndarray, num_batches: int, size: int) -> np.ndarray:
+def _shares(
+    sizes: np.ndarray,
+    num_batches: int,
+    size: int,
+) -> np.ndarray:
     """Return in how many batches each class is, in units: in proportion to its size, at most all of them. The sum is
     num_batches * size."""
     most = num_batches * _UNIT

@@ -120,7 +120,10 @@ class DelimitedFile(TextFormat):
             number += num_lines
 
     def _quoted(
-        self, file: BinaryIO, first: bytes, problem: BadRecord
+        self,
+        file: BinaryIO,
+        first: bytes,
+        problem: BadRecord,
     ) -> tuple[list[bytes], list[str] | BadRecord]:
         """Return the lines and cells of a record in whose first line a quote stays open. What gives no record is the
         first line alone, with its problem."""

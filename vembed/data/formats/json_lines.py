@@ -119,7 +119,12 @@ class JsonArray(TextFormat):
                     return BadRecord(f"not JSON ({error})")
             size *= 8
 
-    def _refuse(self, text: str, at: int, reason: object) -> NoReturn:
+    def _refuse(
+        self,
+        text: str,
+        at: int,
+        reason: object,
+    ) -> NoReturn:
         line = text.count("\n", 0, at) + 1
         raise UserError(
             f"{self.where(line)}: not JSON ({reason}); in an array nothing can be read past a mistake, in JSON Lines "

@@ -28,7 +28,12 @@ class SavedDataset(ArrowRows):
 
     title = "a folder of `datasets.save_to_disk`"
 
-    def __init__(self, name: str, folder: Path, dataset: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        dataset: Any,
+    ) -> None:
         super().__init__(folder)
         self.name = name
         self.folder = folder
@@ -97,7 +102,12 @@ def open_hub(name: str, role: Role) -> SavedDataset:
     return _of_split(name, Path.cwd(), dataset, role)
 
 
-def _of_split(name: str, folder: Path, dataset: Any, role: Role) -> SavedDataset:
+def _of_split(
+    name: str,
+    folder: Path,
+    dataset: Any,
+    role: Role,
+) -> SavedDataset:
     """Return the reader of a dataset, or of the split for this role if it has several."""
     if not isinstance(dataset, dict):
         return SavedDataset(name, folder, dataset)

@@ -195,7 +195,9 @@ class SeveralFiles(Format):
 
 
 def open_reader(
-    path: str | Path, columns: Columns | None = None, role: Role = "train"
+    path: str | Path,
+    columns: Columns | None = None,
+    role: Role = "train",
 ) -> Format:
     """Return the reader of a file, a pattern such as `data/*.parquet`, a folder, an address that fsspec opens, or a Hub
     dataset. Without `columns` any header is accepted and all columns are read. Raise UserError if a table lacks a
@@ -423,7 +425,11 @@ def fetched_copies(address: str) -> list[tuple[str, Path]]:
     return copies
 
 
-def _copy(source: Any, target: Path, name: str) -> None:
+def _copy(
+    source: Any,
+    target: Path,
+    name: str,
+) -> None:
     """Copy an open file."""
     num_bytes = 0
     with (

@@ -259,7 +259,10 @@ class ProcessorCode:
 
 
 def resized(
-    picture: Image.Image, height: int, width: int, resample: Image.Resampling
+    picture: Image.Image,
+    height: int,
+    width: int,
+    resample: Image.Resampling,
 ) -> Image.Image:
     """Return the image in another size."""
     if picture.size == (width, height):

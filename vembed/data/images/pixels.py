@@ -169,7 +169,12 @@ class Pixels:
         # One class token and the patch grid.
         return 1 + (shape[-2] // self._patch_size) * (shape[-1] // self._patch_size)
 
-    def num_vision_tokens(self, image: ImageRef, width: int, height: int) -> int:
+    def num_vision_tokens(
+        self,
+        image: ImageRef,
+        width: int,
+        height: int,
+    ) -> int:
         """Return the number of tokens of an image of this size in a vision-language model."""
         try:
             patches = self._processor.get_number_of_image_patches(height, width)
@@ -194,7 +199,12 @@ def _size(arrays: Arrays) -> int:
 class Scale:
     """The elementwise half of a processor: (value / divisor - mean) / deviation, in float32."""
 
-    def __init__(self, divisor: Any, mean: Any, deviation: Any) -> None:
+    def __init__(
+        self,
+        divisor: Any,
+        mean: Any,
+        deviation: Any,
+    ) -> None:
         """One number or one of each channel. They become tensors: PyTorch multiplies by the inverse of a plain number,
         which rounds differently."""
         terms = []
@@ -305,7 +315,11 @@ def _scales(settings: Mapping[str, Any]) -> Sequence[Scale]:
     return Scale(1 / factor, mean, deviation), Scale(1.0, *fused)
 
 
-def _agrees(recipe: PixelRecipe, processor: Any, picture: Image.Image) -> bool:
+def _agrees(
+    recipe: PixelRecipe,
+    processor: Any,
+    picture: Image.Image,
+) -> bool:
     """Return whether both give the same bits for a picture."""
     halfway = recipe.halfway(picture)
     if halfway[PIXELS].dtype != torch.uint8:

@@ -192,7 +192,11 @@ def _names(records: Sequence[RunRecord]) -> list[str]:
     return names
 
 
-def _compare(first: ComparedRun, run: ComparedRun, metric: str) -> None:
+def _compare(
+    first: ComparedRun,
+    run: ComparedRun,
+    metric: str,
+) -> None:
     """Compare the queries of a run with those of the first, if these are the same ones."""
     if first.queries is None or run.queries is None:
         lacking = [entry.name for entry in (first, run) if entry.queries is None]

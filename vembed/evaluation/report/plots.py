@@ -322,7 +322,10 @@ def plot_stored(
 
 
 def plot_evaluations(
-    steps: Sequence[int], values: Sequence[float], label: str, final_step: int | None
+    steps: Sequence[int],
+    values: Sequence[float],
+    label: str,
+    final_step: int | None,
 ) -> Plot:
     """Return a plot of the deciding metric over the evaluations. A ring marks the weights that were kept."""
     lines = [_Line(steps, values, ACCENT, dot=2.0)]
@@ -335,7 +338,10 @@ def plot_evaluations(
 
 
 def plot_sweep(
-    places: Sequence[float], values: Sequence[float], x_label: str, best: int
+    places: Sequence[float],
+    values: Sequence[float],
+    x_label: str,
+    best: int,
 ) -> Plot:
     """Return a plot of a score along a line between two models. A ring marks the best point."""
     x = places[best]
@@ -351,7 +357,10 @@ def plot_sweep(
 
 
 def plot_front(
-    points: Sequence[Point], front: Sequence[int], start: Point, x_label: str
+    points: Sequence[Point],
+    front: Sequence[int],
+    start: Point,
+    x_label: str,
 ) -> Plot:
     """Return a plot of trials with two figures each, and the line through those that no other one beats in both.
     `start`: the model before."""

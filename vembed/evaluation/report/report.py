@@ -280,7 +280,11 @@ def curves(record: RunRecord) -> list[Curve]:
     """Return the recorded curves for the report: of each step where it was recorded, else of each logged line."""
     points: dict[str, list[tuple[float, float]]] = {key: [] for key in QUANTITIES}
 
-    def add(step: Any, key: str, value: Any) -> None:
+    def add(
+        step: Any,
+        key: str,
+        value: Any,
+    ) -> None:
         if isinstance(value, int | float) and not isinstance(value, bool):
             points.setdefault(key, []).append((float(step), float(value)))
 

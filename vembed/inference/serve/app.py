@@ -80,7 +80,10 @@ class Refusal(Exception):  # noqa: N818 - an answer to the client, not a fault o
     """A request that is not answered. The message is for the client."""
 
     def __init__(
-        self, status: int, message: str, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -183,7 +186,10 @@ class Service:
         return {"object": "list", "model": self.name, "data": rows, "usage": usage}
 
     async def scores(
-        self, request: Request, queries: Sequence[str], documents: Sequence[str]
+        self,
+        request: Request,
+        queries: Sequence[str],
+        documents: Sequence[str],
     ) -> Encoded:
         """Return the [n] scores of pairs, before any logistic function, and the number of their tokens.
 
@@ -336,7 +342,11 @@ class Service:
             self.held_bytes -= len(body)
 
     async def encode(
-        self, request: Request, values: Values, key: str, kind_key: str
+        self,
+        request: Request,
+        values: Values,
+        key: str,
+        kind_key: str,
     ) -> Encoded:
         """Return the embeddings of a request. `key`, `kind_key`: of its inputs and their kind."""
         inputs = read_inputs(values, key, kind_key, self.batcher.encoder, self.limits)
@@ -418,14 +428,20 @@ def refusal_response(refusal: Refusal) -> Response:
 
 
 def json_response(
-    status: int, value: Any, headers: Mapping[str, str] | None = None
+    status: int,
+    value: Any,
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
     """Return an answer in JSON."""
     return Response(json.dumps(value), status, headers, media_type="application/json")
 
 
 def read_inputs(
-    values: Values, key: str, kind_key: str, encoder: TextEncoder, limits: RequestLimits
+    values: Values,
+    key: str,
+    kind_key: str,
+    encoder: TextEncoder,
+    limits: RequestLimits,
 ) -> list[ServedInput]:
     """Return the inputs under `key`, with the prompt that `kind_key` asks for. Raise Refusal beyond the limits."""
     kind = values.get(kind_key)
@@ -450,7 +466,11 @@ def read_inputs(
     return [ServedInput(content, kind) for content in contents]
 
 
-def texts_of(values: Values, key: str, limits: RequestLimits) -> list[str]:
+def texts_of(
+    values: Values,
+    key: str,
+    limits: RequestLimits,
+) -> list[str]:
     """Return the text under `key`, or its list of texts. Cohere's documents may be objects with a `text`."""
     content: Any = values.get(key)
     entries = content if isinstance(content, list) else [content]
@@ -468,7 +488,11 @@ def texts_of(values: Values, key: str, limits: RequestLimits) -> list[str]:
     return texts
 
 
-def _check_count(key: str, contents: Sequence[Any], limits: RequestLimits) -> None:
+def _check_count(
+    key: str,
+    contents: Sequence[Any],
+    limits: RequestLimits,
+) -> None:
     if not 1 <= len(contents) <= limits.inputs:
         raise Refusal(
             400,
@@ -476,7 +500,11 @@ def _check_count(key: str, contents: Sequence[Any], limits: RequestLimits) -> No
         )
 
 
-def _check_text(name: str, text: str, limits: RequestLimits) -> None:
+def _check_text(
+    name: str,
+    text: str,
+    limits: RequestLimits,
+) -> None:
     if len(text) > limits.text_characters:
         raise Refusal(
             413,
@@ -486,7 +514,11 @@ def _check_text(name: str, text: str, limits: RequestLimits) -> None:
         raise Refusal(400, f"{name} {LONE_SURROGATE}: cut texts between characters")
 
 
-def _check_token_ids(name: str, ids: list[int], encoder: TextEncoder) -> None:
+def _check_token_ids(
+    name: str,
+    ids: list[int],
+    encoder: TextEncoder,
+) -> None:
     if encoder.vocab_size is None:
         raise Refusal(400, f"{name}: this model takes texts, no token ids")
     if not 1 <= len(ids) <= encoder.max_length:
@@ -501,7 +533,11 @@ def _check_token_ids(name: str, ids: list[int], encoder: TextEncoder) -> None:
         )
 
 
-def openai_answer(values: Values, encoded: Encoded, model_name: str) -> Any:
+def openai_answer(
+    values: Values,
+    encoded: Encoded,
+    model_name: str,
+) -> Any:
     """Return the answer of `/v1/embeddings`."""
     vectors, num_tokens = encoded
     dimensions = values.get("dimensions")

@@ -137,7 +137,11 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(
-        cls, folder: Any, *_: Any, config: Any = None, **options: Any
+        cls,
+        folder: Any,
+        *_: Any,
+        config: Any = None,
+        **options: Any,
     ) -> Any:
         """Return the model with its weights. Built as its constructor does, since it may compute buffers there."""
         if not Path(folder).is_dir():
@@ -155,7 +159,11 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
         return (model, info) if options.get("output_loading_info") else model
 
     def save_pretrained(
-        self, folder: Any, *_: Any, state_dict: Any = None, **__: Any
+        self,
+        folder: Any,
+        *_: Any,
+        state_dict: Any = None,
+        **__: Any,
     ) -> None:
         """Write config and weights. A weight that occurs under two names is stored once."""
         Path(folder).mkdir(parents=True, exist_ok=True)

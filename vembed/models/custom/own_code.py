@@ -198,7 +198,9 @@ def own_class(folder: Path) -> str | None:
 
 
 def own_folder(
-    options: ModelSection, source: Path | None, tokenizer: Path | None
+    options: ModelSection,
+    source: Path | None,
+    tokenizer: Path | None,
 ) -> Path:
     """Return the folder of the model that `model_class` names, and let this process run the class for it.
 

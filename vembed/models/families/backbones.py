@@ -331,7 +331,10 @@ class StaticConfig(PretrainedConfig):  # type: ignore[misc]
     model_type = STATIC_TYPE
 
     def __init__(
-        self, vocab_size: int = 1, hidden_size: int = 1, **others: Any
+        self,
+        vocab_size: int = 1,
+        hidden_size: int = 1,
+        **others: Any,
     ) -> None:
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
@@ -358,7 +361,10 @@ class StaticModel(PreTrainedModel):  # type: ignore[misc]
         return self.embedding
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        **_: Any,
     ) -> BaseModelOutput:
         """Return the vectors of the tokens; the mask belongs to the pooling."""
         del attention_mask

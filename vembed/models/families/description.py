@@ -573,7 +573,11 @@ def _family(reading: _Reading) -> Family:
 
 
 def _pooling(
-    reading: _Reading, family: Family, shape: Shape, *, is_causal: bool
+    reading: _Reading,
+    family: Family,
+    shape: Shape,
+    *,
+    is_causal: bool,
 ) -> str:
     """Return the name of the pooling: the option's where it goes with the model, otherwise the model's own."""
     name = reading.options.model_name
@@ -658,7 +662,9 @@ def _image_pooling(config: PretrainedConfig, shape: Shape) -> tuple[str, str]:
 
 
 def _image_tower(
-    reading: _Reading, text_dim: int, matryoshka: MatryoshkaSection | None
+    reading: _Reading,
+    text_dim: int,
+    matryoshka: MatryoshkaSection | None,
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the description's fields for the image tower of a composed model, and its layer classes.
 
@@ -701,7 +707,9 @@ def _image_tower(
 
 
 def _matryoshka_sizes(
-    reading: _Reading, matryoshka: MatryoshkaSection, size: int
+    reading: _Reading,
+    matryoshka: MatryoshkaSection,
+    size: int,
 ) -> tuple[int, ...]:
     """Return the Matryoshka sizes of an embedding of `size` dimensions."""
     if isinstance(matryoshka.mrl_dims, list):
@@ -729,7 +737,9 @@ def _matryoshka_sizes(
 
 
 def _prompt(
-    reading: _Reading, kind: Literal["query", "document"], option: str | None
+    reading: _Reading,
+    kind: Literal["query", "document"],
+    option: str | None,
 ) -> str:
     """Return the prompt of queries or documents: the option's, the files' or the one published for the model's name."""
     key = f"{kind}_prompt"

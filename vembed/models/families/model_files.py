@@ -103,7 +103,11 @@ def check_weight_files(folder: Path) -> None:
         )
 
 
-def _check_name(path: Path, key: str, name: Any) -> None:
+def _check_name(
+    path: Path,
+    key: str,
+    name: Any,
+) -> None:
     is_plain = isinstance(name, str) and Path(name).name == name and "\\" not in name
     if not is_plain or not name.endswith(WEIGHTS):
         raise UserError(
@@ -275,7 +279,12 @@ class AdapterSettings(Settings):
 Modules = Annotated[list[ModuleSettings], Field(min_length=1)]
 
 
-def read_settings(path: Path, kind: Any, *, is_optional: bool = False) -> Any:
+def read_settings(
+    path: Path,
+    kind: Any,
+    *,
+    is_optional: bool = False,
+) -> Any:
     """Return the contents of a JSON file by their schema `kind`. `is_optional`: a missing file has the defaults."""
     values = read_json(path) if path.is_file() else None
     if values is None and not is_optional:
@@ -288,7 +297,11 @@ def read_settings(path: Path, kind: Any, *, is_optional: bool = False) -> Any:
         raise UserError(f"{path}: {first_problem(error)}") from error
 
 
-def check_inside(path: Path, key: str, name: str) -> None:
+def check_inside(
+    path: Path,
+    key: str,
+    name: str,
+) -> None:
     """Raise UserError if a name in a file leads out of its folder."""
     place = PurePosixPath(name)
     if place.is_absolute() or ".." in place.parts or "\0" in name:
@@ -373,7 +386,10 @@ STATIC = "StaticEmbedding"
 
 
 def model_folder(
-    name: str, revision: str | None = None, *, option: str = "model_name"
+    name: str,
+    revision: str | None = None,
+    *,
+    option: str = "model_name",
 ) -> Path:
     """Return the local folder of a model, checked to name no weights but safetensors files of its own. A Hub model is
     downloaded into the Hub's cache first."""
@@ -617,7 +633,10 @@ def _kind_of_module(module: ModuleSettings) -> str | None:
 
 
 def read_model(
-    name: str, revision: str | None = None, *, is_reranker: bool = False
+    name: str,
+    revision: str | None = None,
+    *,
+    is_reranker: bool = False,
 ) -> ModelFiles:
     """Locate a model's files. For a folder with an adapter alone, follow the base model that it names.
 

@@ -32,7 +32,11 @@ class Pooling:
     It stays outside what is cached of a frozen tower."""
 
     def refusal(
-        self, *, is_causal: bool, is_image: bool, has_class_token: bool
+        self,
+        *,
+        is_causal: bool,
+        is_image: bool,
+        has_class_token: bool,
     ) -> str | None:
         """Return why the pooling does not go with a model, and what does; or None."""
         del is_causal, has_class_token
@@ -72,7 +76,11 @@ class Cls(Pooling):
     servers = {"tei": "cls", "vllm": "CLS", "llama.cpp": "cls", "gguf": "cls"}
 
     def refusal(
-        self, *, is_causal: bool, is_image: bool, has_class_token: bool
+        self,
+        *,
+        is_causal: bool,
+        is_image: bool,
+        has_class_token: bool,
     ) -> str | None:
         if is_causal:
             return (

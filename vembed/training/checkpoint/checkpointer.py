@@ -114,7 +114,10 @@ class Checkpointer:
         return self
 
     def __exit__(
-        self, kind: object, error: BaseException | None, traceback: object
+        self,
+        kind: object,
+        error: BaseException | None,
+        traceback: object,
     ) -> None:
         """Finish the checkpoint that is being written, also when the run has failed."""
         try:
@@ -554,7 +557,12 @@ class Checkpointer:
             f"{advice[0].upper()}{advice[1:]} and resume"
         )
 
-    def _on_commit(self, final: Path, kept_steps: set[int], start: float) -> None:
+    def _on_commit(
+        self,
+        final: Path,
+        kept_steps: set[int],
+        start: float,
+    ) -> None:
         """Log the finished checkpoint and prune the oldest ones. Runs on rank 0."""
         files = [path for path in final.rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in files)

@@ -332,7 +332,9 @@ def refusal(forbidden: list[Difference], checkpoint: str) -> UserError:
 
 
 def kept_decisions(
-    config: TrainConfig, state: Mapping[str, Any], world_size: int
+    config: TrainConfig,
+    state: Mapping[str, Any],
+    world_size: int,
 ) -> dict[str, Any]:
     """Return the values that the checkpoint's run had for options that the config leaves open, by option.
 
@@ -378,7 +380,11 @@ def kept_decisions(
 
 
 def trim_metrics(
-    output_dir: Path, step: int, *, is_scored: bool = True, num_bytes: int = 0
+    output_dir: Path,
+    step: int,
+    *,
+    is_scored: bool = True,
+    num_bytes: int = 0,
 ) -> None:
     """Drop lines of metrics.jsonl after `step`, and an incomplete last line, so that no step appears twice.
 
@@ -449,7 +455,11 @@ def newest_checkpoint(output_dir: Path) -> str:
     return checkpoints[-1][1].name if checkpoints else ""
 
 
-def commit(partial: Path, final: Path, checksums: Mapping[str, str]) -> None:
+def commit(
+    partial: Path,
+    final: Path,
+    checksums: Mapping[str, str],
+) -> None:
     """Turn a written folder into a checkpoint: manifest, flush, rename. It does not count before the rename.
 
     The manifest lists every file with size and checksum. Files named in `checksums` are not read again.
@@ -481,7 +491,12 @@ def _seal(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def verify(directory: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
+def verify(
+    directory: Path,
+    *,
+    part: int = 0,
+    num_parts: int = 1,
+) -> list[str]:
     """Return the problems of a checkpoint as messages; empty if it is intact. With `num_parts`, check one part of
     the files."""
     if not (directory / MANIFEST).is_file():
@@ -516,7 +531,11 @@ def remove(directory: Path) -> None:
     shutil.rmtree(leaving)
 
 
-def prune(output_dir: Path, limit: int | None, keep: set[int]) -> list[Path]:
+def prune(
+    output_dir: Path,
+    limit: int | None,
+    keep: set[int],
+) -> list[Path]:
     """Remove the oldest checkpoints until `limit` are left. The newest and the steps in `keep` are never removed."""
     # Called after a new checkpoint is complete: from now on the damaged ones are of no use.
     for path in output_dir.glob(f"checkpoint-*{DAMAGED}"):

@@ -195,7 +195,11 @@ def tensors_of(trained: Trained) -> dict[str, Any]:
 
 
 def restore(
-    trained: Trained, checkpoint: Path, *, no_dist: bool, checks_dtypes: bool = False
+    trained: Trained,
+    checkpoint: Path,
+    *,
+    no_dist: bool,
+    checks_dtypes: bool = False,
 ) -> None:
     """Restore model, loss and optimizer from a checkpoint, and those tensors of hooks that it holds.
 
@@ -302,7 +306,9 @@ def _state_tensors(state: Any, prefix: str = _OPTIMIZER) -> dict[str, Any]:
 
 
 def _put_numbers(
-    state: Any, tensors: Mapping[str, Any], prefix: str = _OPTIMIZER
+    state: Any,
+    tensors: Mapping[str, Any],
+    prefix: str = _OPTIMIZER,
 ) -> None:
     """Write numbers, which were loaded as tensors, back into the optimizer's state."""
     for key, value in state.items():

@@ -253,7 +253,10 @@ class QueryRecord(Hook):
             )
 
     def _pictures(
-        self, content: dict[str, Any], data: RetrievalData, metric: str
+        self,
+        content: dict[str, Any],
+        data: RetrievalData,
+        metric: str,
     ) -> dict[str, str]:
         """Return thumbnails of the images that the data hold themselves, of the queries that changed most.
 

@@ -121,7 +121,11 @@ class Diagnostics(Hook):
         return values
 
 
-def log_line(values: dict[str, Any], total_steps: int, seconds_left: float) -> str:
+def log_line(
+    values: dict[str, Any],
+    total_steps: int,
+    seconds_left: float,
+) -> str:
     """Return the log line of one step, of at most 100 columns. All metrics are in metrics.jsonl."""
     rate = values["samples_per_second"]
     rate_text = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
@@ -316,7 +320,10 @@ class MetricsLog(Hook):
             self.file = None
 
     def _write(
-        self, line: Mapping[str, Any], numbers: dict[str, float], step: int
+        self,
+        line: Mapping[str, Any],
+        numbers: dict[str, float],
+        step: int,
     ) -> None:
         if self.file is None:
             return

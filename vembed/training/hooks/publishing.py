@@ -86,7 +86,12 @@ class PushBest(Hook):
             self._thread.join(self._max_seconds)
             shutil.rmtree(self._run.output / FOLDER, ignore_errors=True)
 
-    def _push(self, folder: Path, step: int, score: str) -> None:
+    def _push(
+        self,
+        folder: Path,
+        step: int,
+        score: str,
+    ) -> None:
         repository = self._run.config.logging.push_to_hub
         assert repository is not None
         hub = Hub(repository)
