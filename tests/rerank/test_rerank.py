@@ -398,6 +398,26 @@ def first_loss(folder, data, teacher):
     return float(json.loads(metrics[0])["loss"])
 
 
+def test_a_reranker_takes_as_many_tokens_as_asked_for(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(shared(tiny_qwen3_reranker), model)
+    path = model / "tokenizer_config.json"
+    # Published decoders have no limit of their own, and the default one bounds the memory of training.
+    settings = json.loads(path.read_text()) | {"model_max_length": int(1e30)}
+    path.write_text(json.dumps(settings))
+    default = vembed.Reranker(model)
+    longer = vembed.Reranker(model, max_length=1000)
+    assert default.description.max_length < longer.description.max_length == 1000
+    document = "green " * 900
+    score = default.predict([("red", document + "red")])
+    longer_score = longer.predict([("red", document + "red")])
+    assert not np.array_equal(score, longer_score)
+    # More tokens than the model has positions are cut to them.
+    positions = json.loads((model / "config.json").read_text())
+    longest = vembed.Reranker(model, max_length=100_000).description.max_length
+    assert longest == positions["max_position_embeddings"]
+
+
 def test_a_decoder_teaches_an_embedding_model(tmp_path):
     teacher = shared(tiny_qwen3_reranker)
     data = written(tmp_path)

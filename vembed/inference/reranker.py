@@ -64,14 +64,13 @@ class Reranker:
             model_name=str(model),
             task="rerank",
             reranker_head=head,
+            max_length=max_length,
             query_prompt=query_prompt,
             document_prompt=document_prompt,
             torch_dtype=torch_dtype,
             trust_remote_code=trust_remote_code,
         )
         description = describe(options, for_inference=True)
-        longest = min(max_length or description.max_length, description.max_length)
-        description = replace(description, max_length=longest)
         if description.scores == "answer" and instruction is not None:
             description = replace(description, query_prompt=instruction)
         self.role = role or description.name

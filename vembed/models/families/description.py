@@ -783,8 +783,8 @@ def _max_length(
     *,
     for_inference: bool,
 ) -> int:
-    """Return the maximum text length in tokens. `for_inference`: a length that the model's own files name is not limited by
-    the family's default, which bounds the time and memory of training."""
+    """Return the maximum text length in tokens. `for_inference`: a length that the caller or the model's own files name is
+    not limited by the family's default, which bounds the time and memory of training."""
     option = reading.options.max_length
     name = reading.options.model_name
     text = reading.config.get_text_config()
@@ -805,7 +805,7 @@ def _max_length(
             "SigLIP pads every text to its number of positions"
         )
         return int(positions)
-    if option is not None:
+    if option is not None and not for_inference:
         if positions is not None and option > positions:
             raise UserError(
                 f"max_length: {option} is more than the {positions} positions of {name}; set it to {positions} or less"
@@ -813,14 +813,15 @@ def _max_length(
         reading.reasons["max_length"] = "max_length in the config"
         return option
     of_files = reading.files.max_length
-    limits = {"positions in config.json": positions}
+    limits = {"positions in config.json": positions, "max_length": option}
     if reading.saved:
         limits = {_FROM_SAVED: reading.saved["max_length"]}
     elif of_files is not None:
         limits["sentence_bert_config.json"] = of_files
     else:
         limits["model_max_length in tokenizer_config.json"] = tokenizer.model_max_length
-    if not reading.saved and not (for_inference and of_files):
+    is_length_named = reading.saved or option or (for_inference and of_files)
+    if not is_length_named:
         limits[f"default limit of {longest}; set max_length to change it"] = longest
     # The smallest limit holds, and its reason is logged. Tokenizers without a limit say 1e30.
     known = {}
