@@ -19,10 +19,10 @@ from vembed.models.attention import half_dtype
 from vembed.models.poolings.table import POOLINGS
 from vembed.parallel.devices import matmul_precision
 from vembed.parallel.session import start_session
-from vembed.training import trainer
 from vembed.training.hooks.base import StepReport
 from vembed.training.hooks.metrics import Watch
 from vembed.training.optimizer import Outcome
+from vembed.training.step import ContrastiveStep
 
 
 class Precisions(TorchFunctionMode):
@@ -123,7 +123,12 @@ def test_a_run_went_on_without_any_gradient(tmp_path, monkeypatch):
         report = StepReport(1, 0.0)
         report.outcome = Outcome(loss, norm, applied=True)
         watch.on_step(report)
-    monkeypatch.setattr(trainer, "synchronise", lambda model, *_: model.zero_grad())
+
+    def lose_gradients(step, loss_share):
+        step.model.zero_grad()
+        return loss_share
+
+    monkeypatch.setattr(ContrastiveStep, "synchronise", lose_gradients)
     with pytest.raises(
         RunError,
         match=r"step 1: the loss is \S+ and the gradient norm exactly 0, so nothing is trained",

@@ -137,7 +137,8 @@ def _is_array(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
     first, _, following = head.partition(b"\n")
-    if not first.startswith(b"["):
+    # An array of arrays holds no records.
+    if not first.startswith(b"[") or first.startswith(b"[["):
         return False
     try:
         values = json.loads(first)
