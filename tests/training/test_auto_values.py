@@ -13,8 +13,8 @@ from tests import tiny
 from tests.data.files import write_jsonl
 from tests.training.test_run import metrics
 from vembed.config.decisions import (
+    RateFacts,
     RunSize,
-    Trained,
     decide_epochs,
     peak_rate,
     run_intervals,
@@ -79,7 +79,7 @@ ADAPTERS = {"what": "adapters"}
 def test_the_rate_follows_what_is_trained(facts, options, rate):
     config = TrainConfig(**BASE, **options)
     defaults = {"what": "weights", "family": "text_encoder", "width": 384}
-    trained = Trained(**{"is_tuned": True, "is_new": False, **defaults, **facts})
+    trained = RateFacts(**{"is_tuned": True, "is_new": False, **defaults, **facts})
     assert peak_rate(config.objective, config.adapters, trained).value == rate
 
 

@@ -398,7 +398,7 @@ PAIR_RANKING_FACTOR = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Trained:
+class RateFacts:
     """The facts about a model that its learning rate depends on."""
 
     what: What
@@ -418,7 +418,7 @@ class Trained:
 def peak_rate(
     objective: ObjectiveSection,
     adapters: AdapterSection,
-    trained: Trained,
+    trained: RateFacts,
 ) -> Decision[float]:
     """Return the learning rate of `learning_rate: auto` and the reason. docs/choosing.md has the measurements."""
     width = trained.width

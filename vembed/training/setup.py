@@ -21,9 +21,9 @@ from torch.nn import functional
 from vembed.config.decisions import (
     HEAD_RATE,
     Decision,
+    RateFacts,
     RunIntervals,
     RunSize,
-    Trained,
     What,
     decide_epochs,
     has_initial_weights,
@@ -548,7 +548,7 @@ def decide_rates(
         what = "adapters"
     elif trained_names and all(name.startswith(heads) for name in trained_names):
         what = "head"
-    facts = Trained(
+    facts = RateFacts(
         what=what,
         family=description.family,
         width=description.text_hidden_dim or description.hidden_dim,
