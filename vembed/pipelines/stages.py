@@ -20,10 +20,15 @@ from vembed.cli.run_train import result_of
 from vembed.cli.support import is_first_rank, print_progress
 from vembed.config.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import resolve_run
+from vembed.config.loading import (
+    DATA_FILES,
+    Pipeline,
+    Step,
+    resolve_run,
+    values_by_option,
+)
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
-from vembed.config.stages import DATA_FILES, Pipeline, Step, values_by_option
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.record import read_run
@@ -115,8 +120,6 @@ class _Stage:
         self.step = step
         self.folder = pipeline.folder(step.name)
         self.before = pipeline.before(step.name)
-        self.model_before = pipeline.model_before(step.name)
-        self.data_step = pipeline.data_step_before(step.name)
         self.all_arguments = arguments
         self.options = located(step.options, arguments.config)
         """Of a step between; its paths may stand beside the config file."""
@@ -151,18 +154,20 @@ class _Stage:
             return _digest({"options": _contents(self.options), "before": before})
         run = self._resolve()
         start = None
-        if self.model_before is not None and "model_name" not in self.step.options:
-            start = known[self.model_before.name]
+        if self.step.model_step is not None and "model_name" not in self.step.options:
+            start = known[self.step.model_step.name]
         world_size = 1
         if os.environ.get("WORLD_SIZE"):
             world_size = int(os.environ["WORLD_SIZE"])
         elif run.processes.value != "auto":
             world_size = int(run.processes.value) * run.machines.value
         fingerprint = of_training(run.config, start, world_size)
-        if self.data_step is None:
+        if self.step.data_step is None:
             return fingerprint
         # Such data are made anew with their step; their file need not be there yet.
-        return _digest({"training": fingerprint, "data": known[self.data_step.name]})
+        return _digest(
+            {"training": fingerprint, "data": known[self.step.data_step.name]}
+        )
 
     def run(self, fingerprint: str, train: Train) -> int:
         """Run the step unless it is done, and remember that it is."""
@@ -251,8 +256,8 @@ class _Stage:
                 options["model_name"] = self._model()
             return "mine", _pairs({**options, "output_path": target})
         if kind == "judge":
-            if "data_path" not in options and self.data_step is not None:
-                options["data_path"] = str(self.pipeline.data_of(self.data_step))
+            if "data_path" not in options and self.step.data_step is not None:
+                options["data_path"] = str(self.pipeline.data_of(self.step.data_step))
             if "judges" not in options:
                 options["judges"] = [{"model": self._model()}]
             return "judge", _pairs({**options, "output_path": target})
@@ -299,8 +304,8 @@ class _Stage:
 
     def _model(self) -> str:
         """Return the model of the last step before this one that leaves one, else the config's own."""
-        if self.model_before is not None:
-            return self._model_named(self.model_before.name)
+        if self.step.model_step is not None:
+            return self._model_named(self.step.model_step.name)
         name = values_by_option(self.all_arguments.overrides).get("model_name")
         start_model = self.pipeline.shared.values.get("model_name")
         if name is not None:
@@ -321,7 +326,7 @@ class _Stage:
     def _overrides(self, overrides: Sequence[str]) -> tuple[str, ...]:
         """Return the overrides of a training: those of the command line that are for it."""
         left_out = ["stage"]
-        if self.model_before is not None:
+        if self.step.model_step is not None:
             # A model that the command line names is the one that the first stage starts from.
             left_out.append("model_name")
         kept = []
@@ -657,7 +662,7 @@ def estimates(
     step_estimates: list[Estimate] = []
     newest: Prediction | None = None
     for step in pipeline.steps:
-        before = pipeline.model_before(step.name)
+        before = step.model_step
         if step.kind != "train":
             models[step.name] = models[before.name] if before is not None else ""
             step_estimates.append(_between(step, newest))
@@ -671,7 +676,7 @@ def estimates(
         run = resolve_run(stage.source, stage.overrides, stage=step.name)
         models[step.name] = run.config.model.model_name
         remark = ""
-        mined = pipeline.data_step_before(step.name)
+        mined = step.data_step
         if mined is not None and "data_path" not in step.options:
             # Until its data are mined, those that they come from stand for them.
             unmined = mined.options.get("data_path")
