@@ -13,7 +13,6 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from vembed.config.options import join_words
-from vembed.data.columns import judgement_column
 from vembed.data.examples import (
     LONE_SURROGATE,
     BadRecord,
@@ -29,6 +28,7 @@ from vembed.data.records import (
     ID_FIELDS,
     document_id,
     document_text,
+    judgement_column,
 )
 from vembed.errors import UserError, listed
 

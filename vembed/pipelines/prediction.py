@@ -17,9 +17,9 @@ from vembed.config.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun, decide_epochs
 from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSection, ModelSection
-from vembed.data.columns import Columns
 from vembed.data.examples import Item
 from vembed.data.features import Pair, PairFeaturiser
+from vembed.data.records import Columns
 from vembed.data_tools.starter import read_sample, texts_of
 from vembed.errors import UserError
 from vembed.models.families.description import ModelDescription, describe
