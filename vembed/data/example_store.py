@@ -21,7 +21,6 @@ from vembed.config.schema import (
     sources_of,
 )
 from vembed.config.terms import (
-    lacks_comparisons,
     loss_names,
     loss_terms,
     reads_scores,
@@ -427,14 +426,13 @@ def open_examples(
         purpose="train" if is_training else "evaluate",
     )
     terms = run_terms(objective, data, model_name)
+    needs_negatives = all(
+        term.loss.needed_negatives() in ("some", "each") for term in terms
+    )
     has_negatives = any(source.index.counts["negatives"] for source in sources)
-    if (
-        is_training
-        and data.mine is None
-        and not data.in_batch_negatives
-        and lacks_comparisons(terms)
-        and not has_negatives
-    ):
+    is_given = has_negatives or data.mine is not None or data.in_batch_negatives
+    # Without them all terms are 0.
+    if is_training and needs_negatives and not is_given:
         raise UserError(
             f"loss: {' and '.join(sorted(loss_names(terms)))} compares a positive with the hard negatives of its "
             "record, and no record has one, so that the loss would be 0 at every step: `vembed mine` adds some; kl "
