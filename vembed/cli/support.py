@@ -46,13 +46,13 @@ AnyModel = Annotated[
 ColumnMapping = Annotated[
     str, Option(help="As the option of that name: {question: query}.")
 ]
-ImageRoot = Annotated[
+ImageRootOption = Annotated[
     str | None, Option(help="Where relative image paths start, and must stay.")
 ]
 BatchTokens = Annotated[
     int | None, Option(min=1, help="Padded tokens per micro-batch.")
 ]
-Kind = Annotated[
+KindOption = Annotated[
     Literal["query", "document"],
     Option(help="query or document: which of the model's prompts to use."),
 ]
@@ -252,9 +252,9 @@ def guarded(function: Callable[[], int | None]) -> int:
     except typer.Exit:
         raise
     except Exception as error:
-        from vembed.files import refusal
+        from vembed.files import disk_refusal
 
-        message = refusal(error)
+        message = disk_refusal(error)
         if message is None:
             raise
         _print_error(f"error: {message}\n")

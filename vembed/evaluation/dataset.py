@@ -27,7 +27,7 @@ from vembed.evaluation.beir import (
 
 log = logging.getLogger("vembed")
 
-Task = Literal["auto", "retrieval", "similarity"]
+EvaluationTask = Literal["auto", "retrieval", "similarity"]
 
 MAX_GRADE = 1000
 """Largest grade. Fractional relevance scores are scaled to integer grades up to this, as trec_eval expects."""
@@ -128,7 +128,7 @@ def open_eval_data(
     objective: ObjectiveSection | None = None,
     *,
     splits: Sequence[str] = ("dev", "validation", "val", "test"),
-    task: Task = "auto",
+    task: EvaluationTask = "auto",
 ) -> EvalData:
     """Return the evaluation data at `path`: a BEIR-style folder, one of its `qrels/*.tsv` files, or any training data.
 
@@ -155,7 +155,7 @@ def open_eval_data(
 def from_examples(
     examples: Sequence[Example],
     name: str,
-    task: Task = "auto",
+    task: EvaluationTask = "auto",
     *,
     documents: Iterable[Item] = (),
     notes: Sequence[str] = (),

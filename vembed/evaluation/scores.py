@@ -18,9 +18,9 @@ from vembed.evaluation.beir import Corpus
 from vembed.evaluation.dataset import (
     TEST_FIRST,
     EvalData,
+    EvaluationTask,
     RetrievalData,
     ScoredPairs,
-    Task,
     open_eval_data,
 )
 from vembed.evaluation.query_results import QueryResults
@@ -60,7 +60,7 @@ def evaluate(
     *,
     dims: Sequence[int] | None = None,
     ks: Sequence[int] = (1, 5, 10, 100),
-    task: Task = "auto",
+    task: EvaluationTask = "auto",
     split: str | None = None,
     batch_tokens: int | None = None,
     column_mapping: dict[str, str] | None = None,

@@ -1,4 +1,4 @@
-"""compare(): an export in its own runtime against the model, on the same texts; what differs is named."""
+"""compare_embeddings(): an export in its own runtime against the model, on the same texts; what differs is named."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WORDS = (
     "value error file name 17 3.5 (x) data, model; query? document. Zurich naive tree between never always"
 )
 Texts = list[tuple[str, Kind]]
-Encode = Callable[[list[str], Kind], np.ndarray]
+EncodeTexts = Callable[[list[str], Kind], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def bounded(data: EvalData | None) -> RetrievalData | None:
 # ---- comparisons ---------------------------------------------------------------------------------------------------
 
 
-def encode_all(encode: Encode, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
+def encode_all(encode: EncodeTexts, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
     """Return [n, d] embeddings in the order of the texts; each kind is encoded together."""
     rows: dict[int, np.ndarray] = {}
     for kind in get_args(Kind):
@@ -249,7 +249,7 @@ def encode_all(encode: Encode, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
 
 
 def ndcg(
-    encode: Encode,
+    encode: EncodeTexts,
     data: RetrievalData,
     *,
     normalize: bool,
@@ -289,7 +289,7 @@ def similarity_correlation(first_ND: np.ndarray, second_ND: np.ndarray) -> float
     return float(spearmanr(*similarities).statistic)
 
 
-def compare(
+def compare_embeddings(
     runtime: str,
     model_ND: np.ndarray,
     export_ND: np.ndarray,
@@ -331,7 +331,7 @@ def compare_images(
     )
 
 
-def difference(
+def describe_difference(
     check: Check,
     embedder: Embedder,
     reader: ExportReader,

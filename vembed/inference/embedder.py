@@ -26,8 +26,7 @@ from vembed.data.examples import (
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
 from vembed.inference.encoding import default_budget, encode_items, first_dims
-from vembed.inference.quantization import Precision as VectorPrecision
-from vembed.inference.quantization import checked_ranges, quantized
+from vembed.inference.quantization import EmbeddingPrecision, checked_ranges, quantized
 from vembed.models.building import load_embedder
 from vembed.models.embedding_model import HiddenStates
 from vembed.models.precision import keep_copies, never_keep_copies
@@ -152,7 +151,7 @@ class Embedder:
         truncate_dim: int | None = None,
         normalize: bool | None = None,
         normalize_embeddings: bool | None = None,
-        precision: VectorPrecision = "float32",
+        precision: EmbeddingPrecision = "float32",
         ranges: np.ndarray | None = None,
         convert_to_tensor: bool = False,
         show_progress: bool = False,

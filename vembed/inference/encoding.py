@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from vembed.data.batching.rank_batch import (
     Feeder,
     LockstepSplit,
-    ModalitySlice,
+    ModalityIndices,
     indices_by_modality,
     row_index,
 )
@@ -245,11 +245,11 @@ def _encode_rank(
         tables = frozen_towers.encode(features, budget, max_rows, check_interrupt)
     rows_of = indices_by_modality(features, feeder.featuriser.modalities)
     splits = split_in_step(features, rows_of, budget, max_rows, world_size)
-    slices: list[ModalitySlice] = []
+    slices: list[ModalityIndices] = []
     for modality, split in splits.items():
         slices += [(modality, rows) for rows in split]
     # One forward pass for each slice. Frozen modalities need no pixels or token ids: their rows come from the tables.
-    micro_batches: list[list[ModalitySlice]] = []
+    micro_batches: list[list[ModalityIndices]] = []
     for modality, rows in slices:
         micro_batches.append([] if modality in tables else [(modality, rows)])
     fed = feeder.feed(micro_batches, features)

@@ -12,7 +12,7 @@ from torch import Tensor
 from vembed.config.schema import ChoiceOptions
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import replaced_file, short_hash
-from vembed.mining.inputs import Inputs, KnownPositives, array_identity
+from vembed.mining.inputs import KnownPositives, MiningInputs, array_identity
 from vembed.mining.options import BM25, MineConfig
 from vembed.mining.retrievers import (
     DenseRetriever,
@@ -243,7 +243,7 @@ class CandidateSearch:
 
 def open_candidates(
     config: MineConfig,
-    inputs: Inputs,
+    inputs: MiningInputs,
     folder: Path,
     session: Session,
 ) -> CandidateSearch:

@@ -76,7 +76,7 @@ class Chosen(NamedTuple):
     """[Q, n] how likely each is relevant; UNDECIDED where no judge gave an answer."""
 
 
-Judge = Callable[[CandidateChunk, Chosen], Chosen]
+JudgeChunk = Callable[[CandidateChunk, Chosen], Chosen]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def choose_negatives(
     session: Session,
     *,
     depth: int,
-    judge: Judge | None = None,
+    judge: JudgeChunk | None = None,
 ) -> Choice:
     """Choose at most `depth` negatives of each query. `judge` keeps some of those of a chunk. Collective."""
     calibration: Calibration | None = None

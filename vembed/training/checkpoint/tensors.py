@@ -48,7 +48,7 @@ from typing_extensions import override
 
 from vembed.errors import UserError
 from vembed.files import sha256_of, write_durably
-from vembed.models.families.backbones import plain_name
+from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel import collectives
 from vembed.parallel.parameters import local_tensor
 from vembed.training.checkpoint.folders import STATE, commit
@@ -257,8 +257,10 @@ def restore(
         # The tensors above were the live ones. Numbers are still to be restored, and state that the checkpoint lacks
         # (created by the step above) is dropped.
         for name, parameter in modules.named_parameters():
-            if plain_name(name) in state:
-                _put_numbers({plain_name(name): optimizer.state[parameter]}, tensors)
+            if unwrapped_name(name) in state:
+                _put_numbers(
+                    {unwrapped_name(name): optimizer.state[parameter]}, tensors
+                )
             else:
                 optimizer.state.pop(parameter, None)
     if optimizer is not None and not state:
@@ -271,7 +273,7 @@ def _weights(modules: nn.Module) -> dict[str, Any]:
     frozen = []
     for name, parameter in modules.named_parameters():
         if not parameter.requires_grad:
-            frozen.append(plain_name(name) + ".")
+            frozen.append(unwrapped_name(name) + ".")
     prefixes = tuple(frozen)
     weights = {}
     for name, value in get_model_state_dict(modules, options=_TRAINED).items():
