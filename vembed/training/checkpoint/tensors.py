@@ -282,7 +282,7 @@ def _weights(modules: nn.Module) -> dict[str, Any]:
     return weights
 
 
-def _state_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
+def _state_tensors(state: Any) -> dict[str, Any]:
     """Return the tensors of an optimizer's state by name. They share its memory, except for those of numbers.
 
     A quantised shard (torchao) is stored as its parts: its blocks do not fit shards of another size, so their names
