@@ -50,7 +50,7 @@ RUN_FILE_PATTERN = re.compile(
 NEEDED_BY = {
     "mrl_dims": "mrl_weights mrl_projection",
     "use_lora": "lora_r lora_alpha lora_dropout lora_target_modules lora_variant save_merged",
-    "model_class": "model_arguments tokenizer_name",
+    "model_class": "tokenizer_name",
     "save_steps": "async_save",
 }
 """Map from an option to the options that have no effect without it."""

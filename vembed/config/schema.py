@@ -335,7 +335,8 @@ class ModelSection(Section, title="model"):
     """A torch module of your own as backbone: path/to/file.py:Class or package.module:Class. New weights, unless
     `model_name` names a folder of them."""
     model_arguments: dict[str, Any] | None = None
-    """Keyword arguments of `model_class` (alias: `model_config`)."""
+    """Keyword arguments of `model_class` (alias: `model_config`). Without it: other values of keys in the model's
+    config.json, such as {rope_theta: 1000000} or {num_hidden_layers: 6}, the first six layers. `final/` has them too."""
     tokenizer_name: Annotated[str | None, NamesFiles("model")] = None
     """Tokenizer, or image processor, of `model_class`: a folder or a Hub name. Default: that of `model_name`."""
     from_scratch: bool = False

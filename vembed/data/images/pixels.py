@@ -70,10 +70,12 @@ class Pixels:
         """`decoders`: images that are decoded at once; None: one per core of this process."""
         self._processor = load_image_processor(description)
         self._recipe = find_recipe(self._processor)
-        config = read_config(
-            Path(description.image_source or description.source),
-            trust_remote_code=description.trust_remote_code,
-        ).to_dict()
+        if description.image_source is None:
+            config = description.read_config().to_dict()
+        else:
+            trust = description.trust_remote_code
+            folder = Path(description.image_source)
+            config = read_config(folder, trust_remote_code=trust).to_dict()
         vision = config.get("vision_config", config)
         # A network that halves its resolution at each stage (ConvNeXt) has the patches of its last stage.
         num_halvings = len(vision.get("depths") or [0]) - 1
