@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from vembed.data.examples import Kind
-from vembed.data.processing import CHARACTERS_PER_TOKEN, cut_words
+from vembed.data.processing import MAX_CHARACTERS_PER_TOKEN, cut_words
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.models.embedding_model import EmbeddingModel
@@ -25,8 +25,8 @@ from vembed.saving.files import save_model
 
 FormatName = Literal["safetensors", "onnx", "static", "openvino", "gguf"]
 WeightPrecision = Literal["float32", "float16", "bfloat16", "int8"]
-FORMATS: tuple[FormatName, ...] = get_args(FormatName)
-PRECISIONS: tuple[WeightPrecision, ...] = get_args(WeightPrecision)
+FORMAT_NAMES: tuple[FormatName, ...] = get_args(FormatName)
+WEIGHT_PRECISIONS: tuple[WeightPrecision, ...] = get_args(WeightPrecision)
 PROMPTS_FILE = "config_sentence_transformers.json"
 LENGTH_FILE = "sentence_bert_config.json"
 
@@ -111,7 +111,7 @@ class FolderTexts:
 
     def token_ids(self, texts: Sequence[str], kind: Kind | None) -> list[list[int]]:
         """Return the token ids of each text with its prompt."""
-        longest = CHARACTERS_PER_TOKEN * self.max_length
+        longest = MAX_CHARACTERS_PER_TOKEN * self.max_length
         from_left = self.tokenizer.truncation_side == "left"
         inputs = []
         for text in texts:

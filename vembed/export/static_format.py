@@ -38,13 +38,13 @@ MAX_DIMS = 256
 """Most dimensions of a student."""
 FREQUENCY_COEFFICIENT = 1e-4
 """Weight of a token: this / (this + its frequency), so that frequent tokens count little."""
-TOKENS_AT_ONCE = 512
+TOKENS_PER_BATCH = 512
 MAX_LENGTH_TOKENS = 65_536
 """As good as no limit. Sentence Transformers has no limit for this module."""
 
 BATCH_TEXTS = 256
 MAX_STEPS = 400
-MAX_EPOCHS = 20
+MAX_DISTILLATION_EPOCHS = 20
 MIN_TRAINING_TEXTS = 32
 LEARNING_RATE = 5e-3
 HELD_OUT_FRACTION = 0.1
@@ -141,8 +141,8 @@ def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> Tenso
     before, after = _special_tokens_around(tokenizer)
     chunks = []
     with torch.no_grad():
-        for first in range(0, size, TOKENS_AT_ONCE):
-            tokens = range(first, min(first + TOKENS_AT_ONCE, size))
+        for first in range(0, size, TOKENS_PER_BATCH):
+            tokens = range(first, min(first + TOKENS_PER_BATCH, size))
             # Each token stands between the special tokens that the model was trained to see around a text.
             ids = torch.tensor([[*before, token, *after] for token in tokens])
             (vectors,) = embedder.model([("text", {"input_ids": ids})])
@@ -202,7 +202,9 @@ def distil(
     num_held_out = max(int(HELD_OUT_FRACTION * len(texts)), 2)
     held_out = order[:num_held_out][: 2 * BATCH_TEXTS]
     trained = order[num_held_out:]
-    num_epochs = max(min(MAX_EPOCHS, MAX_STEPS * BATCH_TEXTS // len(trained)), 1)
+    num_epochs = max(
+        min(MAX_DISTILLATION_EPOCHS, MAX_STEPS * BATCH_TEXTS // len(trained)), 1
+    )
     num_steps = num_epochs * -(-len(trained) // BATCH_TEXTS)
     loss = TermLoss(Term(1.0, Relational(), teacher=TEACHER, guide=None))
 

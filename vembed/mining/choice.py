@@ -21,7 +21,7 @@ from vembed.parallel.session import Session
 
 MAX_COMPARED_POSITIVES = 32
 """Known positives of a query that a candidate's text is compared with."""
-HIDDEN_SHARE = 0.5
+HIDDEN_POSITIVES_SHARE = 0.5
 """Share of a query's known positives that is hidden for an estimate."""
 MIN_QUERIES = 30
 """Queries that an estimate needs."""
@@ -330,7 +330,7 @@ def calibrate(
         order = random.permutation(len(positives))
         num_hidden = len(positives)
         if is_relative:
-            num_hidden = max(1, int(len(positives) * HIDDEN_SHARE))
+            num_hidden = max(1, int(len(positives) * HIDDEN_POSITIVES_SHARE))
             lowest_Q[row] = positives[order[num_hidden:]].min()
         # Half of the known ones are hidden, and as many as all known ones are unknown.
         weights_Q[row] = len(positives) / num_hidden
