@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -223,6 +224,13 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             stream = open(number, "w", errors="backslashreplace", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
+
+
+def quieten_libraries() -> None:
+    """Silence what torchao logs about kernels of GPUs that are not here. Call this before Transformers is imported,
+    which imports torchao where it is installed."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def guarded(function: Callable[[], int | None]) -> int:
