@@ -255,7 +255,7 @@ def read_beir_corpus(reader: Format, problems: list[str]) -> IdentifiedCorpus:
         for column, value in zip(columns, values, strict=True):
             column.append(value)
     # Shares the arrays' memory. frombuffer takes no empty array.
-    arrays: list[np.ndarray] = []
+    arrays = []
     for column in columns:
         empty = np.zeros(0, column.typecode)
         arrays.append(np.frombuffer(column, column.typecode) if column else empty)

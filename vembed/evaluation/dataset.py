@@ -175,7 +175,7 @@ def from_examples(
     if task == "similarity":
         return _scored_pairs(examples, name)
     judgements = _Judgements()
-    all_notes: list[str] = []
+    all_notes = []
     classes: dict[str, dict[int, Item]] = {}
     num_left_out = 0
     all_scores: list[float] = []
@@ -237,7 +237,7 @@ def read_beir(
     """Read a BEIR-style folder: every document of the corpus, and the queries with a relevant document in `qrels`."""
     problems: list[str] = []
     corpus = read_beir_corpus(open_texts(folder, "corpus"), problems)
-    queries: dict[str, Item] = {}
+    queries = {}
     reader = open_texts(folder, "queries")
     problem_lines: list[tuple[int, str]] = []
     for _, line, identity, text in identified_texts(reader, problem_lines):

@@ -97,7 +97,7 @@ class RetrievalSearch:
     def scores(self, results: QueryResults | None = None) -> dict[str, float]:
         """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for the further
         sizes. `results` gets those of each query, for the whole embeddings."""
-        scores: dict[str, float] = {}
+        scores = {}
         num_queries = len(self._data.queries)
         relevance = [self._data.relevance[query] for query in self._dealt]
         for dim, search in self._searches.items():
@@ -151,8 +151,8 @@ def excluded_pairs(data: RetrievalData, queries: Sequence[int]) -> Pairs:
     else:
         keys = np.array([item.key() for item in documents], np.int64)
     wanted = np.array([data.queries[query].key() for query in queries], np.int64)
-    rows: list[int] = []
-    excluded: list[int] = []
+    rows = []
+    excluded = []
     for row, document in enumerate(KeyIndex(keys).find(wanted).tolist()):
         if document >= 0 and document not in data.relevance[queries[row]]:
             rows.append(row)
@@ -216,7 +216,7 @@ def compressed_scores(
     documents by signs, ordered by the float query and the documents' signs, so that only bits are stored.
     """
     excluded = excluded_pairs(data, range(len(data.queries)))
-    scores: dict[str, float] = {}
+    scores = {}
     for dim in dict.fromkeys([documents_ND.shape[1], *dims]):
         queries = first_dims(queries_QD, dim, normalize)
         documents = first_dims(documents_ND, dim, normalize)

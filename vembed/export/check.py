@@ -143,7 +143,7 @@ def _are_close(
 
 def evaluation_data(model: str, data: str | None) -> EvalData | None:
     """Return evaluation data: those at `data`, by default those of the run that made the model, if they are there."""
-    options: dict[str, Any] = {}
+    options = {}
     if data is None:
         options = run_options(model, ("column_mapping", "image_root", "on_bad_record"))
         data = run_options(model, ("val_data_path",)).get("val_data_path")
@@ -165,7 +165,7 @@ def run_options(model: str, names: tuple[str, ...]) -> dict[str, Any]:
 
 def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
     """Return NUM_TEXTS texts: half queries and half documents of the evaluation data, filled up with made ones."""
-    texts: Texts = []
+    texts = []
     for items, kind in _items_by_kind(data):
         of_kind: dict[str, None] = {}
         # Only as far as needed: a corpus may have millions.

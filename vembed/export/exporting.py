@@ -270,11 +270,11 @@ def _write_and_check(
     has_texts = "text" in description.modalities
     nothing = "nothing was written (--tolerance allows more)"
     # The model's own vectors first: a format may change the attention function of the modules.
-    images: list[Image.Image] = []
+    images = []
     if format_name == "onnx" and "image" in description.modalities:
         images = images_to_compare(data)
     image_ND = embedder.encode(images)
-    texts: Texts = []
+    texts = []
     scored = None
     if has_texts:
         texts = texts_to_compare(data, description.max_length)

@@ -99,7 +99,7 @@ class GgufReader:
     """An export in llama.cpp, by llama-cpp-python."""
 
     def __init__(self, folder: Path) -> None:
-        module: Any = import_module("llama_cpp")
+        module = import_module("llama_cpp")
         self.runtime = f"llama.cpp (llama-cpp-python {module.__version__})"
         self.texts = FolderTexts(folder)
         # llama.cpp pools within one micro-batch (n_ubatch), so a whole text must fit into one.
@@ -133,10 +133,10 @@ class GgufServer:
     """An export in llama.cpp's own server, inside this process, by xllamacpp."""
 
     def __init__(self, folder: Path) -> None:
-        module: Any = import_module("xllamacpp")
+        module = import_module("xllamacpp")
         self.runtime = f"llama.cpp (xllamacpp {module.__version__})"
         self.texts = FolderTexts(folder)
-        settings: Any = module.CommonParams()
+        settings = module.CommonParams()
         settings.model.path = str(folder / GGUF_FILE)
         settings.embedding = True
         settings.n_parallel = 1

@@ -88,7 +88,7 @@ def start_of(
     if server in ("tei", "llama.cpp"):
         pooling = POOLINGS[description.pooling].servers[server]
     gguf = folder / "model.gguf"
-    commands: dict[ServerName, str] = {
+    commands = {
         "tei": f"text-embeddings-router --model-id {folder} --pooling {pooling} --port 8080",
         "vllm": f"vllm serve {folder} --runner pooling --port 8080",
         "infinity": f"infinity_emb v2 --model-id {folder} --port 8080",

@@ -326,7 +326,7 @@ def _device(asked: str | torch.device | None) -> torch.device:
 def _embeddings(name: str, values: Any) -> np.ndarray:
     """Return embeddings as [n, d] float32."""
     try:
-        array: np.ndarray = np.asarray(
+        array = np.asarray(
             values.cpu() if isinstance(values, Tensor) else values, dtype=np.float32
         )
     except (TypeError, ValueError):

@@ -190,7 +190,7 @@ def encode_features(
             frozen_towers=frozen_towers,
             after=lambda _: check_interrupt and check_interrupt(),
         )
-    result: np.ndarray = embeddings.float().cpu().numpy()
+    result = embeddings.float().cpu().numpy()
     return result
 
 
@@ -240,16 +240,16 @@ def _encode_rank(
 ) -> Tensor:
     """Return [n, D] embeddings of this rank's inputs, in as many micro-batches per modality as every other rank runs.
     `after` is called after each with the number of its inputs."""
-    tables: Mapping[Modality, Tensor] = {}
+    tables = {}
     if frozen_towers is not None:
         tables = frozen_towers.encode(features, budget, max_rows, check_interrupt)
     rows_of = indices_by_modality(features, feeder.featuriser.modalities)
     splits = split_in_step(features, rows_of, budget, max_rows, world_size)
-    slices: list[ModalitySlice] = []
+    slices = []
     for modality, split in splits.items():
         slices += [(modality, rows) for rows in split]
     # One forward pass for each slice. Frozen modalities need no pixels or token ids: their rows come from the tables.
-    micro_batches: list[list[ModalitySlice]] = []
+    micro_batches = []
     for modality, rows in slices:
         micro_batches.append([] if modality in tables else [(modality, rows)])
     fed = feeder.feed(micro_batches, features)

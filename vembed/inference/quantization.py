@@ -19,7 +19,7 @@ def ranges_of(vectors_ND: np.ndarray) -> np.ndarray:
 def read_ranges(path: str, dim: int) -> np.ndarray:
     """Read ranges from a .npy file. Raise UserError unless they are those of `dim` coordinates."""
     try:
-        ranges: np.ndarray = np.load(path, allow_pickle=False)
+        ranges = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UserError(
             f"ranges: {path} cannot be read as a .npy file: {error}"
@@ -33,7 +33,7 @@ def checked_ranges(
     name: str = "ranges",
 ) -> np.ndarray:
     """Return ranges as [2, dim] float32. Raise UserError for other shapes and for values that are no ranges."""
-    ranges: np.ndarray = np.asarray(ranges_2D)
+    ranges = np.asarray(ranges_2D)
     if ranges.shape != (2, dim) or not np.issubdtype(ranges.dtype, np.floating):
         raise UserError(
             f"{name} has the shape {list(ranges.shape)}, and [2, {dim}] is needed: the lowest and the highest value of "
@@ -61,7 +61,7 @@ def quantized(
     if precision == "float32":
         return vectors_ND
     if precision in ("binary", "ubinary"):
-        levels: np.ndarray = np.packbits(vectors_ND > 0, axis=1)
+        levels = np.packbits(vectors_ND > 0, axis=1)
     else:
         levels = _levels(vectors_ND, precision, ranges_2D)
     if precision in ("ubinary", "uint8"):

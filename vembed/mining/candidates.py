@@ -40,7 +40,7 @@ BLOCK = 32_768
 def claimed_limit(lowest_Q: np.ndarray) -> np.ndarray:
     """[Q] the highest score of a claimed candidate, from the lowest score of each query's known positives."""
     finite = np.where(np.isfinite(lowest_Q), lowest_Q, 0.0)
-    limit: np.ndarray = lowest_Q + ABOVE * np.abs(finite)
+    limit = lowest_Q + ABOVE * np.abs(finite)
     return limit
 
 

@@ -102,7 +102,7 @@ def choose_negatives(
     judge: Judge | None = None,
 ) -> Choice:
     """Choose at most `depth` negatives of each query. `judge` keeps some of those of a chunk. Collective."""
-    calibration: Calibration | None = None
+    calibration = None
     limits = Limits.of(options)
     if options.threshold == "auto":
         calibration = calibrate(search.chunks(), options, seed)

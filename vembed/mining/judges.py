@@ -166,7 +166,7 @@ class CachedJudge:
             return answers
         if self._model is None:
             self._model = load_judge(self.judge, self._options, self._device)
-        answered: list[int] = []
+        answered = []
         try:
             for index, answer in self._model([pairs[place] for place in missing]):
                 self.counts["asked"] += 1
@@ -234,7 +234,7 @@ class Cascade:
             answers = judge.answers([pairs[pair] for pair in open_pairs])
             is_last = judge is self._judges[-1]
             low, high = judge.judge.unsure
-            unsure: list[int] = []
+            unsure = []
             for pair, answer in zip(open_pairs, answers, strict=True):
                 if answer is not None:
                     judgements[pair] = answer
@@ -343,7 +343,7 @@ class RowNegatives:
         self.rows = open_rows(config)
         self.starts = [0]
         """Of each row, the index of its first negative among those of all rows."""
-        places: list[tuple[int, int, tuple[int, int]]] = []
+        places = []
         for row in range(len(self.rows)):
             example = self.rows.example(row)
             items = (example.query, *example.negatives)

@@ -235,8 +235,8 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
         sample = read_sample(Path(source.path).expanduser())
         if not sample.records:
             raise refusal
-        texts: list[str] = []
-        pairs: list[Pair] = []
+        texts = []
+        pairs = []
         for record in sample.records:
             texts_of_record = _texts(record, mapping, data.max_negatives)
             if texts_of_record is None:
@@ -266,7 +266,7 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
 def _token_counts(description: ModelDescription, texts: list[str]) -> list[int]:
     if not texts:
         return []
-    tokenizer: Any = load_tokenizer(description)
+    tokenizer = load_tokenizer(description)
     limit = description.max_length
     encoded = tokenizer(texts, truncation=True, max_length=limit)
     return [len(token_ids) for token_ids in encoded["input_ids"]]
@@ -283,7 +283,7 @@ def _texts(
         return None
     queries = texts_of(record.get(layout.query) if layout.query else None)
     documents = texts_of(record.get(layout.positive) if layout.positive else None)
-    negatives: list[str | None] = []
+    negatives = []
     for name in layout.negatives:
         negatives += texts_of(record.get(name))
     documents = [*documents, *negatives[:max_negatives]]

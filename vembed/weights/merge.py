@@ -156,7 +156,7 @@ def merge(
 
     chosen = list(range(len(names)))
     score = None
-    trials: list[MergeTrial] = []
+    trials = []
     # A folder beside the target for models that are made on the way, of the same name on all ranks.
     scratch = target.absolute().with_name(f".{target.name}.merging")
     if is_main:
@@ -238,7 +238,7 @@ def _at_point(recipe: Recipe, at: float) -> Recipe:
 
 def _with_checkpoints(names: Sequence[str], last: int | None) -> list[str]:
     """Return the models with each run replaced by its last checkpoints, or by its final model."""
-    expanded: list[str] = []
+    expanded = []
     for name in names:
         path = Path(name).expanduser()
         is_run = (path / "config.yaml").is_file() and not is_checkpoint(path)

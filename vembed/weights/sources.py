@@ -207,7 +207,7 @@ def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
             f"{first.name} is a {first_type} and {other.name} is a {other_type}: only models of one architecture can "
             "be merged"
         )
-    names: dict[str, dict[str, str]] = {}
+    names = {}
     for part, tensors in first.files.items():
         names[part] = _matched_names(tensors, other.files.get(part, {}))
         missing = [

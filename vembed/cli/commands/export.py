@@ -91,7 +91,7 @@ def export(
         lines = exported.check.lines()
     for line in lines:
         sys.stdout.write(f"check: {line}\n")
-    facts: dict[str, Any] = {"path": output and exported.path, **exported.facts}
+    facts = {"path": output and exported.path, **exported.facts}
     if output is None:
         sys.stdout.write("nothing was kept: give OUTPUT to keep the export\n")
     else:
@@ -168,7 +168,7 @@ def push(
             sizes[path] = len(content)
         else:
             sizes[path] = content.stat().st_size
-    result: dict[str, Any] = {
+    result = {
         "repository": repository,
         "url": "",
         "is_private": not public,

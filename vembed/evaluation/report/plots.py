@@ -298,7 +298,7 @@ def plot_stored(
     colours = {"float32": INK, "int8": BEFORE}
     lines = []
     notes = []
-    all_xs: list[float] = []
+    all_xs = []
     for form, rows in points.items():
         colour = colours.get(form, ACCENT)
         is_plain_binary = form == "binary"
@@ -451,7 +451,7 @@ def _plot(
     one. `ticks_x`: places there and their names, in place of round numbers. `notes`: x, y, text, colour of texts
     beside points, and whether they stand above.
     """
-    points: list[Point] = []
+    points = []
     for line in lines:
         for piece in line.pieces():
             points += piece
