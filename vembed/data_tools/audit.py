@@ -30,8 +30,7 @@ from vembed.data_tools.data_page import PageSection, sections
 from vembed.errors import UserError, joined, listed
 from vembed.evaluation.report.page import render_page
 from vembed.files import replace_text
-from vembed.mining.candidates import CandidateSearch, open_candidates
-from vembed.mining.choice import calibrate
+from vembed.mining.candidates import CandidateSearch, calibrate, open_candidates
 from vembed.mining.inputs import (
     Inputs,
     Log,

@@ -10,12 +10,10 @@ import numpy as np
 import torch
 
 from vembed.data.examples import KeyIndex
-from vembed.evaluation.beir import Corpus
-from vembed.evaluation.dataset import RetrievalData
+from vembed.evaluation.dataset import Corpus, RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
 from vembed.evaluation.top_k import Pairs, TopK, top_k
-from vembed.inference.encoding import InterruptCheck, first_dims
-from vembed.inference.quantization import quantized, ranges_of
+from vembed.inference.encoding import InterruptCheck, first_dims, quantized, ranges_of
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 

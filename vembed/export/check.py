@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -17,7 +17,7 @@ from vembed.data.images.files import load_image
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.retrieval import retrieval_metrics
-from vembed.export.formats import ExportReader, WeightPrecision
+from vembed.export.formats import Encode, ExportReader, Texts, WeightPrecision
 from vembed.export.onnx_format import OnnxImages, made_images
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
@@ -46,8 +46,6 @@ WORDS = (
     "the a of red green small bird garden sorted list returns house river music number city window open close "
     "value error file name 17 3.5 (x) data, model; query? document. Zurich naive tree between never always"
 )
-Texts = list[tuple[str, Kind]]
-Encode = Callable[[list[str], Kind], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -235,17 +233,6 @@ def bounded(data: EvalData | None) -> RetrievalData | None:
 
 
 # ---- comparisons ---------------------------------------------------------------------------------------------------
-
-
-def encode_all(encode: Encode, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
-    """Return [n, d] embeddings in the order of the texts; each kind is encoded together."""
-    rows: dict[int, np.ndarray] = {}
-    for kind in get_args(Kind):
-        numbers = [number for number, entry in enumerate(texts) if entry[1] == kind]
-        if numbers:
-            vectors = encode([texts[number][0] for number in numbers], kind)
-            rows |= zip(numbers, vectors, strict=True)
-    return np.stack([rows[number] for number in range(len(texts))])
 
 
 def ndcg(

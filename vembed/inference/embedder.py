@@ -25,9 +25,14 @@ from vembed.data.examples import (
 )
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
-from vembed.inference.encoding import default_budget, encode_items, first_dims
-from vembed.inference.quantization import Precision as VectorPrecision
-from vembed.inference.quantization import checked_ranges, quantized
+from vembed.inference.encoding import Precision as VectorPrecision
+from vembed.inference.encoding import (
+    checked_ranges,
+    default_budget,
+    encode_items,
+    first_dims,
+    quantized,
+)
 from vembed.models.building import load_embedder
 from vembed.models.embedding_model import HiddenStates
 from vembed.models.precision import keep_copies, never_keep_copies

@@ -34,7 +34,7 @@ from vembed.data.records import (
     document_text,
 )
 from vembed.errors import UserError
-from vembed.evaluation.beir import (
+from vembed.evaluation.dataset import (
     choose_qrels,
     is_beir_folder,
     open_texts,

@@ -22,8 +22,7 @@ from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
 from vembed.files import cache_folder, short_hash
 from vembed.inference.reranker import Reranker
-from vembed.mining.candidates import CandidateChunk
-from vembed.mining.choice import UNDECIDED, Chosen
+from vembed.mining.candidates import UNDECIDED, CandidateChunk, Chosen
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.inputs import (
     Inputs,

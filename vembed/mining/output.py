@@ -17,8 +17,7 @@ from vembed.data.examples import Example, Item
 from vembed.errors import UserError
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import replaced_file
-from vembed.mining.candidates import CandidateSearch
-from vembed.mining.choice import UNDECIDED, Chosen, columns_by_row
+from vembed.mining.candidates import UNDECIDED, CandidateSearch, Chosen, columns_by_row
 from vembed.mining.inputs import Inputs, content_key, row_value, row_values
 from vembed.mining.options import MineConfig
 

@@ -19,7 +19,7 @@ from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSection, ModelSection
 from vembed.data.columns import Columns
 from vembed.data.examples import Item
-from vembed.data.features import Pair, PairFeaturiser
+from vembed.data.features import PairFeaturiser
 from vembed.data_tools.starter import read_sample, texts_of
 from vembed.errors import UserError
 from vembed.models.families.description import ModelDescription, describe

@@ -61,8 +61,7 @@ def export(
         raise UserError(
             "--merge is for a copy; --format merges every adapter: leave it out"
         )
-    from vembed.export.exporting import export_model
-    from vembed.export.servers import FORMAT_OF, start_of
+    from vembed.export.exporting import FORMAT_OF, export_model, start_of
 
     served_form = FORMAT_OF[server] if server else "safetensors"
     if server and form not in (None, served_form):
