@@ -10,7 +10,7 @@ from tests.mining.data import assert_same_rows, read_lines, run, write_data
 from tests.mining.test_ranks import mined
 from vembed.evaluation.top_k import Pairs
 from vembed.mining.candidates import CONSIDERED, MARGIN, NEAREST, ClaimFinder
-from vembed.mining.inputs import open_session
+from vembed.mining.inputs import open_command_session
 from vembed.mining.options import MineConfig
 from vembed.mining.retrievers import DenseRetriever
 
@@ -54,7 +54,7 @@ def test_claims_are_those_of_the_definition(tmp_path):
         exact=np.arange(NUM_DOCUMENTS), num_candidates=NUM_DOCUMENTS
     )
     known = SimpleNamespace(exact=np.arange(NUM_QUERIES))
-    with open_session(None) as (session, _):
+    with open_command_session(None) as (session, _):
         dense = DenseRetriever(tmp_path, "m", documents_of_test, known, session)
         assert dense.queries.encode(lambda numbers: queries[numbers]) == NUM_QUERIES
         dense.documents.encode(lambda numbers: documents[numbers])

@@ -17,7 +17,14 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
-from vembed.cli.support import MODE, Command, ModelUse, guarded, open_closed_streams
+from vembed.cli.support import (
+    MODE,
+    Command,
+    ModelUse,
+    guarded,
+    open_closed_streams,
+    quieten_libraries,
+)
 
 TRAIN = "Train"
 DATA = "Make and check training data"
@@ -191,12 +198,14 @@ def options(
 def main() -> None:
     """Run the command."""
     open_closed_streams()
+    quieten_libraries()
     sys.exit(guarded(app))  # Ctrl-C may come before a command has begun
 
 
 def run_process(command_name: str, args: Sequence[str]) -> int:
     """Run a command as one process; the launcher has started the others."""
     open_closed_streams()
+    quieten_libraries()
     token = MODE.set("process")
     try:
         app([command_name, *args])

@@ -13,7 +13,7 @@ from typing import Any
 
 from vembed.config.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import render, require_earlier_stage, resolve_run
+from vembed.config.loading import config_yaml, require_earlier_stage, resolve_run
 from vembed.config.rules import data_paths
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
@@ -237,7 +237,7 @@ def describe_run(
     command = shlex.join([*words, *arguments.shown_command_line()])
     for name, value in (launch.changes or {}).items():
         command = f"{name}={value} {command}"
-    config = render(run.config, run.origins, only_given=not arguments.shows_all)
+    config = config_yaml(run.config, run.origins, only_given=not arguments.shows_all)
     return render_page(
         "dry_run.txt.j2",
         run=run,

@@ -32,16 +32,21 @@ from vembed.evaluation.report.page import render_page
 from vembed.files import replace_text
 from vembed.mining.candidates import CandidateSearch, calibrate, open_candidates
 from vembed.mining.inputs import (
-    Inputs,
     Log,
+    MiningInputs,
     Rows,
     content_key,
+    open_command_session,
     open_rows,
-    open_session,
-    read_inputs,
+    read_mining_inputs,
 )
 from vembed.mining.mine import work_folder
-from vembed.mining.options import AuditConfig, MineConfig, Source, load_options
+from vembed.mining.options import (
+    AuditConfig,
+    CommandConfigSource,
+    MineConfig,
+    load_options,
+)
 from vembed.mining.output import check_output, write_rows
 from vembed.progress import duration
 
@@ -93,7 +98,7 @@ class AuditResult:
 
 
 def audit(
-    source: Source,
+    source: CommandConfigSource,
     overrides: Sequence[str] = (),
     *,
     log: Log | None = None,
@@ -103,9 +108,9 @@ def audit(
     page = check_audit(config)
     json_path = page.with_suffix(".json")
     began = time.monotonic()
-    with open_session(log) as (running, log_line):
+    with open_command_session(log) as (running, log_line):
         mining = mining_config(config)
-        inputs = read_inputs(mining)
+        inputs = read_mining_inputs(mining)
         rows = inputs.rows
         data = AuditedRows(rows)
         for line in inputs.summary():
@@ -165,7 +170,7 @@ def audit(
         if running.is_main:
             facts = data_sections(config, inputs, data, validation, report)
             report["data"] = list(map(asdict, facts))
-            replace_text(page, render(report))
+            replace_text(page, audit_page(report))
             replace_text(json_path, json.dumps(report, indent=2) + "\n")
         for finding in findings:
             log_line(
@@ -514,7 +519,7 @@ class Checks:
 
     def ranks(
         self,
-        inputs: Inputs,
+        inputs: MiningInputs,
         search: CandidateSearch,
         mining: MineConfig,
     ) -> dict[str, Any]:
@@ -661,7 +666,7 @@ def scripts(examples: Sequence[Example]) -> dict[str, dict[str, float]]:
 
 def data_sections(
     config: AuditConfig,
-    inputs: Inputs,
+    inputs: MiningInputs,
     data: AuditedRows,
     validation: AuditedRows | None,
     report: dict[str, Any],
@@ -710,7 +715,7 @@ def data_sections(
     return page
 
 
-def render(report: dict[str, Any]) -> str:
+def audit_page(report: dict[str, Any]) -> str:
     """Return the page: first what `vembed data` prints, then the findings."""
     ordered = sorted(
         report["findings"],

@@ -36,18 +36,18 @@ from vembed.mining.inputs import (
     Log,
     content_key,
     distinct_by,
+    open_command_session,
     open_rows,
-    open_session,
     read_corpus,
-    read_inputs,
+    read_mining_inputs,
 )
 from vembed.mining.mine import work_folder
 from vembed.mining.options import (
+    CommandConfigSource,
     Endpoint,
     GenerateConfig,
     MineConfig,
     RowOptions,
-    Source,
     Writer,
     load_options,
     paths_of,
@@ -100,7 +100,7 @@ class GenerateResult:
 
 
 def generate(
-    source: Source,
+    source: CommandConfigSource,
     overrides: Sequence[str] = (),
     *,
     log: Log | None = None,
@@ -111,7 +111,7 @@ def generate(
     began = time.monotonic()
     folder = work_folder(config)
     left_out: Counter[str] = Counter()
-    with open_session(log) as (running, log_line):
+    with open_command_session(log) as (running, log_line):
         files = []
         for path in paths_of(config.corpus_path):
             allows = config.allow_image_urls
@@ -295,7 +295,7 @@ def _round_trip(
         relative_margin=None,
         positive_id_field="document_id" if has_ids else None,
     )
-    inputs = read_inputs(mining)
+    inputs = read_mining_inputs(mining)
     store = open_candidates(mining, inputs, folder, session)
     known = inputs.known
     positives = store.scores_of(known.positives)
@@ -426,11 +426,11 @@ def cleaned(text: str) -> str:
 
 # ---- pairs without a language model: what a document's own form says about itself ----------------------------------
 
-Pair = tuple[str, Any]
+GeneratedPair = tuple[str, Any]
 """A query, and the positive as a row holds it: a text, or {"image": ...}."""
 
 
-def title_body(record: dict[str, Any]) -> list[Pair]:
+def title_body(record: dict[str, Any]) -> list[GeneratedPair]:
     """The title, and the text below it."""
     title = record.get("title")
     text = record.get("text")
@@ -439,7 +439,7 @@ def title_body(record: dict[str, Any]) -> list[Pair]:
     return [(title.strip(), text.strip())] if _is_long(text, MIN_DOCUMENT_WORDS) else []
 
 
-def heading_section(text: str) -> list[Pair]:
+def heading_section(text: str) -> list[GeneratedPair]:
     """Each heading of a Markdown text, and its section."""
     headings = list(_HEADING.finditer(text))
     ends = [match.start() for match in headings[1:]] + [len(text)]
@@ -451,7 +451,7 @@ def heading_section(text: str) -> list[Pair]:
     return pairs
 
 
-def first_sentence(text: str) -> list[Pair]:
+def first_sentence(text: str) -> list[GeneratedPair]:
     """The first sentence, and the rest."""
     first, *rest = _SENTENCE.split(text.strip(), maxsplit=1)
     if not rest or not _is_long(first, MIN_QUERY_WORDS):
@@ -459,7 +459,7 @@ def first_sentence(text: str) -> list[Pair]:
     return [(first, rest[0])] if _is_long(rest[0], MIN_DOCUMENT_WORDS) else []
 
 
-def docstring_function(text: str) -> list[Pair]:
+def docstring_function(text: str) -> list[GeneratedPair]:
     """The first paragraph of each Python function's docstring, and the function without it."""
     if "def " not in text:
         return []
@@ -470,7 +470,7 @@ def docstring_function(text: str) -> list[Pair]:
     return [pair for pair in pairs if _is_long(pair[0], MIN_QUERY_WORDS)]
 
 
-def caption_image(record: dict[str, Any], item: Item) -> list[Pair]:
+def caption_image(record: dict[str, Any], item: Item) -> list[GeneratedPair]:
     """The text beside an image, and the image."""
     caption = record.get("caption") or item.text
     if not item.images or not isinstance(caption, str) or not caption.strip():
@@ -479,7 +479,7 @@ def caption_image(record: dict[str, Any], item: Item) -> list[Pair]:
     return [(caption.strip(), {"image": images})]
 
 
-def crop(text: str, random: np.random.Generator) -> list[Pair]:
+def crop(text: str, random: np.random.Generator) -> list[GeneratedPair]:
     """Two spans of the text, drawn independently."""
     words = text.split()
     if len(words) < 2 * CROP_WORDS[0]:
@@ -498,7 +498,7 @@ def pairs_of(
     item: Item,
     kinds: Sequence[str],
     random: np.random.Generator,
-) -> list[tuple[str, Pair]]:
+) -> list[tuple[str, GeneratedPair]]:
     """(kind, pair) of a document: by all of `kinds`, or without any by the first one that fits."""
     fields = record if isinstance(record, dict) else {"text": document_text(record)}
     text = item.text or ""

@@ -106,7 +106,7 @@ def _num_records(reader: Format) -> tuple[int, bool]:
     return round((len(rows) - 1) * (reader.stop - reader.start) / seen_bytes), True
 
 
-def texts_of(value: Any) -> list[str | None]:
+def field_texts(value: Any) -> list[str | None]:
     """Return the texts of a field, which may be a list and have objects; None for each entry that is not text alone."""
     entries = value if isinstance(value, list) else [value]
     texts = []
@@ -447,7 +447,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class TextLengths:
     """Lengths of the texts in tokens."""
 
     full: int
@@ -500,7 +500,9 @@ def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:
     return ModelFacts(description.max_length, tokens, temperature)
 
 
-def measure_lengths(texts: Sequence[str], facts: ModelFacts | None) -> Lengths | None:
+def measure_lengths(
+    texts: Sequence[str], facts: ModelFacts | None
+) -> TextLengths | None:
     """Return the lengths of texts; None without texts."""
     if not texts:
         return None
@@ -512,11 +514,11 @@ def measure_lengths(texts: Sequence[str], facts: ModelFacts | None) -> Lengths |
         # And two special tokens.
         lengths = [math.ceil(size / CHARACTERS_PER_TOKEN) + 2 for size in sizes]
     full = lengths[math.ceil(FULL_SHARE * len(lengths)) - 1]
-    return Lengths(full, lengths[-1], is_measured=tokens is not None)
+    return TextLengths(full, lengths[-1], is_measured=tokens is not None)
 
 
 def fitting_length(
-    lengths: Lengths | None,
+    lengths: TextLengths | None,
     limit: int | None,
     usual: int,
 ) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import Source, resolve_run
+from vembed.config.loading import ConfigSource, resolve_run
 from vembed.config.stages import chosen_pipeline
 from vembed.data.in_memory import as_path
 from vembed.errors import RunError, UserError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Source | ResolvedRun,
+    config: ConfigSource | ResolvedRun,
     overrides: Sequence[str] = (),
     hooks: Sequence[Hook] = (),
     *,

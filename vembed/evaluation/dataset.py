@@ -37,7 +37,7 @@ from vembed.errors import UserError, listed
 
 log = logging.getLogger("vembed")
 
-Task = Literal["auto", "retrieval", "similarity"]
+EvaluationTask = Literal["auto", "retrieval", "similarity"]
 
 MAX_GRADE = 1000
 """Largest grade. Fractional relevance scores are scaled to integer grades up to this, as trec_eval expects."""
@@ -138,7 +138,7 @@ def open_eval_data(
     objective: ObjectiveSection | None = None,
     *,
     splits: Sequence[str] = ("dev", "validation", "val", "test"),
-    task: Task = "auto",
+    task: EvaluationTask = "auto",
 ) -> EvalData:
     """Return the evaluation data at `path`: a BEIR-style folder, one of its `qrels/*.tsv` files, or any training data.
 
@@ -165,7 +165,7 @@ def open_eval_data(
 def from_examples(
     examples: Sequence[Example],
     name: str,
-    task: Task = "auto",
+    task: EvaluationTask = "auto",
     *,
     documents: Iterable[Item] = (),
     notes: Sequence[str] = (),

@@ -23,9 +23,9 @@ from vembed.evaluation.dataset import (
     TEST_FIRST,
     Corpus,
     EvalData,
+    EvaluationTask,
     RetrievalData,
     ScoredPairs,
-    Task,
     open_eval_data,
 )
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
@@ -70,7 +70,7 @@ def evaluate(
     *,
     dims: Sequence[int] | None = None,
     ks: Sequence[int] = (1, 5, 10, 100),
-    task: Task = "auto",
+    task: EvaluationTask = "auto",
     split: str | None = None,
     batch_tokens: int | None = None,
     column_mapping: dict[str, str] | None = None,

@@ -1,4 +1,4 @@
-"""compare(): an export in its own runtime against the model, on the same texts; what differs is named."""
+"""compare_embeddings(): an export in its own runtime against the model, on the same texts; what differs is named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vembed.data.images.files import load_image
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.retrieval import retrieval_metrics
-from vembed.export.formats import Encode, ExportReader, Texts, WeightPrecision
+from vembed.export.formats import EncodeTexts, ExportReader, Texts, WeightPrecision
 from vembed.export.onnx_format import OnnxImages, made_images
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
@@ -236,7 +236,7 @@ def bounded(data: EvalData | None) -> RetrievalData | None:
 
 
 def ndcg(
-    encode: Encode,
+    encode: EncodeTexts,
     data: RetrievalData,
     *,
     normalize: bool,
@@ -276,7 +276,7 @@ def similarity_correlation(first_ND: np.ndarray, second_ND: np.ndarray) -> float
     return float(spearmanr(*similarities).statistic)
 
 
-def compare(
+def compare_embeddings(
     runtime: str,
     model_ND: np.ndarray,
     export_ND: np.ndarray,
@@ -318,7 +318,7 @@ def compare_images(
     )
 
 
-def difference(
+def describe_difference(
     check: Check,
     embedder: Embedder,
     reader: ExportReader,

@@ -30,9 +30,9 @@ from vembed.export.check import (
     STUDENT_TOLERANCE,
     Check,
     bounded,
-    compare,
+    compare_embeddings,
     compare_images,
-    difference,
+    describe_difference,
     distances,
     evaluation_data,
     images_to_compare,
@@ -58,7 +58,7 @@ from vembed.export.onnx_format import (
     OnnxFormat,
     OpenvinoFormat,
     batches_of,
-    open_session,
+    open_graph,
     run_batches,
     write_graph,
 )
@@ -298,7 +298,9 @@ def _write_and_check(
         reader = export_format.reader(folder)
         job.log(f"encoding the same texts with the export in {reader.runtime}")
         export_ND = encode_all(reader.encode, texts)
-        check = compare(reader.runtime, model_ND, export_ND, texts, tolerance)
+        check = compare_embeddings(
+            reader.runtime, model_ND, export_ND, texts, tolerance
+        )
         if format_name == "static":
             # A student is another model: its similarities should follow the model's.
             correlation = similarity_correlation(model_ND, export_ND)
@@ -313,7 +315,7 @@ def _write_and_check(
                 f"{nothing}"
             )
         if not check.passes:
-            reason = difference(check, embedder, reader, model_ND, export_ND)
+            reason = describe_difference(check, embedder, reader, model_ND, export_ND)
             raise UserError(
                 f"the {format_name} export of {job.model} differs from the model in {reason}; largest cosine distance "
                 f"{check.largest_distance:.2g} of {check.num_texts} texts, tolerance {tolerance:.2g}; {nothing}"
@@ -437,7 +439,7 @@ class OnnxReranker:
         values = read_object(folder / DESCRIPTION_FILE) or {}
         self.description = ModelDescription.from_dict(values, folder)
         self.featuriser = PairFeaturiser(self.description)
-        self.session: Any = open_session(folder / ONNX_FILE)
+        self.session: Any = open_graph(folder / ONNX_FILE)
         self.names = [graph_input.name for graph_input in self.session.get_inputs()]
 
     def scores_of(self, features: Sequence[Features]) -> np.ndarray:

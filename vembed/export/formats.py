@@ -82,10 +82,10 @@ class ExportReader(Protocol):
 
 
 Texts = list[tuple[str, Kind]]
-Encode = Callable[[list[str], Kind], np.ndarray]
+EncodeTexts = Callable[[list[str], Kind], np.ndarray]
 
 
-def encode_all(encode: Encode, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
+def encode_all(encode: EncodeTexts, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
     """Return [n, d] embeddings in the order of the texts; each kind is encoded together."""
     rows: dict[int, np.ndarray] = {}
     for kind in get_args(Kind):

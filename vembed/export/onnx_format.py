@@ -229,7 +229,7 @@ def write_graph(
             logging.getLogger(name).setLevel(level)
 
 
-def open_session(path: Path) -> Any:
+def open_graph(path: Path) -> Any:
     """Return a graph in onnxruntime on the CPU."""
     import onnxruntime
 
@@ -370,7 +370,7 @@ class OnnxReader(GraphReader):
             )
         super().__init__(folder)
         self.runtime = f"onnxruntime {version('onnxruntime')}"
-        self.session: Any = open_session(folder / ONNX_FILE)
+        self.session: Any = open_graph(folder / ONNX_FILE)
         inputs = self.session.get_inputs()
         self.names = [graph_input.name for graph_input in inputs]
         length = inputs[0].shape[1]
@@ -493,7 +493,7 @@ class OnnxImages:
         tower = folder / IMAGE_TOWER_FOLDER
         source = tower if tower.is_dir() else folder
         self.processor: Any = AutoImageProcessor.from_pretrained(source)
-        self.session: Any = open_session(folder / IMAGE_FILE)
+        self.session: Any = open_graph(folder / IMAGE_FILE)
 
     def encode(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Return [n, d] embeddings of images in RGB."""

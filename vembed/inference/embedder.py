@@ -25,8 +25,8 @@ from vembed.data.examples import (
 )
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
-from vembed.inference.encoding import Precision as VectorPrecision
 from vembed.inference.encoding import (
+    EmbeddingPrecision,
     checked_ranges,
     default_budget,
     encode_items,
@@ -157,7 +157,7 @@ class Embedder:
         truncate_dim: int | None = None,
         normalize: bool | None = None,
         normalize_embeddings: bool | None = None,
-        precision: VectorPrecision = "float32",
+        precision: EmbeddingPrecision = "float32",
         ranges: np.ndarray | None = None,
         convert_to_tensor: bool = False,
         show_progress: bool = False,

@@ -282,7 +282,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 # ---- embeddings in fewer bits, with the formulas of Sentence Transformers ------------------------------------------
 
 
-Precision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
+EmbeddingPrecision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 
 
 def ranges_of(vectors_ND: np.ndarray) -> np.ndarray:
@@ -322,15 +322,15 @@ def checked_ranges(
 
 def quantized(
     vectors_ND: np.ndarray,
-    precision: Precision,
+    precision: EmbeddingPrecision,
     ranges_2D: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the vectors in a precision. int8 and uint8 take the range of each coordinate from `ranges_2D`, and values
     beyond it are cut off; without, from these vectors. binary and ubinary keep one bit per coordinate, eight in a
     byte."""
-    if precision not in get_args(Precision):
+    if precision not in get_args(EmbeddingPrecision):
         raise UserError(
-            f"precision is {precision!r}; give one of {', '.join(get_args(Precision))}"
+            f"precision is {precision!r}; give one of {', '.join(get_args(EmbeddingPrecision))}"
         )
     if precision == "float32":
         return vectors_ND
@@ -347,7 +347,7 @@ def quantized(
 
 def _levels(
     vectors_ND: np.ndarray,
-    precision: Precision,
+    precision: EmbeddingPrecision,
     ranges_2D: np.ndarray | None,
 ) -> np.ndarray:
     """Return the level of each coordinate in its range, 0 to 255."""

@@ -19,7 +19,7 @@ from vembed.data.near_duplicates import KEPT_TEXTS, containment, ngrams
 from vembed.errors import UserError
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import replaced_file, short_hash
-from vembed.mining.inputs import Documents, Inputs, KnownPositives, array_identity
+from vembed.mining.inputs import Documents, KnownPositives, MiningInputs, array_identity
 from vembed.mining.options import BM25, MineConfig
 from vembed.mining.retrievers import (
     DenseRetriever,
@@ -251,7 +251,7 @@ class CandidateSearch:
 
 def open_candidates(
     config: MineConfig,
-    inputs: Inputs,
+    inputs: MiningInputs,
     folder: Path,
     session: Session,
 ) -> CandidateSearch:
@@ -361,7 +361,7 @@ class Chosen(NamedTuple):
     """[Q, n] how likely each is relevant; UNDECIDED where no judge gave an answer."""
 
 
-Judge = Callable[[CandidateChunk, Chosen], Chosen]
+JudgeChunk = Callable[[CandidateChunk, Chosen], Chosen]
 
 
 @dataclass(frozen=True)
@@ -384,7 +384,7 @@ def choose_negatives(
     session: Session,
     *,
     depth: int,
-    judge: Judge | None = None,
+    judge: JudgeChunk | None = None,
 ) -> Choice:
     """Choose at most `depth` negatives of each query. `judge` keeps some of those of a chunk. Collective."""
     calibration = None

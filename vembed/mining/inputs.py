@@ -55,7 +55,7 @@ Log = Callable[[str], object]
 
 
 @contextmanager
-def open_session(log_line: Log | None) -> Iterator[tuple[Session, Log]]:
+def open_command_session(log_line: Log | None) -> Iterator[tuple[Session, Log]]:
     """Yield the session of a command, and what prints a line on the first process."""
     with start_command_session() as session:
         log_line = log_line or log.info
@@ -521,7 +521,7 @@ class KnownPositives:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class MiningInputs:
     """Inputs that are read before any model is loaded."""
 
     rows: Rows
@@ -538,11 +538,11 @@ class Inputs:
         return [*lines, self.documents.summary(), *known.notes]
 
 
-def read_inputs(config: DataOptions) -> Inputs:
+def read_mining_inputs(config: DataOptions) -> MiningInputs:
     """Check and read the data, the corpus and what is known."""
     rows = open_rows(config)
     documents = Documents(config, rows)
-    return Inputs(rows, documents, KnownPositives(rows, documents, config))
+    return MiningInputs(rows, documents, KnownPositives(rows, documents, config))
 
 
 def _pairs(values: array[int], documents: Documents) -> Pairs:

@@ -25,18 +25,18 @@ from vembed.inference.reranker import Reranker
 from vembed.mining.candidates import UNDECIDED, CandidateChunk, Chosen
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.inputs import (
-    Inputs,
     Log,
+    MiningInputs,
     content_key,
+    open_command_session,
     open_rows,
-    open_session,
     row_values,
 )
 from vembed.mining.options import (
+    CommandConfigSource,
     Judge,
     JudgeConfig,
     MineConfig,
-    Source,
     WeightOptions,
     load_options,
 )
@@ -56,8 +56,8 @@ POSITIVE = frozenset({"yes", "true", "relevant"})
 BLOCK = 256
 """Pairs that are judged before they are written down: what a kill loses."""
 
-Pair = tuple[str, str]
-JudgePairs = Callable[[Sequence[Pair]], Iterator[tuple[int, float | None]]]
+TextPair = tuple[str, str]
+JudgePairs = Callable[[Sequence[TextPair]], Iterator[tuple[int, float | None]]]
 """Gives the number of each pair and how likely it is relevant, in any order; None where there is no usable answer."""
 
 
@@ -76,7 +76,7 @@ def load_judge(
     if judge.base_url is not None and judge.kind in ("auto", "endpoint"):
         client = ChatClient(judge, judge.model)
 
-        def ask(pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
+        def ask(pairs: Sequence[TextPair]) -> Iterator[tuple[int, float | None]]:
             prompts = []
             for query, document in pairs:
                 # About four characters to a token.
@@ -107,7 +107,7 @@ def load_judge(
         trust_remote_code=options.trust_remote_code,
     )
 
-    def score(pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
+    def score(pairs: Sequence[TextPair]) -> Iterator[tuple[int, float | None]]:
         items = [(Item(text=query), Item(text=document)) for query, document in pairs]
         scores = torch.from_numpy(reranker.score(items)[:, 0])
         return enumerate(torch.sigmoid(scores).tolist())
@@ -150,7 +150,7 @@ class CachedJudge:
         )
         self.counts = {"asked": 0, "cached": 0, "undecided": 0}
 
-    def answers(self, pairs: Sequence[Pair]) -> list[float | None]:
+    def answers(self, pairs: Sequence[TextPair]) -> list[float | None]:
         """Return how likely each pair is relevant; None where there is no usable answer."""
         keys = []
         for pair in pairs:
@@ -204,7 +204,7 @@ class Cascade:
         self.decided_at = sum(judges[-1].unsure) / 2 if judges else 1.0
         """Probability from which on a pair is relevant."""
 
-    def judge(self, num_pairs: int, pair_of: Callable[[int], Pair]) -> np.ndarray:
+    def judge(self, num_pairs: int, pair_of: Callable[[int], TextPair]) -> np.ndarray:
         """[num_pairs] how likely each pair is relevant; UNDECIDED where no judge gave an answer. Collective."""
         session = self._session
         # Dealt in turn: neighbouring pairs are of one query, and of similar length.
@@ -223,7 +223,7 @@ class Cascade:
         """One line for each judge. Collective."""
         return [judge.summary() for judge in self._judges]
 
-    def _decide(self, pairs: Sequence[Pair]) -> list[float]:
+    def _decide(self, pairs: Sequence[TextPair]) -> list[float]:
         """Return the probability that each pair is relevant, by the first judge that is sure; 0 or 1 after the last."""
         judgements = [UNDECIDED] * len(pairs)
         open_pairs = list(range(len(pairs)))
@@ -250,7 +250,7 @@ class CandidateJudge:
     def __init__(
         self,
         config: MineConfig,
-        inputs: Inputs,
+        inputs: MiningInputs,
         session: Session,
     ) -> None:
         self._config = config
@@ -268,7 +268,7 @@ class CandidateJudge:
         queries, columns = np.nonzero(is_candidate)
         documents = chosen.documents[is_candidate]
 
-        def pair_of(number: int) -> Pair:
+        def pair_of(number: int) -> TextPair:
             query = self._inputs.known.item(candidates.first + int(queries[number]))
             document = self._inputs.documents.item(int(documents[number]))
             return text_of(query), text_of(document)
@@ -362,7 +362,7 @@ class RowNegatives:
                 "data_path: no row has a negative to judge; `vembed mine` finds some, and judges them too"
             )
 
-    def texts(self, pair: int) -> Pair:
+    def texts(self, pair: int) -> TextPair:
         """Return a pair as judges read it."""
         row, index, _ = self.pairs[pair]
         example = self.rows.example(row)
@@ -377,7 +377,7 @@ class RowNegatives:
 
 
 def judge(
-    source: Source,
+    source: CommandConfigSource,
     overrides: Sequence[str] = (),
     *,
     log: Log | None = None,
@@ -386,7 +386,7 @@ def judge(
     config = load_options(JudgeConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()
-    with open_session(log) as (running, log_line):
+    with open_command_session(log) as (running, log_line):
         data = RowNegatives(config)
         log_line(data.summary())
         cascade = Cascade(config.judges, config, running)

@@ -463,7 +463,7 @@ class GenerateConfig(ModelOptions, CommandConfig):
 
 
 Config = TypeVar("Config", bound=CommandConfig)
-Source = str | Path | Mapping[str, Any] | Immutable | None
+CommandConfigSource = str | Path | Mapping[str, Any] | Immutable | None
 PATH_OPTIONS = ("data_path", "corpus_path", "qrels_path", "image_root", "val_data_path")
 """Options whose relative paths are also looked for beside the config file."""
 TRAINING_ONLY_KEYS = (STAGES, TRAINING_STAGES, USER_PRESETS, "stage")
@@ -474,7 +474,7 @@ EPOCH_MINING = "mine"
 
 def load_options(
     kind: type[Config],
-    source: Source,
+    source: CommandConfigSource,
     overrides: Sequence[str] = (),
 ) -> Config:
     """Return the config of a file, a dict or a config, with `key=value` arguments on top.

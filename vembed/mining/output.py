@@ -18,7 +18,7 @@ from vembed.errors import UserError
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import replaced_file
 from vembed.mining.candidates import UNDECIDED, CandidateSearch, Chosen, columns_by_row
-from vembed.mining.inputs import Inputs, content_key, row_value, row_values
+from vembed.mining.inputs import MiningInputs, content_key, row_value, row_values
 from vembed.mining.options import MineConfig
 
 SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
@@ -33,7 +33,7 @@ class RowMaker:
     def __init__(
         self,
         config: MineConfig,
-        inputs: Inputs,
+        inputs: MiningInputs,
         chosen: Chosen,
         relabelled: Mapping[int, Sequence[int]],
         search: CandidateSearch,

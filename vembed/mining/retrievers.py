@@ -36,7 +36,7 @@ from vembed.evaluation.top_k import (
 from vembed.files import short_hash
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_items
-from vembed.mining.inputs import Documents, Inputs, KnownPositives, array_identity
+from vembed.mining.inputs import Documents, KnownPositives, MiningInputs, array_identity
 from vembed.mining.options import ModelOptions, Retriever
 from vembed.models.families.model_files import check_no_pickles, model_folder
 from vembed.parallel import collectives
@@ -59,7 +59,7 @@ class LexicalRetriever:
     def __init__(
         self,
         folder: Path,
-        inputs: Inputs,
+        inputs: MiningInputs,
         session: Session,
     ) -> None:
         check_bm25()
@@ -132,7 +132,7 @@ class LexicalRetriever:
         return scores_of_query(self._index, text, len(self._documents))
 
 
-Encode = Callable[[Sequence[Item], Kind], np.ndarray]
+EncodeItems = Callable[[Sequence[Item], Kind], np.ndarray]
 """Gives [n, d] float32 vectors whose dot product is the model's similarity."""
 
 
@@ -141,7 +141,7 @@ def _load_vembed(
     options: ModelOptions,
     device: torch.device,
     precision: Precision,
-) -> Encode:
+) -> EncodeItems:
     embedder = Embedder(
         retriever.model,
         device=device,
@@ -179,7 +179,7 @@ def _load_sentence_transformers(
     retriever: Retriever,
     options: ModelOptions,
     device: torch.device,
-) -> Encode:
+) -> EncodeItems:
     if find_spec("sentence_transformers") is None:
         raise UserError(
             "library: sentence_transformers needs that package: pip install sentence-transformers"
@@ -230,7 +230,7 @@ def load_encoder(
     options: ModelOptions,
     device: torch.device,
     precision: Precision = "no",
-) -> Encode:
+) -> EncodeItems:
     """The model of a retriever, by the library that its options name."""
     if retriever.library == "sentence_transformers":
         return _load_sentence_transformers(retriever, options, device)
@@ -332,7 +332,7 @@ def open_dense(
     retriever: Retriever,
     options: ModelOptions,
     folder: Path,
-    inputs: Inputs,
+    inputs: MiningInputs,
     session: Session,
 ) -> DenseRetriever:
     """Encode what is not on disk yet with the model of a retriever. Collective."""
@@ -373,7 +373,7 @@ def open_dense(
 
     # Loaded at most once, and only where vectors are missing.
     @cache
-    def encoder() -> Encode:
+    def encoder() -> EncodeItems:
         return load_encoder(retriever, options, session.device, precision.value)
 
     def encode_queries(numbers: np.ndarray) -> np.ndarray:

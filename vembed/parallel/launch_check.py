@@ -258,7 +258,7 @@ class LaunchCheck:
                 facts = {}
                 for rank in sorted(records):
                     facts[rank] = (records[rank]["facts"], records[rank]["host"])
-                differing = difference(facts)
+                differing = rank_differences(facts)
                 problem = f"{differing}: {ADVICE}" if differing else None
             return problem is not None or len(records) == num_ranks
 
@@ -306,12 +306,12 @@ def require_equal(
 ) -> None:
     """Raise the same UserError on every rank unless all have the same value. Collective."""
     fact = {name: value}, _host(None)
-    problem = difference(dict(enumerate(collectives.gather_objects(fact))))
+    problem = rank_differences(dict(enumerate(collectives.gather_objects(fact))))
     if problem is not None:
         raise UserError(f"{problem}: {advice}")
 
 
-def difference(facts: Mapping[int, tuple[Mapping[str, Any], str]]) -> str | None:
+def rank_differences(facts: Mapping[int, tuple[Mapping[str, Any], str]]) -> str | None:
     """Return what differs between ranks, on which rank and machine, with the values. None if nothing does.
 
     `facts`: values by name, and the machine, of each rank. A name is compared among the ranks that have it.

@@ -20,7 +20,7 @@ from vembed.config.schema import DataSection, ModelSection
 from vembed.data.columns import Columns
 from vembed.data.examples import Item
 from vembed.data.features import PairFeaturiser
-from vembed.data_tools.starter import read_sample, texts_of
+from vembed.data_tools.starter import field_texts, read_sample
 from vembed.errors import UserError
 from vembed.models.families.description import ModelDescription, describe
 from vembed.models.processors import load_tokenizer
@@ -281,11 +281,11 @@ def _texts(
     layout = Columns(mapping).layout(tuple(record))
     if layout.query_image or layout.positive_image or layout.negative_image:
         return None
-    queries = texts_of(record.get(layout.query) if layout.query else None)
-    documents = texts_of(record.get(layout.positive) if layout.positive else None)
+    queries = field_texts(record.get(layout.query) if layout.query else None)
+    documents = field_texts(record.get(layout.positive) if layout.positive else None)
     negatives = []
     for name in layout.negatives:
-        negatives += texts_of(record.get(name))
+        negatives += field_texts(record.get(name))
     documents = [*documents, *negatives[:max_negatives]]
     plain_queries = [text for text in queries if text is not None]
     plain_documents = [text for text in documents if text is not None]

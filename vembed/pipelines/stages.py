@@ -721,7 +721,7 @@ def table(step_estimates: Sequence[Estimate]) -> str:
 
 def _between(step: Step, newest: Prediction | None) -> Estimate:
     """Return the estimate of a step between trainings. `newest`: the training before it, whose model has its shapes."""
-    # 2**20 elements in float64: PIECE of weights/methods.py, which is not imported because it imports torch.
+    # 2**20 elements in float64: PIECE of weights/merge.py, which is not imported because it imports torch.
     if step.kind == "merge":
         return Estimate(
             step, "pieces of 8 MB of each model", "that of reading each model once"

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vembed.data.batching.rank_batch import (
     Feeder,
     MicroBatch,
-    ModalitySlice,
+    ModalityIndices,
     ModelInputs,
     indices_by_modality,
     row_index,
@@ -300,7 +300,7 @@ class FrozenTowers:
         return tables
 
     def inputs(
-        self, modality_slice: ModalitySlice, tables: Mapping[Modality, Tensor]
+        self, modality_slice: ModalityIndices, tables: Mapping[Modality, Tensor]
     ) -> tuple[Modality, dict[str, Tensor]]:
         """Return a frozen modality's slice of a micro-batch in the form that the model takes."""
         modality, indices = modality_slice

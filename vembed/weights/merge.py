@@ -29,8 +29,8 @@ from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
 from vembed.weights.merge_rules import OF_DIFFERENCES, MergeMethod, Method, check_merge
 from vembed.weights.sources import (
     DTYPES,
+    ModelFolder,
     Read,
-    Source,
     TensorReader,
     TensorWriter,
     check_pooling,
@@ -52,7 +52,7 @@ NOT_COPIED = frozenset(
 )
 """In a model's folder: what is of this model alone."""
 SlerpOf = Literal["auto", "weights", "differences"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+MergeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def merge(
     sweep_points: Sequence[float] | None = None,
     data: str | Path | None = None,
     metric: str = "auto",
-    dtype: Dtype = "auto",
+    dtype: MergeDtype = "auto",
     seed: int = 42,
     session: Session | None = None,
 ) -> MergeResult:
@@ -265,7 +265,7 @@ def _opened(
     scratch: Path,
     *,
     is_main: bool,
-) -> list[Source]:
+) -> list[ModelFolder]:
     """Open the models. Adapters and checkpoints become whole models in `scratch` first. Collective."""
     folders = [scratch / f"model-{number}" for number in range(len(names))]
     if is_main:
@@ -285,7 +285,9 @@ def _opened(
 class Merge:
     """Models that fit together, and the base that they are compared with; ready to be merged by any recipe."""
 
-    def __init__(self, sources: Sequence[Source], base: Source | None) -> None:
+    def __init__(
+        self, sources: Sequence[ModelFolder], base: ModelFolder | None
+    ) -> None:
         """Raise where the models are not of one architecture, tokenizer and pooling."""
         self.sources = list(sources)
         self.base = base

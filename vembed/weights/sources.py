@@ -131,7 +131,7 @@ class TensorWriter:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelFolder:
     """A model folder with whole weights."""
 
     name: str
@@ -154,7 +154,7 @@ class Source:
         return read
 
 
-def open_source(name: str, folder: Path | None = None) -> Source:
+def open_source(name: str, folder: Path | None = None) -> ModelFolder:
     """Find the weights of a model. `folder`: where they are, if not where `name` says."""
     root = folder if folder is not None else read_model(name).folder
     files: dict[str, dict[str, TensorReader]] = {}
@@ -175,10 +175,10 @@ def open_source(name: str, folder: Path | None = None) -> Source:
         raise UserError(
             f"{name} has no .safetensors file, and vembed merges no pickled weights"
         )
-    return Source(name, root, files)
+    return ModelFolder(name, root, files)
 
 
-def default_base(sources: Sequence[Source]) -> str | None:
+def default_base(sources: Sequence[ModelFolder]) -> str | None:
     """Return the model that all were tuned from, where their vembed.json say so and agree."""
     names = set()
     for source in sources:
@@ -193,7 +193,7 @@ COMPUTED = frozenset({"position_ids", "token_type_ids", "inv_freq"})
 # ---- checks ----------------------------------------------------------------------------------------------------
 
 
-def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
+def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]:
     """Return, for each tensor of `first`, its name in `other`; raise where they are not of one architecture.
 
     Names may differ by a prefix (`bert.`, `model.`), as those of a base model with a head for another task do.
@@ -268,7 +268,7 @@ def _matched_names(
     return equal
 
 
-def check_tokenizers(sources: Sequence[Source]) -> None:
+def check_tokenizers(sources: Sequence[ModelFolder]) -> None:
     """Raise unless all models have one vocabulary: a row of an embedding matrix would be two words' mean."""
     first = sources[0]
     first_vocabulary = _vocabulary(first.folder)
@@ -282,7 +282,7 @@ def check_tokenizers(sources: Sequence[Source]) -> None:
             )
 
 
-def check_pooling(sources: Sequence[Source]) -> None:
+def check_pooling(sources: Sequence[ModelFolder]) -> None:
     """Raise unless all models make one vector of their tokens in the same way."""
     first = sources[0]
     first_settings = _embedding_settings(first.folder)

@@ -76,7 +76,7 @@ logging_steps: 1
 
 
 @dataclass(frozen=True)
-class Size:
+class DemoSize:
     """Amount of data and training."""
 
     num_train: int
@@ -85,14 +85,14 @@ class Size:
     max_length: int
 
 
-FULL = Size(num_train=1536, num_val=1000, batch_size=64, max_length=128)
+FULL = DemoSize(num_train=1536, num_val=1000, batch_size=64, max_length=128)
 """About 4 minutes on 2 cores."""
-QUICK = Size(num_train=160, num_val=100, batch_size=32, max_length=64)
+QUICK = DemoSize(num_train=160, num_val=100, batch_size=32, max_length=64)
 """About 30 seconds: every stage runs, but scores hardly change."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class FunctionPair:
     """A function of the standard library: its docstring and its source."""
 
     module: str
@@ -198,7 +198,7 @@ def free_folder(preferred: Path) -> Path:
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def standard_library_pairs(folder: Path | None = None) -> list[Pair]:
+def standard_library_pairs(folder: Path | None = None) -> list[FunctionPair]:
     """Return all usable pairs, sorted by module and line; the same list on every run of one Python. Duplicate
     queries and functions are dropped, so that no relevant document counts as wrong."""
     root = folder or Path(sysconfig.get_path("stdlib"))
@@ -220,10 +220,10 @@ def standard_library_pairs(folder: Path | None = None) -> list[Pair]:
 
 
 def split_by_module(
-    pairs: list[Pair],
+    pairs: list[FunctionPair],
     num_train: int,
     num_val: int,
-) -> tuple[list[Pair], list[Pair]]:
+) -> tuple[list[FunctionPair], list[FunctionPair]]:
     """Return `num_train` and `num_val` pairs without a common top-level package. Validation packages are taken in
     the order of a hash of their names until there are enough pairs. Surplus pairs are dropped evenly over the
     modules. Texts that occur twice, apart from case and punctuation, are left out of the validation pairs."""
@@ -232,10 +232,10 @@ def split_by_module(
     counts = Counter(
         normal_text(text) for pair in pairs for text in (pair.query, pair.positive)
     )
-    packages: dict[str, list[Pair]] = {}
+    packages: dict[str, list[FunctionPair]] = {}
     for pair in pairs:
         packages.setdefault(pair.module.split(".")[0], []).append(pair)
-    validation: list[Pair] = []
+    validation: list[FunctionPair] = []
     rest = []
     # A few packages (tkinter, asyncio) hold a tenth of all pairs. Cap them, so that validation covers many modules.
     for package in sorted(packages, key=_hash):
@@ -255,7 +255,7 @@ def split_by_module(
     return _thin(rest, num_train), _thin(validation, num_val)
 
 
-def write_pairs(pairs: list[Pair], path: Path) -> None:
+def write_pairs(pairs: list[FunctionPair], path: Path) -> None:
     """Write one JSON object per line, vembed's training format."""
     lines = (
         json.dumps({"query": pair.query, "positive": pair.positive}) for pair in pairs
@@ -267,13 +267,13 @@ def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-def _thin(pairs: list[Pair], size: int) -> list[Pair]:
+def _thin(pairs: list[FunctionPair], size: int) -> list[FunctionPair]:
     """Return the pairs with the smallest hashes, in their original order."""
     order = sorted(range(len(pairs)), key=lambda index: _hash(pairs[index].positive))
     return [pairs[index] for index in sorted(order[:size])]
 
 
-def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
+def _pairs_of_file(path: Path, module: str) -> Iterator[FunctionPair]:
     from vembed.data_tools.generate import documented_functions
 
     # A few files are invalid on purpose (samples of lib2to3 and encodings).
@@ -281,4 +281,4 @@ def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
         for query, code in documented_functions(path.read_text(encoding="utf-8")):
             num_words = len(query.split())
             if num_words >= MIN_QUERY_WORDS and len(query) <= MAX_QUERY_CHARACTERS:
-                yield Pair(module, query, code)
+                yield FunctionPair(module, query, code)

@@ -15,8 +15,8 @@ from vembed.cli.support import (
     ALONE,
     AnyModel,
     BatchTokens,
-    ImageRoot,
-    Kind,
+    ImageRootOption,
+    KindOption,
     ModelUse,
     OnBadRecord,
     TruncateDim,
@@ -39,7 +39,7 @@ DTYPES = {"binary": "int8", "ubinary": "uint8"}
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodeResult:
     """Result: files and counts."""
 
     path: Path
@@ -57,7 +57,7 @@ def encode(
     model: AnyModel,
     input_file: Annotated[str, Argument(metavar="INPUT")],
     output: str,
-    kind: Kind = "document",
+    kind: KindOption = "document",
     column: str | None = None,
     keep: str = "",
     input_format: Literal["auto", "jsonl", "text"] = "auto",
@@ -67,11 +67,11 @@ def encode(
     pooling: str = "",
     precision: Literal["float32", "int8", "uint8", "binary", "ubinary"] = "float32",
     ranges: str | None = None,
-    image_root: ImageRoot = None,
+    image_root: ImageRootOption = None,
     on_bad_record: OnBadRecord = "stop",
     batch_tokens: BatchTokens = None,
     use: ModelUse = ALONE,
-) -> Encoded:
+) -> EncodeResult:
     """Turn a file of texts or records, or a folder of images, into embeddings, in the order of the input.
 
     Args:
@@ -262,6 +262,6 @@ def encode(
             f"{target}: {sizes} {precision}, computed in {arithmetic}{left_out}, in {duration(seconds)} "
             f"({num_done / max(seconds, 1e-9):,.0f}/s){beside}"
         )
-    return Encoded(
+    return EncodeResult(
         target, num_done, shape[-1], seconds, ranges_file, len(rows.left_out), skipped
     )

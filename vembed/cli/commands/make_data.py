@@ -70,15 +70,15 @@ class Call(Generic[Config]):
 def mine(args: ConfigArguments = None) -> Any:
     """Find hard negatives for training data in a corpus."""
     call = read_call("mine", MineConfig, mine.__doc__, args)
-    from vembed.mining.inputs import read_inputs
-    from vembed.mining.mine import check_config, work_folder
+    from vembed.mining.inputs import read_mining_inputs
+    from vembed.mining.mine import check_mine_config, work_folder
     from vembed.mining.mine import mine as run_mine
 
-    target = check_config(call.config)
+    target = check_mine_config(call.config)
     if not call.is_dry_run:
         call.start_processes()
         return run_mine(call.config, log=print_progress)
-    inputs = read_inputs(call.config)
+    inputs = read_mining_inputs(call.config)
     lines = [*call.options(), "", *inputs.summary()]
     counts = f"{len(inputs.documents):,d} documents and {inputs.known.num_queries:,d} queries"
     for retriever in call.config.all_retrievers():
@@ -119,13 +119,13 @@ def audit(args: ConfigArguments = None) -> Any:
     call = read_call("audit", AuditConfig, audit.__doc__, args)
     from vembed.data_tools.audit import audit as run_audit
     from vembed.data_tools.audit import check_audit, mining_config
-    from vembed.mining.inputs import read_inputs
+    from vembed.mining.inputs import read_mining_inputs
 
     page = check_audit(call.config)
     if not call.is_dry_run:
         call.start_processes()
         return run_audit(call.config, log=print_progress)
-    inputs = read_inputs(mining_config(call.config))
+    inputs = read_mining_inputs(mining_config(call.config))
     print_lines(*inputs.summary(), f"would write: {page}")
     return None
 

@@ -144,8 +144,8 @@ class Service:
         """Return the scores of the documents of a query, best first: `texts` as TEI has them, `documents` as Cohere."""
         is_tei = "texts" in values
         key = "texts" if is_tei else "documents"
-        documents = texts_of(values, key, self.limits)
-        queries = texts_of(values, "query", self.limits)
+        documents = request_texts(values, key, self.limits)
+        queries = request_texts(values, "query", self.limits)
         top_n = values.get("top_n")
         if top_n is not None and (type(top_n) is not int or top_n < 1):
             raise Refusal(
@@ -176,8 +176,8 @@ class Service:
 
     async def score(self, request: Request, values: Values) -> Any:
         """Return the scores of pairs, as vLLM: `text_1`, one text or as many as `text_2`, are the queries."""
-        queries = texts_of(values, "text_1", self.limits)
-        documents = texts_of(values, "text_2", self.limits)
+        queries = request_texts(values, "text_1", self.limits)
+        documents = request_texts(values, "text_2", self.limits)
         scores, num_tokens = await self.scores(request, queries, documents)
         rows = []
         for index, score in enumerate(expit(scores).tolist()):
@@ -349,7 +349,9 @@ class Service:
         kind_key: str,
     ) -> Encoded:
         """Return the embeddings of a request. `key`, `kind_key`: of its inputs and their kind."""
-        inputs = read_inputs(values, key, kind_key, self.batcher.encoder, self.limits)
+        inputs = request_inputs(
+            values, key, kind_key, self.batcher.encoder, self.limits
+        )
         return await self.compute(request, inputs)
 
     async def compute(self, request: Request, inputs: Sequence[ServedInput]) -> Encoded:
@@ -436,7 +438,7 @@ def json_response(
     return Response(json.dumps(value), status, headers, media_type="application/json")
 
 
-def read_inputs(
+def request_inputs(
     values: Values,
     key: str,
     kind_key: str,
@@ -466,7 +468,7 @@ def read_inputs(
     return [ServedInput(content, kind) for content in contents]
 
 
-def texts_of(
+def request_texts(
     values: Values,
     key: str,
     limits: RequestLimits,

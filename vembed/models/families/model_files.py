@@ -326,7 +326,7 @@ def read_dense(folder: Path) -> DenseSettings:
     return settings
 
 
-def check_config(folder: Path, *, trust_remote_code: bool) -> None:
+def check_model_config(folder: Path, *, trust_remote_code: bool) -> None:
     """Raise UserError for a config.json that Transformers must not see: it would fetch and run an attention kernel of a
     repository, and build a million layers one by one."""
     path = folder / "config.json"
@@ -352,7 +352,7 @@ def first_problem(error: ValidationError) -> str:
     return f"{place}: {message}" if place else message
 
 
-def first_sentence(error: BaseException) -> str:
+def error_sentence(error: BaseException) -> str:
     """Return the first sentence of a library's error, with its kind where the message alone says nothing."""
     text = " ".join(str(error).split()).split(". ", 1)[0]
     return (

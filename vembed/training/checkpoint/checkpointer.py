@@ -53,8 +53,8 @@ from vembed.training.checkpoint.folders import (
     compare_resume,
     finished_run,
     list_checkpoints,
-    refusal,
     refuse_own_model,
+    settings_error,
     trim_metrics,
 )
 from vembed.training.checkpoint.tensors import (
@@ -198,7 +198,7 @@ class Checkpointer:
             elif is_named and entry.now != "auto":  # that is decided again, later
                 changed.append(str(entry))
         if forbidden and self.run.resume != "force":
-            raise refusal(forbidden, str(point.path))
+            raise settings_error(forbidden, str(point.path))
         if forbidden:
             listed = "; ".join(map(str, forbidden))
             log.warning(

@@ -314,7 +314,7 @@ def compare_resume(
     return differences
 
 
-def refusal(forbidden: list[Difference], checkpoint: str) -> UserError:
+def settings_error(forbidden: list[Difference], checkpoint: str) -> UserError:
     """Return the error of a run whose settings differ from the checkpoint's."""
     # A changed global batch alone has a way out of its own.
     if len(forbidden) == 1 and forbidden[0].name == "global_batch_size":
