@@ -117,10 +117,10 @@ def run_train(
     code = 0
     changes = launch.changes or {}
     if rank_info is not None or launch.world_size == 1:
-        from vembed.training.trainer import train as train_here
+        from vembed.training.trainer import train_run
 
         os.environ.update({**changes, **run_variables})
-        train_here(run)
+        train_run(run)
     else:
         environments = rank_environments(
             launch.num_processes,

@@ -53,13 +53,13 @@ from vembed.mining.options import (
     paths_of,
 )
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.retrievers import DTYPES, files_identity
+from vembed.mining.retrievers import VECTOR_DTYPES, files_identity
 from vembed.models.families.model_files import whole_model_folder
 from vembed.models.processors import open_tokenizer
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport, duration
 
-BLOCK = 64
+DOCUMENTS_PER_WRITE = 64
 """Documents whose queries are written together."""
 MAX_EXAMPLES = 1000
 """Rows of the user from which examples are drawn."""
@@ -233,10 +233,14 @@ def _written_texts(
     texts = _read_answers(answers)
     write = None
     num_documents = len(documents)
-    blocks = range(session.rank * BLOCK, num_documents, session.world_size * BLOCK)
+    blocks = range(
+        session.rank * DOCUMENTS_PER_WRITE,
+        num_documents,
+        session.world_size * DOCUMENTS_PER_WRITE,
+    )
     with ProgressReport("generating", active=session.is_main) as progress:
         for first in blocks:
-            stop = min(first + BLOCK, num_documents)
+            stop = min(first + DOCUMENTS_PER_WRITE, num_documents)
             keys = []
             prompts = []
             for number in range(first, stop):
@@ -252,7 +256,7 @@ def _written_texts(
                 # Loaded when it is first asked: an interrupted run may have all answers.
                 write = write or load_writer(config, writer, session.device)
                 # The seed of a block, so that its text does not depend on the rank that writes it.
-                seed = config.seed + first // BLOCK
+                seed = config.seed + first // DOCUMENTS_PER_WRITE
                 path = answers / f"{os.uname().nodename}-{os.getpid()}.answers"
                 with path.open("a", encoding="utf-8") as file:
                     for index, text in write(prompts, seed):
@@ -337,7 +341,7 @@ def load_writer(
     folder = whole_model_folder(writer.model, option="writer")
     tokenizer = open_tokenizer(folder, padding_side="left", trust_remote_code=trust)
     add_padding_token(tokenizer)
-    dtype = DTYPES.get(config.torch_dtype)
+    dtype = VECTOR_DTYPES.get(config.torch_dtype)
     model = read_weights(AutoModelForCausalLM, folder, dtype, trust).eval().to(device)
     # None: generate() warns of sampling settings that a model brings along.
     sampling = dict.fromkeys(("temperature", "top_p", "top_k"))

@@ -124,7 +124,7 @@ def field_texts(value: Any) -> list[str | None]:
 
 DELIMITED = (".csv", ".tsv")
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-NAMES = {"cp1252": "Windows-1252", "utf-16": "UTF-16"}
+ENCODING_NAMES = {"cp1252": "Windows-1252", "utf-16": "UTF-16"}
 
 
 def utf8_copy(path: Path, *, force: bool = False) -> tuple[Path, str] | None:
@@ -155,11 +155,11 @@ def utf8_copy(path: Path, *, force: bool = False) -> tuple[Path, str] | None:
     copy = path.with_name(f"{path.stem}.utf8{path.suffix}")
     if copy.exists() and not force and copy.read_bytes() != text.encode():
         raise UserError(
-            f"{path} is {NAMES[encoding]}, and its copy in UTF-8 would be {copy}, which is another file already: "
+            f"{path} is {ENCODING_NAMES[encoding]}, and its copy in UTF-8 would be {copy}, which is another file already: "
             "move it away, or give --force to overwrite it"
         )
     replace_text(copy, text)
-    return copy, NAMES[encoding]
+    return copy, ENCODING_NAMES[encoding]
 
 
 ROLE_WORDS = {

@@ -17,13 +17,13 @@ from vembed.inference.encoding import InterruptCheck, first_dims, quantized, ran
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
-DOCUMENT_TILE = 8192
+DOCUMENTS_PER_SEARCH_TILE = 8192
 """Documents that are searched at once. Only a tile of them is copied and normalised at a time."""
 METRICS = ("ndcg", "mrr", "recall", "map")
 COMPRESSED_FORMS = ("float32", "int8", "binary", "binary_rescored")
 COMPRESSED_K = 10
-OVERSAMPLING = 4
-"""Binary with rescoring: the search by bits finds OVERSAMPLING * COMPRESSED_K documents, which are then ordered."""
+RESCORING_FACTOR = 4
+"""Binary with rescoring: the search by bits finds RESCORING_FACTOR * COMPRESSED_K documents, which are then ordered."""
 
 
 def retrieval_metrics(
@@ -83,8 +83,8 @@ class RetrievalSearch:
     def add(self, documents_ND: np.ndarray, numbers_N: np.ndarray) -> None:
         """Search in some documents, which have these numbers in the data."""
         for dim, search in self._searches.items():
-            for start in range(0, len(documents_ND), DOCUMENT_TILE):
-                tile = slice(start, start + DOCUMENT_TILE)
+            for start in range(0, len(documents_ND), DOCUMENTS_PER_SEARCH_TILE):
+                tile = slice(start, start + DOCUMENTS_PER_SEARCH_TILE)
                 documents = first_dims(documents_ND[tile], dim, self._normalize)
                 search.add(
                     torch.from_numpy(documents), torch.from_numpy(numbers_N[tile])
@@ -227,7 +227,9 @@ def compressed_scores(
         signs = np.where(documents > 0, 1, -1).astype(np.float32)
         query_signs = np.where(queries > 0, 1, -1).astype(np.float32)
         # C candidates by bits, ordered by the float query and the documents' signs.
-        candidates_QC = top_k(query_signs, signs, COMPRESSED_K * OVERSAMPLING, excluded)
+        candidates_QC = top_k(
+            query_signs, signs, COMPRESSED_K * RESCORING_FACTOR, excluded
+        )
         scores_QC = np.einsum("qd,qcd->qc", queries, signs[candidates_QC])
         scores_QC = np.where(candidates_QC >= 0, scores_QC, -np.inf)
         # Stable: equal scores keep the order by bits, which already breaks ties by number.

@@ -648,7 +648,7 @@ def write_server_files(
 # ---- a running server against the model that it should serve -----------------------------------------------------------
 
 
-BATCH_TEXTS = 16
+TEXTS_PER_REQUEST = 16
 TIMEOUT_SECONDS = 60
 OPENAI_ROUTE = "/v1/embeddings"
 TEI_ROUTE = "/embed"
@@ -723,7 +723,7 @@ def find_endpoint(url: str, model: str) -> ServerEndpoint:
     raise UserError("; ".join(problems))
 
 
-def check_server(
+def compare_server(
     url: str,
     model: str,
     *,
@@ -750,8 +750,8 @@ def check_server(
     }
     for kind, prompt in prompts.items():
         of_kind = [text for text, text_kind in texts if text_kind == kind]
-        for start in range(0, len(of_kind), BATCH_TEXTS):
-            batches.append((kind, prompt, of_kind[start : start + BATCH_TEXTS]))
+        for start in range(0, len(of_kind), TEXTS_PER_REQUEST):
+            batches.append((kind, prompt, of_kind[start : start + TEXTS_PER_REQUEST]))
     largest = 0.0
     worst_text = ""
     for number, (kind, prompt, batch) in enumerate(batches, start=1):

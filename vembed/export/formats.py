@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from vembed.config.terms import Term
 from vembed.data.examples import Kind
-from vembed.data.processing import CHARACTERS_PER_TOKEN, cut_words
+from vembed.data.processing import MAX_CHARACTERS_PER_TOKEN, cut_words
 from vembed.errors import RunError
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder
@@ -41,8 +41,8 @@ from vembed.saving.files import MODULE, save_model
 
 FormatName = Literal["safetensors", "onnx", "static", "openvino", "gguf"]
 WeightPrecision = Literal["float32", "float16", "bfloat16", "int8"]
-FORMATS: tuple[FormatName, ...] = get_args(FormatName)
-PRECISIONS: tuple[WeightPrecision, ...] = get_args(WeightPrecision)
+FORMAT_NAMES: tuple[FormatName, ...] = get_args(FormatName)
+WEIGHT_PRECISIONS: tuple[WeightPrecision, ...] = get_args(WeightPrecision)
 PROMPTS_FILE = "config_sentence_transformers.json"
 LENGTH_FILE = "sentence_bert_config.json"
 
@@ -142,7 +142,7 @@ class FolderTexts:
 
     def token_ids(self, texts: Sequence[str], kind: Kind | None) -> list[list[int]]:
         """Return the token ids of each text with its prompt."""
-        longest = CHARACTERS_PER_TOKEN * self.max_length
+        longest = MAX_CHARACTERS_PER_TOKEN * self.max_length
         from_left = self.tokenizer.truncation_side == "left"
         inputs = []
         for text in texts:
@@ -405,13 +405,13 @@ MAX_DIMS = 256
 """Most dimensions of a student."""
 FREQUENCY_COEFFICIENT = 1e-4
 """Weight of a token: this / (this + its frequency), so that frequent tokens count little."""
-TOKENS_AT_ONCE = 512
+TOKENS_PER_BATCH = 512
 MAX_LENGTH_TOKENS = 65_536
 """As good as no limit. Sentence Transformers has no limit for this module."""
 
 BATCH_TEXTS = 256
 MAX_STEPS = 400
-MAX_EPOCHS = 20
+MAX_DISTILLATION_EPOCHS = 20
 MIN_TRAINING_TEXTS = 32
 LEARNING_RATE = 5e-3
 HELD_OUT_FRACTION = 0.1
@@ -508,8 +508,8 @@ def token_table(embedder: Embedder, tokenizer: PreTrainedTokenizerFast) -> Tenso
     before, after = _special_tokens_around(tokenizer)
     chunks = []
     with torch.no_grad():
-        for first in range(0, size, TOKENS_AT_ONCE):
-            tokens = range(first, min(first + TOKENS_AT_ONCE, size))
+        for first in range(0, size, TOKENS_PER_BATCH):
+            tokens = range(first, min(first + TOKENS_PER_BATCH, size))
             # Each token stands between the special tokens that the model was trained to see around a text.
             ids = torch.tensor([[*before, token, *after] for token in tokens])
             (vectors,) = embedder.model([("text", {"input_ids": ids})])
@@ -569,7 +569,9 @@ def distil(
     num_held_out = max(int(HELD_OUT_FRACTION * len(texts)), 2)
     held_out = order[:num_held_out][: 2 * BATCH_TEXTS]
     trained = order[num_held_out:]
-    num_epochs = max(min(MAX_EPOCHS, MAX_STEPS * BATCH_TEXTS // len(trained)), 1)
+    num_epochs = max(
+        min(MAX_DISTILLATION_EPOCHS, MAX_STEPS * BATCH_TEXTS // len(trained)), 1
+    )
     num_steps = num_epochs * -(-len(trained) // BATCH_TEXTS)
     loss = TermLoss(Term(1.0, Relational(), teacher=TEACHER, guide=None))
 

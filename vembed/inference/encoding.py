@@ -29,7 +29,7 @@ from vembed.parallel.session import Session
 if TYPE_CHECKING:
     from vembed.training.frozen import FrozenTowers
 
-CHUNK = 16_384
+INPUTS_PER_CHUNK = 16_384
 """Inputs per process that are tokenized, batched and gathered together. Bounds token ids and gathered rows in
 memory."""
 CPU_BUDGET = 4_096
@@ -101,8 +101,8 @@ def encode_chunks(
 
     With a session of several ranks it is collective: all ranks pass the same inputs, and each encodes a part. All ranks
     run equally many micro-batches per modality, as sharded models need (a rank without inputs runs a dummy). At most
-    CHUNK inputs per rank, twice, are in memory. The inputs come sorted by length, in the same order on any number of
-    ranks. `lengths`: of their texts in characters, if they are known. `num_items`: what progress counts to. `frozen_towers`
+    INPUTS_PER_CHUNK inputs per rank, twice, are in memory. The inputs come sorted by length, in the same order on any
+    number of ranks. `lengths`: of their texts in characters, if they are known. `num_items`: what progress counts to. `frozen_towers`
     provides cached tower features.
     """
     rank = session.rank if session else 0
@@ -133,7 +133,7 @@ def encode_chunks(
     # The longest come first, so that memory runs out at once or never. Exact token lengths
     # order the micro-batches within a chunk, whose inputs are dealt to the ranks in turn.
     order = np.argsort(-lengths, kind="stable")
-    size = CHUNK * world_size
+    size = INPUTS_PER_CHUNK * world_size
     chunks = [order[start : start + size] for start in range(0, len(order), size)]
     encode_rank = partial(
         _encode_rank,

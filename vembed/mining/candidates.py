@@ -31,9 +31,9 @@ from vembed.mining.retrievers import (
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
-CHUNK = 32_768
+QUERIES_PER_SEARCH = 32_768
 """Queries that are searched for together: what bounds the memory, and what a kill in the search loses."""
-MARGIN = 0.05
+CLAIM_MARGIN = 0.05
 """Share by which the sum of the other query is above that of the query itself."""
 ABOVE = 0.05
 """Share of the positive's score by which a claimed candidate may be above it: the default margin, on the other side."""
@@ -41,7 +41,7 @@ CONSIDERED = 40
 """Candidates per query for which claims are looked for, the best ones below the limit of claimed candidates."""
 NEAREST = 8
 """Known pairs nearest to a candidate that are looked at."""
-BLOCK = 32_768
+DOCUMENTS_PER_SEARCH = 32_768
 """Documents that are searched for together."""
 
 
@@ -87,9 +87,13 @@ class ClaimFinder:
         # Many queries share candidates: each distinct one is searched for once.
         documents, which = np.unique(candidates_QK.ravel()[place], return_inverse=True)
         query = first + place // candidates_QK.shape[1]
-        for start in range(0, len(documents), BLOCK):
-            inside = np.flatnonzero((which >= start) & (which < start + BLOCK))
-            vectors = self._documents.take(documents[start : start + BLOCK])
+        for start in range(0, len(documents), DOCUMENTS_PER_SEARCH):
+            inside = np.flatnonzero(
+                (which >= start) & (which < start + DOCUMENTS_PER_SEARCH)
+            )
+            vectors = self._documents.take(
+                documents[start : start + DOCUMENTS_PER_SEARCH]
+            )
             # s(q', d) + s(p', d) is the dot product of d with the sum of q' and p'.
             nearest, scores = self._sums.search(vectors, num_pairs, NEAREST, NO_PAIRS)
             row = which[inside] - start
@@ -137,7 +141,9 @@ class ClaimFinder:
         for_others = np.where(speaks, -np.inf, scores_NR).max(axis=1)
         is_other = np.isfinite(for_others)
         limit = np.where(is_other, for_others, 0.0)
-        claimed: np.ndarray = is_other & (for_query <= limit - MARGIN * np.abs(limit))
+        claimed: np.ndarray = is_other & (
+            for_query <= limit - CLAIM_MARGIN * np.abs(limit)
+        )
         return claimed
 
 
@@ -194,8 +200,8 @@ class CandidateSearch:
 
     def chunks(self) -> Iterator[CandidateChunk]:
         """Search chunk by chunk, and keep each on disk, where a later call or run finds it. Collective."""
-        for first in range(0, self.known.num_queries, CHUNK):
-            last = min(first + CHUNK, self.known.num_queries)
+        for first in range(0, self.known.num_queries, QUERIES_PER_SEARCH):
+            last = min(first + QUERIES_PER_SEARCH, self.known.num_queries)
             path = self.folder / f"{first:09d}-{last:09d}.npz"
             # All ranks see the folder, and files appear only behind the search, which is collective: they agree on what
             # is missing.
@@ -219,8 +225,8 @@ class CandidateSearch:
     def scores_of(self, pairs: Pairs) -> np.ndarray:
         """Return the first model's scores of pairs."""
         scores = [np.zeros(0, np.float32)]
-        for first in range(0, self.known.num_queries, CHUNK):
-            chunk = pairs.from_query(first, first + CHUNK)
+        for first in range(0, self.known.num_queries, QUERIES_PER_SEARCH):
+            chunk = pairs.from_query(first, first + QUERIES_PER_SEARCH)
             scores.append(self._primary.pair_scores(first, chunk))
         return np.concatenate(scores)
 
@@ -306,7 +312,7 @@ def open_candidates(
 
 MAX_COMPARED_POSITIVES = 32
 """Known positives of a query that a candidate's text is compared with."""
-HIDDEN_SHARE = 0.5
+HIDDEN_POSITIVES_SHARE = 0.5
 """Share of a query's known positives that is hidden for an estimate."""
 MIN_QUERIES = 30
 """Queries that an estimate needs."""
@@ -615,7 +621,7 @@ def calibrate(
         order = random.permutation(len(positives))
         num_hidden = len(positives)
         if is_relative:
-            num_hidden = max(1, int(len(positives) * HIDDEN_SHARE))
+            num_hidden = max(1, int(len(positives) * HIDDEN_POSITIVES_SHARE))
             lowest_Q[row] = positives[order[num_hidden:]].min()
         # Half of the known ones are hidden, and as many as all known ones are unknown.
         weights_Q[row] = len(positives) / num_hidden

@@ -53,7 +53,7 @@ ENDPOINT_PROMPT = (
 )
 ANSWER = re.compile(r"\b(yes|no|true|false|relevant|irrelevant|not)\b", re.IGNORECASE)
 POSITIVE = frozenset({"yes", "true", "relevant"})
-BLOCK = 256
+PAIRS_PER_WRITE = 256
 """Pairs that are judged before they are written down: what a kill loses."""
 
 TextPair = tuple[str, str]
@@ -211,8 +211,11 @@ class Cascade:
         numbers = range(session.rank, num_pairs, session.world_size)
         judgements = np.full(len(numbers), UNDECIDED, np.float32)
         with ProgressReport("judging", active=session.is_main) as progress:
-            for begin in range(0, len(numbers), BLOCK):
-                pairs = [pair_of(number) for number in numbers[begin : begin + BLOCK]]
+            for begin in range(0, len(numbers), PAIRS_PER_WRITE):
+                pairs = [
+                    pair_of(number)
+                    for number in numbers[begin : begin + PAIRS_PER_WRITE]
+                ]
                 end = begin + len(pairs)
                 judgements[begin:end] = self._decide(pairs)
                 progress(end, len(numbers))

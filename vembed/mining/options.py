@@ -464,7 +464,13 @@ class GenerateConfig(ModelOptions, CommandConfig):
 
 Config = TypeVar("Config", bound=CommandConfig)
 CommandConfigSource = str | Path | Mapping[str, Any] | Immutable | None
-PATH_OPTIONS = ("data_path", "corpus_path", "qrels_path", "image_root", "val_data_path")
+MINING_PATH_OPTIONS = (
+    "data_path",
+    "corpus_path",
+    "qrels_path",
+    "image_root",
+    "val_data_path",
+)
 """Options whose relative paths are also looked for beside the config file."""
 TRAINING_ONLY_KEYS = (STAGES, TRAINING_STAGES, USER_PRESETS, "stage")
 """Keys of a training config that are no options."""
@@ -567,7 +573,7 @@ def load_options(
             )
     if problems:
         raise UserError("\nalso: ".join(problems))
-    resolve_paths(values, PATH_OPTIONS, file, [])
+    resolve_paths(values, MINING_PATH_OPTIONS, file, [])
     try:
         return kind.model_validate(
             {name: value.value for name, value in values.items()}

@@ -159,13 +159,13 @@ class RowMaker:
             made["negative_judge_scores"] = judged
 
 
-ENDINGS = (".jsonl", ".ndjson", ".parquet", ".pq")
+OUTPUT_ENDINGS = (".jsonl", ".ndjson", ".parquet", ".pq")
 ROWS_PER_GROUP = 4096
 
 
 def check_output(
     path: str,
-    endings: Sequence[str] = ENDINGS,
+    endings: Sequence[str] = OUTPUT_ENDINGS,
     option: str = "output_path",
 ) -> Path:
     """The path of a file that can be written, by its ending and its folder."""

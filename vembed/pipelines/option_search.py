@@ -297,7 +297,7 @@ def _run(
 ) -> tuple[list[float], Path]:
     """Train once; return the scores of the evaluations, and the folder. `trial` hears of each and may end the run."""
     from vembed.training.hooks.base import STOP, Callbacks, Evaluation
-    from vembed.training.trainer import train
+    from vembed.training.trainer import train_run
 
     folder = search.folder / f"trial-{number}"
     scores = []
@@ -317,7 +317,7 @@ def _run(
     options = [f"{name}={value}" for name, value in values.items()]
     overrides = [*TRIAL_OPTIONS, f"output_dir={folder}", *options]
     try:
-        train(resolve_run(config, overrides), [Callbacks(None, on_evaluation)])
+        train_run(resolve_run(config, overrides), [Callbacks(None, on_evaluation)])
     except Stopped as stopped:
         for checkpoint in folder.glob("checkpoint-*"):  # no trial is resumed
             shutil.rmtree(checkpoint, ignore_errors=True)

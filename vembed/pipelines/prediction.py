@@ -27,7 +27,12 @@ from vembed.models.processors import load_tokenizer
 from vembed.parallel.devices import GIB, bf16_instructions
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.hardware import Gpu, Hardware
-from vembed.parallel.placement import DTYPES, Placement, memory_of_a_process, place
+from vembed.parallel.placement import (
+    PRECISION_DTYPES,
+    Placement,
+    memory_of_a_process,
+    place,
+)
 from vembed.parallel.step_memory import Memory, MemoryEstimate, ModelSize
 from vembed.progress import duration
 
@@ -112,7 +117,9 @@ def peak_tflops(placement: Placement, gpu: Gpu | None) -> float:
         return peak
     device = placement.device
     side = PRODUCT[device.type]
-    seconds = _product_seconds(side, DTYPES[placement.precision.value], device)
+    seconds = _product_seconds(
+        side, PRECISION_DTYPES[placement.precision.value], device
+    )
     # The processes of a machine without GPUs share its processor.
     sharing = placement.ranks.local_world_size if device.type == "cpu" else 1
     return 2.0 * side**3 / seconds / 1e12 / sharing

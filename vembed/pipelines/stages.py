@@ -30,7 +30,7 @@ from vembed.evaluation.report.record import read_run
 from vembed.files import checksums_of, damage_of, read_json_object, replace_text
 from vembed.names import did_you_mean, is_hub_model, similar_path
 from vembed.progress import duration
-from vembed.training.checkpoint.folders import MAY_CHANGE
+from vembed.training.checkpoint.folders import FINAL, MAY_CHANGE
 from vembed.training.fingerprints import of_local, of_model
 from vembed.training.trackers import require_trackers
 
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 STATE_FILE = "stage.json"
 """In the folder of each step: its fingerprint, and whether it is done."""
-FINAL = "final"
 RESULTS = {**DATA_FILES, "merge": "final/merge.json", "evaluate": "scores.json"}
 """Kind of a step between -> the file that it writes last, in its folder."""
 REPORT_FILE = "stages.md"
@@ -440,7 +439,7 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 
 # ---- checks before any step is run --------------------------------------------------------------------------------
 
-DATA = ("data_path", "corpus_path", "qrels_path", "data")
+DATA_FILE_OPTIONS = ("data_path", "corpus_path", "qrels_path", "data")
 """Options that name files of data, as of `mine`, `merge` and `evaluate` together."""
 MODELS = ("model_name", "model", "models", "base")
 CUTS = "1,5,10,100"
@@ -462,7 +461,7 @@ def located(options: Mapping[str, Any], config: str | None) -> dict[str, Any]:
         beside = Path(config).parent / value
         return str(beside) if beside.exists() else value
 
-    names = (*DATA, *MODELS)
+    names = (*DATA_FILE_OPTIONS, *MODELS)
     return {
         key: locate(value) if key in names else value for key, value in options.items()
     }
@@ -486,7 +485,7 @@ def check_options(
 ) -> None:
     """Raise UserError where a step between names what is not there. `made`: folders of the steps before it."""
     where = f"{pipeline.source}: stage {step.name}: "
-    for key in DATA:
+    for key in DATA_FILE_OPTIONS:
         for path in named_paths(options.get(key)):
             problem = None if is_inside(path, made) else missing_path(key, path)
             if problem is not None:
@@ -612,8 +611,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 # ---- estimates of memory and time --------------------------------------------------------------------------------
 
-GIB = 2**30
-UNKNOWN = "not estimated"
+NOT_ESTIMATED = "not estimated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -622,7 +620,7 @@ class Estimate:
 
     step: Step
     memory: str
-    time: str = UNKNOWN
+    time: str = NOT_ESTIMATED
     seconds: float | None = None
     fits: bool = True
 
@@ -686,11 +684,11 @@ def estimates(
             if not skips_missing:
                 raise
             newest = None
-            memory = f"{UNKNOWN} ({str(error).splitlines()[0]})"
+            memory = f"{NOT_ESTIMATED} ({str(error).splitlines()[0]})"
             step_estimates.append(Estimate(step, memory))
             continue
         memory = f"{newest.needed}: {'fits' if newest.fits else 'does not fit'}"
-        time = UNKNOWN
+        time = NOT_ESTIMATED
         if newest.seconds is not None:
             time = _about(newest.seconds) + remark
         step_estimates.append(Estimate(step, memory, time, newest.seconds, newest.fits))
@@ -727,11 +725,11 @@ def _between(step: Step, newest: Prediction | None) -> Estimate:
             step, "pieces of 8 MB of each model", "that of reading each model once"
         )
     if newest is None:
-        return Estimate(step, UNKNOWN)
+        return Estimate(step, NOT_ESTIMATED)
     from vembed.pipelines.prediction import encoding_seconds
 
-    # Weights in float32.
-    memory = f"{4 * newest.size.total / GIB:.1f} GB (weights), and micro-batches"
+    weight_bytes = 4 * newest.size.total  # float32
+    memory = f"{weight_bytes / 2**30:.1f} GB (weights), and micro-batches"
     options = step.options
     total = 0.0
     for name in ("data_path", "corpus_path", "data"):

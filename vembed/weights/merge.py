@@ -28,7 +28,7 @@ from vembed.parallel.session import Session
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
 from vembed.weights.merge_rules import OF_DIFFERENCES, MergeMethod, Method, check_merge
 from vembed.weights.sources import (
-    DTYPES,
+    DTYPE_BY_CODE,
     ModelFolder,
     Read,
     TensorReader,
@@ -355,13 +355,15 @@ class Merge:
         reader = TensorReader(path)
         entries = {}
         for name, entry in reader.entries.items():
-            is_cast = self.dtype is not None and DTYPES[entry.dtype].is_floating_point
+            is_cast = (
+                self.dtype is not None and DTYPE_BY_CODE[entry.dtype].is_floating_point
+            )
             code = CODES[self.dtype] if self.dtype and is_cast else entry.dtype
             entries[name] = replace(entry, dtype=code)
         target.parent.mkdir(parents=True, exist_ok=True)
         with TensorWriter(target, entries, reader.metadata) as writer:
             for name, entry in entries.items():
-                dtype = DTYPES[entry.dtype]
+                dtype = DTYPE_BY_CODE[entry.dtype]
                 models = []
                 for source, names in zip(self.sources, self._names, strict=True):
                     if name in names[subfolder]:

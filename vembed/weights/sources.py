@@ -44,7 +44,7 @@ log = logging.getLogger("vembed")
 
 # ---- safetensors files, so that no tensor has to be whole in memory ------------------------------------------------
 
-DTYPES = {code: getattr(torch, name) for name, code in CODES.items()}
+DTYPE_BY_CODE = {code: getattr(torch, name) for name, code in CODES.items()}
 Read = Callable[[int, int], Tensor]
 """(start, stop) -> that range of a flattened tensor in float64, as a new tensor, which the caller may change."""
 _ALIGNMENT = 8
@@ -58,7 +58,7 @@ class TensorReader:
         self.path = path
         self.entries, self.metadata = read_header(path)
         for name, entry in self.entries.items():
-            if entry.dtype not in DTYPES:
+            if entry.dtype not in DTYPE_BY_CODE:
                 raise UserError(
                     f"{path}: {name} is stored as {entry.dtype}, which vembed cannot compute with"
                 )
@@ -71,7 +71,7 @@ class TensorReader:
     ) -> Tensor:
         """Return elements `start` to `stop` of the flattened tensor, as they are stored."""
         entry = self.entries[name]
-        dtype = DTYPES[entry.dtype]
+        dtype = DTYPE_BY_CODE[entry.dtype]
         stop = entry.size if stop is None else min(stop, entry.size)
         if stop <= start:
             return torch.empty(0, dtype=dtype)
@@ -98,7 +98,7 @@ class TensorWriter:
         header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
         offset = 0
         for name, entry in entries.items():
-            end = offset + entry.size * DTYPES[entry.dtype].itemsize
+            end = offset + entry.size * DTYPE_BY_CODE[entry.dtype].itemsize
             header[name] = {
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),

@@ -18,7 +18,7 @@ from vembed.evaluation.query_results import (
     read_queries,
 )
 from vembed.evaluation.report.page import render_page
-from vembed.evaluation.report.plots import RUNS, Curve, Plot, plot_runs
+from vembed.evaluation.report.plots import RUN_COLOURS, Curve, Plot, plot_runs
 from vembed.evaluation.report.record import (
     TABLE,
     RunRecord,
@@ -325,7 +325,7 @@ def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
         "comparison.html.j2",
         title=f"{len(runs.runs)} runs - vembed compare",
         names=[run.name for run in runs.runs],
-        num_colours=len(RUNS),
+        num_colours=len(RUN_COLOURS),
         runs=runs,
         sentence=_verdict(runs),
         warnings=warnings,

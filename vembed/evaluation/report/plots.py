@@ -11,13 +11,13 @@ from pathlib import Path
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 INK = "var(--ink-soft)"
-GRID = "var(--line)"
+GRID_COLOUR = "var(--line)"
 ACCENT = "var(--accent)"
 BEFORE = "var(--before)"
-COLOURS = {INK: "#666c75", GRID: "#e4e5e2", ACCENT: "#1f5fbf", BEFORE: "#a3a8ae"}
+COLOURS = {INK: "#666c75", GRID_COLOUR: "#e4e5e2", ACCENT: "#1f5fbf", BEFORE: "#a3a8ae"}
 """Colours of the page in daylight, for files."""
 TITLE_COLOUR = "#1b1d20"
-RUNS = tuple(f"var(--run-{number})" for number in range(8))
+RUN_COLOURS = tuple(f"var(--run-{number})" for number in range(8))
 """Colours of runs that are compared. With more runs they are used again, paler."""
 WIDTH = 317.0
 HEIGHT = 173.0
@@ -32,12 +32,12 @@ MIN_SMOOTHED_POINTS = 40
 """From here a noisy curve also gets a running mean."""
 MAX_TICKS_X = 6
 MAX_TICKS_Y = 5
-MARGIN = 5.0
+PLOT_MARGIN = 5.0
 TITLE_HEIGHT = 16.0
 """Margin of a file, and what its title takes above the plot."""
-OVERSAMPLING = 2
-PIXELS_PER_UNIT = 3 * OVERSAMPLING
-"""A PNG is drawn on a grid that is finer by OVERSAMPLING, which makes its lines smooth."""
+PIXEL_OVERSAMPLING = 2
+PIXELS_PER_UNIT = 3 * PIXEL_OVERSAMPLING
+"""A PNG is drawn on a grid that is finer by PIXEL_OVERSAMPLING, which makes its lines smooth."""
 ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 """SVG's text-anchor -> Pillow's: left, middle or right, on the baseline."""
 
@@ -128,8 +128,8 @@ Mark = Stroke | Dot | Text
 
 def _pixel(x: float, y: float) -> Point:
     """Return the place of a point in the image of a file."""
-    top = TITLE_HEIGHT + MARGIN
-    return (x + MARGIN) * PIXELS_PER_UNIT, (y + top) * PIXELS_PER_UNIT
+    top = TITLE_HEIGHT + PLOT_MARGIN
+    return (x + PLOT_MARGIN) * PIXELS_PER_UNIT, (y + top) * PIXELS_PER_UNIT
 
 
 @dataclass(frozen=True)
@@ -147,26 +147,26 @@ class Plot:
 
     def image(self, title: str) -> Image.Image:
         """Draw the plot below a title."""
-        width, height = _pixel(WIDTH + MARGIN, self.height + MARGIN)
+        width, height = _pixel(WIDTH + PLOT_MARGIN, self.height + PLOT_MARGIN)
         image = Image.new("RGB", (round(width), round(height)), "white")
         draw = ImageDraw.Draw(image)
         for mark in (*self.marks, _title(title)):
             mark.draw(draw)
-        return image.reduce(OVERSAMPLING)
+        return image.reduce(PIXEL_OVERSAMPLING)
 
     def write(self, path: Path, title: str = "") -> Path:
         """Write a file of its own, .svg or .png by the path's suffix."""
         if path.suffix == ".png":
             self.image(title).save(path)
             return path
-        width = WIDTH + 2 * MARGIN
-        height = self.height + TITLE_HEIGHT + 2 * MARGIN
-        top = -TITLE_HEIGHT - MARGIN
-        look = f'viewBox="{-MARGIN:g} {top:g} {width:g} {height:g}" width="{2 * width:g}" font-family="sans-serif"'
+        width = WIDTH + 2 * PLOT_MARGIN
+        height = self.height + TITLE_HEIGHT + 2 * PLOT_MARGIN
+        top = -TITLE_HEIGHT - PLOT_MARGIN
+        look = f'viewBox="{-PLOT_MARGIN:g} {top:g} {width:g} {height:g}" width="{2 * width:g}" font-family="sans-serif"'
         lines = [
             '<?xml version="1.0" encoding="UTF-8"?>',
             f'<svg xmlns="http://www.w3.org/2000/svg" {look}>',
-            f'<rect x="{-MARGIN:g}" y="{top:g}" width="{width:g}" height="{height:g}" fill="#ffffff"/>',
+            f'<rect x="{-PLOT_MARGIN:g}" y="{top:g}" width="{width:g}" height="{height:g}" fill="#ffffff"/>',
             *(mark.svg() for mark in (*self.marks, _title(title))),
             "</svg>\n",
         ]
@@ -217,8 +217,8 @@ def plot_runs(curves: Sequence[tuple[int, Curve]], *, has_points: bool = False) 
     dot = 2.0 if has_points else 0.0
     lines = []
     for run, curve in curves:
-        colour = RUNS[run % len(RUNS)]
-        opacity = 1.0 if run < len(RUNS) else 0.5
+        colour = RUN_COLOURS[run % len(RUN_COLOURS)]
+        opacity = 1.0 if run < len(RUN_COLOURS) else 0.5
         values = curve.values
         if not has_points and len(values) >= MIN_SMOOTHED_POINTS:
             lines.append(_Line(curve.steps, values, colour, width=0.8, opacity=0.2))
@@ -416,9 +416,9 @@ def _plot(
     marks: list[Mark] = []
     for value in scale_y.ticks(MAX_TICKS_Y):
         y = scale_y.at(value)
-        marks.append(Stroke([(LEFT, y), (RIGHT, y)], GRID, 0.8))
+        marks.append(Stroke([(LEFT, y), (RIGHT, y)], GRID_COLOUR, 0.8))
         marks.append(Text(LEFT - 4, y + 0.35 * FONT_SIZE, write(value), anchor="end"))
-    marks.append(Stroke([(LEFT, BOTTOM), (RIGHT, BOTTOM)], GRID, 0.8))
+    marks.append(Stroke([(LEFT, BOTTOM), (RIGHT, BOTTOM)], GRID_COLOUR, 0.8))
     if is_over_steps:
         steps = scale_x.ticks(MAX_TICKS_X, smallest=1.0)
         ticks_x = [(step, f"{step:,.0f}") for step in steps]

@@ -32,7 +32,7 @@ REPORTED_PACKAGES = (
     "numpy",
 )
 
-NAMES = {
+METRIC_NAMES = {
     "ndcg": "nDCG",
     "mrr": "MRR",
     "recall": "Recall",
@@ -257,7 +257,7 @@ def metric_name(key: str) -> str:
         name, _, metric = rest.rpartition("/")
         return f"{kind} {name}: {metric_name(metric)}"
     base, at, cut = key.partition("@")
-    return NAMES.get(base, base) + at + cut
+    return METRIC_NAMES.get(base, base) + at + cut
 
 
 def scores_line(

@@ -595,7 +595,7 @@ def _is_token_ids(content: object) -> bool:
 
 
 BACKLOG = 512
-HEAD_BYTES = 65_536
+MAX_HEAD_BYTES = 65_536
 TOO_MANY_CONNECTIONS = (
     b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\n"
     b"Content-Length: 0\r\n\r\n"
@@ -703,7 +703,7 @@ def serve(
             server_header=False,
             proxy_headers=False,
             backlog=BACKLOG,
-            h11_max_incomplete_event_size=HEAD_BYTES,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=int(limits.head_seconds) + 1,
             timeout_graceful_shutdown=int(limits.drain_seconds),
         )
