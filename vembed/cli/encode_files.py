@@ -201,8 +201,8 @@ class EncodeInput:
 
     def _checked(self, chunk: Sequence[RawRow], first: int) -> list[EncodeRow]:
         """Return the inputs of a chunk, of which the first row has this number. Collective."""
-        rows: list[EncodeRow] = []
-        problems: list[tuple[int, str]] = []
+        rows = []
+        problems = []
         for number, (line, record, problem) in enumerate(chunk, first):
             where = f"{self.name}:{line}"
             value = record

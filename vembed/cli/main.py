@@ -125,7 +125,7 @@ def command_of(
     for parameter, text in ARGUMENT.findall(arguments):
         default = parameters[parameter].default
         if not hasattr(hints[parameter], "__metadata__"):
-            declared: Any = Option()
+            declared = Option()
             if default is inspect.Parameter.empty:
                 declared = Argument(metavar=parameter.upper())
             elif default is False:  # a flag that can only be set

@@ -162,7 +162,7 @@ def resolve_launch(
     """
     file = run.file
     is_dry_run = arguments is None or arguments.is_dry_run
-    changes: dict[str, str] = {}
+    changes = {}
     if file is not None and file.use_cpu:
         changes = {"CUDA_VISIBLE_DEVICES": ""}
     elif file is not None and file.gpu_ids is not None:

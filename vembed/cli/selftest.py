@@ -208,7 +208,7 @@ def small_model() -> EmbeddingModel:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        backbone: nn.Module = LlamaModel(small_config())
+        backbone = LlamaModel(small_config())
     return EmbeddingModel(description, backbone)
 
 

@@ -123,11 +123,11 @@ def generate(
             chosen = random.choice(len(documents), config.max_documents, replace=False)
             documents = documents[np.sort(chosen)]
         log_line(f"documents: {len(documents):,d}")
-        texts: dict[str, str] = {}
+        texts = {}
         if config.written_kinds():
             texts = _written_texts(config, files, documents, folder, running)
         rows = []
-        seen: set[tuple[str, str]] = set()
+        seen = set()
         for row in _rows(config, files, documents, texts, left_out):
             query = casefolded(row["query"])
             positive = json.dumps(row["positive"])
@@ -231,7 +231,7 @@ def _written_texts(
     answers = folder / "written" / identity
     answers.mkdir(parents=True, exist_ok=True)
     texts = _read_answers(answers)
-    write: WriteTexts | None = None
+    write = None
     num_documents = len(documents)
     blocks = range(
         session.rank * DOCUMENTS_PER_WRITE,
@@ -241,8 +241,8 @@ def _written_texts(
     with ProgressReport("generating", active=session.is_main) as progress:
         for first in blocks:
             stop = min(first + DOCUMENTS_PER_WRITE, num_documents)
-            keys: list[str] = []
-            prompts: list[str] = []
+            keys = []
+            prompts = []
             for number in range(first, stop):
                 document = documents[number]
                 item = files[document[FILE]].read(int(document[START]))[1]
@@ -269,7 +269,7 @@ def _written_texts(
 
 
 def _read_answers(folder: Path) -> dict[str, str]:
-    texts: dict[str, str] = {}
+    texts = {}
     for path in sorted(folder.glob("*.answers")):
         for line in path.read_text(encoding="utf-8").splitlines():
             with suppress(ValueError):  # half of a line
@@ -344,7 +344,7 @@ def load_writer(
     dtype = VECTOR_DTYPES.get(config.torch_dtype)
     model = read_weights(AutoModelForCausalLM, folder, dtype, trust).eval().to(device)
     # None: generate() warns of sampling settings that a model brings along.
-    sampling: dict[str, Any] = dict.fromkeys(("temperature", "top_p", "top_k"))
+    sampling = dict.fromkeys(("temperature", "top_p", "top_k"))
     sampling["do_sample"] = False
     if writer.temperature > 0:
         sampling = {"do_sample": True, "temperature": writer.temperature}
@@ -447,7 +447,7 @@ def heading_section(text: str) -> list[GeneratedPair]:
     """Each heading of a Markdown text, and its section."""
     headings = list(_HEADING.finditer(text))
     ends = [match.start() for match in headings[1:]] + [len(text)]
-    pairs: list[GeneratedPair] = []
+    pairs = []
     for match, end in zip(headings, ends, strict=False):
         section = text[match.end() : end].strip()
         if _is_long(section, MIN_DOCUMENT_WORDS):
@@ -515,7 +515,7 @@ def pairs_of(
         "first_sentence": partial(first_sentence, text),
         "crop": partial(crop, text, random),
     }
-    pairs: list[tuple[str, GeneratedPair]] = []
+    pairs = []
     for kind in kinds or makers:
         pairs += [(kind, pair) for pair in makers[kind]()]
         if pairs and not kinds:

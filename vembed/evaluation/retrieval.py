@@ -10,12 +10,10 @@ import numpy as np
 import torch
 
 from vembed.data.examples import KeyIndex
-from vembed.evaluation.beir import Corpus
-from vembed.evaluation.dataset import RetrievalData
+from vembed.evaluation.dataset import Corpus, RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
 from vembed.evaluation.top_k import Pairs, TopK, top_k
-from vembed.inference.encoding import InterruptCheck, first_dims
-from vembed.inference.quantization import quantized, ranges_of
+from vembed.inference.encoding import InterruptCheck, first_dims, quantized, ranges_of
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
@@ -97,7 +95,7 @@ class RetrievalSearch:
     def scores(self, results: QueryResults | None = None) -> dict[str, float]:
         """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for the further
         sizes. `results` gets those of each query, for the whole embeddings."""
-        scores: dict[str, float] = {}
+        scores = {}
         num_queries = len(self._data.queries)
         relevance = [self._data.relevance[query] for query in self._dealt]
         for dim, search in self._searches.items():
@@ -151,8 +149,8 @@ def excluded_pairs(data: RetrievalData, queries: Sequence[int]) -> Pairs:
     else:
         keys = np.array([item.key() for item in documents], np.int64)
     wanted = np.array([data.queries[query].key() for query in queries], np.int64)
-    rows: list[int] = []
-    excluded: list[int] = []
+    rows = []
+    excluded = []
     for row, document in enumerate(KeyIndex(keys).find(wanted).tolist()):
         if document >= 0 and document not in data.relevance[queries[row]]:
             rows.append(row)
@@ -216,7 +214,7 @@ def compressed_scores(
     documents by signs, ordered by the float query and the documents' signs, so that only bits are stored.
     """
     excluded = excluded_pairs(data, range(len(data.queries)))
-    scores: dict[str, float] = {}
+    scores = {}
     for dim in dict.fromkeys([documents_ND.shape[1], *dims]):
         queries = first_dims(queries_QD, dim, normalize)
         documents = first_dims(documents_ND, dim, normalize)

@@ -22,8 +22,7 @@ from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
 from vembed.files import cache_folder, short_hash
 from vembed.inference.reranker import Reranker
-from vembed.mining.candidates import CandidateChunk
-from vembed.mining.choice import UNDECIDED, Chosen
+from vembed.mining.candidates import UNDECIDED, CandidateChunk, Chosen
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.inputs import (
     Log,
@@ -166,7 +165,7 @@ class CachedJudge:
             return answers
         if self._model is None:
             self._model = load_judge(self.judge, self._options, self._device)
-        answered: list[int] = []
+        answered = []
         try:
             for index, answer in self._model([pairs[place] for place in missing]):
                 self.counts["asked"] += 1
@@ -237,7 +236,7 @@ class Cascade:
             answers = judge.answers([pairs[pair] for pair in open_pairs])
             is_last = judge is self._judges[-1]
             low, high = judge.judge.unsure
-            unsure: list[int] = []
+            unsure = []
             for pair, answer in zip(open_pairs, answers, strict=True):
                 if answer is not None:
                     judgements[pair] = answer
@@ -346,7 +345,7 @@ class RowNegatives:
         self.rows = open_rows(config)
         self.starts = [0]
         """Of each row, the index of its first negative among those of all rows."""
-        places: list[tuple[int, int, tuple[int, int]]] = []
+        places = []
         for row in range(len(self.rows)):
             example = self.rows.example(row)
             items = (example.query, *example.negatives)

@@ -261,7 +261,7 @@ class MineConfig(ChoiceOptions, DataOptions, ModelOptions, CommandConfig):
         retrievers = []
         for entry in self.retrievers or [str(self.model_name)]:
             retriever = Retriever(model=entry) if isinstance(entry, str) else entry
-            prompts: dict[str, str | None] = {}
+            prompts = {}
             if retriever.query_prompt is None:
                 prompts["query_prompt"] = self.query_prompt
             if retriever.document_prompt is None:
@@ -498,8 +498,8 @@ def load_options(
     options = _options(kind)
     file = Path(source) if isinstance(source, str | Path) else None
     source_name = "the config" if file is None else str(source)
-    problems: list[str] = []
-    values: dict[str, OptionValue] = {}
+    problems = []
+    values = {}
 
     def refuse_key(name: str, place: str) -> None:
         near = nearest(name, [*options, *known_names()])

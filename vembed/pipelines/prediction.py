@@ -19,7 +19,7 @@ from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSection, ModelSection
 from vembed.data.columns import Columns
 from vembed.data.examples import Item
-from vembed.data.features import Pair, PairFeaturiser
+from vembed.data.features import PairFeaturiser
 from vembed.data_tools.starter import field_texts, read_sample
 from vembed.errors import UserError
 from vembed.models.families.description import ModelDescription, describe
@@ -242,8 +242,8 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
         sample = read_sample(Path(source.path).expanduser())
         if not sample.records:
             raise refusal
-        texts: list[str] = []
-        pairs: list[Pair] = []
+        texts = []
+        pairs = []
         for record in sample.records:
             texts_of_record = _texts(record, mapping, data.max_negatives)
             if texts_of_record is None:
@@ -273,7 +273,7 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
 def _token_counts(description: ModelDescription, texts: list[str]) -> list[int]:
     if not texts:
         return []
-    tokenizer: Any = load_tokenizer(description)
+    tokenizer = load_tokenizer(description)
     limit = description.max_length
     encoded = tokenizer(texts, truncation=True, max_length=limit)
     return [len(token_ids) for token_ids in encoded["input_ids"]]
@@ -290,7 +290,7 @@ def _texts(
         return None
     queries = field_texts(record.get(layout.query) if layout.query else None)
     documents = field_texts(record.get(layout.positive) if layout.positive else None)
-    negatives: list[str | None] = []
+    negatives = []
     for name in layout.negatives:
         negatives += field_texts(record.get(name))
     documents = [*documents, *negatives[:max_negatives]]

@@ -191,7 +191,7 @@ class _Stage:
                 f"output_dir: {self.folder} is not the same folder for all processes; give one on a file system "
                 "that all machines share"
             )
-        scores: dict[str, Any] | None = None
+        scores = None
         if self.step.kind == "train":
             code = train(self.arguments)
         else:
@@ -408,7 +408,7 @@ def _pairs(options: Mapping[str, Any]) -> list[str]:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    args: list[str] = []
+    args = []
     for key, value in options.items():
         flag = f"--{key.replace('_', '-')}"
         if value is True:
@@ -583,7 +583,7 @@ def of_training(
     world_size: int,
 ) -> str:
     """Return the fingerprint of a training stage. `before`: that of the step whose model it starts from."""
-    facts: dict[str, Any] = {}
+    facts = {}
     for name, value in config.to_dict().items():
         if name in COUNTED or name not in MAY_CHANGE:
             facts[name] = _contents(value) if name in FILE_OPTIONS else value
@@ -652,8 +652,8 @@ def estimates(
     """Return the estimate of each step. The weights of a stage's model need not be there yet: every stage has the
     architecture of the model that the first one starts from. `skips_missing`: a model that is not here is no error."""
     models: dict[str, str] = {}
-    step_estimates: list[Estimate] = []
-    newest: Prediction | None = None
+    step_estimates = []
+    newest = None
     for step in pipeline.steps:
         before = pipeline.model_before(step.name)
         if step.kind != "train":
@@ -719,7 +719,7 @@ def table(step_estimates: Sequence[Estimate]) -> str:
 
 def _between(step: Step, newest: Prediction | None) -> Estimate:
     """Return the estimate of a step between trainings. `newest`: the training before it, whose model has its shapes."""
-    # 2**20 elements in float64: PIECE of weights/methods.py, which is not imported because it imports torch.
+    # 2**20 elements in float64: PIECE of weights/merge.py, which is not imported because it imports torch.
     if step.kind == "merge":
         return Estimate(
             step, "pieces of 8 MB of each model", "that of reading each model once"

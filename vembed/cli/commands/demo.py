@@ -236,7 +236,7 @@ def split_by_module(
     for pair in pairs:
         packages.setdefault(pair.module.split(".")[0], []).append(pair)
     validation: list[FunctionPair] = []
-    rest: list[FunctionPair] = []
+    rest = []
     # A few packages (tkinter, asyncio) hold a tenth of all pairs. Cap them, so that validation covers many modules.
     for package in sorted(packages, key=_hash):
         # Whole packages, so that no training function comes from a module that is measured with.

@@ -129,8 +129,12 @@ def encode(
 
     from vembed.cli.encode_files import EncodeInput, broken_images, vector_writer
     from vembed.inference.embedder import Embedder
-    from vembed.inference.encoding import encode_items
-    from vembed.inference.quantization import quantized, ranges_of, read_ranges
+    from vembed.inference.encoding import (
+        encode_items,
+        quantized,
+        ranges_of,
+        read_ranges,
+    )
     from vembed.progress import ProgressReport, duration
 
     console = plain_console(stderr=True)

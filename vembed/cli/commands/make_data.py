@@ -159,9 +159,9 @@ def read_call(
             )
             print_lines(f"  {name} ({default})", *lines)
         raise typer.Exit
-    file: str | None = None
-    overrides: list[str] = []
-    processes: dict[str, Any] = {}
+    file = None
+    overrides = []
+    processes = {}
     is_dry_run = False
     rest = iter(args or [])
     for word in rest:

@@ -153,7 +153,7 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
         raise UserError(
             f"{len(folders)} run was given: a comparison needs two or more, as vembed compare runs/a runs/b"
         )
-    resolved: set[Path] = set()
+    resolved = set()
     for folder in folders:
         path = Path(folder).resolve()
         if path in resolved:

@@ -204,8 +204,8 @@ def read_run(output_dir: str | Path) -> RunRecord:
             f"{folder} has no config.yaml, so it is not the folder of a run"
         )
     config = read_yaml(config_file)
-    steps: list[dict[str, Any]] = []
-    evaluations: list[RecordedEvaluation] = []
+    steps = []
+    evaluations = []
     metrics = ""
     if metrics_file.exists():
         metrics = read_state_text(metrics_file, errors="replace")
