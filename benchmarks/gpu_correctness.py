@@ -482,11 +482,13 @@ def host_waits(record: Record, run: Run, folder: Path) -> Values:
         with counted("backward"):
             backward(self, *arguments)
 
-    ContrastiveStep.encode, ContrastiveStep.backward = watched_encode, watched_backward  # type: ignore[method-assign]
+    ContrastiveStep.encode = watched_encode  # type: ignore[method-assign]
+    ContrastiveStep.backward = watched_backward  # type: ignore[method-assign]
     try:
         run(folder / "waits", max_steps=3, use_gradient_cache=True)
     finally:
-        ContrastiveStep.encode, ContrastiveStep.backward = encode, backward  # type: ignore[method-assign]
+        ContrastiveStep.encode = encode  # type: ignore[method-assign]
+        ContrastiveStep.backward = backward  # type: ignore[method-assign]
     require(
         calls["encode"] == 3,
         f"{calls} calls were seen, and the third is the one that is looked at",

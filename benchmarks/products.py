@@ -50,11 +50,13 @@ def profiled_step(number: int) -> Iterator[profile]:
             profiler.stop()
         return outcome
 
-    ContrastiveStep.accumulate, Update.apply = begin, end  # type: ignore[method-assign]
+    ContrastiveStep.accumulate = begin  # type: ignore[method-assign]
+    Update.apply = end  # type: ignore[method-assign]
     try:
         yield profiler
     finally:
-        ContrastiveStep.accumulate, Update.apply = accumulate, apply  # type: ignore[method-assign]
+        ContrastiveStep.accumulate = accumulate  # type: ignore[method-assign]
+        Update.apply = apply  # type: ignore[method-assign]
 
 
 def seconds_by_operator(case: Case, precision: str) -> dict[str, float]:

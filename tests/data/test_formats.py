@@ -117,7 +117,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(base, "READ_ROWS", 7)
     monkeypatch.setattr(parquet, "MAX_HELD_BYTES", 100)
     monkeypatch.setattr(parquet, "READ_ROWS", 32)
-    monkeypatch.setattr(parquet, "PART_BYTES", 4_000)
+    monkeypatch.setattr(parquet, "PART_ROW_BYTES", 4_000)
 
 
 def index_of(reader, *, with_keys=False, **options):

@@ -22,7 +22,7 @@ from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
 from vembed.data.formats.saved_datasets import is_saved_dataset
 from vembed.data.formats.table import (
     CODECS,
-    ENDINGS,
+    FORMAT_BY_ENDING,
     WAYS_OUT,
     ending_of,
     open_reader,
@@ -106,7 +106,7 @@ class EncodeInput:
         if self.has_images:
             return self._image_rows()
         ending = ending_of(self.path)
-        is_table = self.path.is_dir() or ending in ENDINGS
+        is_table = self.path.is_dir() or ending in FORMAT_BY_ENDING
         if not self.is_stdin and self.line_format == "auto":
             if is_table:
                 return self._reader_rows()
@@ -201,8 +201,8 @@ class EncodeInput:
 
     def _checked(self, chunk: Sequence[RawRow], first: int) -> list[EncodeRow]:
         """Return the inputs of a chunk, of which the first row has this number. Collective."""
-        rows: list[EncodeRow] = []
-        problems: list[tuple[int, str]] = []
+        rows = []
+        problems = []
         for number, (line, record, problem) in enumerate(chunk, first):
             where = f"{self.name}:{line}"
             value = record

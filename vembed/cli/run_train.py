@@ -117,10 +117,10 @@ def run_train(
     code = 0
     changes = launch.changes or {}
     if rank_info is not None or launch.world_size == 1:
-        from vembed.training.trainer import train as train_here
+        from vembed.training.trainer import train_run
 
         os.environ.update({**changes, **run_variables})
-        train_here(run)
+        train_run(run)
     else:
         environments = rank_environments(
             launch.num_processes,
@@ -162,7 +162,7 @@ def resolve_launch(
     """
     file = run.file
     is_dry_run = arguments is None or arguments.is_dry_run
-    changes: dict[str, str] = {}
+    changes = {}
     if file is not None and file.use_cpu:
         changes = {"CUDA_VISIBLE_DEVICES": ""}
     elif file is not None and file.gpu_ids is not None:

@@ -489,7 +489,7 @@ _NO_NEGATIVES = frozenset(
         "scores",
     ]
 )
-PROMPTS = frozenset(["prompt", "instruction", "query_instruction", "instruct"])
+PROMPT_COLUMNS = frozenset(["prompt", "instruction", "query_instruction", "instruct"])
 """Likely names of columns with a prompt of the query, beside a query."""
 NUM_CLASSES = range(3, 11)
 """Numbers of different whole numbers that look like classes, not like scores."""
@@ -543,7 +543,7 @@ def unread_negatives(unused: Iterable[str]) -> str | None:
 def unread_prompt(unused: Iterable[str]) -> str | None:
     """Return what is wrong where a column that is not read probably holds prompts; None without one."""
     for name in unused:
-        if normalised_name(name) in PROMPTS:
+        if normalised_name(name) in PROMPT_COLUMNS:
             return (
                 f"{name} is not read: if it goes before the query, set column_mapping: "
                 f"{{{quoted_column(name)}: query_prompt}}"

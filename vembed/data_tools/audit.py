@@ -30,8 +30,7 @@ from vembed.data_tools.data_page import PageSection, sections
 from vembed.errors import UserError, joined, listed
 from vembed.evaluation.report.page import render_page
 from vembed.files import replace_text
-from vembed.mining.candidates import CandidateSearch, open_candidates
-from vembed.mining.choice import calibrate
+from vembed.mining.candidates import CandidateSearch, calibrate, open_candidates
 from vembed.mining.inputs import (
     Log,
     MiningInputs,
@@ -130,7 +129,7 @@ def audit(
             checks.near_duplicates(config.near_duplicate)
         if validation is not None:
             checks.leakage(validation)
-        sources: dict[str, Any] = {}
+        sources = {}
         for name, size in zip(data.names, data.sizes, strict=True):
             sources[name] = {"rows": size}
         if config.model_name is not None:
@@ -143,7 +142,7 @@ def audit(
 
         num_cleaned = None
         if config.cleaned_path is not None:
-            dropped: set[int] = set()
+            dropped = set()
             for kind in config.drop:
                 dropped |= checks.rows_to_drop.get(kind, set())
             num_cleaned = len(rows) - len(dropped)
@@ -158,7 +157,7 @@ def audit(
         name = f"{len(data.names)} sources"
         if isinstance(config.data_path, str):
             name = config.data_path
-        report: dict[str, Any] = {
+        report = {
             "name": name,
             "summary": " ".join(f"{line}." for line in inputs.summary()),
             "num_rows": len(data),
@@ -293,7 +292,7 @@ class Checks:
     def records(self, rows: Rows) -> None:
         """Records that training would refuse, and pairs with a column that probably says which match, and is not read."""
         num_bad = 0
-        problems: list[dict[str, str]] = []
+        problems = []
         tables = [table for table in rows.tables if isinstance(table, Records)]
         for table in tables:
             num_bad += table.index.num_bad
@@ -338,7 +337,7 @@ class Checks:
         """Rows that say again what another row says."""
         data = self.data
         first_rows: dict[tuple[int, ...], int] = {}
-        copies: dict[int, int] = {}
+        copies = {}
         for row, query in enumerate(data.query_keys):
             content = (query, *sorted(data.positive_keys[row]))
             first = first_rows.setdefault(content, row)
@@ -389,8 +388,8 @@ class Checks:
         for row, query in enumerate(data.query_keys):
             for key in data.positive_keys[row]:
                 positive_row.setdefault((query, key), row)
-        examples: list[dict[str, str]] = []
-        rows: set[int] = set()
+        examples = []
+        rows = set()
         by_source: Counter[str] = Counter()
         for row, query in enumerate(data.query_keys):
             example = data.examples[row]
@@ -422,8 +421,8 @@ class Checks:
 
     def repeated_images(self) -> None:
         """Images of positives that occur under several names, by their bytes."""
-        rows: dict[bytes, set[int]] = defaultdict(set)
-        names: dict[bytes, set[str]] = defaultdict(set)
+        rows = defaultdict(set)
+        names = defaultdict(set)
         # Each file is read once.
         digest_of = functools.cache(image_digest)
         for row, example in enumerate(self.data.examples):
@@ -457,7 +456,7 @@ class Checks:
                 f"{example.query.text or ''}\n{example.positives[0].text or ''}"
             )
         index = NearIndex(map(ngrams, texts), threshold)
-        near: dict[int, int] = {}
+        near = {}
         for row in range(len(texts)):
             if row in self.rows_to_drop["duplicates"]:
                 continue
@@ -487,7 +486,7 @@ class Checks:
         num_equal = sum(key in in_validation for key in data.query_keys)
         if self.config.near_duplicate is not None:
             # Each query once: rows of one query leak together.
-            queries: dict[int, str] = {}
+            queries = {}
             for rows in (validation, data):
                 for key, example in zip(rows.query_keys, rows.examples, strict=True):
                     queries[key] = example.query.text or ""
@@ -501,7 +500,7 @@ class Checks:
                 other = next(index.near(number), None)
                 if other is not None:
                     in_validation[key] = texts[other]
-        leaks: dict[int, str] = {}
+        leaks = {}
         for row, key in enumerate(data.query_keys):
             if key in in_validation:
                 leaks[row] = in_validation[key]
@@ -603,7 +602,7 @@ class Checks:
             )
             if len(examples) == self.config.num_examples:
                 break
-        path: Any = mining.data_path
+        path = mining.data_path
         if isinstance(path, list):
             path = path[0] if isinstance(path[0], str) else path[0].path
         fix = f"vembed mine model_name={mining.model_name} data_path={path} output_path=mined.jsonl threshold=auto"
@@ -621,7 +620,7 @@ class Checks:
                 )
             )
 
-        by_source: dict[str, Any] = {}
+        by_source = {}
         for number, name in enumerate(data.names):
             of_source = above[data.sources == number]
             by_source[name] = {

@@ -53,13 +53,13 @@ from vembed.mining.options import (
     paths_of,
 )
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.retrievers import DTYPES, files_identity
+from vembed.mining.retrievers import VECTOR_DTYPES, files_identity
 from vembed.models.families.model_files import whole_model_folder
 from vembed.models.processors import open_tokenizer
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport, duration
 
-BLOCK = 64
+DOCUMENTS_PER_WRITE = 64
 """Documents whose queries are written together."""
 MAX_EXAMPLES = 1000
 """Rows of the user from which examples are drawn."""
@@ -123,11 +123,11 @@ def generate(
             chosen = random.choice(len(documents), config.max_documents, replace=False)
             documents = documents[np.sort(chosen)]
         log_line(f"documents: {len(documents):,d}")
-        texts: dict[str, str] = {}
+        texts = {}
         if config.written_kinds():
             texts = _written_texts(config, files, documents, folder, running)
         rows = []
-        seen: set[tuple[str, str]] = set()
+        seen = set()
         for row in _rows(config, files, documents, texts, left_out):
             query = casefolded(row["query"])
             positive = json.dumps(row["positive"])
@@ -231,14 +231,18 @@ def _written_texts(
     answers = folder / "written" / identity
     answers.mkdir(parents=True, exist_ok=True)
     texts = _read_answers(answers)
-    write: WriteTexts | None = None
+    write = None
     num_documents = len(documents)
-    blocks = range(session.rank * BLOCK, num_documents, session.world_size * BLOCK)
+    blocks = range(
+        session.rank * DOCUMENTS_PER_WRITE,
+        num_documents,
+        session.world_size * DOCUMENTS_PER_WRITE,
+    )
     with ProgressReport("generating", active=session.is_main) as progress:
         for first in blocks:
-            stop = min(first + BLOCK, num_documents)
-            keys: list[str] = []
-            prompts: list[str] = []
+            stop = min(first + DOCUMENTS_PER_WRITE, num_documents)
+            keys = []
+            prompts = []
             for number in range(first, stop):
                 document = documents[number]
                 item = files[document[FILE]].read(int(document[START]))[1]
@@ -252,7 +256,7 @@ def _written_texts(
                 # Loaded when it is first asked: an interrupted run may have all answers.
                 write = write or load_writer(config, writer, session.device)
                 # The seed of a block, so that its text does not depend on the rank that writes it.
-                seed = config.seed + first // BLOCK
+                seed = config.seed + first // DOCUMENTS_PER_WRITE
                 path = answers / f"{os.uname().nodename}-{os.getpid()}.answers"
                 with path.open("a", encoding="utf-8") as file:
                     for index, text in write(prompts, seed):
@@ -265,7 +269,7 @@ def _written_texts(
 
 
 def _read_answers(folder: Path) -> dict[str, str]:
-    texts: dict[str, str] = {}
+    texts = {}
     for path in sorted(folder.glob("*.answers")):
         for line in path.read_text(encoding="utf-8").splitlines():
             with suppress(ValueError):  # half of a line
@@ -337,10 +341,10 @@ def load_writer(
     folder = whole_model_folder(writer.model, option="writer")
     tokenizer = open_tokenizer(folder, padding_side="left", trust_remote_code=trust)
     add_padding_token(tokenizer)
-    dtype = DTYPES.get(config.torch_dtype)
+    dtype = VECTOR_DTYPES.get(config.torch_dtype)
     model = read_weights(AutoModelForCausalLM, folder, dtype, trust).eval().to(device)
     # None: generate() warns of sampling settings that a model brings along.
-    sampling: dict[str, Any] = dict.fromkeys(("temperature", "top_p", "top_k"))
+    sampling = dict.fromkeys(("temperature", "top_p", "top_k"))
     sampling["do_sample"] = False
     if writer.temperature > 0:
         sampling = {"do_sample": True, "temperature": writer.temperature}
@@ -443,7 +447,7 @@ def heading_section(text: str) -> list[GeneratedPair]:
     """Each heading of a Markdown text, and its section."""
     headings = list(_HEADING.finditer(text))
     ends = [match.start() for match in headings[1:]] + [len(text)]
-    pairs: list[GeneratedPair] = []
+    pairs = []
     for match, end in zip(headings, ends, strict=False):
         section = text[match.end() : end].strip()
         if _is_long(section, MIN_DOCUMENT_WORDS):
@@ -511,7 +515,7 @@ def pairs_of(
         "first_sentence": partial(first_sentence, text),
         "crop": partial(crop, text, random),
     }
-    pairs: list[tuple[str, GeneratedPair]] = []
+    pairs = []
     for kind in kinds or makers:
         pairs += [(kind, pair) for pair in makers[kind]()]
         if pairs and not kinds:

@@ -181,7 +181,7 @@ def convert(
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    model: Any = onnx.load(target)
+    model = onnx.load(target)
     for path in target.parent.glob(f"{target.name}*"):
         path.unlink()  # also model.onnx.data, which large models have
     # The shapes of inner values: of folded transposes they are those before folding, which the converters refuse. They
@@ -423,7 +423,7 @@ class OpenvinoFormat(ExportFormat):
         """Write the model, the tokenizer and the prompts."""
         save_processors(job.embedder.description, folder)
         write_text_graph(job.embedder, "float32", folder)
-        openvino: Any = import_module("openvino")
+        openvino = import_module("openvino")
         model = openvino.convert_model(str(folder / ONNX_FILE))
         # Named, because save_model's own default stores float16.
         is_float16 = job.precision == "float16"
@@ -442,7 +442,7 @@ class OpenvinoReader(GraphReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        openvino: Any = import_module("openvino")
+        openvino = import_module("openvino")
         self.runtime = f"openvino {openvino.get_version()}"
         # On CPUs with bfloat16 instructions it would otherwise compute in bfloat16.
         options = {"INFERENCE_PRECISION_HINT": "f32"}

@@ -146,7 +146,7 @@ def sorted_documents(
     """Return {"index", "score", "text"} of the documents, best first."""
     ranking = []
     for index in np.argsort(-scores, kind="stable")[:top_k].tolist():
-        row: dict[str, Any] = {"index": index, "score": float(scores[index])}
+        row = {"index": index, "score": float(scores[index])}
         if isinstance(documents[index], str):
             row["text"] = documents[index]
         ranking.append(row)

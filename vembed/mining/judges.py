@@ -22,8 +22,7 @@ from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
 from vembed.files import cache_folder, short_hash
 from vembed.inference.reranker import Reranker
-from vembed.mining.candidates import CandidateChunk
-from vembed.mining.choice import UNDECIDED, Chosen
+from vembed.mining.candidates import UNDECIDED, CandidateChunk, Chosen
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.inputs import (
     Log,
@@ -54,7 +53,7 @@ ENDPOINT_PROMPT = (
 )
 ANSWER = re.compile(r"\b(yes|no|true|false|relevant|irrelevant|not)\b", re.IGNORECASE)
 POSITIVE = frozenset({"yes", "true", "relevant"})
-BLOCK = 256
+PAIRS_PER_WRITE = 256
 """Pairs that are judged before they are written down: what a kill loses."""
 
 TextPair = tuple[str, str]
@@ -166,7 +165,7 @@ class CachedJudge:
             return answers
         if self._model is None:
             self._model = load_judge(self.judge, self._options, self._device)
-        answered: list[int] = []
+        answered = []
         try:
             for index, answer in self._model([pairs[place] for place in missing]):
                 self.counts["asked"] += 1
@@ -212,8 +211,11 @@ class Cascade:
         numbers = range(session.rank, num_pairs, session.world_size)
         judgements = np.full(len(numbers), UNDECIDED, np.float32)
         with ProgressReport("judging", active=session.is_main) as progress:
-            for begin in range(0, len(numbers), BLOCK):
-                pairs = [pair_of(number) for number in numbers[begin : begin + BLOCK]]
+            for begin in range(0, len(numbers), PAIRS_PER_WRITE):
+                pairs = [
+                    pair_of(number)
+                    for number in numbers[begin : begin + PAIRS_PER_WRITE]
+                ]
                 end = begin + len(pairs)
                 judgements[begin:end] = self._decide(pairs)
                 progress(end, len(numbers))
@@ -234,7 +236,7 @@ class Cascade:
             answers = judge.answers([pairs[pair] for pair in open_pairs])
             is_last = judge is self._judges[-1]
             low, high = judge.judge.unsure
-            unsure: list[int] = []
+            unsure = []
             for pair, answer in zip(open_pairs, answers, strict=True):
                 if answer is not None:
                     judgements[pair] = answer
@@ -343,7 +345,7 @@ class RowNegatives:
         self.rows = open_rows(config)
         self.starts = [0]
         """Of each row, the index of its first negative among those of all rows."""
-        places: list[tuple[int, int, tuple[int, int]]] = []
+        places = []
         for row in range(len(self.rows)):
             example = self.rows.example(row)
             items = (example.query, *example.negatives)

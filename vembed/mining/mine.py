@@ -17,8 +17,14 @@ from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item, Kind
 from vembed.evaluation.bm25 import check_bm25
 from vembed.files import short_hash
-from vembed.mining.candidates import CandidateSearch, open_candidates
-from vembed.mining.choice import Calibration, Limits, choose_negatives, columns_by_row
+from vembed.mining.candidates import (
+    Calibration,
+    CandidateSearch,
+    Limits,
+    choose_negatives,
+    columns_by_row,
+    open_candidates,
+)
 from vembed.mining.inputs import (
     Documents,
     KnownPositives,

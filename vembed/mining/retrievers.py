@@ -46,7 +46,7 @@ from vembed.progress import ProgressReport
 
 Ranking = tuple[np.ndarray, np.ndarray]
 """[Q, k] numbers of documents, best first, -1 where there are fewer; and their scores."""
-FORMAT = 2
+INDEX_VERSION = 2
 """Format version of the index. Increase it when `words` gives other words."""
 
 
@@ -68,7 +68,7 @@ class LexicalRetriever:
         self._known = inputs.known
         self._session = session
         # With their order: the index knows documents by their numbers alone.
-        name = short_hash(FORMAT, array_identity(documents.exact))
+        name = short_hash(INDEX_VERSION, array_identity(documents.exact))
         index = folder / "bm25" / name
         if session.is_main and not index.exists():
             items = map(documents.item, range(len(documents)))
@@ -190,7 +190,7 @@ def _load_sentence_transformers(
     check_no_pickles(folder)
     model_kwargs: dict[str, Any] = {"use_safetensors": True}
     if options.torch_dtype != "auto":
-        model_kwargs["dtype"] = DTYPES[options.torch_dtype]
+        model_kwargs["dtype"] = VECTOR_DTYPES[options.torch_dtype]
     model = SentenceTransformer(
         str(folder),
         device=str(device),
@@ -437,7 +437,7 @@ number of items alone, so that any number of ranks encodes the same blocks."""
 PAIRS = 4096
 """Documents whose vectors are held at once for scores of pairs."""
 GATHERED_QUERIES = 8192
-DTYPES = {
+VECTOR_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -458,7 +458,7 @@ class VectorStore:
         """`keys`: the contents of the items, [N] or [N, 2] int64. `identity`: all else that the vectors depend on."""
         self._keys = keys.reshape(len(keys), -1)
         self._rows = RowStore(folder, identity, "mine", ".vectors")
-        self._dtype = DTYPES[dtype]
+        self._dtype = VECTOR_DTYPES[dtype]
         self._session = session
         size = SMALLEST_BLOCK
         # Doubling: a few more items leave the blocks as they are.

@@ -297,10 +297,10 @@ def _run(
 ) -> tuple[list[float], Path]:
     """Train once; return the scores of the evaluations, and the folder. `trial` hears of each and may end the run."""
     from vembed.training.hooks.base import STOP, Callbacks, Evaluation
-    from vembed.training.trainer import train
+    from vembed.training.trainer import train_run
 
     folder = search.folder / f"trial-{number}"
-    scores: list[float] = []
+    scores = []
 
     def on_evaluation(info: Evaluation) -> str | None:
         if info.step == 0:
@@ -317,7 +317,7 @@ def _run(
     options = [f"{name}={value}" for name, value in values.items()]
     overrides = [*TRIAL_OPTIONS, f"output_dir={folder}", *options]
     try:
-        train(resolve_run(config, overrides), [Callbacks(None, on_evaluation)])
+        train_run(resolve_run(config, overrides), [Callbacks(None, on_evaluation)])
     except Stopped as stopped:
         for checkpoint in folder.glob("checkpoint-*"):  # no trial is resumed
             shutil.rmtree(checkpoint, ignore_errors=True)
@@ -431,7 +431,7 @@ def _write_outcome(search: Search) -> dict[str, Any]:
         for trial in trials
     ]
     (search.folder / TRIALS).write_text(json.dumps(plain, indent=1) + "\n", "utf-8")
-    values: dict[str, OptionNumber] = {}
+    values = {}
     if best.number != first.number:
         values = {name: _rounded(value) for name, value in best.params.items()}
     # The search's trials have their own folders; the best config trains in that of the user's config.
@@ -444,7 +444,7 @@ def _write_outcome(search: Search) -> dict[str, Any]:
         f"best: trial {best.number}, {best.value:.4f} ({best.value - first.value:+.4f} to the config as it is)"
     ]
     lines += [f"  {name}: {value:g}" for name, value in values.items()]
-    importance: dict[str, float] = {}
+    importance = {}
     if len(complete) >= MIN_TRIALS_FOR_IMPORTANCE:
         importance = _importance(study)
     causes = f"not estimated from {len(complete)} trials that came to their end"

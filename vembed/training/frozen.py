@@ -329,7 +329,7 @@ class FrozenTowers:
 # ---- fingerprint of a modality's towers, for what is kept of frozen ones --------------
 
 
-FORMAT = 1
+FINGERPRINT_VERSION = 1
 """Version of the fingerprint. Increase it when towers give other features for the same inputs and weights."""
 _FIELDS = (
     "family",
@@ -354,7 +354,12 @@ def tower_identity(
 
     `arithmetic`: the dtype that the run computes in.
     """
-    settings: list[object] = [FORMAT, modality, arithmetic, transformers.__version__]
+    settings: list[object] = [
+        FINGERPRINT_VERSION,
+        modality,
+        arithmetic,
+        transformers.__version__,
+    ]
     described = description.to_dict()
     settings += [described[name] for name in _FIELDS]
     if modality != "text":

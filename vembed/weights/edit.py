@@ -146,7 +146,7 @@ def edit(
     editor = Editor(embedder, sets, kind, evaluation, keeps_original=trials > 0)
     before = editor.scores()
     log.info("before: %s", _score_line(before))
-    tried: list[EditTrial] = []
+    tried = []
     if trials:
         tried = _search(editor, plan, trials, seed)
         assert editor.metric is not None
@@ -371,7 +371,7 @@ class Editor:
             self._states = self.embedder.hidden_states(
                 texts, "all", self.kind, batch_size=ONE_AT_A_TIME
             )
-        edits: dict[str, Callable[[Tensor], Tensor]] = {}
+        edits = {}
         for writer in self.writers:
             if plan.layers is not None and writer.layer not in plan.layers:
                 continue
@@ -518,7 +518,7 @@ def _search(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=seed)
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
-    tried: list[EditTrial] = []
+    tried = []
     for number in range(1, num_trials + 1):
         asked = study.ask()
         values: dict[str, Any] = {"components": 1, "layers": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -39,13 +39,14 @@ from vembed.training.checkpoint import folders as integrity
 from vembed.training.checkpoint.checkpointer import read_state
 from vembed.training.checkpoint.tensors import Trained, restore, stored_tensors
 from vembed.training.hooks.averaging import averages_of, put_averages
-from vembed.weights.methods import Read
 
 log = logging.getLogger("vembed")
 
 # ---- safetensors files, so that no tensor has to be whole in memory ------------------------------------------------
 
-DTYPES = {code: getattr(torch, name) for name, code in CODES.items()}
+DTYPE_BY_CODE = {code: getattr(torch, name) for name, code in CODES.items()}
+Read = Callable[[int, int], Tensor]
+"""(start, stop) -> that range of a flattened tensor in float64, as a new tensor, which the caller may change."""
 _ALIGNMENT = 8
 """Bytes: the data of a safetensors file begin at a multiple of it."""
 
@@ -57,7 +58,7 @@ class TensorReader:
         self.path = path
         self.entries, self.metadata = read_header(path)
         for name, entry in self.entries.items():
-            if entry.dtype not in DTYPES:
+            if entry.dtype not in DTYPE_BY_CODE:
                 raise UserError(
                     f"{path}: {name} is stored as {entry.dtype}, which vembed cannot compute with"
                 )
@@ -70,7 +71,7 @@ class TensorReader:
     ) -> Tensor:
         """Return elements `start` to `stop` of the flattened tensor, as they are stored."""
         entry = self.entries[name]
-        dtype = DTYPES[entry.dtype]
+        dtype = DTYPE_BY_CODE[entry.dtype]
         stop = entry.size if stop is None else min(stop, entry.size)
         if stop <= start:
             return torch.empty(0, dtype=dtype)
@@ -97,7 +98,7 @@ class TensorWriter:
         header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
         offset = 0
         for name, entry in entries.items():
-            end = offset + entry.size * DTYPES[entry.dtype].itemsize
+            end = offset + entry.size * DTYPE_BY_CODE[entry.dtype].itemsize
             header[name] = {
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),
@@ -207,7 +208,7 @@ def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]
             f"{first.name} is a {first_type} and {other.name} is a {other_type}: only models of one architecture can "
             "be merged"
         )
-    names: dict[str, dict[str, str]] = {}
+    names = {}
     for part, tensors in first.files.items():
         names[part] = _matched_names(tensors, other.files.get(part, {}))
         missing = [

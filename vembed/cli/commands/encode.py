@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 65_536
 """Inputs that are read, sorted by length, encoded and written together; memory does not grow with the file."""
-DTYPES = {"binary": "int8", "ubinary": "uint8"}
+STORED_DTYPES = {"binary": "int8", "ubinary": "uint8"}
 """Dtype of the stored numbers, of precisions that have another name."""
 
 
@@ -129,8 +129,12 @@ def encode(
 
     from vembed.cli.encode_files import EncodeInput, broken_images, vector_writer
     from vembed.inference.embedder import Embedder
-    from vembed.inference.encoding import encode_items
-    from vembed.inference.quantization import quantized, ranges_of, read_ranges
+    from vembed.inference.encoding import (
+        encode_items,
+        quantized,
+        ranges_of,
+        read_ranges,
+    )
     from vembed.progress import ProgressReport, duration
 
     console = plain_console(stderr=True)
@@ -192,7 +196,7 @@ def encode(
             return quantized(vectors, precision, levels)
 
         shape: tuple[int, ...] = (dim,)
-        if precision in DTYPES:
+        if precision in STORED_DTYPES:
             shape = (-(-dim // 8),)  # 8 coordinates in a byte
         if chosen_layers is not None:
             shape = vectors_of([], lambda *_: None).shape[1:]  # [layers, width]
@@ -201,7 +205,7 @@ def encode(
         began = time.monotonic()
         writer = None
         if session.is_main:
-            stored = DTYPES.get(precision, precision)
+            stored = STORED_DTYPES.get(precision, precision)
             writer = stack.enter_context(
                 vector_writer(target, shape, stored, keeps_columns=bool(kept))
             )

@@ -421,7 +421,7 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(records: Sequence[Any], names: Sequence[str | None]) -> list[str]:
-    texts: list[str] = []
+    texts = []
     for record in records:
         for name in names:
             values_read = field_texts(record.get(name or ""))

@@ -236,7 +236,7 @@ def rerank(
     images = files.ImageRoot(image_root or str(folder), allow_urls=False)
     form = RecordFormat(Columns({"documents": "positive"}), images)
     with ExitStack() as stack:
-        source: Any = sys.stdin
+        source = sys.stdin
         if lists != "-":
             source = stack.enter_context(Path(lists).open(encoding="utf-8"))
         model_path, options = stack.enter_context(use.open(model))

@@ -154,7 +154,7 @@ class Service:
         scores, num_tokens = await self.scores(request, queries, documents)
         if not (is_tei and values.get("raw_scores")):
             scores = expit(scores)
-        rows: list[dict[str, Any]] = []
+        rows = []
         for index in np.argsort(-scores, kind="stable").tolist()[:top_n]:
             score = float(scores[index])
             if is_tei:
@@ -474,7 +474,7 @@ def request_texts(
     limits: RequestLimits,
 ) -> list[str]:
     """Return the text under `key`, or its list of texts. Cohere's documents may be objects with a `text`."""
-    content: Any = values.get(key)
+    content = values.get(key)
     entries = content if isinstance(content, list) else [content]
     _check_count(key, entries, limits)
     texts = []
@@ -557,7 +557,7 @@ def openai_answer(
         )
     rows = []
     for index, vector in enumerate(vectors):
-        embedding: Any = vector.tolist()
+        embedding = vector.tolist()
         if encoding == "base64":
             embedding = base64.b64encode(vector.astype("<f4").tobytes()).decode()
         rows.append({"object": "embedding", "index": index, "embedding": embedding})
@@ -595,7 +595,7 @@ def _is_token_ids(content: object) -> bool:
 
 
 BACKLOG = 512
-HEAD_BYTES = 65_536
+MAX_HEAD_BYTES = 65_536
 TOO_MANY_CONNECTIONS = (
     b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\n"
     b"Content-Length: 0\r\n\r\n"
@@ -703,7 +703,7 @@ def serve(
             server_header=False,
             proxy_headers=False,
             backlog=BACKLOG,
-            h11_max_incomplete_event_size=HEAD_BYTES,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=int(limits.head_seconds) + 1,
             timeout_graceful_shutdown=int(limits.drain_seconds),
         )

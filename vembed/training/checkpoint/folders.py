@@ -35,7 +35,7 @@ from vembed.files import (
 log = logging.getLogger("vembed")
 
 FINAL = "final"
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 _LENGTH_AND_MACHINES = """
     epochs max_steps max_train_minutes strategy accelerate_config num_processes num_machines
@@ -391,7 +391,7 @@ def trim_metrics(
     `is_scored`: false drops the evaluation of `step` too, which the run will make again.
     `num_bytes`: length of the file when the checkpoint was written. A shorter file is reported.
     """
-    path = output_dir / METRICS
+    path = output_dir / METRICS_FILE
     content = read_state_bytes(path) if path.exists() else b""
     if len(content) < num_bytes:
         log.warning(
