@@ -83,18 +83,18 @@ class Sampling:
         batch_sizes: Sequence[int],
     ) -> list[int]:
         """Return how many examples of each source an epoch draws: about as many in all as with `proportional`."""
-        wanted = [size * weight for size, weight in zip(sizes, weights, strict=True)]
+        counts = [size * weight for size, weight in zip(sizes, weights, strict=True)]
         if self.kind == "round_robin":
-            num_batches = max(1, round(sum(wanted) / sum(batch_sizes)))
+            num_batches = max(1, round(sum(counts) / sum(batch_sizes)))
             return [num_batches * size for size in batch_sizes]
         if self.alpha != 1.0:
             shares = [
                 weight * size**self.alpha
                 for size, weight in zip(sizes, weights, strict=True)
             ]
-            factor = sum(wanted) / sum(shares)
-            wanted = [share * factor for share in shares]
-        return [max(1, round(count)) for count in wanted]
+            factor = sum(counts) / sum(shares)
+            counts = [share * factor for share in shares]
+        return [max(1, round(count)) for count in counts]
 
 
 PROPORTIONAL = Sampling()

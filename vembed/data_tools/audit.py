@@ -147,10 +147,10 @@ def audit(
                 dropped |= checks.rows_to_drop.get(kind, set())
             num_cleaned = len(rows) - len(dropped)
             if running.is_main:
-                kept = (row for row in range(len(rows)) if row not in dropped)
+                kept_rows = (row for row in range(len(rows)) if row not in dropped)
                 write_rows(
                     check_output(config.cleaned_path, option="cleaned_path"),
-                    map(rows.record, kept),
+                    map(rows.record, kept_rows),
                 )
             log_line(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
         findings = checks.findings

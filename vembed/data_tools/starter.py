@@ -226,13 +226,13 @@ class Guess:
 def guess(
     records: Sequence[Record],
     missing: Sequence[str],
-    taken: Sequence[str] = (),
+    taken_columns: Sequence[str] = (),
 ) -> Guess:
     """Return columns for the missing parts (query, positive) among those that are not taken."""
     candidates = []
     for name in dict.fromkeys(name for record in records for name in record):
         column = _facts(name, [record.get(name) for record in records])
-        if name not in taken and column.is_text:
+        if name not in taken_columns and column.is_text:
             candidates.append(column)
     longest = max((column.mean_length for column in candidates), default=1.0) or 1.0
     mapping = {}

@@ -292,7 +292,7 @@ class CandidateJudge:
         # Those that stay first, in their order.
         order = np.argsort(~stays, axis=1, kind="stable")[:, : config.budget]
         is_kept = np.take_along_axis(stays, order, axis=1)
-        kept = []
+        kept_arrays = []
         for values, fill in (
             (chosen.documents, -1),
             (chosen.scores, -np.inf),
@@ -300,8 +300,8 @@ class CandidateJudge:
         ):
             ordered = np.take_along_axis(values, order, axis=1)
             ordered[~is_kept] = fill
-            kept.append(ordered)
-        return Chosen(*kept)
+            kept_arrays.append(ordered)
+        return Chosen(*kept_arrays)
 
 
 def text_of(item: Item) -> str:

@@ -100,9 +100,9 @@ class LaunchCheck:
         began = time.monotonic()
         next_line = LINE_SECONDS
         while not is_done():
-            now = time.monotonic()
-            waited = now - began
-            if now > self._end:
+            current_time = time.monotonic()
+            waited = current_time - began
+            if current_time > self._end:
                 return False
             if waited >= next_line:
                 next_line += LINE_SECONDS

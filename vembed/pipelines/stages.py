@@ -129,14 +129,16 @@ class _Stage:
 
     def check(self) -> None:
         """Raise UserError where this step cannot work, as far as can be told before the steps before it have run."""
-        made = [self.pipeline.folder(step.name) for step in self.before]
+        future_folders = [self.pipeline.folder(step.name) for step in self.before]
         if self.step.kind == "train":
             run = self._resolve()
             require_trackers(run.config.logging.report_to)
             if not self.arguments.is_dry_run:
-                require_paths(run.config.model, run.config.data, run.origins, made)
+                require_paths(
+                    run.config.model, run.config.data, run.origins, future_folders
+                )
             return
-        check_options(self.pipeline, self.step, self.options, made)
+        check_options(self.pipeline, self.step, self.options, future_folders)
         problem = check_arguments(*self.command())
         if problem is not None:
             raise UserError(
@@ -323,15 +325,15 @@ class _Stage:
         if self.model_before is not None:
             # A model that the command line names is the one that the first stage starts from.
             left_out.append("model_name")
-        kept = []
+        kept_overrides = []
         for override in overrides:
             (option,) = values_by_option([override])
             if option not in left_out:
-                kept.append(override)
+                kept_overrides.append(override)
         if "resume" not in values_by_option(overrides):
             # A stage that was stopped goes on; its folder is of this very fingerprint.
-            kept.append("resume=auto")
-        return tuple(kept)
+            kept_overrides.append("resume=auto")
+        return tuple(kept_overrides)
 
     def _resolve(self) -> ResolvedRun:
         arguments = self.arguments
@@ -481,13 +483,15 @@ def check_options(
     pipeline: Pipeline,
     step: Step,
     options: Mapping[str, Any],
-    made: Sequence[Path],
+    future_folders: Sequence[Path],
 ) -> None:
     """Raise UserError where a step between names what is not there. `made`: folders of the steps before it."""
     where = f"{pipeline.source}: stage {step.name}: "
     for key in DATA_FILE_OPTIONS:
         for path in named_paths(options.get(key)):
-            problem = None if is_inside(path, made) else missing_path(key, path)
+            problem = (
+                None if is_inside(path, future_folders) else missing_path(key, path)
+            )
             if problem is not None:
                 raise UserError(where + problem)
     before = [
@@ -496,7 +500,9 @@ def check_options(
     others = {earlier.name for earlier in pipeline.steps} - set(before)
     for key in MODELS:
         for name in named_paths(options.get(key)):
-            is_folder = Path(name).expanduser().exists() or is_inside(name, made)
+            is_folder = Path(name).expanduser().exists() or is_inside(
+                name, future_folders
+            )
             if name in before or is_folder:
                 continue
             hint = did_you_mean(name, before) or similar_path(name)

@@ -108,9 +108,9 @@ class OutputLock:
         """Return who the dead owner of the lock is. Raise UserError if it lives."""
         # The clock of the file system sets the times of files.
         self._probe.touch()
-        now = self._probe.stat().st_mtime
+        current_time = self._probe.stat().st_mtime
         self._probe.unlink()
-        age = now - self.path.stat().st_mtime
+        age = current_time - self.path.stat().st_mtime
         owner: dict[str, Any] = {**UNKNOWN_OWNER, "started": 0.0}
         with suppress(ValueError, TypeError):
             owner.update(json.loads(read_state_bytes(self.path)))

@@ -58,7 +58,7 @@ def check_formats(formats: Sequence[type[Format]]) -> dict[str, type[Format]]:
         formats,
         lambda form: form.endings,
         needed=("endings", "title"),
-        taken=tuple(CODECS),
+        taken_names=tuple(CODECS),
     )
     for ending, form in by_ending.items():
         if not Path(f"data{ending}").suffix == ending == ending.lower():

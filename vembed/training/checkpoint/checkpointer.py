@@ -195,7 +195,7 @@ class Checkpointer:
             is_named = entry.name not in ("resume", "output_dir")
             if not entry.is_allowed:
                 forbidden.append(entry)
-            elif is_named and entry.now != "auto":  # that is decided again, later
+            elif is_named and entry.current != "auto":  # that is decided again, later
                 changed.append(str(entry))
         if forbidden and self.run.resume != "force":
             raise settings_error(forbidden, str(point.path))
