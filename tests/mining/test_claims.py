@@ -9,12 +9,14 @@ from tests.harness import run_ranks
 from tests.mining.data import assert_same_rows, read_lines, run, write_data
 from tests.mining.test_ranks import mined
 from vembed.evaluation.top_k import Pairs
-from vembed.mining.candidates import CONSIDERED, MARGIN, NEAREST, ClaimFinder
-from vembed.mining.inputs import open_session
+from vembed.mining.candidates import CLAIM_MARGIN, CONSIDERED, NEAREST, ClaimFinder
+from vembed.mining.inputs import open_command_session
 from vembed.mining.options import MineConfig
 from vembed.mining.retrievers import DenseRetriever
 
-NUM_QUERIES, NUM_DOCUMENTS, DIM = 60, 400, 6
+NUM_QUERIES = 60
+NUM_DOCUMENTS = 400
+DIM = 6
 
 
 def data():
@@ -42,7 +44,7 @@ def expected(queries, documents, positives):
         own = (positives.queries == query) | np.isin(positives.documents, own_documents)
         best = np.where(own[:, None], scores, -np.inf).max(axis=0)
         other = np.where(own[:, None], -np.inf, scores).max(axis=0)
-        room[query] = other - MARGIN * np.abs(other) - best
+        room[query] = other - CLAIM_MARGIN * np.abs(other) - best
     return room
 
 
@@ -54,7 +56,7 @@ def test_claims_are_those_of_the_definition(tmp_path):
         exact=np.arange(NUM_DOCUMENTS), num_candidates=NUM_DOCUMENTS
     )
     known = SimpleNamespace(exact=np.arange(NUM_QUERIES))
-    with open_session(None) as (session, _):
+    with open_command_session(None) as (session, _):
         dense = DenseRetriever(tmp_path, "m", documents_of_test, known, session)
         assert dense.queries.encode(lambda numbers: queries[numbers]) == NUM_QUERIES
         dense.documents.encode(lambda numbers: documents[numbers])
@@ -65,10 +67,8 @@ def test_claims_are_those_of_the_definition(tmp_path):
     room = np.take_along_axis(expected(queries, documents, positives), order, axis=1)[
         10:
     ]
-    wanted, is_clear = (
-        room >= 0,
-        np.abs(room) > 1e-5,
-    )  # sums in float32 do not decide between less
+    wanted = room >= 0
+    is_clear = np.abs(room) > 1e-5  # sums in float32 do not decide between less
     num_own = np.bincount(positives.queries, minlength=NUM_QUERIES).max()
     assert num_own < NEAREST
     assert 0.2 < wanted.mean() < 0.999

@@ -13,14 +13,15 @@ from vembed.mining import candidates
 from vembed.mining.mine import mine
 
 
-def mined(options, chunk=candidates.CHUNK):
-    candidates.CHUNK = chunk
+def mined(options, chunk=candidates.QUERIES_PER_SEARCH):
+    candidates.QUERIES_PER_SEARCH = chunk
     result = mine(options)
     return result.counts, result.num_encoded
 
 
 def killed_at_the_third_block(options):
-    add_rows, written = RowStore.add_rows, []
+    add_rows = RowStore.add_rows
+    written = []
 
     def add_and_count(self, keys, rows):
         written.append(len(keys))

@@ -12,7 +12,7 @@ from tests.tiny import shared, texts, tiny_bert_st
 from tests.training.test_run import metrics
 from vembed.errors import RunError, UserError
 from vembed.training.hooks.base import Hook
-from vembed.training.hooks.mining import FOLDER, EpochMiner
+from vembed.training.hooks.mining import MINING_FOLDER, EpochMiner
 
 NUM_ROWS = 24
 MINE = {"every_epochs": 1, "num_negatives": 3, "top_k": 10, "relative_margin": None}
@@ -55,7 +55,9 @@ class Seen(Hook):
 
     def __init__(self, fails_after=None):
         self.fails_after = fails_after
-        self.documents, self.losses, self.batches = [], [], []
+        self.documents = []
+        self.losses = []
+        self.batches = []
 
     def on_start(self, run):
         self.run = run
@@ -82,7 +84,9 @@ def train(config, **changes):
 def test_each_epoch_has_negatives_of_its_own(config):
     seen, result = train(config)
     assert len(seen.losses) == 9
-    first, second, third = seen.documents[:3], seen.documents[3:6], seen.documents[6:]
+    first = seen.documents[:3]
+    second = seen.documents[3:6]
+    third = seen.documents[6:]
     assert first == [first[0]] * 3
     assert second == [second[0]] * 3
     assert first[0] != second[0] != third[0]
@@ -99,7 +103,7 @@ def test_each_epoch_has_negatives_of_its_own(config):
     assert "72 negatives for 24 examples (mean score 0." in lines[0]
     assert "100.0% new" in lines[0]
     assert len(metrics(result.output_dir, "mine/score")) == 3
-    assert not (result.output_dir / FOLDER).exists()
+    assert not (result.output_dir / MINING_FOLDER).exists()
     # The batches get them: the data have a negative for every second row.
     plain = [
         sum(int(where.rpartition(":")[2]) % 2 == 0 for where in batch)

@@ -58,16 +58,16 @@ STAGES = "stages"
 TRAINING_STAGES = "training_stages"
 USER_PRESETS = "distributed_examples"
 DATA_FILES = {"mine": "mined.jsonl", "judge": "judged.jsonl"}
-"""Kind of a step that leaves training data -> their file in its folder."""
+"""StepKind of a step that leaves training data -> their file in its folder."""
 
-Kind = Literal["train", "mine", "judge", "merge", "evaluate"]
-OTHER_KINDS: tuple[Kind, ...] = ("mine", "judge", "merge", "evaluate")
+StepKind = Literal["train", "mine", "judge", "merge", "evaluate"]
+OTHER_KINDS: tuple[StepKind, ...] = ("mine", "judge", "merge", "evaluate")
 
-Source = str | Path | Mapping[str, Any] | TrainConfig
+ConfigSource = str | Path | Mapping[str, Any] | TrainConfig
 
 
 def load_config(
-    source: Source | ResolvedRun, overrides: Sequence[str] = ()
+    source: ConfigSource | ResolvedRun, overrides: Sequence[str] = ()
 ) -> TrainConfig:
     """Return the checked config of a file, a dict or a `TrainConfig`, with `key=value` overrides.
 
@@ -78,7 +78,7 @@ def load_config(
 
 
 def resolve_run(
-    source: Source | ResolvedRun,
+    source: ConfigSource | ResolvedRun,
     overrides: Sequence[str] = (),
     *,
     stage: str | None = None,
@@ -420,7 +420,7 @@ class Step:
     """One step: a training stage, or a mining, a judgement, a merge or an evaluation between stages."""
 
     name: str
-    kind: Kind
+    kind: StepKind
     layer: Layer
     """What a training stage gives."""
     options: dict[str, Any]
@@ -504,7 +504,7 @@ class Pipeline:
 
 
 def source_layers(
-    source: Source,
+    source: ConfigSource,
     stage: str | None,
     command_line: Layer,
 ) -> tuple[list[Layer], Mapping[str, Node]]:
@@ -624,7 +624,7 @@ def _step(
         name = str(block.pop("name").plain())
     # A step between has its kind as its only key, beside `from`. Among other keys `mine` is the option of a training,
     # and so it is with `every_epochs` in it.
-    kind: Kind = "train"
+    kind: StepKind = "train"
     start = block.pop("from", None)
     for other in OTHER_KINDS:
         is_option = other == "mine" and "every_epochs" in str(block.get(other))
@@ -689,7 +689,7 @@ def require_earlier_stage(resolved: ResolvedRun) -> None:
 # ---- a config as text
 
 
-def render(
+def config_yaml(
     config: TrainConfig,
     origins: Mapping[str, str] | None = None,
     *,
@@ -727,7 +727,7 @@ def save_config(config: TrainConfig, path: str | Path) -> None:
     """Write the config as a file that repeats the run with `vembed train PATH`."""
     Path(path).write_text(
         "# Every option of this run; `vembed train` with this file repeats it.\n"
-        + render(config),
+        + config_yaml(config),
         "utf-8",
     )
 

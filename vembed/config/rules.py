@@ -46,7 +46,7 @@ RUN_FILE_PATTERN = re.compile(
 NEEDED_BY = {
     "mrl_dims": "mrl_weights mrl_projection",
     "use_lora": "lora_r lora_alpha lora_dropout lora_target_modules lora_variant save_merged",
-    "model_class": "model_arguments tokenizer_name",
+    "model_class": "tokenizer_name",
     "save_steps": "async_save",
 }
 """Map from an option to the options that have no effect without it."""
@@ -511,20 +511,22 @@ def require_paths(
     model: ModelSection,
     data: DataSection,
     origins: Mapping[str, str],
-    made: Sequence[Path] = (),
+    future_folders: Sequence[Path] = (),
 ) -> None:
     """Raise UserError if a file or folder is missing that a run would look for. `made`: folders that will be there when
     the run begins."""
     problems = []
     for option, path in data_paths(data):
-        sentence = None if is_inside(path, made) else missing_path(option, path)
+        sentence = (
+            None if is_inside(path, future_folders) else missing_path(option, path)
+        )
         if sentence is not None:
             problems.append(sentence)
     folder = model.model_name
     is_given_elsewhere = (
         folder == model.model_class
         or RESULT_OF in origins["model_name"]
-        or is_inside(folder, made)
+        or is_inside(folder, future_folders)
     )
     if not existing(folder) and not is_hub_model(folder) and not is_given_elsewhere:
         problems.append(

@@ -83,18 +83,18 @@ class Sampling:
         batch_sizes: Sequence[int],
     ) -> list[int]:
         """Return how many examples of each source an epoch draws: about as many in all as with `proportional`."""
-        wanted = [size * weight for size, weight in zip(sizes, weights, strict=True)]
+        counts = [size * weight for size, weight in zip(sizes, weights, strict=True)]
         if self.kind == "round_robin":
-            num_batches = max(1, round(sum(wanted) / sum(batch_sizes)))
+            num_batches = max(1, round(sum(counts) / sum(batch_sizes)))
             return [num_batches * size for size in batch_sizes]
         if self.alpha != 1.0:
             shares = [
                 weight * size**self.alpha
                 for size, weight in zip(sizes, weights, strict=True)
             ]
-            factor = sum(wanted) / sum(shares)
-            wanted = [share * factor for share in shares]
-        return [max(1, round(count)) for count in wanted]
+            factor = sum(counts) / sum(shares)
+            counts = [share * factor for share in shares]
+        return [max(1, round(count)) for count in counts]
 
 
 PROPORTIONAL = Sampling()
@@ -332,7 +332,8 @@ class ModelSection(Section, title="model"):
     """A torch module of your own as backbone: path/to/file.py:Class or package.module:Class. New weights, unless
     `model_name` names a folder of them."""
     model_arguments: dict[str, Any] | None = None
-    """Keyword arguments of `model_class` (alias: `model_config`)."""
+    """Keyword arguments of `model_class` (alias: `model_config`). Without it: other values of keys in the model's
+    config.json, such as {rope_theta: 1000000} or {num_hidden_layers: 6}, the first six layers. `final/` has them too."""
     tokenizer_name: Annotated[str | None, NamesFiles("model")] = None
     """Tokenizer, or image processor, of `model_class`: a folder or a Hub name. Default: that of `model_name`."""
     from_scratch: bool = False

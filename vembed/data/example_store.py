@@ -298,7 +298,7 @@ class ExampleStore:
 
     def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
         """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
-        kept = []
+        sources = []
         for source, end in zip(self._sources, self._ends, strict=True):
             is_kept_here = is_kept[end - source.size : end]
             size = int(is_kept_here.sum())
@@ -307,8 +307,8 @@ class ExampleStore:
                     f"{note} takes all examples of {source.name}; lower it, or give val_data_path"
                 )
             index = source.index.subset(is_kept_here)
-            kept.append(replace(source, index=index, size=size))
-        return ExampleStore(kept, short_hash(self.fingerprint, note))
+            sources.append(replace(source, index=index, size=size))
+        return ExampleStore(sources, short_hash(self.fingerprint, note))
 
     def all_keys(self) -> ContentKeys:
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""

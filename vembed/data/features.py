@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vembed.data.examples import Example, ImageRef, Item, Kind
-from vembed.data.images.decoders import PIXELS
+from vembed.data.images.decoders import PIXELS_KEY
 from vembed.data.images.pixels import Pixels, blank_image
 from vembed.data.processing import ChatProcessing, TextProcessing
 from vembed.errors import UserError
@@ -119,7 +119,7 @@ class BaseFeaturiser(ABC):
 
     def finished(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what `joined` has given as the model takes it: pixels of 8 bits become numbers on their device."""
-        if self.pixels is None or PIXELS not in batch:
+        if self.pixels is None or PIXELS_KEY not in batch:
             return batch
         return self.pixels.finished(batch)
 
@@ -180,9 +180,9 @@ class Featuriser(BaseFeaturiser):
             else:
                 missing.setdefault(self._modality(item), {})[address] = item
         for modality, items_of_modality in missing.items():
-            made = self._make(modality, items_of_modality)
-            known.update(made)
-            self._keep(made)
+            computed = self._make(modality, items_of_modality)
+            known.update(computed)
+            self._keep(computed)
         return [known[address] for address in addresses]
 
     def _modality(self, item: Item) -> Modality:
@@ -226,9 +226,9 @@ class Featuriser(BaseFeaturiser):
             texts = [item.text or "" for item in items.values()]
             limits = [limit for _, _, limit in items]
             rows = self.texts.encode(prompts, texts, limits)
-        made = {}
+        computed = {}
         for (address, item), row in zip(items.items(), rows, strict=True):
-            made[address] = Features(
+            computed[address] = Features(
                 modality,
                 length=fixed or (0 if row is None else len(row)),
                 key=input_key(modality, row, item.images),
@@ -236,11 +236,11 @@ class Featuriser(BaseFeaturiser):
                 token_ids=row,
                 images=item.images,
             )
-        return made
+        return computed
 
-    def _keep(self, made: Mapping[Address, Features]) -> None:
+    def _keep(self, computed: Mapping[Address, Features]) -> None:
         # No lock: a race may count or compute an entry twice, which does not change a result.
-        for address, features in made.items():
+        for address, features in computed.items():
             if features.token_ids is None:
                 continue  # cheap to make again, and may hold the bytes of the image file
             image_bytes = sum(len(image.data or b"") for image in features.images)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,14 +19,13 @@ from vembed.data.examples import ImageRef
 from vembed.data.images.files import image_name, image_size
 from vembed.data.images.pixels import Pixels
 from vembed.errors import UserError
-from vembed.models.families.backbones import read_config
 from vembed.models.families.description import ModelDescription
 from vembed.models.processors import load_chat_template, load_tokenizer
 from vembed.models.vision import POSITIONS, token_positions, tower_inputs
 
 log = logging.getLogger("vembed")
 
-CHARACTERS_PER_TOKEN = 64
+MAX_CHARACTERS_PER_TOKEN = 64
 """Texts of more characters than this times `max_length` are cut at a space before they are tokenised."""
 _MARK = "vembed0text0stands0here"
 """Stands for the text while a template is rendered. It is not a special token of any model."""
@@ -79,7 +77,7 @@ class TextProcessing:
     ) -> list[np.ndarray]:
         """Return the int32 token ids of each text after its prompt. `limits`: a smaller maximum length for each text."""
         # Of a very long text, only as much as fills `max_length` is tokenised.
-        length = CHARACTERS_PER_TOKEN * self._max_length
+        length = MAX_CHARACTERS_PER_TOKEN * self._max_length
         texts = [cut_words(text, length, from_left=self._cut_left) for text in texts]
         beginnings = texts
         if not self._cut_left:
@@ -188,10 +186,7 @@ class ChatProcessing(TextProcessing):
         self._template_bos = self.tokenizer.bos_token
         self._frames: dict[tuple[str, int], tuple[str, str] | None] = {}
         self._tails: dict[str, list[int]] = {}
-        config = read_config(
-            Path(description.source), trust_remote_code=description.trust_remote_code
-        )
-        self._config = config.to_dict()
+        self._config = description.read_config().to_dict()
         self.image_token_id = int(self._config["image_token_id"])
 
     def encode(
@@ -364,9 +359,9 @@ def cut_words(
     if len(text) <= length:
         return text
 
-    kept = slice(-length, None) if from_left else slice(length)
+    kept_span = slice(-length, None) if from_left else slice(length)
     # From the beginnings of words only: otherwise each position of a word is tried.
-    return re.sub(rf"(?<!\S)\S{{{length}}}\S+", lambda match: match[0][kept], text)
+    return re.sub(rf"(?<!\S)\S{{{length}}}\S+", lambda match: match[0][kept_span], text)
 
 
 def _beginning(text: str, length: int) -> str:

@@ -57,7 +57,7 @@ from vembed.models.families.description import (
 from vembed.models.families.model_files import (
     LIBRARY_ERRORS,
     check_whole_weights,
-    first_sentence,
+    error_sentence,
     is_own,
 )
 from vembed.models.heads import (
@@ -233,8 +233,7 @@ def has_language_head(
     has_weight = bool(names) and not is_own_model
     if not alone and not has_weight:
         return False
-    trust = description.trust_remote_code
-    config = read_config(Path(description.source), trust_remote_code=trust)
+    config = description.read_config()
     problem = None
     if description.scores is not None:
         problem = "is a reranker"
@@ -358,7 +357,9 @@ def _load(
     Dtype first, then attention, which depends on it, then the weights, which are loaded with both. Log the choices.
     """
     trust = description.trust_remote_code
-    config = read_config(folder, trust_remote_code=trust)
+    config = description.read_config()
+    if folder != Path(description.source):
+        config = read_config(folder, trust_remote_code=trust)
     if config.model_type == "vit_mae":
         # Pre-training masks random patches. An embedding must see all of them.
         config.mask_ratio = 0.0
@@ -492,7 +493,7 @@ def _load_weights(
         raise  # a RuntimeError too, but no fault of the files
     except (*LIBRARY_ERRORS, SafetensorError) as error:
         raise UserError(
-            f"the weights of {folder} cannot be loaded: {first_sentence(error)}"
+            f"the weights of {folder} cannot be loaded: {error_sentence(error)}"
         ) from error
     # A base model's folder may lack a language-model head, which is then new.
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
@@ -503,7 +504,7 @@ def _load_weights(
     if missing:
         raise UserError(
             f"{folder} lacks {len(missing):,d} of the weights of {built_class.__name__}, {missing[0]} among them; "
-            "it is incomplete, or its config.json is that of another model"
+            "it is incomplete, or config.json, or model_arguments, is that of another model"
         )
     unused = info["unexpected_keys"]
     if unused:

@@ -25,13 +25,13 @@ from vembed.parallel.environment import machine_name
 log = logging.getLogger("vembed")
 
 LOCK = ".lock"
-BEAT_SECONDS = 10.0
+LOCK_BEAT_SECONDS = 10.0
 DEAD_SECONDS = 90.0
 """Age of the last sign of life from which an owner on another host counts as dead."""
 LOOK_SECONDS = 1.0
 SETTLE_SECONDS = 0.3
 """Time after which one of several starts that replace a dead owner's lock at once knows that it has won."""
-UNKNOWN = {"host": "unknown", "machine": "", "pid": 0, "process_started": 0.0}
+UNKNOWN_OWNER = {"host": "unknown", "machine": "", "pid": 0, "process_started": 0.0}
 """Owner of a lock that cannot be read."""
 
 
@@ -108,10 +108,10 @@ class OutputLock:
         """Return who the dead owner of the lock is. Raise UserError if it lives."""
         # The clock of the file system sets the times of files.
         self._probe.touch()
-        now = self._probe.stat().st_mtime
+        current_time = self._probe.stat().st_mtime
         self._probe.unlink()
-        age = now - self.path.stat().st_mtime
-        owner: dict[str, Any] = {**UNKNOWN, "started": 0.0}
+        age = current_time - self.path.stat().st_mtime
+        owner: dict[str, Any] = {**UNKNOWN_OWNER, "started": 0.0}
         with suppress(ValueError, TypeError):
             owner.update(json.loads(read_state_bytes(self.path)))
         if owner["machine"] == _machine():
@@ -167,7 +167,7 @@ class OutputLock:
 
     def _beat(self) -> None:
         """Renew the sign of life until the end. Runs in a thread of its own."""
-        while not self._ended.wait(BEAT_SECONDS):
+        while not self._ended.wait(LOCK_BEAT_SECONDS):
             with suppress(OSError):  # the disk may come back
                 if self.path.read_bytes() != self._content:
                     log.error(

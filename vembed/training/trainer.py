@@ -1,4 +1,4 @@
-"""One training run on one process of the group: `train`, and the Trainer with its loop, `fit`. Read this file first.
+"""One training run on one process of the group: `train_run`, and the Trainer with its loop, `fit`. Read this file first.
 
 Each part of the set-up needs the ones before it:
 
@@ -106,7 +106,7 @@ class TrainResult:
     steps: int
 
 
-def train(run: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
+def train_run(run: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
     """Train on this process of the group; return the model's folder and its scores.
 
     `hooks`: additions to the loop (`vembed/training/hooks/base.py`).
@@ -266,8 +266,8 @@ class Trainer:
         is_length_given = config.optimizer.gives_length()
         if point is not None:
             # Decisions of the run that is resumed stay.
-            kept = kept_decisions(config, point.state, session.world_size)
-            config = config.changed(**kept)
+            kept_options = kept_decisions(config, point.state, session.world_size)
+            config = config.changed(**kept_options)
             precision = session.placement.precision
             if precision.source == CHECKPOINT:
                 log.info(f"mixed precision: {precision}", extra=HEADLINE)
@@ -689,8 +689,8 @@ class RunClock:
 
     def seconds_left(self, step: int, total_steps: int) -> float:
         """Return the seconds that the steps after `step` will take at the rate of the last few calls."""
-        now = time.perf_counter()
+        current_time = time.perf_counter()
         began, first = self._marks[0]
-        self._marks.append((now, step))
-        seconds_per_step = (now - began) / (step - first)
+        self._marks.append((current_time, step))
+        seconds_per_step = (current_time - began) / (step - first)
         return seconds_per_step * (total_steps - step)

@@ -15,8 +15,8 @@ from vembed.cli.support import (
     ALONE,
     AnyModel,
     BatchTokens,
-    ImageRoot,
-    Kind,
+    ImageRootOption,
+    KindOption,
     ModelUse,
     OnBadRecord,
     TruncateDim,
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 65_536
 """Inputs that are read, sorted by length, encoded and written together; memory does not grow with the file."""
-DTYPES = {"binary": "int8", "ubinary": "uint8"}
+STORED_DTYPES = {"binary": "int8", "ubinary": "uint8"}
 """Dtype of the stored numbers, of precisions that have another name."""
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodeResult:
     """Result: files and counts."""
 
     path: Path
@@ -57,7 +57,7 @@ def encode(
     model: AnyModel,
     input_file: Annotated[str, Argument(metavar="INPUT")],
     output: str,
-    kind: Kind = "document",
+    kind: KindOption = "document",
     column: str | None = None,
     keep: str = "",
     input_format: Literal["auto", "jsonl", "text"] = "auto",
@@ -67,11 +67,11 @@ def encode(
     pooling: str = "",
     precision: Literal["float32", "int8", "uint8", "binary", "ubinary"] = "float32",
     ranges: str | None = None,
-    image_root: ImageRoot = None,
+    image_root: ImageRootOption = None,
     on_bad_record: OnBadRecord = "stop",
     batch_tokens: BatchTokens = None,
     use: ModelUse = ALONE,
-) -> Encoded:
+) -> EncodeResult:
     """Turn a file of texts or records, or a folder of images, into embeddings, in the order of the input.
 
     Args:
@@ -102,8 +102,8 @@ def encode(
         raise UserError(
             f"standard input (-) is read by one process: leave out --nproc {use.nproc}, or give a file"
         )
-    kept = [name.strip() for name in keep.split(",") if name.strip()]
-    if len(set(kept)) < len(kept) or "embedding" in kept:
+    kept_fields = [name.strip() for name in keep.split(",") if name.strip()]
+    if len(set(kept_fields)) < len(kept_fields) or "embedding" in kept_fields:
         raise UserError(
             f"--keep {keep}: name each column once, and none embedding, as the vectors are named"
         )
@@ -129,8 +129,12 @@ def encode(
 
     from vembed.cli.encode_files import EncodeInput, broken_images, vector_writer
     from vembed.inference.embedder import Embedder
-    from vembed.inference.encoding import encode_items
-    from vembed.inference.quantization import quantized, ranges_of, read_ranges
+    from vembed.inference.encoding import (
+        encode_items,
+        quantized,
+        ranges_of,
+        read_ranges,
+    )
     from vembed.progress import ProgressReport, duration
 
     console = plain_console(stderr=True)
@@ -141,7 +145,7 @@ def encode(
             input_file,
             session,
             column=column,
-            keep=kept,
+            keep=kept_fields,
             line_format=input_format,
             image_root=image_root,
             skips=on_bad_record == "skip",
@@ -154,8 +158,8 @@ def encode(
         has_ids = target.suffix == ".parquet" and any(
             row.identity for row in first_chunk[:1]
         )
-        if rows.has_images and target.suffix == ".npy" and not kept:
-            kept = ["image"]  # nothing else says which image a vector is of
+        if rows.has_images and target.suffix == ".npy" and not kept_fields:
+            kept_fields = ["image"]  # nothing else says which image a vector is of
         embedder = Embedder(model_path, truncate_dim=truncate_dim, **options)
         description = embedder.description
         dim = embedder.truncate_dim or description.embedding_dim
@@ -192,7 +196,7 @@ def encode(
             return quantized(vectors, precision, levels)
 
         shape: tuple[int, ...] = (dim,)
-        if precision in DTYPES:
+        if precision in STORED_DTYPES:
             shape = (-(-dim // 8),)  # 8 coordinates in a byte
         if chosen_layers is not None:
             shape = vectors_of([], lambda *_: None).shape[1:]  # [layers, width]
@@ -201,9 +205,9 @@ def encode(
         began = time.monotonic()
         writer = None
         if session.is_main:
-            stored = DTYPES.get(precision, precision)
+            stored = STORED_DTYPES.get(precision, precision)
             writer = stack.enter_context(
-                vector_writer(target, shape, stored, keeps_columns=bool(kept))
+                vector_writer(target, shape, stored, keeps_columns=bool(kept_fields))
             )
         progress = stack.enter_context(
             ProgressReport("encoding", active=session.is_main, console=console)
@@ -228,7 +232,7 @@ def encode(
                 columns = {}
                 if has_ids:
                     columns["id"] = [row.identity for row in chunk]
-                for name in kept:
+                for name in kept_fields:
                     columns[name] = [row.fields.get(name) for row in chunk]
                 writer.write(vectors, columns)
             num_done += len(chunk)
@@ -253,11 +257,11 @@ def encode(
         place = "the same file"
         if target.suffix == ".npy":
             place = str(target.with_suffix(".kept.jsonl"))
-        beside = f"; {', '.join(kept)} in {place}" if kept else ""
+        beside = f"; {', '.join(kept_fields)} in {place}" if kept_fields else ""
         console.print(
             f"{target}: {sizes} {precision}, computed in {arithmetic}{left_out}, in {duration(seconds)} "
             f"({num_done / max(seconds, 1e-9):,.0f}/s){beside}"
         )
-    return Encoded(
+    return EncodeResult(
         target, num_done, shape[-1], seconds, ranges_file, len(rows.left_out), skipped
     )

@@ -53,8 +53,8 @@ from vembed.training.checkpoint.folders import (
     compare_resume,
     finished_run,
     list_checkpoints,
-    refusal,
     refuse_own_model,
+    settings_error,
     trim_metrics,
 )
 from vembed.training.checkpoint.tensors import (
@@ -195,10 +195,10 @@ class Checkpointer:
             is_named = entry.name not in ("resume", "output_dir")
             if not entry.is_allowed:
                 forbidden.append(entry)
-            elif is_named and entry.now != "auto":  # that is decided again, later
+            elif is_named and entry.current != "auto":  # that is decided again, later
                 changed.append(str(entry))
         if forbidden and self.run.resume != "force":
-            raise refusal(forbidden, str(point.path))
+            raise settings_error(forbidden, str(point.path))
         if forbidden:
             listed = "; ".join(map(str, forbidden))
             log.warning(

@@ -35,7 +35,7 @@ from vembed.files import (
 log = logging.getLogger("vembed")
 
 FINAL = "final"
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 _LENGTH_AND_MACHINES = """
     epochs max_steps max_train_minutes strategy accelerate_config num_processes num_machines
@@ -281,16 +281,16 @@ class Difference:
 
     name: str
     saved: Any
-    now: Any
+    current: Any
     is_allowed: bool
 
     def __str__(self) -> str:
-        return f"{self.name} {self.saved} -> {self.now}"
+        return f"{self.name} {self.saved} -> {self.current}"
 
 
 def compare_resume(
     saved: Mapping[str, Any],
-    now: Mapping[str, Any],
+    options: Mapping[str, Any],
     saved_identity: Mapping[str, Any],
     identity: Mapping[str, Any],
 ) -> list[Difference]:
@@ -301,7 +301,7 @@ def compare_resume(
     """
     fields = option_fields()
     differences = []
-    for name, value in now.items():
+    for name, value in options.items():
         default = fields[name].get_default(call_default_factory=True)
         before = saved.get(name, default)
         if before != value:
@@ -314,13 +314,13 @@ def compare_resume(
     return differences
 
 
-def refusal(forbidden: list[Difference], checkpoint: str) -> UserError:
+def settings_error(forbidden: list[Difference], checkpoint: str) -> UserError:
     """Return the error of a run whose settings differ from the checkpoint's."""
     # A changed global batch alone has a way out of its own.
     if len(forbidden) == 1 and forbidden[0].name == "global_batch_size":
         size = forbidden[0].saved
         return UserError(
-            f"{checkpoint} was trained with {size} examples per step, and this run asks for {forbidden[0].now}: give "
+            f"{checkpoint} was trained with {size} examples per step, and this run asks for {forbidden[0].current}: give "
             f"global_batch_size={size} (over all processes), start anew in another output_dir, or set "
             "resume: force"
         )
@@ -347,17 +347,17 @@ def kept_decisions(
     evaluation = ("val_data_path", "val_split")
     if all(options[name] == saved.get(name) for name in evaluation):
         names += ["eval_steps", "save_steps"]
-    kept = {}
+    kept_values = {}
     for name in names:
         if options[name] == "auto" and name in saved:
-            kept[name] = saved[name]
-    if "learning_rate" in kept and options["head_learning_rate"] is None:
-        kept["head_learning_rate"] = saved["head_learning_rate"]
+            kept_values[name] = saved[name]
+    if "learning_rate" in kept_values and options["head_learning_rate"] is None:
+        kept_values["head_learning_rate"] = saved["head_learning_rate"]
     objective = config.objective
     is_same_loss = objective.loss == saved.get("loss")
     is_left = leaves_temperature(objective, config.data, config.model.model_name)
     if is_left and is_same_loss and "temperature" in saved:
-        kept["temperature"] = saved["temperature"]
+        kept_values["temperature"] = saved["temperature"]
     # `batch_size` counts per process. A resumed run on another number of processes keeps the examples per step, unless
     # the user has changed one of the batch options.
     examples = state["identity"].get("global_batch_size")
@@ -366,14 +366,14 @@ def kept_decisions(
     if is_open and all(options[name] == saved[name] for name in batch_options):
         # The identity counts the examples of a step, and the option those of one batch.
         size = int(examples) // int(options["gradient_accumulation_steps"])
-        now = int(options["batch_size"]) * world_size
-        if size != now:
-            kept["global_batch_size"] = size
+        size_of_run = int(options["batch_size"]) * world_size
+        if size != size_of_run:
+            kept_values["global_batch_size"] = size
             log.info(
                 f"global batch: {size:,d} examples, as in the checkpoint (batch_size: {options['batch_size']} x "
-                f"{world_size} process(es) would be {now:,d})"
+                f"{world_size} process(es) would be {size_of_run:,d})"
             )
-    return kept
+    return kept_values
 
 
 # ---- metrics.jsonl -----------------------------------------------------------
@@ -391,7 +391,7 @@ def trim_metrics(
     `is_scored`: false drops the evaluation of `step` too, which the run will make again.
     `num_bytes`: length of the file when the checkpoint was written. A shorter file is reported.
     """
-    path = output_dir / METRICS
+    path = output_dir / METRICS_FILE
     content = read_state_bytes(path) if path.exists() else b""
     if len(content) < num_bytes:
         log.warning(
@@ -399,17 +399,17 @@ def trim_metrics(
             "the report will lack the missing lines"
         )
     lines = content.splitlines(keepends=True)
-    kept = []
+    kept_lines = []
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             values = json.loads(line)
             # An evaluation comes after the step's own line.
             position = (float(values["step"] + 0), "eval" in values)
             if line.endswith(b"\n") and position <= (step, is_scored):
-                kept.append(line)
-    if len(kept) != len(lines):
+                kept_lines.append(line)
+    if len(kept_lines) != len(lines):
         with replaced_file(path) as partial:
-            write_durably(partial, b"".join(kept))
+            write_durably(partial, b"".join(kept_lines))
 
 
 # ---- checkpoint folders: names, checksums, removal --------------------------
