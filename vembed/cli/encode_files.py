@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vembed.data.example_store import IMAGE_THREADS, NUM_NAMED, image_problem
 from vembed.data.examples import BadRecord, Item
-from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
 from vembed.data.formats.saved_datasets import is_saved_dataset
 from vembed.data.formats.table import (
     CODECS,
