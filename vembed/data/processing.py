@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from vembed.data.examples import ImageRef
 from vembed.data.images.files import image_name, image_size
@@ -42,7 +41,14 @@ class TextProcessing:
         self.tokenizer = load_tokenizer(description)
         self._max_length = description.max_length
         self._cut_left = self.tokenizer.truncation_side == "left"
-        self._before, self._after = _special_tokens_around(self.tokenizer)
+        # The special tokens that the tokenizer puts before and after every text.
+        inner = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        whole = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        start = 0
+        while whole[start : start + len(inner)] != inner:
+            start += 1
+        self._before = whole[:start]
+        self._after = whole[start + len(inner) :]
         self._template_bos: str | None = None
         """Start token that a template puts before a conversation."""
         self._pad_id = int(self.tokenizer.pad_token_id)
@@ -374,14 +380,3 @@ def _beginning(text: str, length: int) -> str:
     if end <= 0:
         end = length
     return text[:end]
-
-
-def _special_tokens_around(
-    tokenizer: PreTrainedTokenizerBase,
-) -> tuple[list[int], list[int]]:
-    """Return the special tokens that the tokenizer puts before and after every text."""
-    inner = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
-    starts = range(len(whole))
-    start = next(at for at in starts if whole[at : at + len(inner)] == inner)
-    return whole[:start], whole[start + len(inner) :]
