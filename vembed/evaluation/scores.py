@@ -440,11 +440,21 @@ def _first_stage(
     session: Session | None,
 ) -> np.ndarray:
     """Return [Q, k] documents of the first stage, best first, -1 where it has fewer. The same on every rank."""
-    k = min(evaluation.rerank_top_k, len(data.documents))
-    if evaluation.first_stage == BM25:
-        return bm25_rankings(data, k)
+    num_documents = len(data.documents)
+    k = min(evaluation.rerank_top_k, num_documents)
     if evaluation.first_stage.endswith(RUN_FILES):
         return run_file_rankings(data, Path(evaluation.first_stage), k)
+    num_queries = len(data.queries)
+    excluded = excluded_pairs(data, range(num_queries))
+    if evaluation.first_stage == BM25:
+        index = build_bm25_index(item.text for item in data.documents)
+        bounds = excluded.bounds(num_queries)
+        rankings = np.full((num_queries, k), -1, np.int64)
+        for row, query in enumerate(data.queries):
+            scores = scores_of_query(index, query.text, num_documents)
+            left_out = excluded.documents[bounds[row] : bounds[row + 1]]
+            rankings[row] = documents_of(best_keys(scores, k, left_out)).numpy()
+        return rankings
     embedder = Embedder(evaluation.first_stage, session=session)
     model = embedder.model
     featuriser = embedder.featuriser
@@ -452,7 +462,6 @@ def _first_stage(
     options: dict[str, Any] = {"session": session, "normalize": normalize}
     queries = encode_items(model, featuriser, data.queries, "query", **options)
     documents = encode_items(model, featuriser, data.documents, "document", **options)
-    excluded = excluded_pairs(data, range(len(data.queries)))
     return top_k(queries, documents, k, excluded)
 
 
@@ -518,18 +527,4 @@ def run_file_rankings(
         documents = dict.fromkeys(document for _, document in entries)
         best = list(documents)[:k]
         rankings[row, : len(best)] = best
-    return rankings
-
-
-def bm25_rankings(data: RetrievalData, k: int) -> np.ndarray:
-    """Return [Q, k] documents by BM25, best first, -1 where no word is in common."""
-    num_documents = len(data.documents)
-    index = build_bm25_index(item.text for item in data.documents)
-    excluded = excluded_pairs(data, range(len(data.queries)))
-    bounds = excluded.bounds(len(data.queries))
-    rankings = np.full((len(data.queries), k), -1, np.int64)
-    for row, query in enumerate(data.queries):
-        scores = scores_of_query(index, query.text, num_documents)
-        of_query = excluded.documents[bounds[row] : bounds[row + 1]]
-        rankings[row] = documents_of(best_keys(scores, k, of_query)).numpy()
     return rankings
