@@ -30,8 +30,7 @@ from vembed.evaluation.report.record import read_run
 from vembed.files import checksums_of, damage_of, read_json_object, replace_text
 from vembed.names import did_you_mean, is_hub_model, similar_path
 from vembed.progress import duration
-from vembed.training.checkpoint.folders import MAY_CHANGE
-from vembed.training.fingerprints import of_local, of_model
+from vembed.training.checkpoint.folders import MAY_CHANGE, of_local, of_model
 from vembed.training.trackers import require_trackers
 
 if TYPE_CHECKING:

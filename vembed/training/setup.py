@@ -38,6 +38,7 @@ from vembed.config.schema import (
     parse_sampling,
 )
 from vembed.config.terms import (
+    needed_teachers,
     run_temperature,
     source_batch_sizes,
     task_numbers,
@@ -81,19 +82,16 @@ from vembed.parallel.parameters import (
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
 from vembed.teachers import Teachers
-from vembed.training.fingerprints import of_images, of_option
+from vembed.training.checkpoint.folders import of_images, of_option
 from vembed.training.frozen import InputSource, open_stores
 from vembed.training.hooks.averaging import WeightAverage
 from vembed.training.hooks.base import Hook
 from vembed.training.hooks.evaluations import Guards, Patience, QueryRecord, TaskScores
 from vembed.training.hooks.metrics import (
-    DataWatch,
-    Diagnostics,
-    LossMeans,
     MetricsLog,
     Profile,
     ProgressBar,
-    StepCurves,
+    StepMetrics,
     Watch,
 )
 from vembed.training.hooks.mining import EpochMiner
@@ -153,7 +151,8 @@ class TrainingComponents:
     optimizer: torch.optim.Optimizer
     featuriser: BaseFeaturiser
     source: InputSource
-    teachers: Teachers
+    teachers: Teachers | None
+    """None where no loss follows one."""
 
 
 def open_data(config: TrainConfig, session: Session) -> RunData:
@@ -295,8 +294,10 @@ def build_components(
     Return them with the config in which learning rates and temperature are decided.
     """
     # Before the model: the teachers' weights are no longer in memory when the model's are read.
-    teachers = Teachers(config.objective, config.data, config.model, session)
-    teachers.prepare(data.examples)
+    teachers = None
+    if needed_teachers(config.objective, config.data, config.model):
+        teachers = Teachers(config.objective, config.data, config.model, session)
+        teachers.prepare(data.examples)
     # The same start on every rank; the step seeds each forward pass anew.
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(config.run.deterministic)
@@ -388,7 +389,7 @@ def build_components(
         start_scale=scale,
         start_bias=bias,
         embedding_dim=description.embedding_dim,
-        teacher_dims=teachers.dims,
+        teacher_dims={} if teachers is None else teachers.dims,
     ).to(session.device)
     source = InputSource(
         model,
@@ -400,13 +401,7 @@ def build_components(
     )
     optimizer = build_optimizer(model, loss, config.optimizer, seed=config.run.seed)
     components = TrainingComponents(
-        embedder=embedder,
-        model=model,
-        loss=loss,
-        optimizer=optimizer,
-        featuriser=featuriser,
-        source=source,
-        teachers=teachers,
+        embedder, model, loss, optimizer, featuriser, source, teachers
     )
     temperature = run_temperature(
         config.objective,
@@ -440,9 +435,7 @@ def configured_hooks(run: Trainer) -> list[Hook]:
         hooks.append(TaskScores())
     if run.data.evaluation is not None:
         hooks.append(QueryRecord())
-    hooks += [Diagnostics(), LossMeans(), DataWatch()]
-    hooks += [StepCurves(), Watch(), MetricsLog()]
-    return hooks
+    return [*hooks, StepMetrics(), Watch(), MetricsLog()]
 
 
 def open_stream(

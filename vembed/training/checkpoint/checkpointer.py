@@ -53,7 +53,6 @@ from vembed.training.checkpoint.folders import (
     compare_resume,
     finished_run,
     list_checkpoints,
-    refusal,
     refuse_own_model,
     trim_metrics,
 )
@@ -137,41 +136,32 @@ class Checkpointer:
         """
         if not self._is_alone:  # one process has written its lock there
             self._require_shared_output()
-
-        def paths_to_try() -> list[str]:
-            refuse_own_model(self.run, model)
-            return [str(path) for path in candidates(self.run)]
-
-        damaged: dict[Path, list[str]] = {}
-        chosen = None
+        self._on_main(lambda: refuse_own_model(self.run, model))
+        point = None
+        reasons = []
         # The list of rank 0: `verify` is collective, so all ranks go through the same paths.
-        for path in map(Path, self._on_main(paths_to_try)):
+        for path in self._on_main(lambda: candidates(self.run)):
             problems = self.verify(path)
             if not problems:
-                chosen = path
+                point = ResumePoint(path, read_state(path))
                 break
-            damaged[path] = problems
+            self._damaged.add(path)
+            reasons.append(f"{path.name}: {problems[0]}")
             log.warning(f"skipped {path}: {'; '.join(problems)}")
-        self._damaged = set(damaged)
         resume = self.run.resume
-        if chosen is None and damaged and resume != "auto":
-            reasons = "; ".join(
-                f"{path.name}: {problems[0]}" for path, problems in damaged.items()
-            )
+        if point is None and reasons and resume != "auto":
             raise UserError(
-                f"resume: {'true' if resume is True else resume}, but none of the {len(damaged)} checkpoint(s) is "
-                f"intact ({reasons}); restore one, or start anew with resume: auto or in another output_dir"
+                f"resume: {'true' if resume is True else resume}, but none of the {len(reasons)} checkpoint(s) is "
+                f"intact ({'; '.join(reasons)}); restore one, or start anew with resume: auto or in another output_dir"
             )
-        # A path to resume from may be a folder of each machine's own.
-        seal = None if chosen is None else sha256_of(chosen / MANIFEST)
         if not self._is_alone:
+            # A path to resume from may be a folder of each machine's own.
+            seal = None if point is None else sha256_of(point.path / MANIFEST)
             advice = "give every machine the same one"
             require_equal("the checkpoint to resume from", seal, advice)
-        if chosen is None:
-            return None
-        point = ResumePoint(chosen, read_state(chosen))
-        self._saved_step = point.step
-        log.info(f"resuming from {chosen} (step {point.step})")
+        if point is not None:
+            self._saved_step = point.step
+            log.info(f"resuming from {point.path} (step {point.step})")
         return point
 
     def check(
@@ -197,12 +187,22 @@ class Checkpointer:
                 forbidden.append(entry)
             elif is_named and entry.now != "auto":  # that is decided again, later
                 changed.append(str(entry))
-        if forbidden and self.run.resume != "force":
-            raise refusal(forbidden, str(point.path))
-        if forbidden:
-            listed = "; ".join(map(str, forbidden))
+        listed = "; ".join(map(str, forbidden))
+        if forbidden and self.run.resume == "force":
             log.warning(
                 f"resume: force: going on although the settings differ: {listed}"
+            )
+        elif [entry.name for entry in forbidden] == ["global_batch_size"]:
+            size = forbidden[0].saved
+            raise UserError(
+                f"{point.path} was trained with {size} examples per step, and this run asks for {forbidden[0].now}: "
+                f"give global_batch_size={size} (over all processes), start anew in another output_dir, or set "
+                "resume: force"
+            )
+        elif forbidden:
+            raise UserError(
+                f"{point.path} was trained with other settings: {listed}; put them back, start anew in another "
+                "output_dir, or set resume: force"
             )
         if changed:
             log.info(f"settings changed since the checkpoint: {'; '.join(changed)}")
@@ -439,16 +439,17 @@ class Checkpointer:
 
     def _on_main(self, action: Callable[[], Any]) -> Any:
         """Return what rank 0 gets from an action. Its UserError is raised on every rank. Collective."""
-        answer: dict[str, Any] = {}
+        value = None
+        problem = None
         if self.session.is_main:
             try:
-                answer = {"value": action()}
+                value = action()
             except UserError as error:
-                answer = {"error": str(error)}
-        answer = collectives.broadcast_object(answer)
-        if "error" in answer:
-            raise UserError(answer["error"])
-        return answer["value"]
+                problem = str(error)
+        value, problem = collectives.broadcast_object((value, problem))
+        if problem is not None:
+            raise UserError(problem)
+        return value
 
     def _require_shared_output(self) -> None:
         """Raise UserError unless every rank can write to output_dir and sees there the files of rank 0."""
@@ -512,16 +513,8 @@ class Checkpointer:
         )
 
     def _differences(self, point: ResumePoint) -> list[Difference]:
-        differences = compare_resume(
-            point.state["config"],
-            self.settings,
-            point.state["identity"],
-            self.identity,
-        )
-        if point.state.get("precision") == self.session.mixed_precision:
-            # `auto` and what it came to are the same.
-            return [entry for entry in differences if entry.name != "mixed_precision"]
-        return differences
+        precision = self.session.mixed_precision
+        return compare_resume(point.state, self.settings, self.identity, precision)
 
     def _agree(self, step: int, error: Exception | None) -> None:
         """Raise RunError on every rank if the disk is full on one of them. Collective."""
@@ -541,15 +534,15 @@ class Checkpointer:
             problems = []
             for rank, (cause, _) in error.failures.items():
                 if not isinstance(cause, OSError):
-                    name = checkpoint_name(step)
-                    raise RuntimeError(f"saving {name} failed") from error
+                    raise RuntimeError(f"saving step {step} failed") from error
                 problems.append(f"rank {rank}: {_reason(cause)}")
             self._fail(step, "; ".join(problems))
 
     def _fail(self, step: int, problem: str) -> NoReturn:
         name = checkpoint_name(step)
         if self.session.is_main:
-            shutil.rmtree(self.output / (name + PARTIAL), ignore_errors=True)
+            folder = self.output / f"{name}{PARTIAL}"
+            shutil.rmtree(folder, ignore_errors=True)
         newest = folders.newest_checkpoint(self.output)
         advice = way_out(problem, self.output)
         raise RunError(
