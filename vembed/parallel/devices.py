@@ -209,16 +209,14 @@ def memory_snapshot(device: torch.device) -> dict[str, Any]:
     }
 
 
-def keep_freed_memory() -> bool:
-    """Let glibc keep freed memory for the next step (CPU training). Return True if it is in effect.
+def keep_freed_memory() -> None:
+    """Let glibc keep freed memory for the next step (CPU training).
 
     By default glibc returns large blocks to the system at once, and each step pays for page faults again: measured on
     two cores, a quarter of all page faults, and a few percent of the time.
     """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    libc = ctypes.CDLL(None)
-    # 32 MiB is glibc's maximum. Setting either threshold also disables their dynamic adjustment.
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)) and bool(
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        # 32 MiB is glibc's maximum. Setting either threshold also disables their dynamic adjustment.
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
-    )

@@ -73,7 +73,9 @@ class Heartbeats:
         self._ranks = ranks
         self._thread_id = threading.get_ident()
         self._beat = Beat()
-        self._still_since = self._answered = self._report_time = time.monotonic()
+        self._still_since = time.monotonic()
+        self._answered = self._still_since
+        self._report_time = self._still_since
         self._report: HangReport | None = None
         self._is_final = False
         self._ended = threading.Event()
@@ -130,8 +132,8 @@ class Heartbeats:
         while not self._ended.wait(BEAT_SECONDS):
             # From outside, without the run's cooperation: a thread blocked inside a C call is seen too.
             waits, place = _place(sys._current_frames().get(self._thread_id))
-            calls = collectives.num_calls()
-            beat = Beat(self.step, calls, waits, place, host, os.getpid())
+            calls = list(collectives.calls.values())  # a copy: the run counts on
+            beat = Beat(self.step, sum(calls), waits, place, host, os.getpid())
             if beat != self._beat:
                 self._beat = beat
                 self._still_since = time.monotonic()
