@@ -23,7 +23,11 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from tests.tiny import WORDS
-from vembed.cli.commands.demo import Pair, split_by_module, standard_library_pairs
+from vembed.cli.commands.demo import (
+    FunctionPair,
+    split_by_module,
+    standard_library_pairs,
+)
 
 Row = dict[str, Any]
 MANUAL = Path("/usr/share/man")
@@ -170,11 +174,11 @@ COLLECTIONS: dict[str, Callable[[int, int], Collection]] = {
 
 
 @cache
-def _library_pairs() -> list[Pair]:
+def _library_pairs() -> list[FunctionPair]:
     return standard_library_pairs(Path(torch.__file__).parents[1])
 
 
-def _rows(pairs: list[Pair]) -> list[Row]:
+def _rows(pairs: list[FunctionPair]) -> list[Row]:
     return [
         {"query": _short(pair.query), "positive": _short(pair.positive)}
         for pair in pairs

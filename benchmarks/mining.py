@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.collections_here import PACKAGES
 from vembed.cli.commands.demo import (
-    Pair,
+    FunctionPair,
     demo_model,
     split_by_module,
     standard_library_pairs,
@@ -84,7 +84,7 @@ def halved(parts: list[str]) -> tuple[list[str], list[str]]:
 
 def collection(
     name: str, num_rows: int
-) -> tuple[list[tuple[str, list[str]]], list[Pair]]:
+) -> tuple[list[tuple[str, list[str]]], list[FunctionPair]]:
     """Return (query, halves) of a kind of text, and whole pairs of other modules or packages to evaluate on."""
     if name == "functions":
         train, val = split_by_module(standard_library_pairs(), num_rows, NUM_VAL)
@@ -93,7 +93,7 @@ def collection(
         package_texts(), key=lambda pair: hashlib.sha256(pair[0].encode()).digest()
     )
     val = [
-        Pair("", query, text)
+        FunctionPair("", query, text)
         for query, text in pairs[:: len(pairs) // NUM_VAL_PACKAGES]
     ]
     val_queries = {pair.query for pair in val}
@@ -291,7 +291,7 @@ def all_scores(task: Case, sides: list[Mined]) -> dict[tuple[str, str], float]:
 def train_and_score(
     task: Case,
     negatives: list[list[str]],
-    val: list[Pair],
+    val: list[FunctionPair],
     folder: Path,
     seed: int,
     arguments: argparse.Namespace,

@@ -24,7 +24,7 @@ from benchmarks.sides import SIDES
 from benchmarks.work import matrix_peak, precision, useful_work
 from benchmarks.worker import AGREEMENT_STEPS, Answer, ask_once, running, training_task
 from vembed.parallel.devices import bf16_instructions
-from vembed.parallel.placement import DTYPES
+from vembed.parallel.placement import PRECISION_DTYPES
 
 AGREEMENT = 1e-3
 """Largest relative difference of the two sides' losses without dropout. Beyond it there is nothing to compare."""
@@ -57,7 +57,7 @@ def compare(
     ask: Ask, case: Case, peer: str, repeats: int, agreement_steps: int
 ) -> dict[str, Any]:
     """Run both sides alternately. Return medians, and the ratio of each pair of runs."""
-    peak = matrix_peak(DTYPES[precision()])
+    peak = matrix_peak(PRECISION_DTYPES[precision()])
     runs = [
         (
             train_once(ask, "vembed", case, agreement_steps),
@@ -192,7 +192,7 @@ def machine() -> str:
     )
     bf16 = bf16_instructions()
     computes = f"matrices in bfloat16 by {bf16}" if precision() == "bf16" else "float32"
-    peak = matrix_peak(DTYPES[precision()]) / 1e9
+    peak = matrix_peak(PRECISION_DTYPES[precision()]) / 1e9
     return (
         f"{_processor()} ({torch.backends.cpu.get_cpu_capability()}{f', {bf16}' if bf16 else ''}), {os.cpu_count()} "
         f"cores, {computes}, matrix peak {peak:,.0f} GFLOP/s; Python {platform.python_version()}, {packages}"

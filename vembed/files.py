@@ -219,7 +219,7 @@ _REFUSALS = {
 """What to do where the system refuses to write a file."""
 
 
-def refusal(error: Exception) -> str | None:
+def disk_refusal(error: Exception) -> str | None:
     """Return a sentence about a full disk, or a place that this user may not write to; None for other errors."""
     text = str(error)
     if not isinstance(error, OSError) and "os error" not in text:

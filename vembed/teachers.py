@@ -45,7 +45,7 @@ from vembed.progress import ProgressReport, duration
 
 log = logging.getLogger("vembed")
 
-CHUNK = 2048
+QUESTIONS_PER_WRITE = 2048
 """Questions per rank between two writes."""
 
 
@@ -167,7 +167,7 @@ def teacher_kind(
     return "embedder" if kind == "yes_no" and needs_vectors else kind
 
 
-FORMAT = 2
+IDENTITY_VERSION = 2
 """Version of the identities. Increase it when a teacher gives other answers for the same files and settings."""
 SAMPLE_BYTES = 2**20
 """Bytes that are read at the beginning, middle and end of a large file."""
@@ -279,8 +279,12 @@ class CachedTeacher(ABC):
         with ProgressReport(
             f"teacher {self.teacher.label}", active=session.is_main, log=log.info
         ) as progress:
-            for start in range(0, len(missing), CHUNK * session.world_size):
-                chunk = missing[start : start + CHUNK * session.world_size]
+            for start in range(
+                0, len(missing), QUESTIONS_PER_WRITE * session.world_size
+            ):
+                chunk = missing[
+                    start : start + QUESTIONS_PER_WRITE * session.world_size
+                ]
                 # Dealt to the ranks in turn.
                 share = chunk[session.rank :: session.world_size]
                 computed = self.compute([questions[place] for place in share])
@@ -569,7 +573,7 @@ def teacher_identity(
     """Return a hash of a teacher's files and settings; of files above 3 MiB, of the size and three samples of 1 MiB."""
     digest = hashlib.blake2b(digest_size=16)
     settings = [
-        FORMAT,
+        IDENTITY_VERSION,
         kind,
         arithmetic,
         teacher.query_prompt,

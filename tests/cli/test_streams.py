@@ -1,5 +1,8 @@
 """Closed standard streams, and variables of the environment that are no numbers."""
 
+import subprocess
+import sys
+
 import pytest
 import yaml
 
@@ -40,6 +43,21 @@ def test_a_full_disk_is_a_sentence_and_leaves_no_half_model(tmp_path):
     assert err.read_text().count("\n") == 1 and [
         one.name for one in tmp_path.iterdir()
     ] == ["err"]
+
+
+def test_libraries_say_nothing_while_they_are_imported(tmp_path):
+    """bitsandbytes and torchao would name kernels of GPUs that are not here."""
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text('{"query": "red cat", "positive": "blue dog"}')
+    words = ["score", str(shared(tiny_bert_st)), str(pairs)]
+    result = subprocess.run(
+        [sys.executable, "-m", "vembed", *words],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert float(result.stdout) > 0
+    assert result.stderr == ""
 
 
 def test_threads_that_are_no_number():

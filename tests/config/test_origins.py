@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.config.conftest import NEEDED, assert_options
-from vembed.config.loading import load_config, render, resolve_run, save_config
+from vembed.config.loading import config_yaml, load_config, resolve_run, save_config
 from vembed.config.schema import DataSource, TrainConfig, option_fields
 from vembed.errors import UserError
 
@@ -148,7 +148,7 @@ def test_the_written_config_repeats_the_run(write_config, text):
     resolved = resolve_run(write_config(text, needed=needed))
     save_config(resolved.config, "again.yaml")
     assert load_config("again.yaml").to_dict() == resolved.config.to_dict()
-    Path("shown.yaml").write_text(render(resolved.config, resolved.origins))
+    Path("shown.yaml").write_text(config_yaml(resolved.config, resolved.origins))
     again = resolve_run("shown.yaml")
     assert again.config.to_dict() == resolved.config.to_dict()
     assert not [note for note in again.notes if note not in resolved.notes]
@@ -156,7 +156,7 @@ def test_the_written_config_repeats_the_run(write_config, text):
 
 def test_what_is_shown_names_the_origin(write_config):
     resolved = resolve_run(write_config("lr: 1e-4\n"), ["epochs=2"])
-    text = render(resolved.config, resolved.origins)
+    text = config_yaml(resolved.config, resolved.origins)
     assert "learning_rate: 0.0001  # cfg.yaml:3\n" in text
     assert "epochs: 2.0  # command line\n" in text
     assert "batch_size: 32  # default\n" in text

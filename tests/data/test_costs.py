@@ -91,7 +91,7 @@ def test_the_beginning_of_a_long_text_gives_the_tokens_of_the_whole(make, monkey
     ]
     count = len(texts)
     cut = TextProcessing(description).encode([""] * count, texts, [None] * count)
-    monkeypatch.setattr(processing, "CHARACTERS_PER_TOKEN", 10**9)
+    monkeypatch.setattr(processing, "MAX_CHARACTERS_PER_TOKEN", 10**9)
     whole = TextProcessing(description).encode([""] * count, texts, [None] * count)
     for row, expected in zip(cut, whole, strict=True):
         assert row.tolist() == expected.tolist()

@@ -25,7 +25,7 @@ from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord
 from vembed.data.first_pass import build_index, index_part
 from vembed.data.formats import base, parquet
-from vembed.data.formats.base import Format, row_values
+from vembed.data.formats.base import Format, python_rows
 from vembed.data.formats.delimited import DelimitedFile, TsvFile
 from vembed.data.formats.json_lines import JsonArray, JsonLines
 from vembed.data.formats.parquet import ParquetFile
@@ -117,7 +117,7 @@ def small_parts(monkeypatch):
     monkeypatch.setattr(base, "READ_ROWS", 7)
     monkeypatch.setattr(parquet, "MAX_HELD_BYTES", 100)
     monkeypatch.setattr(parquet, "READ_ROWS", 32)
-    monkeypatch.setattr(parquet, "PART_BYTES", 4_000)
+    monkeypatch.setattr(parquet, "PART_ROW_BYTES", 4_000)
 
 
 def index_of(reader, *, with_keys=False, **options):
@@ -429,7 +429,7 @@ def test_texts_that_are_taken_together_are_taken_alone(name):
 
 def test_values_that_python_cannot_hold_are_bad_records():
     broken = pa.array([b"a", b"\xff", b"c"]).view(pa.string())
-    rows = row_values(pa.record_batch({"query": broken}))
+    rows = python_rows(pa.record_batch({"query": broken}))
     assert rows[::2] == [{"query": "a"}, {"query": "c"}]
     assert isinstance(rows[1], BadRecord)
 

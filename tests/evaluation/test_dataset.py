@@ -10,8 +10,8 @@ import pytest
 from vembed.config.schema import DataSection
 from vembed.data.examples import Example, Item, ReadAs
 from vembed.errors import UserError
-from vembed.evaluation.beir import Corpus
 from vembed.evaluation.dataset import (
+    Corpus,
     RetrievalData,
     ScoredPairs,
     from_examples,

@@ -128,7 +128,7 @@ def test_progress_counts_all_items(model, featuriser):
 
 
 def _on_a_rank(folder, numbers, chunk):
-    encoding.CHUNK = chunk
+    encoding.INPUTS_PER_CHUNK = chunk
     with start_session(
         TrainConfig(model_name="m", data_path="d", strategy="ddp")
     ) as session:

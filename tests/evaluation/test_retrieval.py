@@ -143,7 +143,7 @@ class Stop(Exception):  # noqa: N818
 
 
 def _stops_while_it_scores():
-    retrieval.DOCUMENT_TILE = 32
+    retrieval.DOCUMENTS_PER_SEARCH_TILE = 32
     micro_batches = [0]
     at = None
 

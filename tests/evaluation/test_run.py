@@ -93,7 +93,7 @@ def test_documents_are_searched_chunk_by_chunk_and_never_held_together(
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     given = []
     original = RetrievalSearch.add
-    monkeypatch.setattr(encoding, "CHUNK", 8)
+    monkeypatch.setattr(encoding, "INPUTS_PER_CHUNK", 8)
 
     def add(self, rows, numbers):
         given.append((rows, numbers))

@@ -26,7 +26,7 @@ from vembed.cli.main import app
 from vembed.data.examples import Item
 from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import RetrievalData
-from vembed.export import formats, gguf_format, onnx_format
+from vembed.export import formats, onnx_format
 from vembed.export.check import NUM_TEXTS, bounded, distances, texts_to_compare
 from vembed.export.exporting import MAX_STUDENT_EXAMPLES, student_texts
 from vembed.export.formats import SafetensorsFormat
@@ -305,7 +305,7 @@ def test_images_that_have_no_graph(make, why, tmp_path):
 
 def test_a_runtime_that_is_not_there_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "find_spec", lambda _: None)
-    monkeypatch.setattr(gguf_format.shutil, "which", lambda _: None)
+    monkeypatch.setattr(formats.shutil, "which", lambda _: None)
     for form, way in (
         ("openvino", "pip install openvino"),
         ("gguf", "git clone https://github.com/ggml-org/llama.cpp"),
@@ -339,8 +339,8 @@ def test_gguf_in_the_server_of_llama_cpp(exported, monkeypatch):
         )
     }
     module = SimpleNamespace(__version__="1", Server=Server, **parts)
-    monkeypatch.setattr(gguf_format, "import_module", lambda _: module)
-    reader = gguf_format.GgufServer(exported)
+    monkeypatch.setattr(formats, "import_module", lambda _: module)
+    reader = formats.GgufServer(exported)
     np.testing.assert_array_equal(
         reader.encode(["red", "red " * 600], "query"), [[3, 4], [3, 4]]
     )

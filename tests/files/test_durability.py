@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.training.test_run import metrics
-from vembed.files import refusal, replaced_file, sync, sync_folder, way_out
+from vembed.files import disk_refusal, replaced_file, sync, sync_folder, way_out
 from vembed.saving.files import replaced_folder
 from vembed.training.checkpoint.folders import trim_metrics
 
@@ -73,7 +73,7 @@ def test_a_file_that_finds_no_room_is_named_and_has_no_name(tmp_path):
         raise OSError(
             errno.ENOSPC, os.strerror(errno.ENOSPC)
         )  # without a file, as `write` raises it
-    said = refusal(found.value)
+    said = disk_refusal(found.value)
     assert said is not None and said.startswith(
         f"{target} could not be written (No space left on device): make room"
     )
@@ -103,5 +103,5 @@ def test_a_file_that_finds_no_room_is_named_and_has_no_name(tmp_path):
     ],
 )
 def test_errors_of_the_disk_get_a_sentence(error, said):
-    found = refusal(error)
+    found = disk_refusal(error)
     assert found is None if said is None else (found or "").startswith(said)

@@ -15,7 +15,7 @@ from tests.losses.batches import (
     make_batch,
     rank_batches,
 )
-from vembed.inference.quantization import quantized
+from vembed.inference.encoding import quantized
 from vembed.losses.build import EDGE, as_stored, build_loss
 
 CASES = [

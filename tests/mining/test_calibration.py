@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from vembed.evaluation.top_k import Pairs
-from vembed.mining.candidates import CandidateChunk
-from vembed.mining.choice import Limits, calibrate
+from vembed.mining.candidates import CandidateChunk, Limits, calibrate
 from vembed.mining.options import MineConfig
 
 NUM_QUERIES, NUM_OTHERS, TOP_K = 1500, 60, 50

@@ -9,8 +9,8 @@ from tests.harness import run_ranks
 from tests.mining.data import assert_same_rows, read_lines, run, write_data
 from tests.mining.test_ranks import mined
 from vembed.evaluation.top_k import Pairs
-from vembed.mining.candidates import CONSIDERED, MARGIN, NEAREST, ClaimFinder
-from vembed.mining.inputs import open_session
+from vembed.mining.candidates import CLAIM_MARGIN, CONSIDERED, NEAREST, ClaimFinder
+from vembed.mining.inputs import open_command_session
 from vembed.mining.options import MineConfig
 from vembed.mining.retrievers import DenseRetriever
 
@@ -42,7 +42,7 @@ def expected(queries, documents, positives):
         own = (positives.queries == query) | np.isin(positives.documents, own_documents)
         best = np.where(own[:, None], scores, -np.inf).max(axis=0)
         other = np.where(own[:, None], -np.inf, scores).max(axis=0)
-        room[query] = other - MARGIN * np.abs(other) - best
+        room[query] = other - CLAIM_MARGIN * np.abs(other) - best
     return room
 
 
@@ -54,7 +54,7 @@ def test_claims_are_those_of_the_definition(tmp_path):
         exact=np.arange(NUM_DOCUMENTS), num_candidates=NUM_DOCUMENTS
     )
     known = SimpleNamespace(exact=np.arange(NUM_QUERIES))
-    with open_session(None) as (session, _):
+    with open_command_session(None) as (session, _):
         dense = DenseRetriever(tmp_path, "m", documents_of_test, known, session)
         assert dense.queries.encode(lambda numbers: queries[numbers]) == NUM_QUERIES
         dense.documents.encode(lambda numbers: documents[numbers])

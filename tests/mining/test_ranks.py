@@ -13,8 +13,8 @@ from vembed.mining import candidates
 from vembed.mining.mine import mine
 
 
-def mined(options, chunk=candidates.CHUNK):
-    candidates.CHUNK = chunk
+def mined(options, chunk=candidates.QUERIES_PER_SEARCH):
+    candidates.QUERIES_PER_SEARCH = chunk
     result = mine(options)
     return result.counts, result.num_encoded
 

@@ -157,7 +157,7 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
         for forward in forwards:
             forward.compiled = partial(call, forward.plain)
         inputs = parts_for(model.description)
-        problem = setup.difference(model, layers, inputs, session)
+        problem = setup.compiled_difference(model, layers, inputs, session)
         expected = {
             "same": None,
             "other": "give other embeddings",
@@ -172,7 +172,7 @@ def test_layers_that_differ_or_do_not_compile_stay_plain(kind, caplog):
 def test_what_the_run_does_after_the_check(monkeypatch, caplog):
     config = config_for(tiny.tiny_bert, mixed_precision="no")
     monkeypatch.setattr(
-        setup, "difference", lambda *_: "compiled layers give other embeddings"
+        setup, "compiled_difference", lambda *_: "compiled layers give other embeddings"
     )
     with start_session(config) as session, caplog.at_level(logging.WARNING, "vembed"):
         session.placement = on_gpu().for_work(1e30)

@@ -71,7 +71,7 @@ def test_facts_self_test_and_checklist_in_order(tmp_path):
 
 
 def self_test_with_a_fault():
-    selftest.TOLERANCE = -1.0
+    selftest.TOLERANCE_FLOAT32 = -1.0
     sys.stdout = io.StringIO()
     with pytest.raises(SystemExit) as caught:
         selftest.main()

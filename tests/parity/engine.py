@@ -26,7 +26,7 @@ from vembed.data.examples import Example, Item
 from vembed.data.features import build_featuriser
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
-from vembed.models.families.backbones import plain_name
+from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
@@ -336,12 +336,12 @@ def full_gradients(model):
     if FullyShardedDataParallel.fsdp_modules(model):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
             return {
-                plain_name(name): one.grad.clone()
+                unwrapped_name(name): one.grad.clone()
                 for name, one in model.named_parameters()
                 if one.requires_grad and one.grad is not None
             }
     return {
-        plain_name(name): one.grad.full_tensor()
+        unwrapped_name(name): one.grad.full_tensor()
         if isinstance(one.grad, DTensor)
         else one.grad
         for name, one in model.named_parameters()

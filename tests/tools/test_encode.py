@@ -19,7 +19,7 @@ from tests.tiny import shared, tiny_bert_st, tiny_clip, tiny_qwen3_st
 from vembed import Embedder, UserError
 from vembed.cli.commands import encode
 from vembed.cli.main import app
-from vembed.inference.quantization import quantized, ranges_of
+from vembed.inference.encoding import quantized, ranges_of
 
 TEXTS = [
     "red cat",

@@ -12,7 +12,7 @@ from tests.tiny import shared, texts, tiny_bert_st
 from tests.training.test_run import metrics
 from vembed.errors import RunError, UserError
 from vembed.training.hooks.base import Hook
-from vembed.training.hooks.mining import FOLDER, EpochMiner
+from vembed.training.hooks.mining import MINING_FOLDER, EpochMiner
 
 NUM_ROWS = 24
 MINE = {"every_epochs": 1, "num_negatives": 3, "top_k": 10, "relative_margin": None}
@@ -99,7 +99,7 @@ def test_each_epoch_has_negatives_of_its_own(config):
     assert "72 negatives for 24 examples (mean score 0." in lines[0]
     assert "100.0% new" in lines[0]
     assert len(metrics(result.output_dir, "mine/score")) == 3
-    assert not (result.output_dir / FOLDER).exists()
+    assert not (result.output_dir / MINING_FOLDER).exists()
     # The batches get them: the data have a negative for every second row.
     plain = [
         sum(int(where.rpartition(":")[2]) % 2 == 0 for where in batch)

@@ -94,7 +94,7 @@ def test_an_owner_elsewhere_is_dead_without_a_sign_of_life(tmp_path, monkeypatch
 
 
 def test_the_sign_of_life_is_renewed(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(module, "LOCK_BEAT_SECONDS", 0.01)
     with OutputLock(tmp_path) as one:
         one.take()
         os.utime(tmp_path / LOCK, (1.0, 1.0))

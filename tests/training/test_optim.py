@@ -137,7 +137,7 @@ def train_two_steps(config, model, loss):
 
 
 class Torchao(types.ModuleType):
-    """It prints and warns where there is no GPU, so tests do without it."""
+    """Stands in for torchao, whose own optimizer trains in test_resume_run.py."""
 
     AdamW8bit = torch.optim.AdamW
 

@@ -7,14 +7,14 @@ from tests.training.test_optim import config_for
 from tests.training.tiny_run import TinyLoss, TinyModel
 from vembed.errors import UserError
 from vembed.training.optimizer import build_optimizer
-from vembed.training.rounded_adamw import RoundedAdamW, rounded
+from vembed.training.rounded_adamw import RoundedAdamW, rounded_to_bfloat16
 
 
 def test_rounding_goes_to_a_neighbour_and_is_right_on_average():
     draw = torch.Generator().manual_seed(0)
     value = torch.tensor([1.001, -0.3, 3e-5, 0.0, 7.0, float("inf")])
     bits = torch.randint(0, 2**16, (20_000, 6), generator=draw, dtype=torch.int32)
-    found = rounded(value.expand(20_000, 6), bits).double()
+    found = rounded_to_bfloat16(value.expand(20_000, 6), bits).double()
     assert all(len(found[:, column].unique()) <= 2 for column in range(6))
     step = torch.tensor([2.0**-7, 2.0**-9, 2.0**-23, 0.0, 0.0, 0.0])
     # The mean of n draws of a step s lies within 5 s / (2 sqrt(n)) of the value, but once in a million.

@@ -20,7 +20,7 @@ from vembed.cli.commands.export import copy_model
 from vembed.cli.main import app
 from vembed.config.schema import TrainConfig
 from vembed.parallel.session import start_session
-from vembed.weights import methods
+from vembed.weights import merge as merging
 from vembed.weights.merge import merge
 
 
@@ -38,7 +38,7 @@ def weights_of(folder):
 
 
 def test_mean_of_three_models_against_numpy(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(methods, "PIECE", 100)
+    monkeypatch.setattr(merging, "PIECE", 100)
     given = [weights_of(one) for one in models]
     result = vembed.merge(models, tmp_path / "mean")
     found = weights_of(result.model_dir)
@@ -368,7 +368,7 @@ MEASURE = """
 import resource, sys
 from pathlib import Path
 from vembed.weights.merge import Merge
-from vembed.weights.methods import Recipe
+from vembed.weights.merge import Recipe
 from vembed.weights.sources import open_source
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 fitting = Merge([open_source(one) for one in sys.argv[1:3]], None)

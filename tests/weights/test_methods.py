@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from vembed.weights import methods
-from vembed.weights.methods import Recipe, merged_pieces
+from vembed.weights import merge
+from vembed.weights.merge import Recipe, merged_pieces
 
 SIZE = 1000
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(methods, "PIECE", 64)
+    monkeypatch.setattr(merge, "PIECE", 64)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
 from vembed.data.formats.saved_datasets import is_saved_dataset
 from vembed.data.formats.table import (
     CODECS,
-    ENDINGS,
+    FORMAT_BY_ENDING,
     WAYS_OUT,
     ending_of,
     open_reader,
@@ -48,13 +48,13 @@ TEXT_COLUMNS = ("text", "query", *TEXT_FIELDS[1:])
 """Fields that are taken for the text of a record when nobody names one; the first that is there. A title goes before
 `text`, as in evaluation."""
 BOM = b"\xef\xbb\xbf"
-LineFormat = Literal["auto", "jsonl", "text"]
+AskedLineFormat = Literal["auto", "jsonl", "text"]
 RawRow = tuple[int, Any, str | None]
 """Number of the line, the record and, where it cannot be read, the reason."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EncodeRow:
     """One input, with what is written beside its vector."""
 
     number: int
@@ -76,7 +76,7 @@ class EncodeInput:
     session: Session
     column: str | None
     keep: Sequence[str]
-    line_format: LineFormat
+    line_format: AskedLineFormat
     image_root: str | None
     skips: bool
     chunk_rows: int
@@ -106,7 +106,7 @@ class EncodeInput:
         if self.has_images:
             return self._image_rows()
         ending = ending_of(self.path)
-        is_table = self.path.is_dir() or ending in ENDINGS
+        is_table = self.path.is_dir() or ending in FORMAT_BY_ENDING
         if not self.is_stdin and self.line_format == "auto":
             if is_table:
                 return self._reader_rows()
@@ -167,7 +167,7 @@ class EncodeInput:
                 except BadRecord as error:
                     yield number, None, str(error)
 
-    def __iter__(self) -> Iterator[list[Row]]:
+    def __iter__(self) -> Iterator[list[EncodeRow]]:
         first = 1
         while True:
             count = min(FIRST_ROWS, self.chunk_rows) if first == 1 else self.chunk_rows
@@ -199,10 +199,10 @@ class EncodeInput:
                 f"not JSON ({error}); for plain text use --input-format text"
             ) from error
 
-    def _checked(self, chunk: Sequence[RawRow], first: int) -> list[Row]:
+    def _checked(self, chunk: Sequence[RawRow], first: int) -> list[EncodeRow]:
         """Return the inputs of a chunk, of which the first row has this number. Collective."""
-        rows: list[Row] = []
-        problems: list[tuple[int, str]] = []
+        rows = []
+        problems = []
         for number, (line, record, problem) in enumerate(chunk, first):
             where = f"{self.name}:{line}"
             value = record
@@ -223,7 +223,7 @@ class EncodeInput:
                 problems.append((number, f"{where}: {error}"))
                 continue
             fields = record if isinstance(record, dict) else {}
-            rows.append(Row(number, item, document_id(record), fields))
+            rows.append(EncodeRow(number, item, document_id(record), fields))
         # With the first rows wrong folders are found before the model is loaded.
         if (first == 1 or self.skips) and any(row.item.images for row in rows):
             part = rows[self.session.rank :: self.session.world_size]
@@ -246,7 +246,7 @@ class EncodeInput:
             )
         self.left_out += problems
 
-    def check_kept(self, rows: Sequence[Row]) -> None:
+    def check_kept(self, rows: Sequence[EncodeRow]) -> None:
         """Raise UserError if a column to be kept is in none of the first records."""
         names = {name: None for row in rows for name in row.fields}
         for name in self.keep:
@@ -275,7 +275,7 @@ def _raw_row(line: int, record: Any) -> RawRow:
     return line, json.loads(json.dumps(record, default=str)), None
 
 
-def broken_images(rows: Sequence[Row]) -> list[tuple[int, str]]:
+def broken_images(rows: Sequence[EncodeRow]) -> list[tuple[int, str]]:
     """Return the rows whose images cannot be read, with the reason. The images are decoded."""
     images = [(row.number, image) for row in rows for image in row.item.images]
     problems = []

@@ -65,7 +65,7 @@ def check_machine(
     )
     passes_all = code == 0
     print_lines(f"Self-test: {'pass' if passes_all else 'FAIL'}")
-    findings: list[dict[str, Any]] = []
+    findings = []
     if run is not None and launch is not None:
         count = _processes(launch.world_size)
         print_lines("", f"Checklist for {config} on {count}", LINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -45,13 +46,13 @@ AnyModel = Annotated[
 ColumnMapping = Annotated[
     str, Option(help="As the option of that name: {question: query}.")
 ]
-ImageRoot = Annotated[
+ImageRootOption = Annotated[
     str | None, Option(help="Where relative image paths start, and must stay.")
 ]
 BatchTokens = Annotated[
     int | None, Option(min=1, help="Padded tokens per micro-batch.")
 ]
-Kind = Annotated[
+KindOption = Annotated[
     Literal["query", "document"],
     Option(help="query or document: which of the model's prompts to use."),
 ]
@@ -225,6 +226,13 @@ def open_closed_streams() -> None:
             setattr(sys, name, stream)
 
 
+def quieten_libraries() -> None:
+    """Silence what torchao logs about kernels of GPUs that are not here. Call this before Transformers is imported,
+    which imports torchao where it is installed."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def guarded(function: Callable[[], int | None]) -> int:
     """Call a function and return the exit code. A UserError, or a disk that is full, is printed as a
     message; a bug keeps its traceback."""
@@ -244,9 +252,9 @@ def guarded(function: Callable[[], int | None]) -> int:
     except typer.Exit:
         raise
     except Exception as error:
-        from vembed.files import refusal
+        from vembed.files import disk_refusal
 
-        message = refusal(error)
+        message = disk_refusal(error)
         if message is None:
             raise
         _print_error(f"error: {message}\n")

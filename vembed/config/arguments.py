@@ -13,7 +13,7 @@ from vembed.errors import UserError
 from vembed.names import nearest
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
-PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
+KEY_VALUE = re.compile(r"[A-Za-z_][\w.-]*=")
 LAUNCH_FLAGS = {
     "config": ("FILE", "The config file, where it is not the first word."),
     "set": ("KEY=VALUE", "An option, as key=value alone."),
@@ -190,7 +190,7 @@ class _Parser:
             # A letter must follow: `-1` and `--` are no flags.
             if re.match(r"--?[A-Za-z]", word):
                 self._flag(word)
-            elif PAIR.match(word):
+            elif KEY_VALUE.match(word):
                 self.overrides.append(word)
             else:
                 self._take_config(word)
@@ -215,7 +215,7 @@ class _Parser:
             self.overrides.append(f"console={key}")
         elif key == "set":
             pair = value if has_value else self._value(word)
-            if not PAIR.match(pair):
+            if not KEY_VALUE.match(pair):
                 raise UserError(
                     f"--set {quoted(pair)}: it sets an option, as --set batch_size=16"
                 )
@@ -255,7 +255,7 @@ class _Parser:
         follower = self.args[0] if self.args else "-"
         is_file = follower.lower().endswith(CONFIG_SUFFIXES)
         is_config = is_file and self.config is None
-        if follower.startswith("-") or PAIR.match(follower) or is_config:
+        if follower.startswith("-") or KEY_VALUE.match(follower) or is_config:
             return "true"
         return self.args.pop(0)
 

@@ -51,11 +51,11 @@ OUTPUT_DIR_FIELDS = ("model", "data", "seed", "time")
 """Placeholders that a template of output_dir may contain, in braces."""
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
-Source = str | Path | Mapping[str, Any] | TrainConfig
+ConfigSource = str | Path | Mapping[str, Any] | TrainConfig
 
 
 def load_config(
-    source: Source | ResolvedRun, overrides: Sequence[str] = ()
+    source: ConfigSource | ResolvedRun, overrides: Sequence[str] = ()
 ) -> TrainConfig:
     """Return the checked config of a file, a dict or a `TrainConfig`, with `key=value` overrides.
 
@@ -66,7 +66,7 @@ def load_config(
 
 
 def resolve_run(
-    source: Source | ResolvedRun,
+    source: ConfigSource | ResolvedRun,
     overrides: Sequence[str] = (),
     *,
     stage: str | None = None,
@@ -413,7 +413,7 @@ def require_earlier_stage(resolved: ResolvedRun) -> None:
         )
 
 
-def render(
+def config_yaml(
     config: TrainConfig,
     origins: Mapping[str, str] | None = None,
     *,
@@ -451,7 +451,7 @@ def save_config(config: TrainConfig, path: str | Path) -> None:
     """Write the config as a file that repeats the run with `vembed train PATH`."""
     Path(path).write_text(
         "# Every option of this run; `vembed train` with this file repeats it.\n"
-        + render(config),
+        + config_yaml(config),
         "utf-8",
     )
 

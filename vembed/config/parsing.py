@@ -13,7 +13,7 @@ import yaml
 
 from vembed.errors import UserError
 
-MAX_BYTES = 300_000
+MAX_CONFIG_BYTES = 300_000
 """Largest config file in bytes."""
 MAX_VALUES = 5_000
 """Most values after the expansion of anchors; protects against YAML bombs."""
@@ -87,9 +87,9 @@ def read_tree(path: Path) -> Node:
         raw = path.read_bytes()
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}.") from None
-    if len(raw) > MAX_BYTES:
+    if len(raw) > MAX_CONFIG_BYTES:
         raise UserError(
-            f"{path}: {len(raw):,d} bytes are too many for a config (at most {MAX_BYTES:,d})."
+            f"{path}: {len(raw):,d} bytes are too many for a config (at most {MAX_CONFIG_BYTES:,d})."
         )
     try:
         text = raw.decode("utf-8-sig")
@@ -136,7 +136,7 @@ def parse_yaml(text: str, name: str) -> Node:
 
 def parse_value(text: str) -> Any:
     """Parse a value of the command line as YAML; return the text itself if it is not valid YAML."""
-    if len(text) > MAX_BYTES:
+    if len(text) > MAX_CONFIG_BYTES:
         raise UserError(
             f"command line: a value of {len(text):,d} characters is too long."
         )

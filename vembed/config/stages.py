@@ -19,8 +19,8 @@ USER_PRESETS = "distributed_examples"
 DATA_FILES = {"mine": "mined.jsonl", "judge": "judged.jsonl"}
 """Kind of a step that leaves training data -> their file in its folder."""
 
-Kind = Literal["train", "mine", "judge", "merge", "evaluate"]
-OTHER_KINDS: tuple[Kind, ...] = ("mine", "judge", "merge", "evaluate")
+StepKind = Literal["train", "mine", "judge", "merge", "evaluate"]
+OTHER_KINDS: tuple[StepKind, ...] = ("mine", "judge", "merge", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Step:
     """One step: a training stage, or a mining, a judgement, a merge or an evaluation between stages."""
 
     name: str
-    kind: Kind
+    kind: StepKind
     layer: Layer
     """What a training stage gives."""
     options: dict[str, Any]
@@ -262,7 +262,7 @@ def _step(
 ) -> Step:
     # A step between has its kind as its only key, beside `from`. Among other keys `mine` is the option of a training,
     # and so it is with `every_epochs` in it.
-    kind: Kind = "train"
+    kind: StepKind = "train"
     start = block.pop("from", None)
     for other in OTHER_KINDS:
         is_option = other == "mine" and "every_epochs" in str(block.get(other))

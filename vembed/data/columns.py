@@ -273,7 +273,7 @@ def _roles(mapping: Mapping[str, str]) -> dict[str, str]:
             near = difflib.get_close_matches(target, _ROLE_OF, n=1, cutoff=0.7)
             if name in _ROLE_OF and not near:
                 raise UserError(
-                    f"{entry} is the wrong way round: the name in the file comes first, {{{quoted(target)}: {name}}}"
+                    f"{entry} is the wrong way round: the name in the file comes first, {{{quoted_column(target)}: {name}}}"
                 )
             hint = (
                 f"did you mean {near[0]!r}?" if near else f"it reads {listed(COLUMNS)}"
@@ -320,7 +320,9 @@ def _problem(names_of: dict[str, list[str]], columns: tuple[str, ...]) -> str | 
         if not is_guessed:
             # No column is named: any would be a guess by its position alone.
             example[f"your_{role}"] = role
-    entries = ", ".join(f"{quoted(name)}: {role}" for name, role in example.items())
+    entries = ", ".join(
+        f"{quoted_column(name)}: {role}" for name, role in example.items()
+    )
     hint = ""
     may_be_texts = "query" in missing and not images
     if may_be_texts and len(columns) == 1:
@@ -341,7 +343,7 @@ def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, s
         for target in (role, f"{role}_image"):
             # The names of the table too: `Question`, ` Answer ` and `sentence1` without its partner are near misses.
             likely = {*GUESSES.get(target, ()), *COLUMNS[target]}
-            names = [name for name in free if plain_name(name) in likely]
+            names = [name for name in free if normalised_name(name) in likely]
             if names and target in GUESSES:
                 mapping[names[0]] = target
                 free.remove(names[0])
@@ -349,12 +351,12 @@ def guess_mapping(columns: Iterable[str], missing: Iterable[str]) -> dict[str, s
     return mapping
 
 
-def quoted(name: str) -> str:
+def quoted_column(name: str) -> str:
     """Return a column's name for YAML: in quotes if spaces around it would get lost."""
     return repr(name) if name != name.strip() else printable(name)
 
 
-def plain_name(name: str) -> str:
+def normalised_name(name: str) -> str:
     """Return a column's name as the tables of names write it."""
     return "_".join(name.strip(" \"'").lower().replace("-", " ").split())
 
@@ -487,7 +489,7 @@ _NO_NEGATIVES = frozenset(
         "scores",
     ]
 )
-PROMPTS = frozenset(["prompt", "instruction", "query_instruction", "instruct"])
+PROMPT_COLUMNS = frozenset(["prompt", "instruction", "query_instruction", "instruct"])
 """Likely names of columns with a prompt of the query, beside a query."""
 NUM_CLASSES = range(3, 11)
 """Numbers of different whole numbers that look like classes, not like scores."""
@@ -532,7 +534,7 @@ def unread_negatives(unused: Iterable[str]) -> str | None:
     names = _named(unused, _NEGATIVES, _NO_NEGATIVES)
     if not names:
         return None
-    entries = ", ".join(f"{quoted(name)}: negative" for name in names)
+    entries = ", ".join(f"{quoted_column(name)}: negative" for name in names)
     return (
         f"not read: {listed(names)}. For negatives, set column_mapping: {{{entries}}}"
     )
@@ -541,10 +543,10 @@ def unread_negatives(unused: Iterable[str]) -> str | None:
 def unread_prompt(unused: Iterable[str]) -> str | None:
     """Return what is wrong where a column that is not read probably holds prompts; None without one."""
     for name in unused:
-        if plain_name(name) in PROMPTS:
+        if normalised_name(name) in PROMPT_COLUMNS:
             return (
                 f"{name} is not read: if it goes before the query, set column_mapping: "
-                f"{{{quoted(name)}: query_prompt}}"
+                f"{{{quoted_column(name)}: query_prompt}}"
             )
     return None
 
@@ -557,7 +559,7 @@ def _named(
     """Return the names of columns with one of the words and none of the others. A number at the end does not count."""
     named = []
     for name in names:
-        words_of_name = set(plain_name(name).rstrip("0123456789").split("_"))
+        words_of_name = set(normalised_name(name).rstrip("0123456789").split("_"))
         is_named = words_of_name & words and not words_of_name & others
         if is_named and not name.endswith(INSIDE):
             named.append(name)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vembed.data.examples import Example, ImageRef, Item, Kind
-from vembed.data.images.decoders import PIXELS
+from vembed.data.images.decoders import PIXELS_KEY
 from vembed.data.images.pixels import Pixels, blank_image
 from vembed.data.processing import ChatProcessing, TextProcessing
 from vembed.errors import UserError
@@ -119,7 +119,7 @@ class BaseFeaturiser(ABC):
 
     def finished(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return what `joined` has given as the model takes it: pixels of 8 bits become numbers on their device."""
-        if self.pixels is None or PIXELS not in batch:
+        if self.pixels is None or PIXELS_KEY not in batch:
             return batch
         return self.pixels.finished(batch)
 

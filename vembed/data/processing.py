@@ -27,7 +27,7 @@ from vembed.models.vision import POSITIONS, token_positions, tower_inputs
 
 log = logging.getLogger("vembed")
 
-CHARACTERS_PER_TOKEN = 64
+MAX_CHARACTERS_PER_TOKEN = 64
 """Texts of more characters than this times `max_length` are cut at a space before they are tokenised."""
 _MARK = "vembed0text0stands0here"
 """Stands for the text while a template is rendered. It is not a special token of any model."""
@@ -79,7 +79,7 @@ class TextProcessing:
     ) -> list[np.ndarray]:
         """Return the int32 token ids of each text after its prompt. `limits`: a smaller maximum length for each text."""
         # Of a very long text, only as much as fills `max_length` is tokenised.
-        length = CHARACTERS_PER_TOKEN * self._max_length
+        length = MAX_CHARACTERS_PER_TOKEN * self._max_length
         texts = [cut_words(text, length, from_left=self._cut_left) for text in texts]
         beginnings = texts
         if not self._cut_left:

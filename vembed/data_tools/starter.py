@@ -106,10 +106,10 @@ def _num_records(reader: Format) -> tuple[int, bool]:
     return round((len(rows) - 1) * (reader.stop - reader.start) / seen_bytes), True
 
 
-def texts_of(value: Any) -> list[str | None]:
+def field_texts(value: Any) -> list[str | None]:
     """Return the texts of a field, which may be a list and have objects; None for each entry that is not text alone."""
-    entries: list[Any] = value if isinstance(value, list) else [value]
-    texts: list[str | None] = []
+    entries = value if isinstance(value, list) else [value]
+    texts = []
     for entry in entries:
         text = entry
         if isinstance(entry, dict):
@@ -124,7 +124,7 @@ def texts_of(value: Any) -> list[str | None]:
 
 DELIMITED = (".csv", ".tsv")
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-NAMES = {"cp1252": "Windows-1252", "utf-16": "UTF-16"}
+ENCODING_NAMES = {"cp1252": "Windows-1252", "utf-16": "UTF-16"}
 
 
 def utf8_copy(path: Path, *, force: bool = False) -> tuple[Path, str] | None:
@@ -155,11 +155,11 @@ def utf8_copy(path: Path, *, force: bool = False) -> tuple[Path, str] | None:
     copy = path.with_name(f"{path.stem}.utf8{path.suffix}")
     if copy.exists() and not force and copy.read_bytes() != text.encode():
         raise UserError(
-            f"{path} is {NAMES[encoding]}, and its copy in UTF-8 would be {copy}, which is another file already: "
+            f"{path} is {ENCODING_NAMES[encoding]}, and its copy in UTF-8 would be {copy}, which is another file already: "
             "move it away, or give --force to overwrite it"
         )
     replace_text(copy, text)
-    return copy, NAMES[encoding]
+    return copy, ENCODING_NAMES[encoding]
 
 
 ROLE_WORDS = {
@@ -235,8 +235,8 @@ def guess(
         if name not in taken and column.is_text:
             candidates.append(column)
     longest = max((column.mean_length for column in candidates), default=1.0) or 1.0
-    mapping: dict[str, str] = {}
-    reasons: dict[str, str] = {}
+    mapping = {}
+    reasons = {}
     open_columns = list(candidates)
     unassigned = list(missing)
     # The part with the clearer evidence is chosen first, so that it does not lose its column to the other.
@@ -343,7 +343,7 @@ def confirm(
 ) -> dict[str, str]:
     """Ask which column each missing part is; an empty answer takes the guess. Return the column mapping."""
     columns = guess.candidates[:MOST_SHOWN]
-    mapping: dict[str, str] = {}
+    mapping = {}
     for role in missing:
         what = "the query" if role == "query" else "what the query should find"
         lines = [f"Which column is {what}?"]
@@ -447,7 +447,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class TextLengths:
     """Lengths of the texts in tokens."""
 
     full: int
@@ -500,7 +500,9 @@ def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:
     return ModelFacts(description.max_length, tokens, temperature)
 
 
-def measure_lengths(texts: Sequence[str], facts: ModelFacts | None) -> Lengths | None:
+def measure_lengths(
+    texts: Sequence[str], facts: ModelFacts | None
+) -> TextLengths | None:
     """Return the lengths of texts; None without texts."""
     if not texts:
         return None
@@ -512,11 +514,11 @@ def measure_lengths(texts: Sequence[str], facts: ModelFacts | None) -> Lengths |
         # And two special tokens.
         lengths = [math.ceil(size / CHARACTERS_PER_TOKEN) + 2 for size in sizes]
     full = lengths[math.ceil(FULL_SHARE * len(lengths)) - 1]
-    return Lengths(full, lengths[-1], is_measured=tokens is not None)
+    return TextLengths(full, lengths[-1], is_measured=tokens is not None)
 
 
 def fitting_length(
-    lengths: Lengths | None,
+    lengths: TextLengths | None,
     limit: int | None,
     usual: int,
 ) -> int:

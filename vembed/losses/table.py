@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from vembed.declarations import check_parts
 from vembed.losses.contrastive import Circle, InfoNCE, Sigmoid, Triplet
-from vembed.losses.declaration import Follows, Loss, Negatives, Records
+from vembed.losses.declaration import Follows, Loss, Negatives, RequiredRecords
 from vembed.losses.scored import (
     BCE,
     KL,
@@ -70,7 +70,7 @@ def check_losses(
         lambda loss: (loss.name,),
         needed=("name", "summary", "records", "negatives"),
         allowed={
-            "records": get_args(Records),
+            "records": get_args(RequiredRecords),
             "negatives": get_args(Negatives),
             "follows": get_args(Follows),
         },

@@ -261,7 +261,7 @@ class MineConfig(ChoiceOptions, DataOptions, ModelOptions, CommandConfig):
         retrievers = []
         for entry in self.retrievers or [str(self.model_name)]:
             retriever = Retriever(model=entry) if isinstance(entry, str) else entry
-            prompts: dict[str, str | None] = {}
+            prompts = {}
             if retriever.query_prompt is None:
                 prompts["query_prompt"] = self.query_prompt
             if retriever.document_prompt is None:
@@ -463,8 +463,14 @@ class GenerateConfig(ModelOptions, CommandConfig):
 
 
 Config = TypeVar("Config", bound=CommandConfig)
-Source = str | Path | Mapping[str, Any] | Immutable | None
-PATH_OPTIONS = ("data_path", "corpus_path", "qrels_path", "image_root", "val_data_path")
+CommandConfigSource = str | Path | Mapping[str, Any] | Immutable | None
+MINING_PATH_OPTIONS = (
+    "data_path",
+    "corpus_path",
+    "qrels_path",
+    "image_root",
+    "val_data_path",
+)
 """Options whose relative paths are also looked for beside the config file."""
 TRAINING_ONLY_KEYS = (STAGES, TRAINING_STAGES, USER_PRESETS, "stage")
 """Keys of a training config that are no options."""
@@ -474,7 +480,7 @@ EPOCH_MINING = "mine"
 
 def load_options(
     kind: type[Config],
-    source: Source,
+    source: CommandConfigSource,
     overrides: Sequence[str] = (),
 ) -> Config:
     """Return the config of a file, a dict or a config, with `key=value` arguments on top.
@@ -492,8 +498,8 @@ def load_options(
     options = _options(kind)
     file = Path(source) if isinstance(source, str | Path) else None
     source_name = "the config" if file is None else str(source)
-    problems: list[str] = []
-    values: dict[str, OptionValue] = {}
+    problems = []
+    values = {}
 
     def refuse_key(name: str, place: str) -> None:
         near = nearest(name, [*options, *known_names()])
@@ -567,7 +573,7 @@ def load_options(
             )
     if problems:
         raise UserError("\nalso: ".join(problems))
-    resolve_paths(values, PATH_OPTIONS, file, [])
+    resolve_paths(values, MINING_PATH_OPTIONS, file, [])
     try:
         return kind.model_validate(
             {name: value.value for name, value in values.items()}

@@ -17,9 +17,8 @@ from vembed.data.examples import Example, Item
 from vembed.errors import UserError
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import replaced_file
-from vembed.mining.candidates import CandidateSearch
-from vembed.mining.choice import UNDECIDED, Chosen, columns_by_row
-from vembed.mining.inputs import Inputs, content_key, row_value, row_values
+from vembed.mining.candidates import UNDECIDED, CandidateSearch, Chosen, columns_by_row
+from vembed.mining.inputs import MiningInputs, content_key, row_value, row_values
 from vembed.mining.options import MineConfig
 
 SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
@@ -34,7 +33,7 @@ class RowMaker:
     def __init__(
         self,
         config: MineConfig,
-        inputs: Inputs,
+        inputs: MiningInputs,
         chosen: Chosen,
         relabelled: Mapping[int, Sequence[int]],
         search: CandidateSearch,
@@ -97,8 +96,8 @@ class RowMaker:
         mapping = config.column_mapping or {}
         # With scores all negatives of the row come in one list: the scores have the order in which they are read.
         joins = config.scores and bool(example.negatives)
-        made: dict[str, Any] = {}
-        kept: list[Any] = []
+        made = {}
+        kept = []
         for name, value in record.items():
             if name in SCORE_NAMES:  # they would not fit the negatives that come
                 continue
@@ -115,7 +114,7 @@ class RowMaker:
         if made.get(POSITIVE_NAME) is None:
             values = row_values(example.positives, folder)
             made[POSITIVE_NAME] = values if len(values) > 1 else values[0]
-        added: list[Item] = []
+        added = []
         if example.scores is None:  # a row with scores of its own gets no positives
             numbers = self._relabelled.get(query, ())
             added = [self._documents.item(number) for number in numbers]
@@ -154,19 +153,19 @@ class RowMaker:
         scores = self._chosen.scores[query, columns].tolist()
         made["negative_scores"] = kept + [round(score, 6) for score in scores]
         if self._config.judges:
-            judged: list[float | None] = [None] * len(kept)
+            judged = [None] * len(kept)
             for judgement in self._chosen.judgements[query, columns].tolist():
                 judged.append(None if judgement == UNDECIDED else round(judgement, 6))
             made["negative_judge_scores"] = judged
 
 
-ENDINGS = (".jsonl", ".ndjson", ".parquet", ".pq")
+OUTPUT_ENDINGS = (".jsonl", ".ndjson", ".parquet", ".pq")
 ROWS_PER_GROUP = 4096
 
 
 def check_output(
     path: str,
-    endings: Sequence[str] = ENDINGS,
+    endings: Sequence[str] = OUTPUT_ENDINGS,
     option: str = "output_path",
 ) -> Path:
     """The path of a file that can be written, by its ending and its folder."""

@@ -56,7 +56,7 @@ from vembed.models.families.description import (
 from vembed.models.families.model_files import (
     LIBRARY_ERRORS,
     check_whole_weights,
-    first_sentence,
+    error_sentence,
     is_own,
 )
 from vembed.models.heads import (
@@ -444,7 +444,7 @@ def _load(
             raise  # a RuntimeError too, but no fault of the files
         except (*LIBRARY_ERRORS, SafetensorError) as error:
             raise UserError(
-                f"the weights of {folder} cannot be loaded: {first_sentence(error)}"
+                f"the weights of {folder} cannot be loaded: {error_sentence(error)}"
             ) from error
         # A base model's folder may lack a language-model head, which is then new.
         has_prefix = backbone.base_model is not backbone

@@ -37,7 +37,7 @@ JOIN_SECONDS = 2.0
 DEFAULT_PORT = 29500
 RUN_ID = "VEMBED_RUN_ID"
 """Environment variable with the id of a run, given on every machine (`--run-id`) and compared."""
-LAUNCHER = "VEMBED_LAUNCHER"
+LAUNCHER_VARIABLE = "VEMBED_LAUNCHER"
 """Environment variable with the process number of the launcher that started the processes of this machine."""
 HANG_REPORT = "VEMBED_HANG_REPORT"
 """Environment variable with the file in which a rank leaves the name of the rank that it waits for in vain."""
@@ -100,7 +100,7 @@ def rank_environments(
     }
     # Each process would otherwise start one thread per core, and the processes would compete for the cores.
     shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes)))
-    shared[LAUNCHER] = str(os.getpid())
+    shared[LAUNCHER_VARIABLE] = str(os.getpid())
     return [
         shared
         | {"RANK": str(machine_rank * num_processes + local), "LOCAL_RANK": str(local)}

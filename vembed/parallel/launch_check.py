@@ -29,7 +29,7 @@ import vembed
 from vembed.errors import UserError
 from vembed.parallel import collectives
 from vembed.parallel.environment import RankInfo, machine_name
-from vembed.parallel.launch import LAUNCHER, RUN_ID
+from vembed.parallel.launch import LAUNCHER_VARIABLE, RUN_ID
 
 RankFacts = Callable[[RankInfo], Mapping[str, Any]]
 """Facts of a rank about its run: values by name, equal on all ranks. It may raise UserError, which then ends all."""
@@ -47,7 +47,7 @@ LINE_SECONDS = 30.0
 REFUSAL_SECONDS = 5.0
 """Time for which rank 0 keeps the store after a refusal, for ranks that have not read it yet."""
 ATTEMPT_SECONDS = 2.0
-POLL_SECONDS = 0.02
+FIRST_POLL_SECONDS = 0.02
 SLOWEST_POLL_SECONDS = 0.5
 MAX_DIFFERENCES = 3
 MAX_VALUE_CHARACTERS = 100
@@ -113,7 +113,7 @@ class LaunchCheck:
                         f"(dist_timeout_minutes: {self.minutes:g})",
                     )
             # Seldom where the wait is long: many ranks ask one store. The answer is late by a tenth of the wait.
-            time.sleep(min(max(POLL_SECONDS, 0.1 * waited), SLOWEST_POLL_SECONDS))
+            time.sleep(min(max(FIRST_POLL_SECONDS, 0.1 * waited), SLOWEST_POLL_SECONDS))
         return True
 
     def connect(self) -> Store:
@@ -258,7 +258,7 @@ class LaunchCheck:
                 facts = {}
                 for rank in sorted(records):
                     facts[rank] = (records[rank]["facts"], records[rank]["host"])
-                differing = difference(facts)
+                differing = rank_differences(facts)
                 problem = f"{differing}: {ADVICE}" if differing else None
             return problem is not None or len(records) == num_ranks
 
@@ -306,12 +306,12 @@ def require_equal(
 ) -> None:
     """Raise the same UserError on every rank unless all have the same value. Collective."""
     fact = {name: value}, _host(None)
-    problem = difference(dict(enumerate(collectives.gather_objects(fact))))
+    problem = rank_differences(dict(enumerate(collectives.gather_objects(fact))))
     if problem is not None:
         raise UserError(f"{problem}: {advice}")
 
 
-def difference(facts: Mapping[int, tuple[Mapping[str, Any], str]]) -> str | None:
+def rank_differences(facts: Mapping[int, tuple[Mapping[str, Any], str]]) -> str | None:
     """Return what differs between ranks, on which rank and machine, with the values. None if nothing does.
 
     `facts`: values by name, and the machine, of each rank. A name is compared among the ranks that have it.
@@ -356,7 +356,9 @@ def _shown(value: Any) -> str:
 def _claim_rank(store: Store, check: LaunchCheck) -> None:
     """Take the place of this machine, or of this rank, in the run. Raise UserError if another has it."""
     ranks = check.ranks
-    launcher = os.environ.get(LAUNCHER)  # has started all processes of this machine
+    launcher = os.environ.get(
+        LAUNCHER_VARIABLE
+    )  # has started all processes of this machine
     place = ranks.rank if launcher is None else ranks.rank - ranks.local_rank
     process = f"{_host(None)}, process {launcher or os.getpid()}"
     # Writes only where nothing stands: the first process wins, and all others read its name.

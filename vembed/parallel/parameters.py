@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vembed.models.families.backbones import plain_name
+from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel import collectives
 
 NAMES_SHOWN = 3
@@ -298,12 +298,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
             # A collective: all ranks call it, in the same order.
             whole = _whole(parameter)
             if keeps:
-                state[plain_name(name)] = whole.detach().to("cpu", copy=True)
+                state[unwrapped_name(name)] = whole.detach().to("cpu", copy=True)
         for prefix, module in model.named_modules() if keeps else ():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
                     copied = buffer.detach().to("cpu", copy=True)
-                    state[plain_name(f"{prefix}.{name}")] = copied
+                    state[unwrapped_name(f"{prefix}.{name}")] = copied
     return state
 
 
@@ -317,7 +317,7 @@ def edit_weights(
     with torch.no_grad(), _gathered_by_fsdp1(model, write=True):
         by_name = {}
         for full_name, parameter in model.named_parameters(remove_duplicate=False):
-            by_name[plain_name(full_name)] = parameter
+            by_name[unwrapped_name(full_name)] = parameter
         for name, edit in edits.items():
             if name not in by_name:
                 raise KeyError(f"the model has no parameter {name!r}")

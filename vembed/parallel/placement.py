@@ -34,7 +34,7 @@ from vembed.parallel.step_memory import (
     tokens_of,
 )
 
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 CHECKPOINT = "checkpoint"
 """Source of a decision that was taken over from the checkpoint. This machine would have decided otherwise."""
@@ -92,7 +92,7 @@ class Layout:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the arithmetic."""
-        return DTYPES[self.precision.value]
+        return PRECISION_DTYPES[self.precision.value]
 
     @property
     def computes_in_half(self) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.decisions import rate_of
-from vembed.config.loading import load_config, render, resolve_run
+from vembed.config.loading import config_yaml, load_config, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import loss_terms
 from vembed.errors import RunError, Stopped, UserError
@@ -58,7 +58,7 @@ REDUCTION = 3
 """Successive halving: of the trials that have come to an evaluation, a third goes on to three times as many."""
 MIN_TRIALS_FOR_IMPORTANCE = 4
 
-Value = float | int
+OptionNumber = float | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +78,11 @@ class Range:
     """Values of one option: all between two limits, by ratio, or a few."""
 
     option: str
-    start: Value
+    start: OptionNumber
     """Value of the first trial, which is the run without a search."""
     low: float = 0.0
     high: float = 0.0
-    choices: Sequence[Value] = ()
+    choices: Sequence[OptionNumber] = ()
 
     @property
     def distribution(self) -> Any:
@@ -178,7 +178,7 @@ def ranges(config: TrainConfig, names: Sequence[str] = ()) -> list[Range]:
     warmup = config.optimizer.warmup_steps
     decay = config.optimizer.weight_decay
     rank = config.adapters.lora_r
-    choices: dict[str, tuple[Value, list[Value]]] = {}
+    choices: dict[str, tuple[OptionNumber, list[OptionNumber]]] = {}
     if config.batch.global_batch_size is None:
         choices["batch_size"] = (size, [max(size // 2, 8), size * 2, size * 4])
     if isinstance(warmup, float):
@@ -297,10 +297,10 @@ def _run(
 ) -> tuple[list[float], Path]:
     """Train once; return the scores of the evaluations, and the folder. `trial` hears of each and may end the run."""
     from vembed.training.hooks.base import STOP, Callbacks, Evaluation
-    from vembed.training.trainer import train
+    from vembed.training.trainer import train_run
 
     folder = search.folder / f"trial-{number}"
-    scores: list[float] = []
+    scores = []
 
     def on_evaluation(info: Evaluation) -> str | None:
         if info.step == 0:
@@ -317,7 +317,7 @@ def _run(
     options = [f"{name}={value}" for name, value in values.items()]
     overrides = [*TRIAL_OPTIONS, f"output_dir={folder}", *options]
     try:
-        train(resolve_run(config, overrides), [Callbacks(None, on_evaluation)])
+        train_run(resolve_run(config, overrides), [Callbacks(None, on_evaluation)])
     except Stopped as stopped:
         for checkpoint in folder.glob("checkpoint-*"):  # no trial is resumed
             shutil.rmtree(checkpoint, ignore_errors=True)
@@ -431,7 +431,7 @@ def _write_outcome(search: Search) -> dict[str, Any]:
         for trial in trials
     ]
     (search.folder / TRIALS).write_text(json.dumps(plain, indent=1) + "\n", "utf-8")
-    values: dict[str, Value] = {}
+    values = {}
     if best.number != first.number:
         values = {name: _rounded(value) for name, value in best.params.items()}
     # The search's trials have their own folders; the best config trains in that of the user's config.
@@ -439,12 +439,12 @@ def _write_outcome(search: Search) -> dict[str, Any]:
     config = load_config(search.config, [*search.overrides, *overrides])
     best_config = search.folder / BEST
     head = f"# The best of {len(trials)} trials of {search.config}: {best.value:.4f}, and {first.value:.4f} without a search.\n"
-    best_config.write_text(head + render(config), "utf-8")
+    best_config.write_text(head + config_yaml(config), "utf-8")
     lines = [
         f"best: trial {best.number}, {best.value:.4f} ({best.value - first.value:+.4f} to the config as it is)"
     ]
     lines += [f"  {name}: {value:g}" for name, value in values.items()]
-    importance: dict[str, float] = {}
+    importance = {}
     if len(complete) >= MIN_TRIALS_FOR_IMPORTANCE:
         importance = _importance(study)
     causes = f"not estimated from {len(complete)} trials that came to their end"
@@ -483,7 +483,7 @@ def _importance(study: Any) -> dict[str, float]:
     return shares
 
 
-def _rounded(value: Value) -> Value:
+def _rounded(value: OptionNumber) -> OptionNumber:
     """Return the value as the trial uses it."""
     return float(f"{value:.3g}") if isinstance(value, float) else value
 

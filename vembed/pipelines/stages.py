@@ -30,7 +30,7 @@ from vembed.evaluation.report.record import read_run
 from vembed.files import checksums_of, damage_of, read_json_object, replace_text
 from vembed.names import did_you_mean, is_hub_model, similar_path
 from vembed.progress import duration
-from vembed.training.checkpoint.folders import MAY_CHANGE, of_local, of_model
+from vembed.training.checkpoint.folders import FINAL, MAY_CHANGE, of_local, of_model
 from vembed.training.trackers import require_trackers
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 STATE_FILE = "stage.json"
 """In the folder of each step: its fingerprint, and whether it is done."""
-FINAL = "final"
 RESULTS = {**DATA_FILES, "merge": "final/merge.json", "evaluate": "scores.json"}
 """Kind of a step between -> the file that it writes last, in its folder."""
 REPORT_FILE = "stages.md"
@@ -191,7 +190,7 @@ class _Stage:
                 f"output_dir: {self.folder} is not the same folder for all processes; give one on a file system "
                 "that all machines share"
             )
-        scores: dict[str, Any] | None = None
+        scores = None
         if self.step.kind == "train":
             code = train(self.arguments)
         else:
@@ -408,7 +407,7 @@ def _pairs(options: Mapping[str, Any]) -> list[str]:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    args: list[str] = []
+    args = []
     for key, value in options.items():
         flag = f"--{key.replace('_', '-')}"
         if value is True:
@@ -439,7 +438,7 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 
 # ---- checks before any step is run --------------------------------------------------------------------------------
 
-DATA = ("data_path", "corpus_path", "qrels_path", "data")
+DATA_FILE_OPTIONS = ("data_path", "corpus_path", "qrels_path", "data")
 """Options that name files of data, as of `mine`, `merge` and `evaluate` together."""
 MODELS = ("model_name", "model", "models", "base")
 CUTS = "1,5,10,100"
@@ -461,7 +460,7 @@ def located(options: Mapping[str, Any], config: str | None) -> dict[str, Any]:
         beside = Path(config).parent / value
         return str(beside) if beside.exists() else value
 
-    names = (*DATA, *MODELS)
+    names = (*DATA_FILE_OPTIONS, *MODELS)
     return {
         key: locate(value) if key in names else value for key, value in options.items()
     }
@@ -485,7 +484,7 @@ def check_options(
 ) -> None:
     """Raise UserError where a step between names what is not there. `made`: folders of the steps before it."""
     where = f"{pipeline.source}: stage {step.name}: "
-    for key in DATA:
+    for key in DATA_FILE_OPTIONS:
         for path in named_paths(options.get(key)):
             problem = None if is_inside(path, made) else missing_path(key, path)
             if problem is not None:
@@ -583,7 +582,7 @@ def of_training(
     world_size: int,
 ) -> str:
     """Return the fingerprint of a training stage. `before`: that of the step whose model it starts from."""
-    facts: dict[str, Any] = {}
+    facts = {}
     for name, value in config.to_dict().items():
         if name in COUNTED or name not in MAY_CHANGE:
             facts[name] = _contents(value) if name in FILE_OPTIONS else value
@@ -611,8 +610,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 # ---- estimates of memory and time --------------------------------------------------------------------------------
 
-GIB = 2**30
-UNKNOWN = "not estimated"
+NOT_ESTIMATED = "not estimated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -621,7 +619,7 @@ class Estimate:
 
     step: Step
     memory: str
-    time: str = UNKNOWN
+    time: str = NOT_ESTIMATED
     seconds: float | None = None
     fits: bool = True
 
@@ -653,8 +651,8 @@ def estimates(
     """Return the estimate of each step. The weights of a stage's model need not be there yet: every stage has the
     architecture of the model that the first one starts from. `skips_missing`: a model that is not here is no error."""
     models: dict[str, str] = {}
-    step_estimates: list[Estimate] = []
-    newest: Prediction | None = None
+    step_estimates = []
+    newest = None
     for step in pipeline.steps:
         before = pipeline.model_before(step.name)
         if step.kind != "train":
@@ -685,11 +683,11 @@ def estimates(
             if not skips_missing:
                 raise
             newest = None
-            memory = f"{UNKNOWN} ({str(error).splitlines()[0]})"
+            memory = f"{NOT_ESTIMATED} ({str(error).splitlines()[0]})"
             step_estimates.append(Estimate(step, memory))
             continue
         memory = f"{newest.needed}: {'fits' if newest.fits else 'does not fit'}"
-        time = UNKNOWN
+        time = NOT_ESTIMATED
         if newest.seconds is not None:
             time = _about(newest.seconds) + remark
         step_estimates.append(Estimate(step, memory, time, newest.seconds, newest.fits))
@@ -720,17 +718,17 @@ def table(step_estimates: Sequence[Estimate]) -> str:
 
 def _between(step: Step, newest: Prediction | None) -> Estimate:
     """Return the estimate of a step between trainings. `newest`: the training before it, whose model has its shapes."""
-    # 2**20 elements in float64: PIECE of weights/methods.py, which is not imported because it imports torch.
+    # 2**20 elements in float64: PIECE of weights/merge.py, which is not imported because it imports torch.
     if step.kind == "merge":
         return Estimate(
             step, "pieces of 8 MB of each model", "that of reading each model once"
         )
     if newest is None:
-        return Estimate(step, UNKNOWN)
+        return Estimate(step, NOT_ESTIMATED)
     from vembed.pipelines.prediction import encoding_seconds
 
-    # Weights in float32.
-    memory = f"{4 * newest.size.total / GIB:.1f} GB (weights), and micro-batches"
+    weight_bytes = 4 * newest.size.total  # float32
+    memory = f"{weight_bytes / 2**30:.1f} GB (weights), and micro-batches"
     options = step.options
     total = 0.0
     for name in ("data_path", "corpus_path", "data"):

@@ -23,7 +23,11 @@ from vembed.models.adapters import has_adapters, merged_state, save_adapter
 from vembed.models.building import empty_backbone
 from vembed.models.custom.own_code import save_code
 from vembed.models.embedding_model import EmbeddingModel, taken
-from vembed.models.families.backbones import STATIC_TYPE, plain_name, quiet_transformers
+from vembed.models.families.backbones import (
+    STATIC_TYPE,
+    quiet_transformers,
+    unwrapped_name,
+)
 from vembed.models.families.description import DESCRIPTION_FILE, ModelDescription
 from vembed.models.families.model_files import (
     POOLING_MODULE,
@@ -70,7 +74,9 @@ def save_model(
     `merge_adapters=False` the adapter is saved instead of the weights. The folder is renamed once it is complete.
     """
     # plain_name takes off what FSDP, compilation and recomputation put into names.
-    state = {plain_name(name): tensor.detach().cpu() for name, tensor in state.items()}
+    state = {
+        unwrapped_name(name): tensor.detach().cpu() for name, tensor in state.items()
+    }
     description = model.description
     backbone: Any = model.backbone
     weights = taken(state, "backbone.")

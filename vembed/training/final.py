@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vembed.config.schema import TrainConfig, option_fields
 from vembed.data.example_store import ExampleStore
-from vembed.data.language import MAX_TEXTS, is_english, language_of
+from vembed.data.language import MAX_SAMPLED_TEXTS, is_english, language_of
 from vembed.errors import RunError
 from vembed.evaluation.report.record import RunSummary, collect_versions
 from vembed.evaluation.report.report import write_report
@@ -220,7 +220,7 @@ def _not_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> str | None:
 
 def _language(examples: ExampleStore) -> str | None:
     """Return the language of a sample of the texts; "" where it is unclear and not English, None without texts."""
-    step = max(1, len(examples) // MAX_TEXTS)
+    step = max(1, len(examples) // MAX_SAMPLED_TEXTS)
     texts = []
     for index in range(0, len(examples), step):
         example = examples[index]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vembed.data.batching.rank_batch import (
     Feeder,
     MicroBatch,
-    ModalitySlice,
+    ModalityIndices,
     ModelInputs,
     indices_by_modality,
     row_index,
@@ -300,7 +300,7 @@ class FrozenTowers:
         return tables
 
     def inputs(
-        self, modality_slice: ModalitySlice, tables: Mapping[Modality, Tensor]
+        self, modality_slice: ModalityIndices, tables: Mapping[Modality, Tensor]
     ) -> tuple[Modality, dict[str, Tensor]]:
         """Return a frozen modality's slice of a micro-batch in the form that the model takes."""
         modality, indices = modality_slice
@@ -329,7 +329,7 @@ class FrozenTowers:
 # ---- fingerprint of a modality's towers, for what is kept of frozen ones --------------
 
 
-FORMAT = 1
+FINGERPRINT_VERSION = 1
 """Version of the fingerprint. Increase it when towers give other features for the same inputs and weights."""
 _FIELDS = (
     "family",
@@ -354,7 +354,12 @@ def tower_identity(
 
     `arithmetic`: the dtype that the run computes in.
     """
-    settings: list[object] = [FORMAT, modality, arithmetic, transformers.__version__]
+    settings: list[object] = [
+        FINGERPRINT_VERSION,
+        modality,
+        arithmetic,
+        transformers.__version__,
+    ]
     described = description.to_dict()
     settings += [described[name] for name in _FIELDS]
     if modality != "text":

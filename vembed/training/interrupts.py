@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from vembed.errors import Stopped
 from vembed.parallel import collectives
-from vembed.parallel.launch import LAUNCHER, REPEATED_SIGNAL_SECONDS
+from vembed.parallel.launch import LAUNCHER_VARIABLE, REPEATED_SIGNAL_SECONDS
 
 log = logging.getLogger("vembed")
 
@@ -183,7 +183,7 @@ class Interrupts:
             return
         self._is_ending = True
         # It may have reached this rank alone, and no collective tells the others before the first step.
-        if os.environ.get(LAUNCHER) == str(os.getppid()):
+        if os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid()):
             os.kill(os.getppid(), signal.SIGUSR1)
             # A rank that waits for this one would see a closed connection before it sees its signal.
             time.sleep(HEAD_START_SECONDS)

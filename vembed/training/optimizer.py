@@ -21,7 +21,7 @@ from vembed.config.schema import OptimizerSection
 from vembed.errors import UserError
 from vembed.losses.batch import EmbeddingLoss
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.models.families.backbones import plain_name
+from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel.parameters import clip_gradients, flat_pieces, global_grad_norm
 from vembed.parallel.session import Session
 from vembed.training.optimizer_kinds import OPTIMIZERS, OptimizerInputs
@@ -117,7 +117,7 @@ def trained_parameters(
     named: list[tuple[str, nn.Parameter]] = []
     for prefix, module in (("", model), ("loss", loss)):
         for name, parameter in module.named_parameters(prefix=prefix):
-            named.append((plain_name(name), parameter))
+            named.append((unwrapped_name(name), parameter))
     # FSDP1 leaves a flat piece of each parameter. FSDP2's DTensors and plain tensors report their whole shape.
     whole_shapes = {id(piece): shape for piece, shape in flat_pieces(model)}
     heads = head_prefixes(model)

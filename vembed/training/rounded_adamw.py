@@ -93,10 +93,12 @@ class RoundedAdamW(torch.optim.Optimizer):
         bits = torch.empty(weight.shape, dtype=torch.int64, device=weight.device)
         bits.random_(generator=draw)
         for place, (held, value) in enumerate(pairs):
-            held.copy_(rounded(value, (bits >> (_BITS * place)).to(torch.int32)))
+            held.copy_(
+                rounded_to_bfloat16(value, (bits >> (_BITS * place)).to(torch.int32))
+            )
 
 
-def rounded(value: Tensor, bits: Tensor) -> Tensor:
+def rounded_to_bfloat16(value: Tensor, bits: Tensor) -> Tensor:
     """Return float32 values in bfloat16, rounded up or down by `bits`, of which the lowest 16 are used."""
     whole = value.contiguous().view(torch.int32)
     mask = (1 << _BITS) - 1

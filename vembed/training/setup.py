@@ -658,7 +658,7 @@ def check_compiled(
     indices = indices_by_modality(features, featuriser.modalities)
     feeder = Feeder(featuriser, session.device)
     (inputs,) = feeder.feed([list(indices.items())], features)
-    problem = difference(model, layers, inputs, session)
+    problem = compiled_difference(model, layers, inputs, session)
     # All processes decide alike: compiled and plain layers round differently.
     if not collectives.max_ints([int(problem is not None)])[0]:
         return
@@ -669,7 +669,7 @@ def check_compiled(
     session.placement = replace(session.placement, compilation=Decision(False, reason))
 
 
-def difference(
+def compiled_difference(
     model: nn.Module,
     layers: Sequence[nn.Module],
     inputs: ModelInputs,

@@ -1,4 +1,4 @@
-"""One training run on one process of the group: `train`, and the Trainer with its loop, `fit`. Read this file first.
+"""One training run on one process of the group: `train_run`, and the Trainer with its loop, `fit`. Read this file first.
 
 Each part of the set-up needs the ones before it:
 
@@ -106,7 +106,7 @@ class TrainResult:
     steps: int
 
 
-def train(run: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
+def train_run(run: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
     """Train on this process of the group; return the model's folder and its scores.
 
     `hooks`: additions to the loop (`vembed/training/hooks/base.py`).

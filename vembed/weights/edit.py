@@ -29,7 +29,7 @@ from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.models.embedding_model import EmbeddingModel, tower_module
-from vembed.models.families.backbones import layers_of, plain_name
+from vembed.models.families.backbones import layers_of, unwrapped_name
 from vembed.models.families.description import ModelDescription
 from vembed.models.heads import Dense, Head
 from vembed.parallel import collectives
@@ -146,7 +146,7 @@ def edit(
     editor = Editor(embedder, sets, kind, evaluation, keeps_original=trials > 0)
     before = editor.scores()
     log.info("before: %s", _score_line(before))
-    tried: list[EditTrial] = []
+    tried = []
     if trials:
         tried = _search(editor, plan, trials, seed)
         assert editor.metric is not None
@@ -371,7 +371,7 @@ class Editor:
             self._states = self.embedder.hidden_states(
                 texts, "all", self.kind, batch_size=ONE_AT_A_TIME
             )
-        edits: dict[str, Callable[[Tensor], Tensor]] = {}
+        edits = {}
         for writer in self.writers:
             if plan.layers is not None and writer.layer not in plan.layers:
                 continue
@@ -469,14 +469,14 @@ def residual_writers(
             f"{description.name} has no text tower, and directions are taken out of text towers"
         )
     tower: Any = tower_module(backbone, description.traits, "text")
-    names = {id(module): plain_name(name) for name, module in model.named_modules()}
+    names = {id(module): unwrapped_name(name) for name, module in model.named_modules()}
     embeddings = names[id(tower.get_input_embeddings())]
     writers = [ResidualWriter(embeddings, 0, by_rows=True, has_bias=False)]
     for number, layer in enumerate(layers_of(tower), start=1):
         num_before = len(writers)
         for name, module in layer.named_modules():
             is_linear = isinstance(module, nn.Linear | Conv1D)
-            if not is_linear or not _OUTPUT_LAYER.search(plain_name(name)):
+            if not is_linear or not _OUTPUT_LAYER.search(unwrapped_name(name)):
                 continue
             writer = ResidualWriter(
                 names[id(module)],
@@ -518,7 +518,7 @@ def _search(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=seed)
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
-    tried: list[EditTrial] = []
+    tried = []
     for number in range(1, num_trials + 1):
         asked = study.ask()
         values: dict[str, Any] = {"components": 1, "layers": None}

@@ -15,8 +15,8 @@ from vembed.cli.support import (
     ALONE,
     AnyModel,
     BatchTokens,
-    ImageRoot,
-    Kind,
+    ImageRootOption,
+    KindOption,
     ModelUse,
     OnBadRecord,
     TruncateDim,
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 65_536
 """Inputs that are read, sorted by length, encoded and written together; memory does not grow with the file."""
-DTYPES = {"binary": "int8", "ubinary": "uint8"}
+STORED_DTYPES = {"binary": "int8", "ubinary": "uint8"}
 """Dtype of the stored numbers, of precisions that have another name."""
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodeResult:
     """Result: files and counts."""
 
     path: Path
@@ -57,7 +57,7 @@ def encode(
     model: AnyModel,
     input_file: Annotated[str, Argument(metavar="INPUT")],
     output: str,
-    kind: Kind = "document",
+    kind: KindOption = "document",
     column: str | None = None,
     keep: str = "",
     input_format: Literal["auto", "jsonl", "text"] = "auto",
@@ -67,11 +67,11 @@ def encode(
     pooling: str = "",
     precision: Literal["float32", "int8", "uint8", "binary", "ubinary"] = "float32",
     ranges: str | None = None,
-    image_root: ImageRoot = None,
+    image_root: ImageRootOption = None,
     on_bad_record: OnBadRecord = "stop",
     batch_tokens: BatchTokens = None,
     use: ModelUse = ALONE,
-) -> Encoded:
+) -> EncodeResult:
     """Turn a file of texts or records, or a folder of images, into embeddings, in the order of the input.
 
     Args:
@@ -129,8 +129,12 @@ def encode(
 
     from vembed.cli.encode_files import EncodeInput, broken_images, vector_writer
     from vembed.inference.embedder import Embedder
-    from vembed.inference.encoding import encode_items
-    from vembed.inference.quantization import quantized, ranges_of, read_ranges
+    from vembed.inference.encoding import (
+        encode_items,
+        quantized,
+        ranges_of,
+        read_ranges,
+    )
     from vembed.progress import ProgressReport, duration
 
     console = plain_console(stderr=True)
@@ -192,7 +196,7 @@ def encode(
             return quantized(vectors, precision, levels)
 
         shape: tuple[int, ...] = (dim,)
-        if precision in DTYPES:
+        if precision in STORED_DTYPES:
             shape = (-(-dim // 8),)  # 8 coordinates in a byte
         if chosen_layers is not None:
             shape = vectors_of([], lambda *_: None).shape[1:]  # [layers, width]
@@ -201,7 +205,7 @@ def encode(
         began = time.monotonic()
         writer = None
         if session.is_main:
-            stored = DTYPES.get(precision, precision)
+            stored = STORED_DTYPES.get(precision, precision)
             writer = stack.enter_context(
                 vector_writer(target, shape, stored, keeps_columns=bool(kept))
             )
@@ -258,6 +262,6 @@ def encode(
             f"{target}: {sizes} {precision}, computed in {arithmetic}{left_out}, in {duration(seconds)} "
             f"({num_done / max(seconds, 1e-9):,.0f}/s){beside}"
         )
-    return Encoded(
+    return EncodeResult(
         target, num_done, shape[-1], seconds, ranges_file, len(rows.left_out), skipped
     )

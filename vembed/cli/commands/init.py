@@ -30,6 +30,7 @@ from vembed.data_tools.starter import (
     bad_records,
     confirm,
     doubts_about,
+    field_texts,
     fitting_batch,
     fitting_epochs,
     fitting_length,
@@ -39,7 +40,6 @@ from vembed.data_tools.starter import (
     measure_lengths,
     model_facts,
     read_sample,
-    texts_of,
     utf8_copy,
 )
 from vembed.errors import UserError
@@ -421,10 +421,10 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(records: Sequence[Any], names: Sequence[str | None]) -> list[str]:
-    texts: list[str] = []
+    texts = []
     for record in records:
         for name in names:
-            values_read = texts_of(record.get(name or ""))
+            values_read = field_texts(record.get(name or ""))
             texts += [text for text in values_read if text is not None]
     return texts
 

@@ -15,7 +15,7 @@ from vembed.cli.support import (
     AnyModel,
     BatchTokens,
     ColumnMapping,
-    ImageRoot,
+    ImageRootOption,
     ModelUse,
     OnBadRecord,
     OutputFile,
@@ -133,7 +133,7 @@ def score(
     pairs: str,
     output: OutputFile = "-",
     column_mapping: ColumnMapping = "",
-    image_root: ImageRoot = None,
+    image_root: ImageRootOption = None,
     use: ModelUse = ALONE,
 ) -> None:
     """Score given pairs: each query with its positives, then its negatives.
@@ -206,7 +206,7 @@ def rerank(
     lists: str,
     output: OutputFile = "-",
     top_k: PositiveNumber = None,
-    image_root: ImageRoot = None,
+    image_root: ImageRootOption = None,
     use: ModelUse = ALONE,
 ) -> None:
     """Sort the documents of each query by a reranker, the best first, with their scores.
@@ -236,7 +236,7 @@ def rerank(
     images = files.ImageRoot(image_root or str(folder), allow_urls=False)
     form = RecordFormat(Columns({"documents": "positive"}), images)
     with ExitStack() as stack:
-        source: Any = sys.stdin
+        source = sys.stdin
         if lists != "-":
             source = stack.enter_context(Path(lists).open(encoding="utf-8"))
         model_path, options = stack.enter_context(use.open(model))

@@ -99,8 +99,7 @@ def check_server(
         served_name: Name of the model at the server. Default: MODEL as it is given.
         tolerance: Largest cosine distance.
     """
-    from vembed.export.servers import check_address
-    from vembed.export.servers import check_server as compare_server
+    from vembed.export.exporting import check_address, compare_server
 
     check_address(url, model)
     with usable_model(model) as model_path:

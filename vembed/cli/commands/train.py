@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
 """Values of micro_batch_tokens that are tried, the fastest first."""
-NAMES = {
+MEMORY_PART_NAMES = {
     "gathered": "gathered parameters",
     "copies": "weights in bfloat16",
     "loss": "embeddings and loss",
@@ -128,7 +128,10 @@ def show(prediction: Prediction) -> dict[str, Any]:
     estimate = MemoryEstimate(placement, size)
     memory = asdict(prediction.memory)
     num_processes = placement.ranks.world_size
-    rows = [(NAMES.get(name, name), f"{memory[name] / GIB:.2f}") for name in memory]
+    rows = [
+        (MEMORY_PART_NAMES.get(name, name), f"{memory[name] / GIB:.2f}")
+        for name in memory
+    ]
     rows += [
         ("", ""),
         ("parameters", f"{size.total:,d}"),

@@ -383,9 +383,9 @@ def _split_largest(
     return sorted(cuts)
 
 
-ModalitySlice = tuple[Modality, list[int]]
+ModalityIndices = tuple[Modality, list[int]]
 """A modality and the indices of its inputs in a micro-batch. Without indices, a dummy input runs."""
-MicroBatch = list[ModalitySlice]
+MicroBatch = list[ModalityIndices]
 """One forward pass of the model: the slice of each modality."""
 ModelInputs = list[tuple[Modality, dict[str, Tensor]]]
 """Arguments of a forward pass: the tensors of each modality."""

@@ -23,7 +23,7 @@ from vembed.errors import UserError, printable
 
 MAX_PIXELS = 89_478_485
 """Larger images are refused, since a small file may decompress to gigabytes. About 9,400 x 9,400."""
-MAX_BYTES = 256 * 2**20
+MAX_IMAGE_BYTES = 256 * 2**20
 """Larger image files are refused."""
 URL_SECONDS = 30.0
 LONGEST_NAME = 64
@@ -207,9 +207,9 @@ def _opened(image: ImageRef) -> Iterator[Image.Image]:
             file.seek(0)
             if size == 0:
                 raise UserError("is empty")
-            if size > MAX_BYTES:
+            if size > MAX_IMAGE_BYTES:
                 raise UserError(
-                    f"has {size:,d} bytes, and at most {MAX_BYTES:,d} are read: scale it down"
+                    f"has {size:,d} bytes, and at most {MAX_IMAGE_BYTES:,d} are read: scale it down"
                 )
             with Image.open(file, formats=_formats()) as picture:
                 if picture.width * picture.height > MAX_PIXELS:
@@ -298,7 +298,7 @@ def _fetch(address: str) -> bytes:
     request = urllib.request.Request(address, headers={"User-Agent": "vembed"})
     try:
         with urllib.request.urlopen(request, timeout=URL_SECONDS) as answer:
-            data: bytes = answer.read(MAX_BYTES + 1)
+            data: bytes = answer.read(MAX_IMAGE_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
         raise UserError(f"cannot be fetched: {error}") from error
     return data

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vembed.data.examples import ImageRef
 from vembed.data.images.decoders import (
-    PIXELS,
+    PIXELS_KEY,
     Arrays,
     Decoders,
     Decoding,
@@ -158,8 +158,8 @@ class Pixels:
     def num_patches(self) -> int:
         """Positions that an image tower computes for one image of any size."""
         wide, high = (self.alone(blank_image(*size)) for size in ((64, 48), (48, 64)))
-        shape = wide[PIXELS].shape
-        if shape != high[PIXELS].shape:
+        shape = wide[PIXELS_KEY].shape
+        if shape != high[PIXELS_KEY].shape:
             raise UserError(
                 "the model's image processor gives images of different sizes, and vembed needs one size: set crop_size "
                 "and do_center_crop in preprocessor_config.json"
@@ -245,14 +245,14 @@ class PixelRecipe:
         """Return what the processor itself would have returned, on the device of `halfway`, for one or more images."""
         if self.scale is None:
             return dict(halfway)
-        pixels = halfway[PIXELS]
+        pixels = halfway[PIXELS_KEY]
         if self.frames is None:
             scaled = self.scale.apply(pixels)
         else:
             # [patches, channels, n] to [patches, channels * frames * n]
             scaled = self.scale.apply(pixels[:, :, None, :])
             scaled = scaled.expand(-1, -1, self.frames, -1).flatten(1)
-        return {**halfway, PIXELS: scaled}
+        return {**halfway, PIXELS_KEY: scaled}
 
 
 def find_recipe(processor: Any) -> PixelRecipe:
@@ -322,7 +322,7 @@ def _agrees(
 ) -> bool:
     """Return whether both give the same bits for a picture."""
     halfway = recipe.halfway(picture)
-    if halfway[PIXELS].dtype != torch.uint8:
+    if halfway[PIXELS_KEY].dtype != torch.uint8:
         return False
     tensors = recipe.finished(halfway)
     wanted = dict(processor(images=[picture], return_tensors="pt"))

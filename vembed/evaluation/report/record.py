@@ -32,7 +32,7 @@ REPORTED_PACKAGES = (
     "numpy",
 )
 
-NAMES = {
+METRIC_NAMES = {
     "ndcg": "nDCG",
     "mrr": "MRR",
     "recall": "Recall",
@@ -204,8 +204,8 @@ def read_run(output_dir: str | Path) -> RunRecord:
             f"{folder} has no config.yaml, so it is not the folder of a run"
         )
     config = read_yaml(config_file)
-    steps: list[dict[str, Any]] = []
-    evaluations: list[RecordedEvaluation] = []
+    steps = []
+    evaluations = []
     metrics = ""
     if metrics_file.exists():
         metrics = read_state_text(metrics_file, errors="replace")
@@ -257,7 +257,7 @@ def metric_name(key: str) -> str:
         name, _, metric = rest.rpartition("/")
         return f"{kind} {name}: {metric_name(metric)}"
     base, at, cut = key.partition("@")
-    return NAMES.get(base, base) + at + cut
+    return METRIC_NAMES.get(base, base) + at + cut
 
 
 def scores_line(

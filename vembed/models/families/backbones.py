@@ -35,8 +35,8 @@ from vembed.models.custom.own_code import trusted_class
 from vembed.models.families.family import Family
 from vembed.models.families.model_files import (
     LIBRARY_ERRORS,
-    check_config,
-    first_sentence,
+    check_model_config,
+    error_sentence,
     read_object,
     read_tensors,
 )
@@ -77,7 +77,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
         raise UserError(
             f"{folder} has no config.json; give the folder of a Transformers model"
         )
-    check_config(folder, trust_remote_code=trust_remote_code)
+    check_model_config(folder, trust_remote_code=trust_remote_code)
     if (read_object(path) or {}).get("model_type") == OwnConfig.model_type:
         custom: OwnConfig = OwnConfig.from_pretrained(folder)
         custom.name_or_path = str(folder)
@@ -98,7 +98,7 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
                 f"{folder} needs Python code of its own, and trust_remote_code is false; set "
                 "trust_remote_code: true if you trust this code"
             ) from error
-        raise UserError(f"{path} cannot be used: {first_sentence(error)}") from error
+        raise UserError(f"{path} cannot be used: {error_sentence(error)}") from error
 
 
 def model_class(
@@ -202,7 +202,7 @@ def shape_of(
             hidden_dim = config.get_text_config().hidden_size
     except LIBRARY_ERRORS as error:
         raise UserError(
-            f"{folder / 'config.json'} makes no {chosen.__name__}: {first_sentence(error)}; copy the model again"
+            f"{folder / 'config.json'} makes no {chosen.__name__}: {error_sentence(error)}; copy the model again"
         ) from error
     # Packed weights have shapes of their own.
     stored = {} if values.get("quantization_config") else read_tensors(folder)
@@ -293,7 +293,7 @@ WRAPPERS = frozenset(
 """Components that FSDP1, checkpointing and compilation add to names."""
 
 
-def plain_name(name: str) -> str:
+def unwrapped_name(name: str) -> str:
     """Return the name of a parameter or module without the components that wrappers add."""
     parts = name.removeprefix("module.").split(".")
     return ".".join(part for part in parts if part and part not in WRAPPERS)

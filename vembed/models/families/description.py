@@ -181,7 +181,7 @@ class ModelDescription:
 # ---- decisions ---------------------------------------------------------------------------------------------------
 
 
-Similarity = Literal["cosine", "dot"]
+SimilarityName = Literal["cosine", "dot"]
 SMALLEST_MRL_DIM = 64
 
 _BGE_ZH = "\u4e3a\u8fd9\u4e2a\u53e5\u5b50\u751f\u6210\u8868\u793a\u4ee5\u7528\u4e8e\u68c0\u7d22\u76f8\u5173\u6587\u7ae0\uff1a"
@@ -249,7 +249,7 @@ def describe(
     model: ModelSection,
     matryoshka: MatryoshkaSection | None = None,
     *,
-    similarity: Similarity = "cosine",
+    similarity: SimilarityName = "cosine",
     use_qlora: bool = False,
     for_inference: bool = False,
 ) -> ModelDescription:
@@ -355,9 +355,9 @@ def describe(
 
     # ---- similarity
     of_files = files.settings.similarity_fn_name or saved.get("similarity")
-    if for_inference and of_files in get_args(Similarity):
+    if for_inference and of_files in get_args(SimilarityName):
         reasons["similarity"] = "from the model's files"
-        similarity = cast(Similarity, of_files)
+        similarity = cast(SimilarityName, of_files)
     elif for_inference and of_files is not None:
         log.warning(
             "%s: its files name the similarity %s, which vembed does not have: cosine is used",

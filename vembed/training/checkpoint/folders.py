@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("vembed")
 
 FINAL = "final"
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 _LENGTH_AND_MACHINES = """
     epochs max_steps max_train_minutes strategy accelerate_config num_processes num_machines
@@ -95,13 +95,13 @@ JUDGES = frozenset({"val_data_path", "eval_metric"})
 
 LOCK = ".lock"
 """File that names host and process of the run. Its modification time, set anew every few seconds, is the sign of life."""
-BEAT_SECONDS = 10.0
+LOCK_BEAT_SECONDS = 10.0
 DEAD_SECONDS = 90.0
 """Age of the last sign of life from which an owner on another host counts as dead."""
 LOOK_SECONDS = 1.0
 SETTLE_SECONDS = 0.3
 """Time after which one of several starts that replace a dead owner's lock at once knows that it has won."""
-UNKNOWN = {
+UNKNOWN_OWNER = {
     "host": "unknown",
     "machine": "",
     "pid": 0,
@@ -192,7 +192,7 @@ class OutputLock:
         now = self._probe.stat().st_mtime
         self._probe.unlink()
         age = now - self.path.stat().st_mtime
-        owner: dict[str, Any] = dict(UNKNOWN)
+        owner: dict[str, Any] = dict(UNKNOWN_OWNER)
         with suppress(ValueError, TypeError):
             owner.update(json.loads(read_state_bytes(self.path)))
         if owner["machine"] == self._machine:
@@ -244,7 +244,7 @@ class OutputLock:
 
     def _beat(self) -> None:
         """Renew the sign of life until the end. Runs in a thread of its own."""
-        while not self._ended.wait(BEAT_SECONDS):
+        while not self._ended.wait(LOCK_BEAT_SECONDS):
             with suppress(OSError):  # the disk may come back
                 if self.path.read_bytes() != self._content:
                     log.error(
@@ -683,7 +683,7 @@ def trim_metrics(
     `is_scored`: false drops the evaluation of `step` too, which the run will make again.
     `num_bytes`: length of the file when the checkpoint was written. A shorter file is reported.
     """
-    path = output_dir / METRICS
+    path = output_dir / METRICS_FILE
     content = read_state_bytes(path) if path.exists() else b""
     if len(content) < num_bytes:
         log.warning(

@@ -48,7 +48,7 @@ from typing_extensions import override
 
 from vembed.errors import UserError
 from vembed.files import sha256_of, write_durably
-from vembed.models.families.backbones import plain_name
+from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel import collectives
 from vembed.parallel.parameters import local_tensor
 from vembed.training.checkpoint.folders import STATE, commit
@@ -257,8 +257,10 @@ def restore(
         # The tensors above were the live ones. Numbers are still to be restored, and state that the checkpoint lacks
         # (created by the step above) is dropped.
         for name, parameter in modules.named_parameters():
-            if plain_name(name) in state:
-                _put_numbers({plain_name(name): optimizer.state[parameter]}, tensors)
+            if unwrapped_name(name) in state:
+                _put_numbers(
+                    {unwrapped_name(name): optimizer.state[parameter]}, tensors
+                )
             else:
                 optimizer.state.pop(parameter, None)
     if optimizer is not None and not state:
@@ -271,7 +273,7 @@ def _weights(modules: nn.Module) -> dict[str, Any]:
     frozen = []
     for name, parameter in modules.named_parameters():
         if not parameter.requires_grad:
-            frozen.append(plain_name(name) + ".")
+            frozen.append(unwrapped_name(name) + ".")
     prefixes = tuple(frozen)
     weights = {}
     for name, value in get_model_state_dict(modules, options=_TRAINED).items():
@@ -280,29 +282,47 @@ def _weights(modules: nn.Module) -> dict[str, Any]:
     return weights
 
 
-def _state_tensors(state: Any, prefix: str = _OPTIMIZER) -> dict[str, Any]:
+def _state_tensors(state: Any) -> dict[str, Any]:
     """Return the tensors of an optimizer's state by name. They share its memory, except for those of numbers.
 
     A quantised shard (torchao) is stored as its parts: its blocks do not fit shards of another size, so their names
-    contain the rank and the world size.
+    contain the rank and the world size. Collective where the state is sharded.
     """
+    values = _flat_state(state, _OPTIMIZER)
+    quantised = set()
+    for name, value in values.items():
+        if is_traceable_wrapper_subclass(local_tensor(value)):
+            quantised.add(name)
+    # torchao quantises only shards of whole blocks, so one rank may have to and another not. The other shards of the
+    # same tensor are stored by rank too.
+    if any(isinstance(value, DTensor) for value in values.values()):
+        quantised.update(*collectives.gather_objects(quantised))
+    shard = f"rank{collectives.rank()}of{collectives.world_size()}"
     tensors: dict[str, Any] = {}
+    for name, value in values.items():
+        local: Any = local_tensor(value)
+        if name not in quantised:
+            tensors[name] = value
+        elif is_traceable_wrapper_subclass(local):
+            for part in local.__tensor_flatten__()[0]:
+                tensors[f"{name}.{part}.{shard}"] = getattr(local, part)
+        elif local.numel() > 0:
+            tensors[f"{name}.{shard}"] = local
+    return tensors
+
+
+def _flat_state(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the tensors of nested state by name. Numbers become tensors."""
+    values: dict[str, Any] = {}
     for key, value in state.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            tensors |= _state_tensors(value, f"{name}.")
-        elif not isinstance(value, Tensor):
-            tensors[name] = torch.tensor(value)
+            values |= _flat_state(value, f"{name}.")
+        elif isinstance(value, Tensor):
+            values[name] = value
         else:
-            local: Any = local_tensor(value)
-            parts = {name: value}
-            if is_traceable_wrapper_subclass(local):
-                shard = f"rank{collectives.rank()}of{collectives.world_size()}"
-                parts = {}
-                for part in local.__tensor_flatten__()[0]:
-                    parts[f"{name}.{part}.{shard}"] = getattr(local, part)
-            tensors |= parts
-    return tensors
+            values[name] = torch.tensor(value)
+    return values
 
 
 def _put_numbers(
@@ -345,8 +365,13 @@ def _check(
 ) -> None:
     """Raise UserError unless the checkpoint holds exactly the tensors that this run trains."""
     missing = sorted(tensors.keys() - stored.keys())
-    stored_by_rank = [name for name in stored if _OWN.search(name)]
-    if stored_by_rank and any(_OWN.search(name) for name in missing):
+    pieces = [name for name in stored if _OWN.search(name)]
+    other_pieces = [name for name in missing if _OWN.search(name)]
+    for name in missing:
+        # Shards of another size may not be quantised at all.
+        if any(piece.startswith(f"{name}.") for piece in pieces):
+            other_pieces.append(name)
+    if pieces and other_pieces:
         raise UserError(
             f"the checkpoint's optimizer state cannot be divided among {collectives.world_size()} process(es), since its "
             "8-bit blocks follow the shards: resume on as many processes as wrote it (only optim: adamw moves freely), "

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
 from vembed.errors import UserError
-from vembed.models.families.backbones import plain_name
+from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel.parameters import local_tensor, reshard
 from vembed.training.hooks.base import Hook, StepReport
 
@@ -41,7 +41,7 @@ class WeightAverage(Hook):
         self._model = model
         for name, weight in model.named_parameters():
             if weight.requires_grad:
-                key = plain_name(name)
+                key = unwrapped_name(name)
                 self._trained[key] = weight
                 # float32, since small changes of a 16-bit average would be rounded away.
                 self._averages[key] = weight.detach().clone().float()
@@ -98,7 +98,7 @@ def averages_of(model: nn.Module) -> dict[str, Tensor]:
     averages = {}
     for name, weight in model.named_parameters():
         if weight.requires_grad:
-            key = f"{WeightAverage.name}.{plain_name(name)}"
+            key = f"{WeightAverage.name}.{unwrapped_name(name)}"
             averages[key] = torch.zeros_like(weight, dtype=torch.float32)
     return averages
 
@@ -108,4 +108,6 @@ def put_averages(model: nn.Module, averages: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.copy_(averages[f"{WeightAverage.name}.{plain_name(name)}"])
+                parameter.copy_(
+                    averages[f"{WeightAverage.name}.{unwrapped_name(name)}"]
+                )

@@ -13,7 +13,7 @@ from vembed.errors import RunError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.query_results import (
     EMBEDDED,
-    FOLDER,
+    EVALUATIONS_FOLDER,
     compare_results,
     embedded_item,
     path_of,
@@ -227,7 +227,7 @@ class QueryRecord(Hook):
         self._output = run.output
         self._best_step = run.state.best_step
         if run.session.is_main:
-            for path in (run.output / FOLDER).glob("step-*.json"):
+            for path in (run.output / EVALUATIONS_FOLDER).glob("step-*.json"):
                 if int(path.stem.removeprefix("step-")) > run.state.step:
                     path.unlink()
 
@@ -244,7 +244,7 @@ class QueryRecord(Hook):
             content["pictures"] = self._pictures(content, data, evaluation.metric)
             write_queries(path_of(self._output, evaluation.step), content)
             recorded = (0, self._best_step, evaluation.step)
-            for path in (self._output / FOLDER).glob("step-*.json"):
+            for path in (self._output / EVALUATIONS_FOLDER).glob("step-*.json"):
                 if int(path.stem.removeprefix("step-")) not in recorded:
                     path.unlink()
         except OSError as error:

@@ -28,7 +28,7 @@ from vembed.parallel import collectives
 from vembed.parallel.devices import memory_snapshot
 from vembed.parallel.parameters import num_parameters
 from vembed.progress import ProgressReport, duration
-from vembed.training.checkpoint.folders import METRICS, newest_checkpoint
+from vembed.training.checkpoint.folders import METRICS_FILE, newest_checkpoint
 from vembed.training.hooks.base import Evaluation, Hook, StepReport
 from vembed.training.run_log import END_OF_SETUP, HEADLINE, LineFile
 from vembed.training.trackers import TRACKERS, TrackedReport, TrackedRun, Tracker
@@ -232,7 +232,7 @@ class MetricsLog(Hook):
                     "it out"
                 ) from error
             self.trackers.append(tracker)
-        self.file = LineFile(run.output / METRICS)
+        self.file = LineFile(run.output / METRICS_FILE)
 
     @override
     def on_log(self, values: Mapping[str, Any]) -> None:

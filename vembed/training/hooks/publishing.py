@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vembed")
 
-FOLDER = ".hub"
+HUB_FOLDER = ".hub"
 """Folder inside output_dir with the model that is being pushed."""
 MAX_SECONDS_AT_STOP = 5.0
 """Time that a run which is stopped gives a push under way. A finished run waits for its end."""
@@ -68,7 +68,7 @@ class PushBest(Hook):
             )
             return
         writer = run.model_writer
-        folder = run.output / FOLDER
+        folder = run.output / HUB_FOLDER
         writer.store(folder, weights, writer.card(run.data, run.state))
         score = f"{evaluation.metric} {evaluation.scores[evaluation.metric]:.4f}"
         self._thread = Thread(
@@ -84,7 +84,7 @@ class PushBest(Hook):
     def close(self) -> None:
         if self._thread is not None:
             self._thread.join(self._max_seconds)
-            shutil.rmtree(self._run.output / FOLDER, ignore_errors=True)
+            shutil.rmtree(self._run.output / HUB_FOLDER, ignore_errors=True)
 
     def _push(
         self,
