@@ -23,7 +23,7 @@ from vembed.config.loading import load_config, resolve_run
 from vembed.config.stages import chosen_pipeline, read_pipeline
 from vembed.errors import UserError
 from vembed.mining.options import GenerateConfig, JudgeConfig, MineConfig, load_options
-from vembed.parallel.hardware import read_hardware
+from vembed.parallel.devices import read_hardware
 from vembed.pipelines.stages import run_stages
 
 OTHER_PROGRAMS = {

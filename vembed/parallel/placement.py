@@ -23,9 +23,8 @@ from vembed.config.schema import ModelSection
 from vembed.config.terms import source_batch_sizes
 from vembed.errors import UserError
 from vembed.models.families.description import describe
-from vembed.parallel.devices import GIB
+from vembed.parallel.devices import GIB, Gpu
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.hardware import Gpu
 from vembed.parallel.step_memory import (
     MemoryEstimate,
     ModelSize,

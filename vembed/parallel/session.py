@@ -45,8 +45,7 @@ from vembed.parallel.environment import (
     is_loopback_by_name,
     read_rank_info,
 )
-from vembed.parallel.heartbeat import Heartbeats
-from vembed.parallel.launch_check import LaunchCheck, RankFacts
+from vembed.parallel.launch_check import Heartbeats, LaunchCheck, RankFacts
 from vembed.parallel.parameters import share_batch_norms
 from vembed.parallel.placement import (
     FITS_SHARE,

@@ -24,9 +24,8 @@ from vembed.data_tools.starter import field_texts, read_sample
 from vembed.errors import UserError
 from vembed.models.families.description import ModelDescription, describe
 from vembed.models.processors import load_tokenizer
-from vembed.parallel.devices import GIB, bf16_instructions
+from vembed.parallel.devices import GIB, Gpu, Hardware, bf16_instructions
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.hardware import Gpu, Hardware
 from vembed.parallel.placement import (
     PRECISION_DTYPES,
     Placement,

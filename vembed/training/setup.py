@@ -84,9 +84,15 @@ from vembed.parallel.step_memory import measure
 from vembed.teachers import Teachers
 from vembed.training.checkpoint.folders import of_images, of_option
 from vembed.training.frozen import InputSource, open_stores
-from vembed.training.hooks.averaging import WeightAverage
 from vembed.training.hooks.base import Hook
-from vembed.training.hooks.evaluations import Guards, Patience, QueryRecord, TaskScores
+from vembed.training.hooks.evaluations import (
+    Guards,
+    Patience,
+    PushBest,
+    QueryRecord,
+    TaskScores,
+    WeightAverage,
+)
 from vembed.training.hooks.metrics import (
     MetricsLog,
     Profile,
@@ -95,7 +101,6 @@ from vembed.training.hooks.metrics import (
     Watch,
 )
 from vembed.training.hooks.mining import EpochMiner
-from vembed.training.hooks.publishing import PushBest
 from vembed.training.optimizer import build_optimizer, head_prefixes
 
 if TYPE_CHECKING:

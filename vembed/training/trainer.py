@@ -40,7 +40,7 @@ from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import MemoryGuard, OutOfMemory, find_budget
 from vembed.progress import duration
 from vembed.saving.publication import Hub
-from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint
+from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint, Trained
 from vembed.training.checkpoint.folders import (
     NothingLeft,
     OutputLock,
@@ -49,7 +49,6 @@ from vembed.training.checkpoint.folders import (
     precision_before,
     require_output_folder,
 )
-from vembed.training.checkpoint.tensors import Trained
 from vembed.training.final import WHOLE_MODEL, ModelWriter, save_final
 from vembed.training.frozen import log_feature_use
 from vembed.training.hooks.base import (
@@ -58,8 +57,8 @@ from vembed.training.hooks.base import (
     Hooks,
     StepReport,
 )
+from vembed.training.hooks.evaluations import push_final
 from vembed.training.hooks.metrics import log_line, log_setup
-from vembed.training.hooks.publishing import push_final
 from vembed.training.interrupts import Interrupts, StopRequested
 from vembed.training.optimizer import GradientScale, Schedule, Update
 from vembed.training.run_log import HEADLINE, RunLog, log_scores
