@@ -343,7 +343,7 @@ class Trainer:
             self.memory_guard,
             config.run.seed,
             components.teachers,
-            config.objective if components.embedder.has_auxiliary() else None,
+            config.objective if components.embedder.has_auxiliary else None,
         )
         self.update = Update(
             components.model,

@@ -23,11 +23,12 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
@@ -113,7 +114,7 @@ class ResumePoint:
         return int(self.state["loop"]["step"])
 
 
-class Checkpointer:
+class Checkpointer(AbstractContextManager["Checkpointer"]):
     """The checkpoints of one run. A context manager: its exit waits for the last save."""
 
     def __init__(self, run: RunSection, session: Session) -> None:
@@ -134,9 +135,6 @@ class Checkpointer:
         """Step of an asynchronous save, and its result."""
         self._saved_step = -1
         self._damaged: set[Path] = set()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self,

@@ -16,11 +16,11 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from huggingface_hub import try_to_load_from_cache
@@ -111,7 +111,7 @@ UNKNOWN_OWNER = {
 """Owner of a lock that cannot be read."""
 
 
-class OutputLock:
+class OutputLock(AbstractContextManager["OutputLock"]):
     """The lock of one run on its output folder. A context manager: the exit releases it, if it was taken."""
 
     def __init__(self, folder: Path) -> None:
@@ -169,9 +169,6 @@ class OutputLock:
             target=self._beat, name="vembed-lock", daemon=True
         )
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self._thread is not None:
