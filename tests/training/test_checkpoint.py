@@ -43,7 +43,8 @@ class Run:
     def __init__(self, session, output_dir, model=None, **options):
         self.config = config_for(output_dir, **options)
         self.checkpointer = Checkpointer(self.config.run, session)
-        self.model, self.loss = model or TinyModel(), TinyLoss()
+        self.model = model or TinyModel()
+        self.loss = TinyLoss()
         self.rebuild()
         self.state = asdict(LoopState())
         self.found = None
@@ -344,7 +345,8 @@ class Killer:
 
 def killed_everywhere(output_dir):
     """In a process of its own: a child for every moment at which a save can be killed, and what is on the disk then."""
-    start, found = output_dir / "start", []
+    start = output_dir / "start"
+    found = []
     with start_session(config_for(output_dir)) as session:
         Run(session, start).resume().train().save()
         for at in range(1, 100):

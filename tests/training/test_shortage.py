@@ -28,7 +28,8 @@ H100 = next(one for one in GPUS if one.name == "H100-80GB")
 
 def fail_at(monkeypatch, micro_batches, *, above_rows=0):
     """The model's forward runs out of memory at these calls in training, or whenever it gets many rows."""
-    original, count = EmbeddingModel.forward, [0]
+    original = EmbeddingModel.forward
+    count = [0]
     # In turns as torch's allocator says it, and as a library that allocates by itself. Each is made anew: an error
     # holds the frames that it came through, and their tensors.
     errors = itertools.cycle(

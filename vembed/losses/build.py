@@ -217,7 +217,7 @@ def build_loss(
         config.objective,
         config.data,
         config.model.model_name,
-        None if start_scale is None else 1.0 / start_scale,
+        model_temperature=None if start_scale is None else 1.0 / start_scale,
         is_reranker=config.model.task == "rerank",
     )
     # For each source the number of the first source of its task: sources of one task share a loss, and so its learned

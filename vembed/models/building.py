@@ -225,8 +225,7 @@ def has_language_head(
     has_weight = bool(names) and not is_own_model
     if not alone and not has_weight:
         return False
-    trust = description.trust_remote_code
-    config = read_config(Path(description.source), trust_remote_code=trust)
+    config = description.read_config()
     problem = None
     if description.scores is not None:
         problem = "is a reranker"
@@ -347,7 +346,9 @@ def _load(
     Dtype first, then attention, which depends on it, then the weights, which are loaded with both. Log the choices.
     """
     trust = description.trust_remote_code
-    config = read_config(folder, trust_remote_code=trust)
+    config = description.read_config()
+    if folder != Path(description.source):
+        config = read_config(folder, trust_remote_code=trust)
     if config.model_type == "vit_mae":
         # Pre-training masks random patches. An embedding must see all of them.
         config.mask_ratio = 0.0
@@ -456,7 +457,7 @@ def _load(
         if missing:
             raise UserError(
                 f"{folder} lacks {len(missing):,d} of the weights of {built_class.__name__}, {missing[0]} among them; "
-                "it is incomplete, or its config.json is that of another model"
+                "it is incomplete, or config.json, or model_arguments, is that of another model"
             )
         unused = info["unexpected_keys"]
         if unused:

@@ -103,9 +103,9 @@ class LaunchCheck:
         began = time.monotonic()
         next_line = LINE_SECONDS
         while not is_done():
-            now = time.monotonic()
-            waited = now - began
-            if now > self._end:
+            current_time = time.monotonic()
+            waited = current_time - began
+            if current_time > self._end:
                 return False
             if waited >= next_line:
                 next_line += LINE_SECONDS
@@ -460,15 +460,17 @@ class Heartbeats:
             traceback = traceback.tb_next
         if traceback is None or not _is_collective(traceback.tb_frame):
             return None
-        now = time.monotonic()
+        current_time = time.monotonic()
         report = self._report
-        silence = now - self._answered
+        silence = current_time - self._answered
         # An older report was about another wait.
-        if now - self._report_time > STILL_SECONDS + BEAT_SECONDS:
+        if current_time - self._report_time > STILL_SECONDS + BEAT_SECONDS:
             report = None
         if report is None and self._ranks.rank and silence > SILENT_SECONDS:
             # Rank 0 keeps the store, so a halted rank 0 answers nobody, and the thread waits for it.
-            waiting = _waiting(self._ranks.rank, self._beat, now - self._still_since)
+            waiting = _waiting(
+                self._ranks.rank, self._beat, current_time - self._still_since
+            )
             text = (
                 f"{waiting} rank 0, which has given no sign of life for {silence:.0f} s"
             )

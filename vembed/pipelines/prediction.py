@@ -17,9 +17,9 @@ from vembed.config.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun, decide_epochs
 from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSection, ModelSection
-from vembed.data.columns import Columns
 from vembed.data.examples import Item
 from vembed.data.features import PairFeaturiser
+from vembed.data.records import Columns
 from vembed.data_tools.starter import field_texts, read_sample
 from vembed.errors import UserError
 from vembed.models.families.description import ModelDescription, describe

@@ -264,8 +264,8 @@ class Trainer:
         is_length_given = config.optimizer.gives_length()
         if point is not None:
             # Decisions of the run that is resumed stay.
-            kept = kept_decisions(config, point.state, session.world_size)
-            config = config.changed(**kept)
+            kept_options = kept_decisions(config, point.state, session.world_size)
+            config = config.changed(**kept_options)
             precision = session.placement.precision
             if precision.source == CHECKPOINT:
                 log.info(f"mixed precision: {precision}", extra=HEADLINE)
@@ -687,8 +687,8 @@ class RunClock:
 
     def seconds_left(self, step: int, total_steps: int) -> float:
         """Return the seconds that the steps after `step` will take at the rate of the last few calls."""
-        now = time.perf_counter()
+        current_time = time.perf_counter()
         began, first = self._marks[0]
-        self._marks.append((now, step))
-        seconds_per_step = (now - began) / (step - first)
+        self._marks.append((current_time, step))
+        seconds_per_step = (current_time - began) / (step - first)
         return seconds_per_step * (total_steps - step)

@@ -225,14 +225,14 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
     loss = ""
     if isinstance(last_loss, float):
         loss = f"{config.get('loss', '')}, last value {last_loss:.4f}"
-    kept = f"those after step {record.final.step:,d}" if record.final else ""
+    weights_kept = f"those after step {record.final.step:,d}" if record.final else ""
     named = {
         "Model": model,
         "Trained": trained,
         "Training data": training_data,
         "Evaluation data": short_paths(str(evaluation)),
         "Loss": loss,
-        "Weights kept": kept,
+        "Weights kept": weights_kept,
         "Strategy": summary.strategy,
         "Mixed precision": summary.precision,
         "Finished": summary.finished[:16].replace("T", " "),
@@ -328,7 +328,7 @@ def curves(record: RunRecord) -> list[Curve]:
 def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Average neighbouring points to fit the screen's width. The last point is kept as it is."""
     size = math.ceil(len(points) / MAX_CURVE_POINTS)
-    groups = [points[i : i + size] for i in range(0, len(points) - 1, size)]
+    groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
     groups.append(points[-1:])
     mean_steps = []
     mean_values = []
@@ -362,8 +362,8 @@ def _evaluations_plot(record: RunRecord) -> Plot | None:
     steps, values = record.scores_over_steps(record.headline)
     if len(steps) < 3:
         return None
-    kept = record.final.step if record.final else None
-    return plot_evaluations(steps, values, metric_name(record.headline), kept)
+    kept_step = record.final.step if record.final else None
+    return plot_evaluations(steps, values, metric_name(record.headline), kept_step)
 
 
 def stored_points(

@@ -49,7 +49,14 @@ DESCRIPTION_FILE = "vembed.json"
 """File with a saved model's description, in the model's folder."""
 IMAGE_TOWER_FOLDER = "image_tower"
 """Folder of a composed model's image tower, inside the model's folder."""
-NOT_SAVED = ("reasons", "dense", "token_dim", "pooling_folder", "adds_projection")
+NOT_SAVED = (
+    "reasons",
+    "dense",
+    "token_dim",
+    "pooling_folder",
+    "adds_projection",
+    "config_changes",
+)
 Size = Annotated[int, Field(ge=1)]
 
 
@@ -95,6 +102,8 @@ class ModelDescription:
     """Folder with the weights of a trained pooling. Not saved: the layout has it."""
     adds_projection: bool = False
     """True: this run adds a linear layer to `embedding_dim` for its Matryoshka sizes. Not saved."""
+    config_changes: dict[str, Any] = field(default_factory=dict)
+    """Other values of keys in config.json, for this run. Not saved: the saved config.json has them."""
     scores: Literal["label", "answer"] | None = None
     """How a reranker gives the score of a pair: the logit of its one label, or of the answer `yes` less that of `no`.
     None: an embedding model."""
@@ -124,6 +133,14 @@ class ModelDescription:
     def traits(self) -> Family:
         """The record of the model's family."""
         return FAMILIES[self.family]
+
+    def read_config(self) -> PretrainedConfig:
+        """Read the config of the weights in `source`, with the changes of this run."""
+        return read_config(
+            Path(self.source),
+            trust_remote_code=self.trust_remote_code,
+            changes=self.config_changes,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the saved description, without reasons and with paths relative to its folder."""
@@ -281,12 +298,20 @@ def describe(
     if saved_values is not None:
         saved = vars(ModelDescription.from_dict(saved_values, files.folder))
     trust = model.trust_remote_code
-    config = read_config(files.backbone, trust_remote_code=trust)
+    changes: dict[str, Any] = {}
+    if model.model_class is None:
+        # With it, they are arguments of the class.
+        changes |= model.model_arguments or {}
+    config = read_config(files.backbone, trust_remote_code=trust, changes=changes)
     chosen = model_class(config, trust_remote_code=trust)
     reading = _Reading(model, files, saved, config, chosen)
     reasons = reading.reasons
+    if changes:
+        reasons["config_changes"] = "model_arguments in the config"
     family = _family(reading)
-    shape = shape_of(files.backbone, config, chosen, family)
+    shape = shape_of(
+        files.backbone, config, chosen, family, reads_weights=not model.from_scratch
+    )
 
     # ---- attention and pooling
     is_decoder = family.is_causal
@@ -418,6 +443,7 @@ def describe(
         token_dim=shape.hidden_dim,
         pooling_folder=pooling_folder,
         adds_projection=adds_projection,
+        config_changes=changes,
         bidirectional_attention=sees_all,
         min_pixels=model.min_pixels or saved.get("min_pixels"),
         max_pixels=model.max_pixels or saved.get("max_pixels"),

@@ -209,7 +209,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
             is_named = entry.name not in ("resume", "output_dir")
             if not entry.is_allowed:
                 forbidden.append(entry)
-            elif is_named and entry.now != "auto":  # that is decided again, later
+            elif is_named and entry.current != "auto":  # that is decided again, later
                 changed.append(str(entry))
         listed = "; ".join(map(str, forbidden))
         if forbidden and self.run.resume == "force":
@@ -219,7 +219,7 @@ class Checkpointer(AbstractContextManager["Checkpointer"]):
         elif [entry.name for entry in forbidden] == ["global_batch_size"]:
             size = forbidden[0].saved
             raise UserError(
-                f"{point.path} was trained with {size} examples per step, and this run asks for {forbidden[0].now}: "
+                f"{point.path} was trained with {size} examples per step, and this run asks for {forbidden[0].current}: "
                 f"give global_batch_size={size} (over all processes), start anew in another output_dir, or set "
                 "resume: force"
             )

@@ -186,9 +186,9 @@ class OutputLock(AbstractContextManager["OutputLock"]):
         """Put this run's lock in the place of a dead owner's. Raise UserError if the owner lives."""
         # The clock of the file system sets the times of files.
         self._probe.touch()
-        now = self._probe.stat().st_mtime
+        current_time = self._probe.stat().st_mtime
         self._probe.unlink()
-        age = now - self.path.stat().st_mtime
+        age = current_time - self.path.stat().st_mtime
         owner: dict[str, Any] = dict(UNKNOWN_OWNER)
         with suppress(ValueError, TypeError):
             owner.update(json.loads(read_state_bytes(self.path)))
@@ -460,16 +460,16 @@ class Difference:
 
     name: str
     saved: Any
-    now: Any
+    current: Any
     is_allowed: bool
 
     def __str__(self) -> str:
-        return f"{self.name} {self.saved} -> {self.now}"
+        return f"{self.name} {self.saved} -> {self.current}"
 
 
 def compare_resume(
     state: Mapping[str, Any],
-    settings: Mapping[str, Any],
+    options: Mapping[str, Any],
     identity: Mapping[str, Any],
     precision: str,
 ) -> list[Difference]:
@@ -481,7 +481,7 @@ def compare_resume(
     """
     fields = option_fields()
     differences = []
-    for name, value in settings.items():
+    for name, value in options.items():
         default = fields[name].get_default(call_default_factory=True)
         before = state["config"].get(name, default)
         # `auto` and what it came to are the same.
@@ -514,17 +514,17 @@ def kept_decisions(
     evaluation = ("val_data_path", "val_split")
     if all(options[name] == saved.get(name) for name in evaluation):
         names += ["eval_steps", "save_steps"]
-    kept = {}
+    kept_values = {}
     for name in names:
         if options[name] == "auto" and name in saved:
-            kept[name] = saved[name]
-    if "learning_rate" in kept and options["head_learning_rate"] is None:
-        kept["head_learning_rate"] = saved["head_learning_rate"]
+            kept_values[name] = saved[name]
+    if "learning_rate" in kept_values and options["head_learning_rate"] is None:
+        kept_values["head_learning_rate"] = saved["head_learning_rate"]
     objective = config.objective
     is_same_loss = objective.loss == saved.get("loss")
     is_left = leaves_temperature(objective, config.data, config.model.model_name)
     if is_left and is_same_loss and "temperature" in saved:
-        kept["temperature"] = saved["temperature"]
+        kept_values["temperature"] = saved["temperature"]
     # `batch_size` counts per process. A resumed run on another number of processes keeps the examples per step, unless
     # the user has changed one of the batch options.
     examples = state["identity"].get("global_batch_size")
@@ -533,14 +533,14 @@ def kept_decisions(
     if is_open and all(options[name] == saved[name] for name in batch_options):
         # The identity counts the examples of a step, and the option those of one batch.
         size = int(examples) // int(options["gradient_accumulation_steps"])
-        now = int(options["batch_size"]) * world_size
-        if size != now:
-            kept["global_batch_size"] = size
+        size_of_run = int(options["batch_size"]) * world_size
+        if size != size_of_run:
+            kept_values["global_batch_size"] = size
             log.info(
                 f"global batch: {size:,d} examples, as in the checkpoint (batch_size: {options['batch_size']} x "
-                f"{world_size} process(es) would be {now:,d})"
+                f"{world_size} process(es) would be {size_of_run:,d})"
             )
-    return kept
+    return kept_values
 
 
 # ---- files that must stay ------------------------------------------------------
@@ -688,17 +688,17 @@ def trim_metrics(
             "the report will lack the missing lines"
         )
     lines = content.splitlines(keepends=True)
-    kept = []
+    kept_lines = []
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             values = json.loads(line)
             # An evaluation comes after the step's own line.
             position = (float(values["step"] + 0), "eval" in values)
             if line.endswith(b"\n") and position <= (step, is_scored):
-                kept.append(line)
-    if len(kept) != len(lines):
+                kept_lines.append(line)
+    if len(kept_lines) != len(lines):
         with replaced_file(path) as partial:
-            write_durably(partial, b"".join(kept))
+            write_durably(partial, b"".join(kept_lines))
 
 
 # ---- checkpoint folders: names, checksums, removal --------------------------
