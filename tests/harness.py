@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
-STRATEGIES: dict[str, dict[str, Any]] = {
+STRATEGIES = {
     "ddp": {"strategy": "ddp"},
     "fsdp2": {"strategy": "fsdp"},
     "fsdp1": {"strategy": "fsdp", "fsdp_version": 1},

@@ -44,7 +44,8 @@ def test_every_example_once_but_the_last_incomplete_batch(size, batch, seed, epo
 
 
 def test_pure_function_of_seed_epoch_and_step():
-    used, fresh = BatchSchedule([100], 8, seed=3), BatchSchedule([100], 8, seed=3)
+    used = BatchSchedule([100], 8, seed=3)
+    fresh = BatchSchedule([100], 8, seed=3)
     for epoch in (4, 0, 2):
         epoch_of(used, epoch)
     used.batch(1, 7)[:] = -1
@@ -83,7 +84,8 @@ def test_ranks_share_the_batch(num_rows, world_size):
     st.integers(0, 99),
 )
 def test_weights(sources, homogeneous, seed):
-    sizes, weights = [size for size, _ in sources], [weight for _, weight in sources]
+    sizes = [size for size, _ in sources]
+    weights = [weight for _, weight in sources]
     batch_schedule = BatchSchedule(
         sizes, 1, seed, weights=weights, homogeneous=homogeneous
     )

@@ -40,7 +40,8 @@ def rows():
 def test_no_query_and_no_near_duplicate_is_on_both_sides(tmp_path, rows):
     store = store_of(tmp_path, rows)
     parts = hold_out(store, 0.2, seed=1)
-    train, held = parts.train, parts.examples
+    train = parts.train
+    held = parts.examples
     assert len(train) + len(held) == 200 and 40 <= len(held) <= 44
     kept = [train[index] for index in range(len(train))]
     assert not {normal_text(one.query.text or "") for one in kept} & {
@@ -73,7 +74,8 @@ def test_a_split_that_leaves_nothing_is_refused(tmp_path):
 
 
 def test_overlap_counts_queries_positives_and_pairs(tmp_path):
-    first, second = write(tmp_path / "one.png"), tmp_path / "copy.png"
+    first = write(tmp_path / "one.png")
+    second = tmp_path / "copy.png"
     second.write_bytes(first.read_bytes())
     train = store_of(
         tmp_path,
@@ -129,7 +131,8 @@ def test_a_group_of_most_queries_is_not_held_out(tmp_path, seed):
     store = store_of(tmp_path, rows)
     assert np.unique(example_groups(store).by_query[:140]).size < 10, "near-duplicates"
     parts = hold_out(store, 0.2, seed)
-    train, held = parts.train, parts.examples
+    train = parts.train
+    held = parts.examples
     assert 40 <= len(held) <= 80 and len(train) + len(held) == 200
 
 

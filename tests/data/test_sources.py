@@ -377,7 +377,8 @@ def test_bad_images_are_named_with_their_lines(tmp_path):
 def test_images_inside_of_parquet_and_datasets(tmp_path):
     import datasets
 
-    good, cut = encoded("PNG"), encoded("PNG")[:100]
+    good = encoded("PNG")
+    cut = encoded("PNG")[:100]
     write(tmp_path / "named.png", "PNG")
     rows = [
         {"query": "a", "image": {"bytes": good, "path": None}},
@@ -405,10 +406,8 @@ def test_prompts_and_length_of_a_source_and_of_a_record(tmp_path):
         {"query": "a", "positive": "b"},
         {"query": "c", "positive": "d", "query_prompt": "own: "},
     ]
-    first, second = (
-        write_jsonl(tmp_path / "a.jsonl", rows),
-        write_jsonl(tmp_path / "b.jsonl", rows[:1]),
-    )
+    first = write_jsonl(tmp_path / "a.jsonl", rows)
+    second = write_jsonl(tmp_path / "b.jsonl", rows[:1])
     source = DataSource(
         path=str(first), query_prompt="find: ", document_prompt="", max_length=9
     )

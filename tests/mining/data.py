@@ -11,7 +11,8 @@ from vembed import Embedder
 from vembed.config.schema import TrainConfig
 from vembed.mining.mine import mine
 
-NUM_ROWS, NUM_DOCUMENTS = 40, 300
+NUM_ROWS = 40
+NUM_DOCUMENTS = 300
 MARGIN = 0.012
 """Similarities of the tiny model are close to each other."""
 

@@ -47,7 +47,8 @@ class Text(HTMLParser):
 
     def __init__(self, page):
         super().__init__()
-        self.words, self.foreign = [], []
+        self.words = []
+        self.foreign = []
         self.feed(page)
 
     def handle_starttag(self, tag, attributes):

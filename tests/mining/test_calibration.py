@@ -7,7 +7,9 @@ from vembed.evaluation.top_k import Pairs
 from vembed.mining.candidates import CandidateChunk, Limits, calibrate
 from vembed.mining.options import MineConfig
 
-NUM_QUERIES, NUM_OTHERS, TOP_K = 1500, 60, 50
+NUM_QUERIES = 1500
+NUM_OTHERS = 60
+TOP_K = 50
 
 
 def drawn(num_known, num_unknown, seed=0):

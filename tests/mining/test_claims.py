@@ -14,7 +14,9 @@ from vembed.mining.inputs import open_command_session
 from vembed.mining.options import MineConfig
 from vembed.mining.retrievers import DenseRetriever
 
-NUM_QUERIES, NUM_DOCUMENTS, DIM = 60, 400, 6
+NUM_QUERIES = 60
+NUM_DOCUMENTS = 400
+DIM = 6
 
 
 def data():
@@ -65,10 +67,8 @@ def test_claims_are_those_of_the_definition(tmp_path):
     room = np.take_along_axis(expected(queries, documents, positives), order, axis=1)[
         10:
     ]
-    wanted, is_clear = (
-        room >= 0,
-        np.abs(room) > 1e-5,
-    )  # sums in float32 do not decide between less
+    wanted = room >= 0
+    is_clear = np.abs(room) > 1e-5  # sums in float32 do not decide between less
     num_own = np.bincount(positives.queries, minlength=NUM_QUERIES).max()
     assert num_own < NEAREST
     assert 0.2 < wanted.mean() < 0.999

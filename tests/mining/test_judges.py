@@ -34,7 +34,9 @@ class Server(ThreadingHTTPServer):
     )
 
     def __init__(self, decide):
-        self.decide, self.asked, self.lock = decide, [], threading.Lock()
+        self.decide = decide
+        self.asked = []
+        self.lock = threading.Lock()
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(
             target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
@@ -189,7 +191,8 @@ def test_a_dead_endpoint_is_named_and_nothing_done_is_lost(options, serve):
     ):
         run(options, judges=judges)
     assert not Path(options["output_path"]).exists()
-    server.decide, num_asked = says_cat, len(server.asked)
+    server.decide = says_cat
+    num_asked = len(server.asked)
     rows, _ = run(options, judges=judges)
     again = {prompt for prompt, _ in server.asked[num_asked:]}
     answered = {prompt for prompt, _ in server.asked[:59]}

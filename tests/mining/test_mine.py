@@ -171,7 +171,8 @@ def test_the_documents_of_the_data_are_the_corpus_by_default(tmp_path):
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("kind", ["mapped", "conversations"])
 def test_training_reads_all_negatives_that_stay(tmp_path, kind, keep):
-    found, own = documents()[:30], "an own negative"
+    found = documents()[:30]
+    own = "an own negative"
     rows = [
         {"query": f"find {n}", "positive": one, "bad": own}
         for n, one in enumerate(found)
@@ -289,10 +290,8 @@ def test_documents_that_no_tokenizer_takes_are_named(options):
 
 
 def test_vowel_signs_are_part_of_the_words_of_bm25_and_of_near_duplicates(tmp_path):
-    positive, other = (
-        "दिन में पानी मिला फिर काम किया और सब लोग घर गए",
-        "दान में पानी मिला फिर काम किया और सब लोग घर गए",
-    )
+    positive = "दिन में पानी मिला फिर काम किया और सब लोग घर गए"
+    other = "दान में पानी मिला फिर काम किया और सब लोग घर गए"
     unlike = "दानी मेला पुन फूर कोम कूया ओर सूब लूग घूर गूए"  # the consonants of the positive
     rows = [{"query": "दिन में मेला", "positive": positive}]
     corpus = [{"text": text} for text in (positive, other, unlike, "दा न")]

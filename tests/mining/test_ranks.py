@@ -20,7 +20,8 @@ def mined(options, chunk=candidates.QUERIES_PER_SEARCH):
 
 
 def killed_at_the_third_block(options):
-    add_rows, written = RowStore.add_rows, []
+    add_rows = RowStore.add_rows
+    written = []
 
     def add_and_count(self, keys, rows):
         written.append(len(keys))

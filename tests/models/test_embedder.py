@@ -50,7 +50,8 @@ def test_the_mrl_projection_starts_as_a_cut_and_stands_behind_the_models_own_mod
     model = built(tiny.tiny_bert, **options)
     whole = built(tiny.tiny_bert, model_name=str(folder))
     inputs = text_inputs(model.description)
-    (cut,), (full,) = model([("text", inputs)]), whole([("text", inputs)])
+    (cut,) = model([("text", inputs)])
+    (full,) = whole([("text", inputs)])
     assert model.description.embedding_dim == 8 and torch.equal(cut, full[:, :8])
     assert [name for name, _ in model.head.named_parameters()] == [
         "0.linear.weight",

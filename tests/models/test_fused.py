@@ -39,7 +39,8 @@ def test_rotary_positions(model):
     torch.manual_seed(0)
     query = torch.randn(2, 3, 5, 8, dtype=torch.float64)
     angles = torch.randn(2, 5, 4, dtype=torch.float64).repeat(1, 1, 2)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
 
     def plain(values, cos, sin):
         return library.apply_rotary_pos_emb(values, values, cos, sin)[0]

@@ -16,15 +16,14 @@ def rows_of(rank, count, width=3):
 
 
 def everything(counts):
-    rank, size = collectives.rank(), collectives.world_size()
+    rank = collectives.rank()
+    size = collectives.world_size()
     own = rows_of(rank, counts[rank])
     seen = {"place": (rank, size)}
     seen["ints"] = collectives.all_gather_ints([rank, -rank])
     seen["none"] = collectives.all_gather_ints([])
-    seen["max"], seen["sum"] = (
-        collectives.max_ints([rank, -rank]),
-        collectives.sum_ints([1, rank]),
-    )
+    seen["max"] = collectives.max_ints([rank, -rank])
+    seen["sum"] = collectives.sum_ints([1, rank])
     seen["scalars"] = collectives.sum_scalars([0.5, rank / 3])
     leaf = own.clone().requires_grad_()
     seen["rows"] = collectives.all_gather_rows(leaf)

@@ -36,7 +36,8 @@ from vembed.training.step import (
     seed_of,
 )
 
-SEED, BATCH_NUMBER = 5, 3
+SEED = 5
+BATCH_NUMBER = 3
 Data = Literal["pairs", "negatives", "several", "scored", "graded"]
 
 
@@ -86,7 +87,10 @@ def examples(case):
             negative = words[
                 5
             ]  # the positive of row 1: a negative that another row must not be pushed from
-        positives, negatives, scores, negative_scores = [positive], [], None, None
+        positives = [positive]
+        negatives = []
+        scores = None
+        negative_scores = None
         if case.data in ("negatives", "several", "graded"):
             negatives = [negative, other] if row % 3 == 0 else [negative]
         if case.data in ("several", "graded") and row % 2 == 0:
@@ -236,10 +240,8 @@ def plain_batch(case, model, featuriser):
         negative_scores += example.negative_scores or ()
     features = featuriser.features(units)
     embeddings = model([("text", featuriser.collate(features))])[0]
-    table, extra = (
-        torch.tensor(rows),
-        torch.tensor(negatives, dtype=torch.int64).reshape(-1, 2),
-    )
+    table = torch.tensor(rows)
+    extra = torch.tensor(negatives, dtype=torch.int64).reshape(-1, 2)
     return LossBatch(
         embeddings=embeddings,
         content=torch.tensor([feature.content for feature in features]),
@@ -264,7 +266,8 @@ def gives_scores(model):
 
 def drawn_batch(case, model, featuriser, world_size):
     """With dropout the draws depend on the micro-batches: the same ones, with graphs kept, of all ranks in turn."""
-    rows, budget = examples(case), case.budget()
+    rows = examples(case)
+    budget = case.budget()
     rank_batches = []
     for rank in range(world_size):
         own = rank_rows(len(rows), rank, world_size)
@@ -274,7 +277,8 @@ def drawn_batch(case, model, featuriser, world_size):
         for rank_batch in rank_batches
     ]
     count = max(len(split_by_length(one, budget.micro_batch_tokens)) for one in lengths)
-    embeddings, offsets = [], [0]
+    embeddings = []
+    offsets = [0]
     for rank, rank_batch in enumerate(rank_batches):
         batch_schedule = split_by_length(
             lengths[rank], budget.micro_batch_tokens, at_least=count

@@ -13,7 +13,9 @@ from vembed.parallel.session import start_session
 
 def count_rounds(folder, strategy, cases):
     """On every rank: what a step of each case sends, by the counters of vembed and of torch."""
-    found, reduced, finished = [], [], []
+    found = []
+    reduced = []
+    finished = []
 
     def counted(original):
         def micro_batch(*args, **options):

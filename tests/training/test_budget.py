@@ -19,8 +19,8 @@ from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel import step_memory
+from vembed.parallel.devices import Gpu
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.hardware import Gpu
 from vembed.parallel.placement import place
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import (
@@ -46,7 +46,8 @@ def test_the_budget_reserved_nothing_for_the_optimizer_and_the_loss(
     monkeypatch,
 ):
     placement = placed(memory=2**27)
-    config, size = placement.run.config, measure(placement.run.config)
+    config = placement.run.config
+    size = measure(config)
     model = model_of(config)
     estimate = MemoryEstimate(placement, size)
     need = estimate.in_step()
@@ -143,7 +144,8 @@ def test_a_failed_attempt_kept_its_outputs_while_memory_was_emptied(
     tmp_path, monkeypatch
 ):
     fail_at(monkeypatch, {3})
-    forward, smaller = EmbeddingModel.forward, MemoryGuard.smaller
+    forward = EmbeddingModel.forward
+    smaller = MemoryGuard.smaller
     outputs = []
     alive = []
 

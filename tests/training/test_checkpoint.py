@@ -30,8 +30,7 @@ from tests.training.tiny_run import (
 from vembed.errors import RunError, UserError
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint import folders as integrity
-from vembed.training.checkpoint.checkpointer import Checkpointer, read_state
-from vembed.training.checkpoint.tensors import Trained
+from vembed.training.checkpoint.checkpointer import Checkpointer, Trained, read_state
 from vembed.training.optimizer import build_optimizer
 from vembed.training.trainer import LoopState
 
@@ -44,7 +43,8 @@ class Run:
     def __init__(self, session, output_dir, model=None, **options):
         self.config = config_for(output_dir, **options)
         self.checkpointer = Checkpointer(self.config.run, session)
-        self.model, self.loss = model or TinyModel(), TinyLoss()
+        self.model = model or TinyModel()
+        self.loss = TinyLoss()
         self.rebuild()
         self.state = asdict(LoopState())
         self.found = None
@@ -345,7 +345,8 @@ class Killer:
 
 def killed_everywhere(output_dir):
     """In a process of its own: a child for every moment at which a save can be killed, and what is on the disk then."""
-    start, found = output_dir / "start", []
+    start = output_dir / "start"
+    found = []
     with start_session(config_for(output_dir)) as session:
         Run(session, start).resume().train().save()
         for at in range(1, 100):
@@ -422,7 +423,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, async_save):
 
 
 def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("vembed.training.checkpoint.tensors.FILE_BYTES", 300)
+    monkeypatch.setattr("vembed.training.checkpoint.checkpointer.FILE_BYTES", 300)
     with starting(tmp_path) as run:
         expected = run.resume().train().save().whole()
     files = sorted(

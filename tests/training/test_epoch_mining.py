@@ -55,7 +55,9 @@ class Seen(Hook):
 
     def __init__(self, fails_after=None):
         self.fails_after = fails_after
-        self.documents, self.losses, self.batches = [], [], []
+        self.documents = []
+        self.losses = []
+        self.batches = []
 
     def on_start(self, run):
         self.run = run
@@ -82,7 +84,9 @@ def train(config, **changes):
 def test_each_epoch_has_negatives_of_its_own(config):
     seen, result = train(config)
     assert len(seen.losses) == 9
-    first, second, third = seen.documents[:3], seen.documents[3:6], seen.documents[6:]
+    first = seen.documents[:3]
+    second = seen.documents[3:6]
+    third = seen.documents[6:]
     assert first == [first[0]] * 3
     assert second == [second[0]] * 3
     assert first[0] != second[0] != third[0]

@@ -68,7 +68,8 @@ def test_retrieval_scores_were_computed_in_tf32():
 def test_attention_ran_in_float16_where_nothing_was_in_16_bits(
     monkeypatch,
 ):
-    wide, narrow = torch.zeros(1), torch.zeros(1, dtype=torch.bfloat16)
+    wide = torch.zeros(1)
+    narrow = torch.zeros(1, dtype=torch.bfloat16)
     assert half_dtype(wide, wide, wide) is None, (
         "torch.get_autocast_dtype alone gives float16 on GPUs"
     )

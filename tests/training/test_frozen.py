@@ -215,7 +215,8 @@ def test_ranks_that_find_unequally_much_stay_in_step_in_an_evaluation(tmp_path, 
             **more | {"strategy": "auto", "cache_frozen_features": False},
         )
     )
-    first_of_each, to_stay_in_step = 2, 1
+    first_of_each = 2
+    to_stay_in_step = 1
     for strategy in cases:
         two = result_of(found, strategy)
         assert (
@@ -312,7 +313,8 @@ def test_a_run_with_damaged_features_computes_them_anew(tmp_path, cache):
 
 def test_a_full_disk_costs_time_and_not_the_run(tmp_path, monkeypatch):
     without = train(options(tmp_path, "without", cache_frozen_features=False))
-    append, micro_batches = row_store.append, []
+    append = row_store.append
+    micro_batches = []
 
     def full(descriptor, data):
         micro_batches.append(1)

@@ -55,7 +55,8 @@ def train(settings, keeps=True):
             passed.append(len(inputs["image_grid_thw"]))
         return forward(model, modality, inputs)
 
-    embedding_model.image_features, EmbeddingModel.tower_output = seen, counted
+    embedding_model.image_features = seen
+    EmbeddingModel.tower_output = counted
     share = frozen.IMAGES_SHARE
     if not keeps:
         frozen.IMAGES_SHARE = 0.0
@@ -89,7 +90,8 @@ def test_what_the_image_tower_gave_can_take_the_place_of_pixels(
     given = {
         name: tensor for name, tensor in part[1].items() if name != "pixel_values"
     } | {"image_features": features}
-    (through,), (direct,) = model([("multimodal", given)]), model([part])
+    (through,) = model([("multimodal", given)])
+    (direct,) = model([part])
     assert torch.equal(through, direct) and through.requires_grad
     assert built(make).frozen_image_token_bytes() is None
     assert built(make, freeze=["text"]).frozen_image_token_bytes() is None

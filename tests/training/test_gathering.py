@@ -19,7 +19,8 @@ def train(options):
     until_update = []
     left = []
     units_seen = set()
-    original, apply = _fsdp_param_group.foreach_all_gather, Update.apply
+    original = _fsdp_param_group.foreach_all_gather
+    apply = Update.apply
 
     def gather(*args, **more):
         gathers.append(1)
@@ -36,11 +37,13 @@ def train(options):
         )
         return apply(self, *args)
 
-    _fsdp_param_group.foreach_all_gather, Update.apply = gather, update
+    _fsdp_param_group.foreach_all_gather = gather
+    Update.apply = update
     try:
         vembed.train(options)
     finally:
-        _fsdp_param_group.foreach_all_gather, Update.apply = original, apply
+        _fsdp_param_group.foreach_all_gather = original
+        Update.apply = apply
     return {
         "gathers": until_update[-1]
         / STEPS,  # the check of what is saved gathers once more

@@ -31,7 +31,8 @@ COMMON = {
 
 @pytest.fixture
 def config(tmp_path):
-    data, val = pairs(tmp_path / "train.jsonl", 24), pairs(tmp_path / "val.jsonl", 30)
+    data = pairs(tmp_path / "train.jsonl", 24)
+    val = pairs(tmp_path / "val.jsonl", 30)
     return {
         **COMMON,
         "model_name": str(shared(tiny_bert_st)),
@@ -92,7 +93,8 @@ def test_the_average_is_resumed(config, tmp_path):
         shutil.rmtree(whole.output_dir / name)
     resumed = vembed.train({**config, "ema": 0.5, "save_steps": 2, "resume": True})
     again = vembed.train({**config, "ema": 0.5, "output_dir": str(tmp_path / "other")})
-    one, other = weights_of(resumed.model_dir), weights_of(again.model_dir)
+    one = weights_of(resumed.model_dir)
+    other = weights_of(again.model_dir)
     for name in one:
         np.testing.assert_allclose(one[name], other[name], atol=1e-7)
 
@@ -128,7 +130,8 @@ def test_shards_have_the_same_average_also_after_a_resume(config, tmp_path):
     for max_steps in (2, 4):
         parts = {**options, "max_steps": max_steps}
         run_ranks(_train_on_a_rank, 2, parts, process_group=False)
-    one, two = weights_of(alone.model_dir), weights_of(tmp_path / "two" / "final")
+    one = weights_of(alone.model_dir)
+    two = weights_of(tmp_path / "two" / "final")
     for name in one:
         np.testing.assert_allclose(one[name], two[name], atol=2e-5)
 
@@ -153,7 +156,8 @@ def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(
     assert 1 < result.steps < 40
     scores = metrics(result.output_dir, "eval")  # after each step
     seen = [score["guard/general/ndcg@10"] for score in scores]
-    last, start = len(seen) - 1, seen[0]
+    last = len(seen) - 1
+    start = seen[0]
     held = last - 1
     assert seen[last] < start - 0.1
     assert all(seen[step] >= start - 0.1 for step in range(held + 1))
@@ -162,10 +166,8 @@ def test_a_guard_that_falls_ends_the_run_with_the_checkpoint_that_held(
     )
     checkpoint = result.output_dir / f"checkpoint-{held}"
     assert checkpoint.is_dir()
-    one, other = (
-        weights_of(result.model_dir),
-        weights_of(whole_model(str(checkpoint), tmp_path / "held")),
-    )
+    one = weights_of(result.model_dir)
+    other = weights_of(whole_model(str(checkpoint), tmp_path / "held"))
     assert all((one[name] == other[name]).all() for name in one)
     assert result.metrics["guard/general/ndcg@10"] == pytest.approx(seen[held])
     assert result.metrics["before/guard/general/ndcg@10"] == pytest.approx(start)

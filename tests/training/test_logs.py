@@ -82,7 +82,8 @@ def test_wandb_hears_of_project_tags_and_every_step_from_process_0(
 
     wandb = ModuleType("wandb")
     wandb.init = init
-    wandb.Html, wandb.Image = str, np.shape
+    wandb.Html = str
+    wandb.Image = np.shape
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     said = {
         "wandb": {

@@ -39,7 +39,8 @@ def trained(config, model=None):
 
 
 def test_weight_decay_reaches_those_parameters_and_no_other(tmp_path):
-    model, loss = TinyModel(frozen_embeddings=False), TinyLoss()
+    model = TinyModel(frozen_embeddings=False)
+    loss = TinyLoss()
     optimizer = build_optimizer(
         model, loss, config_for(tmp_path, weight_decay=0.5).optimizer
     )
@@ -75,7 +76,8 @@ def test_head_learning_rate_is_for_heads_projections_and_learned_scales(
 
 def test_decay_of_sgd_is_decoupled_as_that_of_all_others(tmp_path):
     """Weights shrink by lr * weight_decay, beside a step along the gradient as it is."""
-    model, loss = TinyModel(), TinyLoss()
+    model = TinyModel()
+    loss = TinyLoss()
     before = model.head.weight.detach().clone()
     optimizer = build_optimizer(
         model, loss, config_for(tmp_path, optim="sgd", weight_decay=0.5).optimizer
@@ -154,10 +156,8 @@ def sharded(tmp_path, model_name, version):
         **OPTIONS,
     )
     with start_session(config) as session:
-        model, loss = (
-            session.prepare(TinyModel(dim=8, frozen_embeddings=False), ("Layer",)),
-            TinyLoss(),
-        )
+        model = session.prepare(TinyModel(dim=8, frozen_embeddings=False), ("Layer",))
+        loss = TinyLoss()
         groups, state, optimizer = train_two_steps(config, model, loss)
         held = sum(
             value.to_local().numel()

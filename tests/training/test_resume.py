@@ -81,7 +81,7 @@ MUST_STAY = """
     model_name model_revision pooling query_prompt max_length use_lora lora_r mrl_dims freeze torch_dtype
     mixed_precision seed loss temperature bidirectional same_side_negatives learning_rate optim weight_decay warmup_steps
     lr_scheduler_type gradient_accumulation_steps no_duplicates max_negatives max_train_examples column_mapping
-    scale_learning_rate head_learning_rate max_grad_norm
+    scale_learning_rate head_learning_rate max_grad_norm model_arguments
 """
 
 

@@ -23,7 +23,7 @@ from vembed.parallel import placement, session
 from vembed.parallel.placement import CHECKPOINT, choose_precision
 from vembed.training import trainer
 from vembed.training.checkpoint import folders as integrity
-from vembed.training.fingerprints import of_images
+from vembed.training.checkpoint.folders import of_images
 from vembed.training.optimizer import Update
 from vembed.training.setup import require_same_data
 from vembed.weights.sources import whole_model
@@ -213,11 +213,9 @@ def test_a_skipped_step_without_a_checkpoint_is_not_the_best_one(
     options = settings(
         tmp_path, max_steps=6, eval_steps=2, save_steps=2, load_best_model_at_end=True
     )
-    scores, apply, norms = (
-        iter([0.1, 0.5, 0.9, 0.4]),
-        Update.apply,
-        iter([1.0, 1.0, 1.0, math.nan, 1.0, 1.0]),
-    )
+    scores = iter([0.1, 0.5, 0.9, 0.4])
+    apply = Update.apply
+    norms = iter([1.0, 1.0, 1.0, math.nan, 1.0, 1.0])
 
     def broken(self, share):
         return apply(self, share * next(norms))

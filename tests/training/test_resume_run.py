@@ -23,7 +23,8 @@ from vembed.training.interrupts import Interrupts
 
 def part_of_a_run(options, last_step):
     """Train until rank 1 is told to stop, after `last_step`."""
-    agree, counted = Interrupts.must_stop, []
+    agree = Interrupts.must_stop
+    counted = []
 
     def signalled(self, save_seconds=0.0):
         counted.append(1)
@@ -95,7 +96,8 @@ def test_a_stopped_run_moved_between_strategies_lies_on_the_unbroken_one(tmp_pat
         == 32
     )
     assert not (tmp_path / "moved" / "checkpoint-5" / "model").exists()
-    expected, found = logged(tmp_path / "whole"), logged(tmp_path / "moved")
+    expected = logged(tmp_path / "whole")
+    found = logged(tmp_path / "moved")
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for mine, other in zip(found, expected, strict=True):
         assert mine.get("learning_rate") == other.get("learning_rate")

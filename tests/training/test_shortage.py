@@ -18,9 +18,8 @@ from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.parallel.devices import is_shortage
+from vembed.parallel.devices import GPUS, is_shortage
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.hardware import GPUS
 from vembed.parallel.placement import place
 from vembed.parallel.step_memory import Budget, advice, find_budget
 
@@ -29,7 +28,8 @@ H100 = next(one for one in GPUS if one.name == "H100-80GB")
 
 def fail_at(monkeypatch, micro_batches, *, above_rows=0):
     """The model's forward runs out of memory at these calls in training, or whenever it gets many rows."""
-    original, count = EmbeddingModel.forward, [0]
+    original = EmbeddingModel.forward
+    count = [0]
     # In turns as torch's allocator says it, and as a library that allocates by itself. Each is made anew: an error
     # holds the frames that it came through, and their tensors.
     errors = itertools.cycle(

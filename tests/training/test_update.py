@@ -69,7 +69,8 @@ def report_of(step, outcome, parts):
     )
 
 
-NO, YES = False, True
+NO = False
+YES = True
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,8 @@ def test_float16_resumes_with_its_scale_bit_for_bit(
     monkeypatch.setattr(module, "GROWTH_STEPS", 3)
     with starting(tmp_path / "whole") as run:
         scales = train(run.resume(), LoopState(), tmp_path, before + after)
-        expected, kept = run.whole(), run.state
+        expected = run.whole()
+        kept = run.state
     with starting(tmp_path / "broken") as run:
         found = train(run.resume(), LoopState(), tmp_path, before)
         run.save()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from vembed.data.examples import ImageRef
 from vembed.data.images.files import image_name, image_size
 from vembed.data.images.pixels import Pixels
 from vembed.errors import UserError
-from vembed.models.families.backbones import read_config
 from vembed.models.families.description import ModelDescription
 from vembed.models.processors import load_chat_template, load_tokenizer
 from vembed.models.vision import POSITIONS, token_positions, tower_inputs
@@ -188,10 +186,7 @@ class ChatProcessing(TextProcessing):
         self._template_bos = self.tokenizer.bos_token
         self._frames: dict[tuple[str, int], tuple[str, str] | None] = {}
         self._tails: dict[str, list[int]] = {}
-        config = read_config(
-            Path(description.source), trust_remote_code=description.trust_remote_code
-        )
-        self._config = config.to_dict()
+        self._config = description.read_config().to_dict()
         self.image_token_id = int(self._config["image_token_id"])
 
     def encode(
@@ -364,9 +359,9 @@ def cut_words(
     if len(text) <= length:
         return text
 
-    kept = slice(-length, None) if from_left else slice(length)
+    kept_span = slice(-length, None) if from_left else slice(length)
     # From the beginnings of words only: otherwise each position of a word is tried.
-    return re.sub(rf"(?<!\S)\S{{{length}}}\S+", lambda match: match[0][kept], text)
+    return re.sub(rf"(?<!\S)\S{{{length}}}\S+", lambda match: match[0][kept_span], text)
 
 
 def _beginning(text: str, length: int) -> str:

@@ -14,7 +14,6 @@ import numpy as np
 
 from vembed.config.options import join_words
 from vembed.config.schema import DataSection, ObjectiveSection
-from vembed.data.columns import judgement_column
 from vembed.data.example_store import open_examples
 from vembed.data.examples import (
     LONE_SURROGATE,
@@ -32,6 +31,7 @@ from vembed.data.records import (
     ID_FIELDS,
     document_id,
     document_text,
+    judgement_column,
 )
 from vembed.errors import UserError, listed
 

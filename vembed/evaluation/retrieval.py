@@ -148,10 +148,10 @@ def excluded_pairs(data: RetrievalData, queries: Sequence[int]) -> Pairs:
         keys = documents.keys
     else:
         keys = np.array([item.key() for item in documents], np.int64)
-    wanted = np.array([data.queries[query].key() for query in queries], np.int64)
+    query_keys = np.array([data.queries[query].key() for query in queries], np.int64)
     rows = []
     excluded = []
-    for row, document in enumerate(KeyIndex(keys).find(wanted).tolist()):
+    for row, document in enumerate(KeyIndex(keys).find(query_keys).tolist()):
         if document >= 0 and document not in data.relevance[queries[row]]:
             rows.append(row)
             excluded.append(document)
@@ -183,7 +183,9 @@ def score_rankings(
         judged[str(query)] = {str(number): grade for number, grade in grades.items()}
         # trec_eval sorts by score and breaks ties by name. Using the negative position as score keeps our order.
         ranked = rankings[query][rankings[query] >= 0]
-        run[str(query)] = {str(number): -float(i) for i, number in enumerate(ranked)}
+        run[str(query)] = {
+            str(number): -float(place) for place, number in enumerate(ranked)
+        }
     by_query = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(run)
     names = metric_names(ks)
     values = np.zeros((len(rankings), len(names)))

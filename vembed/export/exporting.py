@@ -752,12 +752,12 @@ def compare_server(
     worst_text = ""
     for number, (kind, prompt, batch) in enumerate(batches, start=1):
         served = endpoint.embed([prompt + text for text in batch])
-        wanted = embedder.encode(batch, kind)
-        if served.shape != wanted.shape:
+        expected = embedder.encode(batch, kind)
+        if served.shape != expected.shape:
             raise RunError(
-                f"{endpoint.url} differs from {model}: embeddings of {list(served.shape)} for {list(wanted.shape)}"
+                f"{endpoint.url} differs from {model}: embeddings of {list(served.shape)} for {list(expected.shape)}"
             )
-        batch_distances = distances(wanted, served)
+        batch_distances = distances(expected, served)
         worst = int(batch_distances.argmax())
         distance = float(batch_distances[worst])
         log(

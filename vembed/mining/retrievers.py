@@ -460,7 +460,9 @@ class VectorStore:
         while size < LARGEST_BLOCK and size * NUM_BLOCKS_WANTED < len(keys):
             size *= 2
         starts = range(0, len(keys), size)
-        self._blocks = [np.arange(i, min(i + size, len(keys))) for i in starts]
+        self._blocks = [
+            np.arange(start, min(start + size, len(keys))) for start in starts
+        ]
 
     def encode(
         self,
@@ -577,4 +579,7 @@ class VectorStore:
         keys = np.zeros((len(numbers), 2), np.int64)
         keys[:, : self._keys.shape[1]] = self._keys[numbers]
         joined = keys.tobytes()
-        return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
+        return [
+            joined[start : start + KEY_BYTES]
+            for start in range(0, len(joined), KEY_BYTES)
+        ]

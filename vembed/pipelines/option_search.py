@@ -259,12 +259,12 @@ def _work(search: Search) -> None:
         and len(_trials(study, "RUNNING")) < search.num_trials
     ):
         trial = study.ask(distributions)
-        taken = [
+        started = [
             earlier
             for earlier in _trials(study, "RUNNING")
             if earlier.number <= trial.number
         ]
-        if len(taken) > search.num_trials:  # another process was faster
+        if len(started) > search.num_trials:  # another process was faster
             study.tell(trial, state=TrialState.FAIL)
             break
         values = {name: _rounded(value) for name, value in trial.params.items()}

@@ -17,16 +17,15 @@ from vembed.config.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun, decide_epochs
 from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSection, ModelSection
-from vembed.data.columns import Columns
 from vembed.data.examples import Item
 from vembed.data.features import PairFeaturiser
+from vembed.data.records import Columns
 from vembed.data_tools.starter import field_texts, read_sample
 from vembed.errors import UserError
 from vembed.models.families.description import describe
 from vembed.models.processors import load_tokenizer
-from vembed.parallel.devices import GIB, bf16_instructions
+from vembed.parallel.devices import GIB, Gpu, Hardware, bf16_instructions
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.hardware import Gpu, Hardware
 from vembed.parallel.placement import (
     PRECISION_DTYPES,
     Placement,

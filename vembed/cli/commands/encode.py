@@ -102,8 +102,8 @@ def encode(
         raise UserError(
             f"standard input (-) is read by one process: leave out --nproc {use.nproc}, or give a file"
         )
-    kept = [name.strip() for name in keep.split(",") if name.strip()]
-    if len(set(kept)) < len(kept) or "embedding" in kept:
+    kept_fields = [name.strip() for name in keep.split(",") if name.strip()]
+    if len(set(kept_fields)) < len(kept_fields) or "embedding" in kept_fields:
         raise UserError(
             f"--keep {keep}: name each column once, and none embedding, as the vectors are named"
         )
@@ -144,7 +144,7 @@ def encode(
             input_file,
             session,
             column=column,
-            keep=kept,
+            keep=kept_fields,
             line_format=input_format,
             image_root=image_root,
             skips=on_bad_record == "skip",
@@ -157,8 +157,8 @@ def encode(
         has_ids = target.suffix == ".parquet" and bool(
             first_chunk and first_chunk[0].identity
         )
-        if rows.has_images and target.suffix == ".npy" and not kept:
-            kept = ["image"]  # nothing else says which image a vector is of
+        if rows.has_images and target.suffix == ".npy" and not kept_fields:
+            kept_fields = ["image"]  # nothing else says which image a vector is of
         embedder = Embedder(model_path, truncate_dim=truncate_dim, **options)
         description = embedder.description
         dim = embedder.truncate_dim or description.embedding_dim
@@ -206,7 +206,7 @@ def encode(
         if session.is_main:
             stored = STORED_DTYPES.get(precision, precision)
             writer = stack.enter_context(
-                vector_writer(target, shape, stored, keeps_columns=bool(kept))
+                vector_writer(target, shape, stored, keeps_columns=bool(kept_fields))
             )
         progress = stack.enter_context(
             ProgressReport("encoding", active=session.is_main, console=console)
@@ -226,11 +226,11 @@ def encode(
                 rows.leave_out(broken_images(chunk))
                 raise
             if writer is not None:
-                columns = {
-                    name: [row.fields.get(name) for row in chunk] for name in kept
-                }
+                columns = {}
                 if has_ids:
-                    columns = {"id": [row.identity for row in chunk]} | columns
+                    columns["id"] = [row.identity for row in chunk]
+                for name in kept_fields:
+                    columns[name] = [row.fields.get(name) for row in chunk]
                 writer.write(vectors, columns)
             num_done += len(chunk)
         if not num_done and rows.left_out:
@@ -252,7 +252,7 @@ def encode(
         place = "the same file"
         if target.suffix == ".npy":
             place = str(target.with_suffix(".kept.jsonl"))
-        beside = f"; {', '.join(kept)} in {place}" if kept else ""
+        beside = f"; {', '.join(kept_fields)} in {place}" if kept_fields else ""
         console.print(
             f"{target}: {sizes} {precision}, computed in {embedder.arithmetic}{left_out}, in {duration(seconds)} "
             f"({num_done / max(seconds, 1e-9):,.0f}/s){beside}"

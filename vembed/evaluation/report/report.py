@@ -227,14 +227,14 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
     loss = ""
     if isinstance(last_loss, float):
         loss = f"{config.get('loss', '')}, last value {last_loss:.4f}"
-    kept = f"those after step {record.final.step:,d}" if record.final else ""
+    weights_kept = f"those after step {record.final.step:,d}" if record.final else ""
     named = {
         "Model": model,
         "Trained": trained,
         "Training data": training_data,
         "Evaluation data": short_paths(str(evaluation)),
         "Loss": loss,
-        "Weights kept": kept,
+        "Weights kept": weights_kept,
         "Strategy": summary.strategy,
         "Mixed precision": summary.precision,
         "Finished": summary.finished[:16].replace("T", " "),
@@ -321,7 +321,7 @@ def curves(record: RunRecord) -> list[Curve]:
 def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Average neighbouring points to fit the screen's width. The last point is kept as it is."""
     size = math.ceil(len(points) / MAX_CURVE_POINTS)
-    groups = [points[i : i + size] for i in range(0, len(points) - 1, size)]
+    groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
     groups.append(points[-1:])
     mean_steps = []
     mean_values = []
@@ -445,8 +445,8 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     steps, values = record.scores_over_steps(key)
     scores_plot = None
     if len(steps) > 2:  # more than a before and an after
-        kept = record.final.step if record.final else None
-        scores_plot = plot_evaluations(steps, values, metric_name(key), kept)
+        kept_step = record.final.step if record.final else None
+        scores_plot = plot_evaluations(steps, values, metric_name(key), kept_step)
     return {
         "title": f"{record.model_name()} - vembed report",
         "name": str(record.config.get("run_name") or record.folder.resolve().name),
