@@ -23,7 +23,7 @@ def check_parts(
     *,
     needed: Sequence[str] = (),
     allowed: Mapping[str, Iterable[str]] | None = None,
-    taken: Sequence[str] = (),
+    taken_names: Sequence[str] = (),
 ) -> dict[str, Part]:
     """Return the parts by each of their names. Raise TypeError for a declaration that is missing, wrong or misspelt.
 
@@ -50,7 +50,7 @@ def check_parts(
                         f"{where} has {entry!r} in its `{declaration}`: write one of {', '.join(known)}"
                     )
         for name in dict.fromkeys(names_of(part)):
-            if name in taken:
+            if name in taken_names:
                 raise TypeError(f"{where}: the name {name} is taken")
             if name in by_name:
                 owner = described(kind, by_name[name])

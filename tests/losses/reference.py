@@ -67,7 +67,10 @@ def reference_loss(
     """
     total = batch.embeddings.double().sum() * 0.0
     terms = source_terms(
-        config.objective, config.data, config.model.model_name, model_temperature
+        config.objective,
+        config.data,
+        config.model.model_name,
+        model_temperature=model_temperature,
     )[0]
     for number, term in enumerate(terms):
         prefix = "" if term.is_alone else f"terms.{number}."

@@ -31,11 +31,52 @@ from vembed.config.terms import loss_terms, source_terms
 from vembed.errors import UserError
 from vembed.losses.build import build_loss
 from vembed.losses.declaration import Loss
-from vembed.losses.table import LOSSES, check_losses, losses_table, names_where
+from vembed.losses.table import LOSSES, check_losses
 from vembed.losses.tiles import Tiling
 
 MRL = {"mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 TEACHERS = {"teacher": ["vectors", "reranker", "scores"], "vectors": ["vectors"]}
+
+
+def names_where(**declarations):
+    """Return the names of the losses that declare these values."""
+    names = []
+    for name, loss in LOSSES.items():
+        values = {key: getattr(loss, key) for key in declarations}
+        if values == declarations:
+            names.append(name)
+    return tuple(names)
+
+
+_RECORDS = {
+    "matches": "pairs",
+    "scores": "pairs with scores",
+    "pairs": "pairs",
+    "texts": "pairs or single texts",
+}
+_NEGATIVES = {
+    "unread": "",
+    "optional": ", negatives optional",
+    "some": ", with negatives",
+    "each": ", negatives in every record",
+}
+_FOLLOWS = {
+    "nobody": "",
+    "scores_or_teacher": "; graded scores or a teacher",
+    "teacher": "; scores of a teacher or of the data",
+    "vectors": "; vectors of a teacher",
+    "start_model": "",
+}
+
+
+def losses_table():
+    """Return the table of all losses for docs/losses.md."""
+    lines = ["| `loss` | data | what it wants |", "| --- | --- | --- |"]
+    for name, loss in LOSSES.items():
+        data = _RECORDS[loss.records] + _NEGATIVES[loss.negatives]
+        data += _FOLLOWS[loss.follows]
+        lines.append(f"| `{name}` | {data} | {loss.summary} |")
+    return "\n".join(lines) + "\n"
 
 
 def other_values(annotation, default):

@@ -190,7 +190,7 @@ def sharded_step(config, options=None, *, dtype=torch.float64, edit=None):
                     {(str(one.dtype), one.requires_grad) for one in model.parameters()}
                 ),
                 "with_gradient": sorted(
-                    parameters.plain_name(n)
+                    parameters.unwrapped_name(n)
                     for n, p in model.named_parameters()
                     if p.grad is not None
                 ),
