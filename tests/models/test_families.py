@@ -298,7 +298,10 @@ def test_a_saved_description_is_believed(tmp_path):
 
 @pytest.mark.parametrize(
     ("model_type", "said"),
-    [("bart", "encoder-decoder"), ("llava", "texts and images that vembed does not know")],
+    [
+        ("bart", "encoder-decoder"),
+        ("llava", "texts and images that vembed does not know"),
+    ],
 )
 def test_models_that_are_not_supported_are_said(tmp_path, model_type, said):
     tiny.write_json(tmp_path / "config.json", {"model_type": model_type})
