@@ -27,7 +27,7 @@ from vembed.config.loading import (
 )
 from vembed.errors import UserError
 from vembed.mining.options import GenerateConfig, JudgeConfig, MineConfig, load_options
-from vembed.parallel.hardware import read_hardware
+from vembed.parallel.devices import read_hardware
 from vembed.pipelines.stages import run_stages
 
 OTHER_PROGRAMS = {

@@ -313,7 +313,7 @@ def sigmoid(plain):
 def circle(plain):
     rows = Rows(plain)
     total = plain.zero
-    margin = plain.loss.margin or 0.25
+    margin = 0.25 if plain.loss.margin is None else plain.loss.margin
 
     def of_row(own, others):
         if not len(others):

@@ -95,7 +95,7 @@ def plan(
     words = [*(args or []), "--dry-run"]
     arguments = read_config_arguments("plan", plan.__doc__, words)
     from vembed.config.loading import chosen_pipeline
-    from vembed.parallel.hardware import read_hardware
+    from vembed.parallel.devices import read_hardware
     from vembed.pipelines.prediction import predict
     from vembed.pipelines.stages import estimates, table
 
