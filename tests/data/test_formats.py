@@ -22,14 +22,13 @@ from tests.data.files import open_path, pair, pairs_of
 from tests.parts import from_its_test, unlisted_classes
 from vembed.data import example_store
 from vembed.data.example_store import build_index, index_part
-from vembed.data.examples import BadRecord
+from vembed.data.examples import BadRecord, ImageRoot
 from vembed.data.formats import base, parquet
 from vembed.data.formats.base import Format, python_rows
 from vembed.data.formats.delimited import DelimitedFile, TsvFile
 from vembed.data.formats.json_lines import JsonArray, JsonLines
 from vembed.data.formats.parquet import ParquetFile
 from vembed.data.formats.table import FORMATS, SeveralFiles, check_formats, open_reader
-from vembed.data.images.files import ImageRoot
 from vembed.data.records import Columns, RecordFormat
 from vembed.errors import UserError
 

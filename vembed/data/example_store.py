@@ -47,11 +47,11 @@ from vembed.config.terms import (
 )
 from vembed.data.batching.schedule import ContentKeys, label_key, next_of_class
 from vembed.data.child_process import Child, answers, send
-from vembed.data.examples import BadRecord, Example, ImageRef, Item, ReadAs
+from vembed.data.examples import BadRecord, Example, ImageRef, ImageRoot, Item, ReadAs
 from vembed.data.formats.base import FILE_BITS, Format
 from vembed.data.formats.saved_datasets import Role
 from vembed.data.formats.table import open_reader
-from vembed.data.images.files import IMAGE_PATH, ImageRoot, check_image
+from vembed.data.images.files import IMAGE_PATH, check_image
 from vembed.data.records import (
     LABEL,
     Columns,

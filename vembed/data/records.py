@@ -20,13 +20,12 @@ from vembed.data.examples import (
     BadRecord,
     Example,
     ImageRef,
+    ImageRoot,
     Item,
     has_lone_surrogate,
 )
-from vembed.data.images.files import ImageRoot
-from vembed.errors import UserError, listed, printable
+from vembed.errors import UserError, listed, nearest, printable
 from vembed.losses.table import LOSSES
-from vembed.names import nearest
 
 Mode = Literal["auto", "t2t", "t2i", "i2t", "i2i", "m2i", "m2t"]
 

@@ -21,10 +21,9 @@ from vembed.data.example_store import (
     refuse_bad_records,
     refuse_bad_sources,
 )
-from vembed.data.examples import BadRecord, Example, Item, KeyIndex
+from vembed.data.examples import BadRecord, Example, ImageRoot, Item, KeyIndex
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import open_document_reader
-from vembed.data.images.files import ImageRoot
 from vembed.data.near_duplicates import casefolded
 from vembed.data.records import (
     Columns,

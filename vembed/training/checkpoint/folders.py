@@ -41,13 +41,13 @@ from vembed.files import (
     add_content,
     checksums_of,
     damage_of,
+    existing,
     read_json_object,
     read_state_bytes,
     replaced_file,
     sync,
     write_durably,
 )
-from vembed.names import existing
 from vembed.parallel.environment import machine_name
 
 if TYPE_CHECKING:
