@@ -89,7 +89,7 @@ def test_a_german_csv_goes_to_a_model_with_a_report_in_two_commands(vembed, star
     config = start(faq)
     assert config.data.column_mapping == MAPPING
     assert config.data.val_split == 0.1 and config.batch.batch_size == 8
-    assert config.optimizer.epochs == "auto"
+    assert not config.optimizer.gives_length(), "early stopping may end the run"
     for part in (
         "# GUESSED, please check: Kundenfrage (orig) is the query (",
         "(measured)",
