@@ -64,7 +64,8 @@ def read_state_bytes(path: str | Path) -> bytes:
                     f"{path} has {facts.st_size:,d} bytes, more than the {MAX_STATE_BYTES:,d} that such a file may have: "
                     "restore or remove it"
                 )
-            return file.read(MAX_STATE_BYTES)
+            # Not read(MAX_STATE_BYTES), which would ask for that much memory first.
+            return file.read()
     except ValueError as error:  # NUL in the path
         raise UserError(f"{str(path)!r} is not a path: {error}") from error
     except OSError as error:
