@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiny import shared, tiny_qwen3
 from vembed.errors import UserError
-from vembed.parallel.hardware import read_hardware
+from vembed.parallel.devices import read_hardware
 
 
 @pytest.fixture

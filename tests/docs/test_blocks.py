@@ -19,11 +19,15 @@ from vembed.cli.main import load_command
 from vembed.cli.run_train import run_train
 from vembed.config.accelerate_file import read_accelerate_file
 from vembed.config.arguments import parse_train_arguments
-from vembed.config.loading import load_config, resolve_run
-from vembed.config.stages import chosen_pipeline, read_pipeline
+from vembed.config.loading import (
+    chosen_pipeline,
+    load_config,
+    read_pipeline,
+    resolve_run,
+)
 from vembed.errors import UserError
 from vembed.mining.options import GenerateConfig, JudgeConfig, MineConfig, load_options
-from vembed.parallel.hardware import read_hardware
+from vembed.parallel.devices import read_hardware
 from vembed.pipelines.stages import run_stages
 
 OTHER_PROGRAMS = {

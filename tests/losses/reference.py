@@ -67,7 +67,10 @@ def reference_loss(
     """
     total = batch.embeddings.double().sum() * 0.0
     terms = source_terms(
-        config.objective, config.data, config.model.model_name, model_temperature
+        config.objective,
+        config.data,
+        config.model.model_name,
+        model_temperature=model_temperature,
     )[0]
     for number, term in enumerate(terms):
         prefix = "" if term.is_alone else f"terms.{number}."
@@ -310,7 +313,7 @@ def sigmoid(plain):
 def circle(plain):
     rows = Rows(plain)
     total = plain.zero
-    margin = plain.loss.margin or 0.25
+    margin = 0.25 if plain.loss.margin is None else plain.loss.margin
 
     def of_row(pair_score, others):
         if not len(others):

@@ -31,11 +31,52 @@ from vembed.config.terms import loss_terms, source_terms
 from vembed.errors import UserError
 from vembed.losses.build import build_loss
 from vembed.losses.declaration import Loss
-from vembed.losses.table import LOSSES, check_losses, losses_table, names_where
+from vembed.losses.table import LOSSES, check_losses
 from vembed.losses.tiles import Tiling
 
 MRL = {"mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 TEACHERS = {"teacher": ["vectors", "reranker", "scores"], "vectors": ["vectors"]}
+
+
+def names_where(**declarations):
+    """Return the names of the losses that declare these values."""
+    names = []
+    for name, loss in LOSSES.items():
+        values = {key: getattr(loss, key) for key in declarations}
+        if values == declarations:
+            names.append(name)
+    return tuple(names)
+
+
+_RECORDS = {
+    "matches": "pairs",
+    "scores": "pairs with scores",
+    "pairs": "pairs",
+    "texts": "pairs or single texts",
+}
+_NEGATIVES = {
+    "unread": "",
+    "optional": ", negatives optional",
+    "some": ", with negatives",
+    "each": ", negatives in every record",
+}
+_FOLLOWS = {
+    "nobody": "",
+    "scores_or_teacher": "; graded scores or a teacher",
+    "teacher": "; scores of a teacher or of the data",
+    "vectors": "; vectors of a teacher",
+    "start_model": "",
+}
+
+
+def losses_table():
+    """Return the table of all losses for docs/losses.md."""
+    lines = ["| `loss` | data | what it wants |", "| --- | --- | --- |"]
+    for name, loss in LOSSES.items():
+        data = _RECORDS[loss.records] + _NEGATIVES[loss.negatives]
+        data += _FOLLOWS[loss.follows]
+        lines.append(f"| `{name}` | {data} | {loss.summary} |")
+    return "\n".join(lines) + "\n"
 
 
 def other_values(annotation, default):
@@ -53,7 +94,8 @@ def other_values(annotation, default):
         return [not default]
     if annotation is int:
         return [default + 2]
-    return [default + 0.25] if annotation is float else []
+    # No usual default of another loss, which one that ignores the option might have.
+    return [default + 0.17] if annotation is float else []
 
 
 def cases_of(loss):
@@ -79,7 +121,18 @@ def cases_of(loss):
     return cases
 
 
-CASES = [case for loss in LOSSES.values() for case in cases_of(loss)]
+def has_reference(name):
+    """Without one a single test fails, `test_it_has_a_reference`."""
+    try:
+        return callable(reference.reference_of(name))
+    except AssertionError:
+        return False
+
+
+CASES = []
+for loss_class in LOSSES.values():
+    if has_reference(loss_class.name):
+        CASES += cases_of(loss_class)
 
 
 def case_name(case):
@@ -174,6 +227,18 @@ def test_it_declares_the_negatives_without_which_it_is_zero(name):
         value = float(build_loss(config, **SIZES).double()(batch).detach())
         is_needed = term.loss.needed_negatives() in ("some", "each")
         assert (value == 0.0) is is_needed, (case, value)
+
+
+@pytest.mark.parametrize("name", names_where(records="scores"))
+def test_equal_scores_have_a_finite_gradient(name):
+    """As in a batch of one grade: there is no order to learn, but nothing may divide by their spread."""
+    batch = make_batch(5, max_positives=1)
+    batch = replace(batch, scores=torch.full_like(batch.scores, 0.5))
+    loss = build_loss(config_of(loss=name), **SIZES).double()
+    value = loss(batch)
+    gradient, *_ = gradients(value, batch.embeddings)
+    assert torch.isfinite(value)
+    assert torch.isfinite(gradient).all()
 
 
 def test_temperatures_are_resolved_by_term_and_by_source():

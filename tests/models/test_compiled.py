@@ -19,8 +19,8 @@ from vembed.config.schema import TrainConfig
 from vembed.data.features import Featuriser
 from vembed.models import attention, precision
 from vembed.models.families.backbones import layers_of
+from vembed.parallel.devices import GPUS
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.hardware import GPUS
 from vembed.parallel.placement import OPERATIONS_PER_SECOND, place
 from vembed.parallel.session import start_session
 from vembed.training import setup

@@ -256,6 +256,19 @@ def test_a_pooling_that_this_version_does_not_have_is_refused(monkeypatch, tmp_p
         Embedder(folder)
 
 
+def test_vectors_of_another_size_than_declared_are_refused(monkeypatch):
+    class Narrow(TestedEnds):
+        name = "narrow"
+
+        def width(self, hidden_dim):
+            return hidden_dim
+
+    monkeypatch.setitem(POOLINGS, "narrow", Narrow())
+    model = model_of(config_of("narrow"))
+    with pytest.raises(UserError, match=r"64 .* 32 .*pooling narrow"):
+        model([("text", text_inputs(model.description, TEXTS))])
+
+
 def test_state_that_no_part_saves_is_refused_by_name(tmp_path):
     model = model_of(config_of("mean"))
     for name in ("extra.scale", "pooling.scale", "head.0.scale"):

@@ -11,13 +11,13 @@ import pytest
 from tests.harness import rank_outcomes
 from tests.parallel.steps import config_of, listen
 from tests.tiny import shared, tiny_bert
-from vembed.parallel import collectives, heartbeat, session
-from vembed.parallel.heartbeat import (
+from vembed.parallel import collectives, launch_check, session
+from vembed.parallel.launch_check import (
     Beat,
     HangReport,
+    LaunchCheck,
     find_hanging_ranks,
 )
-from vembed.parallel.launch_check import LaunchCheck
 
 HERE = Beat(
     step=7,
@@ -75,10 +75,10 @@ def in_a_run(folder, stops, loops):
     """One rank is halted, another loops in Python, and the others go into a collective."""
     rank = int(os.environ["RANK"])
     # A report counts for STILL_SECONDS and a beat: long enough for threads that a busy machine lets wait.
-    heartbeat.BEAT_SECONDS = 0.1
-    heartbeat.STILL_SECONDS = 1.5
-    heartbeat.SILENT_SECONDS = 1.5
-    heartbeat.FIRST_LINE_SECONDS = 1.6
+    launch_check.BEAT_SECONDS = 0.1
+    launch_check.STILL_SECONDS = 1.5
+    launch_check.SILENT_SECONDS = 1.5
+    launch_check.FIRST_LINE_SECONDS = 1.6
     # The short limit is for collectives: a busy machine may start ranks slowly.
     session.LaunchCheck = lambda ranks, _: LaunchCheck(ranks, 1.0)
     lines = listen()

@@ -1,6 +1,9 @@
 """Measured and failed passes leave nothing behind in a sharded model: the gradients after them are the same."""
 
+from unittest import mock
+
 import pytest
+import torch
 
 from tests.harness import run_ranks
 from tests.parity.engine import (
@@ -13,7 +16,7 @@ from tests.parity.engine import (
 )
 from vembed.parallel.parameters import discard_passes
 from vembed.parallel.session import start_session
-from vembed.parallel.step_memory import Demand, PeakMeter, measure_demand
+from vembed.parallel.step_memory import Demand, measure_demand
 
 CASES = ("no measurement", "measurement", "forward fails", "backward fails")
 
@@ -37,21 +40,6 @@ class Failing:
         raise ZeroDivisionError
 
 
-class Straight(PeakMeter):
-    """A stand-in: 1,000 bytes, and 7 for each token."""
-
-    def __init__(self):
-        self.tokens = 0
-
-    def reset(self):
-        """Begin."""
-        self.tokens = 0
-
-    def peak(self):
-        """Return the bytes."""
-        return 1000 + 7 * self.tokens
-
-
 def steps_after(folder):
     """On every rank, for each case: the demand, and the gradients of two steps after it."""
     case = Case("budget", num_examples=6)
@@ -66,15 +54,21 @@ def steps_after(folder):
             )
             demand = None
             if name == "measurement":
-                meter = Straight()
+                sizes = [0]
                 count = embedder.register_forward_pre_hook(
-                    lambda _, value, meter=meter: setattr(
-                        meter, "tokens", value[0][0][1]["input_ids"].numel()
+                    lambda _, inputs, sizes=sizes: sizes.append(
+                        inputs[0][0][1]["input_ids"].numel()
                     )
                 )
-                demand = measure_demand(
-                    model, featuriser, session, rank_batch.features, meter
-                )
+                # In place of a GPU's counters: 1,000 bytes, and 7 for each token.
+                with mock.patch.multiple(
+                    torch.cuda,
+                    reset_peak_memory_stats=lambda _: None,
+                    max_memory_allocated=lambda _, sizes=sizes: 1000 + 7 * sizes[-1],
+                ):
+                    demand = measure_demand(
+                        model, featuriser, session, rank_batch.features
+                    )
                 count.remove()
             elif "fails" in name:
                 layer = embedder.backbone.encoder.layer[1]

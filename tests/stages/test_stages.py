@@ -17,7 +17,7 @@ from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert, tiny_bert_st
 from tests.weights.variants import pairs
 from vembed.cli.main import run_process
-from vembed.config.stages import read_pipeline
+from vembed.config.loading import read_pipeline
 from vembed.errors import UserError
 
 COMMON = {
@@ -106,12 +106,13 @@ def test_steps_of_a_list_and_where_each_starts():
         ("last", "train"),
         ("within", "train"),
     ]
-    assert pipeline.model_before("broad") is None
-    assert pipeline.model_before("hard").name == "broad"
-    assert pipeline.data_step_before("hard").name == "sharp"
-    assert pipeline.model_before("evaluate-5").name == "soup"
-    assert pipeline.model_before("last").name == "broad"
-    assert pipeline.data_step_before("last") is None
+    steps = {step.name: step for step in pipeline.steps}
+    assert steps["broad"].model_step is None
+    assert steps["hard"].model_step.name == "broad"
+    assert steps["hard"].data_step.name == "sharp"
+    assert steps["evaluate-5"].model_step.name == "soup"
+    assert steps["last"].model_step.name == "broad"
+    assert steps["last"].data_step is None
     assert str(pipeline.folder("soup")) == "out/soup"
 
 

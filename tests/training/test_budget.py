@@ -19,8 +19,8 @@ from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.models.embedding_model import EmbeddingModel
 from vembed.parallel import step_memory
+from vembed.parallel.devices import Gpu
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.hardware import Gpu
 from vembed.parallel.placement import place
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import (

@@ -30,8 +30,7 @@ from tests.training.tiny_run import (
 from vembed.errors import RunError, UserError
 from vembed.parallel.session import start_session
 from vembed.training.checkpoint import folders as integrity
-from vembed.training.checkpoint.checkpointer import Checkpointer, read_state
-from vembed.training.checkpoint.tensors import Trained
+from vembed.training.checkpoint.checkpointer import Checkpointer, Trained, read_state
 from vembed.training.optimizer import build_optimizer
 from vembed.training.trainer import LoopState
 
@@ -429,7 +428,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path, async_save):
 
 
 def test_many_tensors_go_into_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("vembed.training.checkpoint.tensors.FILE_BYTES", 300)
+    monkeypatch.setattr("vembed.training.checkpoint.checkpointer.FILE_BYTES", 300)
     with starting(tmp_path) as run:
         expected = run.resume().train().save().whole()
     files = sorted(

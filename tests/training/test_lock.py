@@ -14,8 +14,8 @@ import vembed
 from tests.tiny import shared, tiny_bert
 from tests.training.test_run import settings
 from vembed.errors import UserError
-from vembed.training import lock as module
-from vembed.training.lock import LOCK, OutputLock
+from vembed.training.checkpoint import folders as module
+from vembed.training.checkpoint.folders import LOCK, OutputLock
 
 
 def owner_elsewhere(folder, *, seconds_ago):
@@ -59,7 +59,7 @@ def test_one_run_at_a_time(tmp_path):
 
 def test_a_dead_owner_on_this_host_is_replaced_at_once(tmp_path, caplog):
     code = (
-        "import os, sys; from pathlib import Path; from vembed.training.lock import OutputLock\n"
+        "import os, sys; from pathlib import Path; from vembed.training.checkpoint.folders import OutputLock\n"
         "OutputLock(Path(sys.argv[1])).take(); os._exit(9)"
     )
     assert (

@@ -23,7 +23,7 @@ from vembed.parallel import placement, session
 from vembed.parallel.placement import CHECKPOINT, choose_precision
 from vembed.training import trainer
 from vembed.training.checkpoint import folders as integrity
-from vembed.training.fingerprints import of_images
+from vembed.training.checkpoint.folders import of_images
 from vembed.training.optimizer import Update
 from vembed.training.setup import require_same_data
 from vembed.weights.sources import whole_model

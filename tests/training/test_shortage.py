@@ -18,9 +18,8 @@ from vembed.config.loading import resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.errors import RunError
 from vembed.models.embedding_model import EmbeddingModel
-from vembed.parallel.devices import is_shortage
+from vembed.parallel.devices import GPUS, is_shortage
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.hardware import GPUS
 from vembed.parallel.placement import place
 from vembed.parallel.step_memory import Budget, advice, find_budget
 

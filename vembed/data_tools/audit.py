@@ -17,7 +17,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from vembed.config.schema import ModelSection
-from vembed.data.columns import unread_judgement
 from vembed.data.datasets import overlap_warnings
 from vembed.data.example_store import Records
 from vembed.data.examples import Example, Item
@@ -26,6 +25,7 @@ from vembed.data.near_duplicates import (
     image_digest,
     ngrams,
 )
+from vembed.data.records import unread_judgement
 from vembed.data_tools.data_page import PageSection, sections
 from vembed.errors import UserError, joined, listed
 from vembed.evaluation.report.page import render_page

@@ -190,12 +190,11 @@ def score_rankings(
     names = metric_names(ks)
     values = np.zeros((len(rankings), len(names)))
     for query, measured in by_query.items():
-        # In the order of METRICS.
-        row = [measured[f"ndcg_cut_{k}"] for k in ks]
         # trec_eval's reciprocal rank has no cut-off: a rank beyond k counts as 0.
         reciprocal = measured["recip_rank"]
-        for k in ks:
-            row.append(reciprocal if reciprocal >= 1 / k else 0.0)
+        # In the order of METRICS.
+        row = [measured[f"ndcg_cut_{k}"] for k in ks]
+        row += [reciprocal if reciprocal >= 1 / k else 0.0 for k in ks]
         row += [measured[f"recall_{k}"] for k in ks]
         row += [measured[f"map_cut_{k}"] for k in ks]
         values[int(query)] = row
@@ -206,9 +205,8 @@ def compressed_scores(
     queries_QD: np.ndarray,
     documents_ND: np.ndarray,
     data: RetrievalData,
-    dims: Sequence[int] = (),
-    *,
-    normalize: bool = True,
+    dims: Sequence[int],
+    normalize: bool,
 ) -> dict[str, float]:
     """Return `compressed/<form>/<size>/ndcg@10` for each form of the stored documents and each size.
 

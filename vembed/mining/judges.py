@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from vembed.data.columns import COLUMNS, as_fields, is_conversation, is_negative_name
 from vembed.data.examples import Item, distinct
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT
+from vembed.data.records import COLUMNS, as_fields, is_conversation, is_negative_name
 from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
 from vembed.files import cache_folder, short_hash

@@ -12,8 +12,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.data.columns import as_fields, is_conversation, is_negative_name
 from vembed.data.examples import Example, Item
+from vembed.data.records import as_fields, is_conversation, is_negative_name
 from vembed.errors import UserError
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import replaced_file

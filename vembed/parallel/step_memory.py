@@ -432,9 +432,7 @@ def find_budget(
         return Budget(limit, limit, cache)
     placement = session.placement
     if on_gpu:
-        demand = measure_demand(
-            model, featuriser, session, sample, PeakMeter(session.device)
-        )
+        demand = measure_demand(model, featuriser, session, sample)
         # What the first step adds to what is measured: the optimizer's state, and the loss.
         to_come = MemoryEstimate(placement).loss_bytes(
             featuriser.description.embedding_dim
@@ -469,27 +467,11 @@ def find_budget(
 # ---- measurement -------------------------------------------------------------
 
 
-class PeakMeter:
-    """Peak of a GPU's allocated memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def reset(self) -> None:
-        """Begin a measurement."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def peak(self) -> int:
-        """Return the highest number of bytes allocated since `reset`."""
-        return int(torch.cuda.max_memory_allocated(self.device))
-
-
 def measure_demand(
     model: nn.Module,
     featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
-    meter: PeakMeter,
 ) -> Demand:
     """Measure the peak of a step's forward and backward passes on the device. Collective."""
     demand: Demand | None = None
@@ -497,14 +479,14 @@ def measure_demand(
     def peak(inputs: ModelInputs) -> int:
         # The second pass has the gradients in place, as all steps but the first.
         for _ in range(2):
-            meter.reset()
+            torch.cuda.reset_peak_memory_stats(session.device)
             seed_draws(0, session.device)
             with torch.enable_grad():
                 output = model(inputs)[0]
             if output.requires_grad:
                 output.sum().backward()
             del output
-        return meter.peak()
+        return torch.cuda.max_memory_allocated(session.device)
 
     # Whole gradients between micro-batches, as in a step. FSDP1 would keep them where `discard_passes` cannot see them.
     reduces_each = session.reduces_each_micro_batch or _is_fsdp1(session.fsdp)

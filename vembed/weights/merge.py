@@ -169,7 +169,16 @@ def merge(
         scratch.mkdir(parents=True)
     collectives.barrier()
     try:
-        sources = _opened(names, scratch, is_main=is_main)
+        # Adapters and checkpoints become whole models first.
+        folders = [scratch / f"model-{number}" for number in range(len(names))]
+        if is_main:
+            for name, folder in zip(names, folders, strict=True):
+                whole_model(name, folder)
+        collectives.barrier()
+        sources = []
+        for name, folder in zip(names, folders, strict=True):
+            # There is no folder for what is a whole model already.
+            sources.append(open_source(name, folder if folder.is_dir() else None))
         base_name = None
         if recipe.needs_base or (sweep_points is not None and len(names) == 1):
             base_name = default_base(sources) if base is None else str(base)
@@ -258,25 +267,6 @@ def _with_checkpoints(names: Sequence[str], last: int | None) -> list[str]:
             f"last: {last} asks for checkpoints of a run, and {names[0]} is no run's output folder"
         )
     return expanded
-
-
-def _opened(
-    names: Sequence[str],
-    scratch: Path,
-    *,
-    is_main: bool,
-) -> list[ModelFolder]:
-    """Open the models. Adapters and checkpoints become whole models in `scratch` first. Collective."""
-    folders = [scratch / f"model-{number}" for number in range(len(names))]
-    if is_main:
-        for name, folder in zip(names, folders, strict=True):
-            whole_model(name, folder)
-    collectives.barrier()
-    sources = []
-    for name, folder in zip(names, folders, strict=True):
-        # There is no folder for what is a whole model already.
-        sources.append(open_source(name, folder if folder.is_dir() else None))
-    return sources
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

@@ -36,9 +36,13 @@ from vembed.models.processors import open_tokenizer
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import ADAPTER_FOLDER, save_model
 from vembed.training.checkpoint import folders as integrity
-from vembed.training.checkpoint.checkpointer import read_state
-from vembed.training.checkpoint.tensors import Trained, restore, stored_tensors
-from vembed.training.hooks.averaging import averages_of, put_averages
+from vembed.training.checkpoint.checkpointer import (
+    Trained,
+    read_state,
+    restore,
+    stored_tensors,
+)
+from vembed.training.hooks.evaluations import averages_of, put_averages
 
 log = logging.getLogger("vembed")
 
