@@ -129,15 +129,15 @@ def pictures(num_train: int, num_val: int) -> Collection:
     no two pictures are."""
     folder = Path(tempfile.mkdtemp())
     draw = random.Random(0)
-    seen: set[bytes] = set()
+    used: set[bytes] = set()
 
     def drawn(count: int, name: str) -> list[Row]:
         rows = []
         for number in range(count):
             word = rendered_words()[number % NUM_WORDS]
-            while (picture := drawn_word(word, draw)).tobytes() in seen:
+            while (picture := drawn_word(word, draw)).tobytes() in used:
                 pass
-            seen.add(picture.tobytes())
+            used.add(picture.tobytes())
             file = folder / f"{name}-{number}.png"
             picture.save(file)
             rows.append({"query": word, "positive": {"image": str(file)}})
@@ -191,7 +191,7 @@ def _short(text: str) -> str:
 
 def _by_hash(pairs: Iterator[tuple[str, str]], source: Path) -> list[Row]:
     """Return the pairs without repeated sides, in the order of their hashes."""
-    seen: set[str] = set()
+    used: set[str] = set()
     rows: list[Row] = []
     for short, long in pairs:
         query = " ".join(short.split())
@@ -200,9 +200,9 @@ def _by_hash(pairs: Iterator[tuple[str, str]], source: Path) -> list[Row]:
         if (
             is_long
             and query.lower() not in positive.lower()
-            and not {query, positive} & seen
+            and not {query, positive} & used
         ):
-            seen |= {query, positive}
+            used |= {query, positive}
             rows.append({"query": query, "positive": positive})
     if not rows:
         raise SystemExit(f"{source} holds nothing to make pairs of")

@@ -258,12 +258,14 @@ def gradient_rows(record: Record, run: Run, model: Path, folder: Path) -> None:
         )
         options = {**exact, "model_name": str(dropping), "micro_batch_tokens": 128}
         options["mixed_precision"] = "bf16" if record.device.type == "cuda" else "no"
-        kept, cached = (
+        plain_run, cached = (
             run(folder / f"dropout-{cache}", **{**options, "use_gradient_cache": cache})
             for cache in (False, True)
         )
         off = relative(
-            cached.weights(), kept.weights(), load_file(dropping / "model.safetensors")
+            cached.weights(),
+            plain_run.weights(),
+            load_file(dropping / "model.safetensors"),
         )
         require(off < TOLERANCE, f"gradients are off by {off:.1e}")
         return {"gradients": off}

@@ -196,7 +196,9 @@ def by_sentence_transformers(
         **options,
     )
     by_query = {
-        row["query"]: [row[f"negative_{n}"] for n in range(1, NUM_NEGATIVES + 1)]
+        row["query"]: [
+            row[f"negative_{number}"] for number in range(1, NUM_NEGATIVES + 1)
+        ]
         for row in mined_rows
     }
     negatives = [by_query.get(row["query"], []) for row in task.rows]
@@ -221,12 +223,14 @@ TRAINED = (
 )
 
 
-def all_mined(task: Case, sides: list[str], kept: Path | None) -> dict[str, Mined]:
+def all_mined(task: Case, sides: list[str], kept_file: Path | None) -> dict[str, Mined]:
     """Mine on all sides, or read what was mined before."""
-    if kept is not None and kept.is_file():
+    if kept_file is not None and kept_file.is_file():
         return {
             name: Mined(*values)
-            for name, values in json.loads(kept.read_text(encoding="utf-8")).items()
+            for name, values in json.loads(
+                kept_file.read_text(encoding="utf-8")
+            ).items()
         }
     mined = {}
     for name in sides:
@@ -237,12 +241,12 @@ def all_mined(task: Case, sides: list[str], kept: Path | None) -> dict[str, Mine
             f"{name}: mined in {mined[name].seconds:.1f} s ({mined[name].processor_seconds:.1f} of a processor)",
             flush=True,
         )
-    if kept is not None:
+    if kept_file is not None:
         values = {
             name: [side.negatives, side.seconds, side.processor_seconds]
             for name, side in mined.items()
         }
-        kept.write_text(json.dumps(values), encoding="utf-8")
+        kept_file.write_text(json.dumps(values), encoding="utf-8")
     return mined
 
 

@@ -74,8 +74,8 @@ def main() -> None:
             print(json.dumps(figures[-1]), flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(
-        f"best of {arguments.rounds}: search {min(one['search'] for one in figures):.1f} s, product "
-        f"{min(one['product'] for one in figures):.1f} s; peak memory {peak / 1e9:.2f} GB"
+        f"best of {arguments.rounds}: search {min(run['search'] for run in figures):.1f} s, product "
+        f"{min(run['product'] for run in figures):.1f} s; peak memory {peak / 1e9:.2f} GB"
     )
 
 

@@ -45,7 +45,7 @@ def train_once(
 def difference(case: Case, ours: Answer, theirs: Answer) -> float:
     """Return the largest relative difference of the losses without dropout, step by step. Exit if it is too large."""
     pairs = list(zip(ours["losses"], theirs["losses"], strict=True))
-    worst = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
+    worst = max(abs(ours - theirs) / max(abs(theirs), 1e-9) for ours, theirs in pairs)
     if worst > AGREEMENT:
         raise SystemExit(
             f"{case.name}: the losses differ by {worst:.1e} ({pairs}); this is not the same work"
@@ -72,7 +72,10 @@ def compare(
         "case": case.name,
         "ours": ours,
         "theirs": theirs,
-        "ratios": [a["samples_per_second"] / b["samples_per_second"] for a, b in runs],
+        "ratios": [
+            ours["samples_per_second"] / theirs["samples_per_second"]
+            for ours, theirs in runs
+        ],
         "difference": worst,
         "tokens_per_second": tokens / ours["seconds_per_step"],
         "share_of_peak": flops / ours["seconds_per_step"] / peak,

@@ -415,17 +415,17 @@ def written_aside(target: Path) -> Iterator[Path]:
 def change_since(path: Path, before: os.stat_result) -> str | None:
     """Return what happened to a data file since it was opened, as a sentence; None if nothing did."""
     try:
-        now = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return f"{path} has been deleted or moved since the run began; the run goes on with what it has open"
     except OSError as error:
         return f"{path} can no longer be read ({error.strerror or error})"
-    if not os.path.samestat(now, before):
+    if not os.path.samestat(status, before):
         return f"{path} has been replaced since the run began; the run goes on with the file that it has open"
-    if now.st_size == before.st_size and now.st_mtime_ns == before.st_mtime_ns:
+    if status.st_size == before.st_size and status.st_mtime_ns == before.st_mtime_ns:
         return None
     return (
-        f"{path} has been written to since the run began ({before.st_size:,d} bytes then, {now.st_size:,d} now). What "
+        f"{path} has been written to since the run began ({before.st_size:,d} bytes then, {status.st_size:,d} now). What "
         "was added is not read before the next start. If other records changed, start again"
     )
 
@@ -435,12 +435,12 @@ def refuse_truncated(files: Mapping[Path, os.stat_result]) -> None:
     would end the process. A file that was deleted or replaced stays mapped as it was."""
     for path, before in files.items():
         try:
-            now = path.stat()
+            status = path.stat()
         except OSError:
             continue
-        if os.path.samestat(now, before) and now.st_size < before.st_size:
+        if os.path.samestat(status, before) and status.st_size < before.st_size:
             raise UserError(
-                f"{path} has been truncated from {before.st_size:,d} to {now.st_size:,d} bytes since it was opened: "
+                f"{path} has been truncated from {before.st_size:,d} to {status.st_size:,d} bytes since it was opened: "
                 "restore it, and start again"
             )
 

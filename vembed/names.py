@@ -68,9 +68,13 @@ def short_name(name: str) -> str:
     return name
 
 
-def nearest(word: str, names: Iterable[str]) -> str | None:
+def nearest(
+    word: str,
+    names: Iterable[str],
+    cutoff: float = 0.6,
+) -> str | None:
     """Return the most similar name, or None if no name is similar."""
-    near = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
     return near[0] if near else None
 
 

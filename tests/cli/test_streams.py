@@ -42,7 +42,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_no_half_model(tmp_path):
         f"error: {tmp_path}/copy could not be written (File too large): "
     )
     assert err.read_text().count("\n") == 1 and [
-        one.name for one in tmp_path.iterdir()
+        path.name for path in tmp_path.iterdir()
     ] == ["err"]
 
 

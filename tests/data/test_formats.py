@@ -21,7 +21,6 @@ import vembed.data.formats
 from tests.data.files import open_path, pair, pairs_of
 from tests.parts import from_its_test, unlisted_classes
 from vembed.data import first_pass
-from vembed.data.columns import Columns
 from vembed.data.examples import BadRecord
 from vembed.data.first_pass import build_index, index_part
 from vembed.data.formats import base, parquet
@@ -31,7 +30,7 @@ from vembed.data.formats.json_lines import JsonArray, JsonLines
 from vembed.data.formats.parquet import ParquetFile
 from vembed.data.formats.table import FORMATS, SeveralFiles, check_formats, open_reader
 from vembed.data.images.files import ImageRoot
-from vembed.data.records import RecordFormat
+from vembed.data.records import Columns, RecordFormat
 from vembed.errors import UserError
 
 NUM_RECORDS = 300
@@ -270,7 +269,7 @@ def test_threads_read_the_same(form, tmp_path):
         records = {row: reader.read(numbers[row]) for row in order.tolist()}
         results[thread] = [records[row] for row in range(len(numbers))]
 
-    threads = [threading.Thread(target=read_all, args=(one,)) for one in range(4)]
+    threads = [threading.Thread(target=read_all, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

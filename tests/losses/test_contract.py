@@ -31,11 +31,52 @@ from vembed.config.terms import loss_terms, source_terms
 from vembed.errors import UserError
 from vembed.losses.build import build_loss
 from vembed.losses.declaration import Loss
-from vembed.losses.table import LOSSES, check_losses, losses_table, names_where
+from vembed.losses.table import LOSSES, check_losses
 from vembed.losses.tiles import Tiling
 
 MRL = {"mrl_dims": [8, 4, 12], "mrl_weights": [0.5, 2.0, 1.0]}
 TEACHERS = {"teacher": ["vectors", "reranker", "scores"], "vectors": ["vectors"]}
+
+
+def names_where(**declarations):
+    """Return the names of the losses that declare these values."""
+    names = []
+    for name, loss in LOSSES.items():
+        values = {key: getattr(loss, key) for key in declarations}
+        if values == declarations:
+            names.append(name)
+    return tuple(names)
+
+
+_RECORDS = {
+    "matches": "pairs",
+    "scores": "pairs with scores",
+    "pairs": "pairs",
+    "texts": "pairs or single texts",
+}
+_NEGATIVES = {
+    "unread": "",
+    "optional": ", negatives optional",
+    "some": ", with negatives",
+    "each": ", negatives in every record",
+}
+_FOLLOWS = {
+    "nobody": "",
+    "scores_or_teacher": "; graded scores or a teacher",
+    "teacher": "; scores of a teacher or of the data",
+    "vectors": "; vectors of a teacher",
+    "start_model": "",
+}
+
+
+def losses_table():
+    """Return the table of all losses for docs/losses.md."""
+    lines = ["| `loss` | data | what it wants |", "| --- | --- | --- |"]
+    for name, loss in LOSSES.items():
+        data = _RECORDS[loss.records] + _NEGATIVES[loss.negatives]
+        data += _FOLLOWS[loss.follows]
+        lines.append(f"| `{name}` | {data} | {loss.summary} |")
+    return "\n".join(lines) + "\n"
 
 
 def other_values(annotation, default):
@@ -45,13 +86,16 @@ def other_values(annotation, default):
     if get_origin(annotation) is Literal:
         return [value for value in get_args(annotation) if value != default]
     if get_origin(annotation) is UnionType or default is None:
-        members = [one for one in get_args(annotation) if one is not type(None)]
+        members = [
+            member for member in get_args(annotation) if member is not type(None)
+        ]
         return other_values(members[0], 0.0) if members else []
     if annotation is bool:
         return [not default]
     if annotation is int:
         return [default + 2]
-    return [default + 0.25] if annotation is float else []
+    # No usual default of another loss, which one that ignores the option might have.
+    return [default + 0.17] if annotation is float else []
 
 
 def cases_of(loss):
@@ -77,7 +121,18 @@ def cases_of(loss):
     return cases
 
 
-CASES = [case for loss in LOSSES.values() for case in cases_of(loss)]
+def has_reference(name):
+    """Without one a single test fails, `test_it_has_a_reference`."""
+    try:
+        return callable(reference.reference_of(name))
+    except AssertionError:
+        return False
+
+
+CASES = []
+for loss_class in LOSSES.values():
+    if has_reference(loss_class.name):
+        CASES += cases_of(loss_class)
 
 
 def case_name(case):
@@ -174,6 +229,18 @@ def test_it_declares_the_negatives_without_which_it_is_zero(name):
         assert (value == 0.0) is is_needed, (case, value)
 
 
+@pytest.mark.parametrize("name", names_where(records="scores"))
+def test_equal_scores_have_a_finite_gradient(name):
+    """As in a batch of one grade: there is no order to learn, but nothing may divide by their spread."""
+    batch = make_batch(5, max_positives=1)
+    batch = replace(batch, scores=torch.full_like(batch.scores, 0.5))
+    loss = build_loss(config_of(loss=name), **SIZES).double()
+    value = loss(batch)
+    gradient, *_ = gradients(value, batch.embeddings)
+    assert torch.isfinite(value)
+    assert torch.isfinite(gradient).all()
+
+
 def test_temperatures_are_resolved_by_term_and_by_source():
     losses = [LossTerm(loss=name) for name in LOSSES]
 
@@ -189,14 +256,14 @@ def test_temperatures_are_resolved_by_term_and_by_source():
             for term in terms
         }
 
-    found = temperatures(losses=losses)
-    assert found["cosent"] == (0.1, "default of loss: cosent")
-    assert found["angle"] == (0.1, "default of loss: angle")
-    assert found["infonce"] == (0.01, "with which this model was trained")
-    assert found["circle"] == (0.05, "default")
-    assert found["triplet"][0] is None
-    given = temperatures(losses=losses, temperature=0.3)
-    assert {one for one in given.values() if one[0]} == {(0.3, "given")}
+    actual = temperatures(losses=losses)
+    assert actual["cosent"] == (0.1, "default of loss: cosent")
+    assert actual["angle"] == (0.1, "default of loss: angle")
+    assert actual["infonce"] == (0.01, "with which this model was trained")
+    assert actual["circle"] == (0.05, "default")
+    assert actual["triplet"][0] is None
+    inputs = temperatures(losses=losses, temperature=0.3)
+    assert {text for text in inputs.values() if text[0]} == {(0.3, "given")}
     source = [{"path": "d", "losses": [{"loss": "cosent"}, {"loss": "infonce"}]}]
     by_source = temperatures(data=source)
     assert by_source["cosent"][0] == 0.1 and by_source["infonce"][0] == 0.01

@@ -259,8 +259,8 @@ def test_a_folder_of_images(pictures, folder):
             vectors_of(pictures, target, CLIP), vectors, atol=1e-6
         )
     assert pq.read_table("out.parquet").column("id").to_pylist() == names
-    kept = [{"image": name} for name in names]
-    assert rows_in(folder / "out.kept.jsonl") == kept
+    remaining = [{"image": name} for name in names]
+    assert rows_in(folder / "out.kept.jsonl") == remaining
     (folder / "empty").mkdir()
     with pytest.raises(UserError, match="empty is a folder without images"):
         vectors_of("empty")
@@ -324,14 +324,14 @@ def test_kept_columns(folder):
     table = pq.read_table("out.parquet")
     assert table.column_names == [*keep, "embedding"]
     assert table.schema.field("year").type == pa.int64()
-    kept = table.drop(["embedding"]).to_pylist()
-    assert [{**row, "tags": json.loads(row["tags"])} for row in kept] == [
+    remaining = table.drop(["embedding"]).to_pylist()
+    assert [{**row, "tags": json.loads(row["tags"])} for row in remaining] == [
         {name: row[name] for name in keep} for row in rows
     ]
     vectors = vectors_of("corpus.jsonl", column="body", keep="id,year")
     assert vectors.shape == (6, 32)
-    kept = rows_in(folder / "out.kept.jsonl")
-    assert kept == [{"id": row["id"], "year": row["year"]} for row in rows]
+    remaining = rows_in(folder / "out.kept.jsonl")
+    assert remaining == [{"id": row["id"], "year": row["year"]} for row in rows]
 
 
 def test_vectors_in_fewer_bits(texts, monkeypatch):

@@ -39,8 +39,10 @@ def test_plan_counts_parameters_and_divides_them():
     alone = placed()
     size = measure(alone.run.config)
     real = model_of(alone.run.config)
-    assert size.total == sum(one.numel() for one in real.parameters())
-    assert size.weight_bytes == sum(one.numel() * 4 for one in real.parameters())
+    assert size.total == sum(parameter.numel() for parameter in real.parameters())
+    assert size.weight_bytes == sum(
+        parameter.numel() * 4 for parameter in real.parameters()
+    )
     need = MemoryEstimate(alone, size).in_step()
     assert need.optimizer == 2 * need.gradients == 8 * size.trained
     assert (
@@ -72,10 +74,12 @@ def test_plan_left_out_the_copies_of_weights_in_bfloat16():
     )
     model = model_of(narrow.run.config)
     model.compute_in_bf16()
-    inside = [one for one in model.modules() if isinstance(one, Bf16Linear)]
-    made = sum(2 * one.numel() for layer in inside for one in layer.parameters())
+    inside = [module for module in model.modules() if isinstance(module, Bf16Linear)]
+    built = sum(
+        2 * parameter.numel() for layer in inside for parameter in layer.parameters()
+    )
     assert MemoryEstimate(narrow, size).in_step().copies == pytest.approx(
-        made, rel=0.02
+        built, rel=0.02
     ), "norms are counted too, and are small"
     adapters = placed(mixed_precision="bf16", use_lora=True, torch_dtype="bfloat16")
     of_adapters = measure(adapters.run.config)
@@ -95,11 +99,11 @@ def test_plan_reads_the_options_of_the_batch():
         placed(use_gradient_cache=False, batch_size=64), size
     ).in_step()
     assert whole.activations == pytest.approx(128 * one_row.activations)
-    kept = placed(batch_size=64)
+    remaining = placed(batch_size=64)
     assert (
-        MemoryEstimate(kept, size).in_step() == whole
+        MemoryEstimate(remaining, size).in_step() == whole
         and "so that Gradient Cache is off"
-        in MemoryEstimate(kept, size).describe_graphs()
+        in MemoryEstimate(remaining, size).describe_graphs()
     ), "its graphs fit"
     with pytest.raises(UserError, match="cannot be divided among 3 processes"):
         placed(3, global_batch_size=16)
@@ -129,10 +133,10 @@ def test_export_merges_an_adapter(tmp_path):
     result = vembed.train(settings(tmp_path, **more))
     merged = copy_model(str(result.model_dir), tmp_path / "merged", merge=True)
     texts = ["red green", "a small bird in the garden"]
-    one, two = (
+    first, two = (
         vembed.Embedder(folder).encode(texts) for folder in (result.model_dir, merged)
     )
-    np.testing.assert_allclose(one, two, atol=1e-6)
+    np.testing.assert_allclose(first, two, atol=1e-6)
     assert not (merged / "adapter_config.json").exists()
     with pytest.raises(UserError, match="no adapter to merge"):
         copy_model(str(shared(tiny_bert)), tmp_path / "other", merge=True)

@@ -98,11 +98,11 @@ def test_step_lines_fit_and_time_left_follows_the_recent_rate(
         "slowest_rank": 127,
     }
     assert len(log_line(values, 1_234_567, 400_000)) <= 100
-    now = 0.0
-    monkeypatch.setattr("time.perf_counter", lambda: now)
+    current_time = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: current_time)
     clock = RunClock()
     clock.start_loop(0)
     for step in range(1, 21):
-        now += 100 if step <= 10 else 1  # slow at first
+        current_time += 100 if step <= 10 else 1  # slow at first
         left = clock.seconds_left(step, 120)
     assert left == pytest.approx(100)

@@ -206,7 +206,7 @@ def test_when_no_checkpoint_is_whole(tmp_path, caplog):
         ):
             run.resume()
     with starting(tmp_path, resume="auto") as run:
-        assert run.resume().found is None
+        assert run.resume().point is None
         run.train().save()
     assert integrity.verify(tmp_path / "checkpoint-1") == []
 
@@ -224,7 +224,7 @@ def line_of(step, **values):
 
 def test_metrics_end_where_the_run_goes_on(tmp_path):
     trim_metrics(tmp_path, 3)
-    kept = [
+    remaining = [
         line_of(0, eval={"ndcg@10": 0.1}),
         line_of(1, loss=2.0),
         line_of(3),
@@ -232,10 +232,10 @@ def test_metrics_end_where_the_run_goes_on(tmp_path):
     ]
     broken = ["[]\n", '{"loss": 1}\n', '{"step": "x"}\n', "\x00\n"]
     cut = '{"step": 6, "lo'
-    write_metrics(tmp_path, *kept, *broken, line_of(4), line_of(5), cut)
+    write_metrics(tmp_path, *remaining, *broken, line_of(4), line_of(5), cut)
     for _ in range(2):
         trim_metrics(tmp_path, 3)
-        assert (tmp_path / "metrics.jsonl").read_text() == "".join(kept)
+        assert (tmp_path / "metrics.jsonl").read_text() == "".join(remaining)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 

@@ -146,8 +146,11 @@ def checklist(
     """Yield eight checks for before a long run, each as (passed, finding)."""
     num_devices = torch.cuda.device_count()
     if num_devices:
-        here = launch.num_processes
-        yield here <= num_devices, f"GPUs visible: {num_devices} for {here} process(es)"
+        num_processes = launch.num_processes
+        yield (
+            num_processes <= num_devices,
+            f"GPUs visible: {num_devices} for {num_processes} process(es)",
+        )
     else:
         asked = run.precision.value
         yield asked != "fp16", "GPUs visible: none, the run computes on the CPU"

@@ -181,8 +181,8 @@ class LazyCommands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the imported command and its arguments."""
-        name, _, rest = super().resolve_command(ctx, args)
-        return name, load_command(str(name)), rest
+        name, _, arguments = super().resolve_command(ctx, args)
+        return name, load_command(str(name)), arguments
 
 
 app = typer.Typer(

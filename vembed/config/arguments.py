@@ -152,8 +152,7 @@ def train_help() -> str:
         "",
         "Flags:",
     ]
-    for flag, (value, text) in LAUNCH_FLAGS.items():
-        lines.append(f"  {f'--{flag} {value}'.rstrip():<34}{text}")
+    lines += _flag_lines(LAUNCH_FLAGS)
     lines += [
         "",
         "Exit codes: 0 done, 1 failed, 2 bad usage, config or data, 130 or 143 stopped by a signal, and saved.",
@@ -170,11 +169,15 @@ def command_help(command_name: str, about: str) -> str:
         "",
         "The config, its options and the flags are those of `vembed train` (`vembed train --help`). Further flags:",
     ]
-    lines += [
-        f"  {f'--{flag} {value}':<34}{text}"
-        for flag, (value, text) in COMMAND_FLAGS[command_name].items()
-    ]
+    lines += _flag_lines(COMMAND_FLAGS[command_name])
     return "\n".join(lines) + "\n"
+
+
+def _flag_lines(flags: Mapping[str, tuple[str, str]]) -> list[str]:
+    lines = []
+    for flag, (value, text) in flags.items():
+        lines.append(f"  {f'--{flag} {value}'.rstrip():<34}{text}")
+    return lines
 
 
 class _Parser:

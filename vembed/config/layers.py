@@ -72,8 +72,7 @@ class OptionValue:
         both = {str(self.value), str(other.value)}
         if both in ({"ddp", "fsdp"}, {"FULL_SHARD", "SHARD_GRAD_OP"}):
             return True
-        is_weak = self.is_weak or other.is_weak
-        return self.value != other.value and not is_weak
+        return self.value != other.value and not self.is_weak and not other.is_weak
 
 
 @dataclass
@@ -493,11 +492,6 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _share(value: Any) -> list[Setting]:
-    # As a whole number it would count steps.
-    return [("warmup_steps", float(value) if type(value) is int else value)]
-
-
 _shard_switch = _flag("strategy", "fsdp", "ddp")
 
 
@@ -558,7 +552,10 @@ TRANSLATED: dict[str, Translation] = {
     "load_in_4bit": _qlora,
     "use_rslora": _flag("lora_variant", "rslora", "lora"),
     "use_dora": _flag("lora_variant", "dora", "lora"),
-    "warmup_ratio": _share,
+    # As a whole number it would count steps.
+    "warmup_ratio": lambda value: [
+        ("warmup_steps", float(value) if type(value) is int else value)
+    ],
     "use_wandb": _wandb_switch,
 }
 """Aliases whose values must be converted."""
@@ -718,7 +715,5 @@ def known_names(block: str | None = None) -> list[str]:
     if block is None:
         return names
     prefix = PREFIXES.get(block, "")
-    short_names = [
-        name.removeprefix(prefix) for name in all_options() if name.startswith(prefix)
-    ]
+    short_names = [name.removeprefix(prefix) for name in all_options()]
     return [*BLOCKS[block], *short_names, *names]

@@ -217,22 +217,22 @@ def hold_out(
 ) -> HeldOut:
     """Hold out this share of the examples."""
     groups = example_groups(store)
-    wanted = max(1, round(share * len(store)))
+    num_held_out = max(1, round(share * len(store)))
     group_of = groups.connected
     sizes = _sizes(group_of)
     # Examples of groups that are small enough to be held out.
-    num_available = sum(size for size in sizes.values() if size <= wanted)
-    by_documents = num_available >= MIN_CHOICE * wanted
+    num_available = sum(size for size in sizes.values() if size <= num_held_out)
+    by_documents = num_available >= MIN_CHOICE * num_held_out
     if not by_documents:
         group_of = groups.by_query
         sizes = _sizes(group_of)
     # Texts from one template are one group through chains of near-duplicates, which may be most of the data.
-    largest = max(wanted, min(sizes.values()))
+    largest = max(num_held_out, min(sizes.values()))
     chosen: list[int] = []
     count = 0
     # By a hash of seed and content: what is held out does not depend on the order of the records.
     for group in sorted(sizes, key=lambda group: _draw(seed, group)):
-        if count < wanted and sizes[group] <= largest:
+        if count < num_held_out and sizes[group] <= largest:
             chosen.append(group)
             count += sizes[group]
     is_held = np.isin(group_of, chosen)

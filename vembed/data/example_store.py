@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import itertools
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,36 +21,39 @@ from vembed.config.schema import (
     sources_of,
 )
 from vembed.config.terms import (
-    lacks_comparisons,
     loss_names,
     loss_terms,
     reads_scores,
     run_terms,
 )
 from vembed.data.batching.schedule import ContentKeys, next_of_class
-from vembed.data.columns import (
-    LABEL,
-    Columns,
-    classes_as_scores,
-    is_conversation,
-    taken_for_texts,
-    unread_judgement,
-    unread_negatives,
-    unread_prompt,
-)
-from vembed.data.examples import BadRecord, Example, ReadAs
+from vembed.data.examples import BadRecord, Example, Item, ReadAs
 from vembed.data.first_pass import NUM_NAMED, Index, cached_index
 from vembed.data.formats.base import Format
 from vembed.data.formats.saved_datasets import Role
 from vembed.data.formats.table import open_reader
-from vembed.data.images.files import ImageRoot
-from vembed.data.records import RecordFormat
+from vembed.data.images.files import IMAGE_PATH, ImageRoot
+from vembed.data.records import (
+    LABEL,
+    Columns,
+    RecordFormat,
+    classes_as_scores,
+    is_conversation,
+    unread_judgement,
+    unread_parts,
+)
 from vembed.errors import UserError, joined, listed
 from vembed.files import change_since, short_hash
 from vembed.losses.table import LOSSES
 
 NUM_INSPECTED = 20
 """Examples of a source that are looked at for what is probably not meant."""
+_LIST = re.compile(r"""\[\s*['"{].*['"}]\s*\]""", re.DOTALL)
+_OBJECT = re.compile(
+    r"""\{\s*['"](text|title|image|images|bytes|path)['"]\s*:.*\}""", re.DOTALL
+)
+_PLACE = "<image>"
+"""Place of an image in the texts of other programs."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +170,7 @@ class _Source(Records):
         is_scored = index.counts["scored"] > 0
         sentences: list[str | None] = []
         if self.labels is None and is_training:
-            sentences += [unread_negatives(index.unused), unread_prompt(index.unused)]
+            sentences += unread_parts(index.unused)
         if self.labels is None and self.form.takes_matches:
             if not is_scored:
                 sentences.append(unread_judgement(index.unused))
@@ -200,6 +204,47 @@ class _Source(Records):
         if name is None or record.get(name) is None:
             return None
         return name
+
+
+def taken_for_texts(examples: Sequence[Example], unused: Collection[str]) -> list[str]:
+    """Return sentences on plain texts of these examples that look like paths of images, lists, objects, or have places
+    of images. `unused`: columns that are not read."""
+    items_of: dict[str, list[Item]] = {"queries": [], "positives": [], "negatives": []}
+    for example in examples:
+        items_of["queries"].append(example.query)
+        items_of["positives"] += example.positives
+        items_of["negatives"] += example.negatives
+    sentences = []
+    with_paths = []
+    for name, items in items_of.items():
+        texts = [item.text or "" for item in items]
+        if texts and all(map(IMAGE_PATH.fullmatch, texts)):
+            with_paths.append(name)
+        for kind, form in (("lists", _LIST), ("objects", _OBJECT)):
+            if texts and all(map(form.fullmatch, texts)):
+                sentences.append(
+                    f"its {name} look like {kind} ({texts[0]!r:.60}), and each is taken for one text: write JSON Lines "
+                    f"or Parquet with fields that are {kind}, not texts, or a column for each"
+                )
+        for item in items:
+            if item.text and _PLACE in item.text and not item.images:
+                column = ""
+                if "images" in unused:
+                    column = "; the column images is not read"
+                sentences.append(
+                    f"its {name} have {_PLACE} in them and no image ({item.text!r:.60}){column}: write text and images "
+                    'into one object, {"text": ..., "images": [...]}'
+                )
+                break
+    sides = [name for name in ("queries", "positives") if name in with_paths]
+    if sides:
+        query = "i" if "queries" in sides else "t"
+        document = "i" if "positives" in sides else "t"
+        sentences.append(
+            f"its {' and '.join(sides)} look like paths of images ({items_of[sides[-1]][0].text!r:.80}), and are taken "
+            f"for texts: if they are paths, set retrieval_mode: {query}2{document}"
+        )
+    return sentences
 
 
 class ExampleStore:
@@ -253,7 +298,7 @@ class ExampleStore:
 
     def subset(self, is_kept: np.ndarray, note: str) -> ExampleStore:
         """Return a store of the examples that are kept [n, bool]. `note` becomes part of the fingerprint."""
-        kept = []
+        sources = []
         for source, end in zip(self._sources, self._ends, strict=True):
             is_kept_here = is_kept[end - source.size : end]
             size = int(is_kept_here.sum())
@@ -262,8 +307,8 @@ class ExampleStore:
                     f"{note} takes all examples of {source.name}; lower it, or give val_data_path"
                 )
             index = source.index.subset(is_kept_here)
-            kept.append(replace(source, index=index, size=size))
-        return ExampleStore(kept, short_hash(self.fingerprint, note))
+            sources.append(replace(source, index=index, size=size))
+        return ExampleStore(sources, short_hash(self.fingerprint, note))
 
     def all_keys(self) -> ContentKeys:
         """Return the keys of all examples. They are available only with `no_duplicates: true`."""
@@ -381,14 +426,13 @@ def open_examples(
         purpose="train" if is_training else "evaluate",
     )
     terms = run_terms(objective, data, model_name)
+    needs_negatives = all(
+        term.loss.needed_negatives() in ("some", "each") for term in terms
+    )
     has_negatives = any(source.index.counts["negatives"] for source in sources)
-    if (
-        is_training
-        and data.mine is None
-        and not data.in_batch_negatives
-        and lacks_comparisons(terms)
-        and not has_negatives
-    ):
+    is_given = has_negatives or data.mine is not None or data.in_batch_negatives
+    # Without them all terms are 0.
+    if is_training and needs_negatives and not is_given:
         raise UserError(
             f"loss: {' and '.join(sorted(loss_names(terms)))} compares a positive with the hard negatives of its "
             "record, and no record has one, so that the loss would be 0 at every step: `vembed mine` adds some; kl "

@@ -185,11 +185,11 @@ class KeyIndex:
     def __init__(self, values: np.ndarray) -> None:
         self._values, self._positions = np.unique(values, return_index=True)
 
-    def find(self, wanted: np.ndarray) -> np.ndarray:
+    def find(self, values: np.ndarray) -> np.ndarray:
         """Return the position of each wanted number, -1 where there is none."""
         if not len(self._values):
-            return np.full(len(wanted), -1)
+            return np.full(len(values), -1)
         # searchsorted gives their number for what is larger than all.
         last = len(self._values) - 1
-        place = np.minimum(np.searchsorted(self._values, wanted), last)
-        return np.where(self._values[place] == wanted, self._positions[place], -1)
+        place = np.minimum(np.searchsorted(self._values, values), last)
+        return np.where(self._values[place] == values, self._positions[place], -1)

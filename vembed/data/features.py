@@ -180,9 +180,9 @@ class Featuriser(BaseFeaturiser):
             else:
                 missing.setdefault(self._modality(item), {})[address] = item
         for modality, items_of_modality in missing.items():
-            made = self._make(modality, items_of_modality)
-            known.update(made)
-            self._keep(made)
+            computed = self._make(modality, items_of_modality)
+            known.update(computed)
+            self._keep(computed)
         return [known[address] for address in addresses]
 
     def _modality(self, item: Item) -> Modality:
@@ -226,9 +226,9 @@ class Featuriser(BaseFeaturiser):
             texts = [item.text or "" for item in items.values()]
             limits = [limit for _, _, limit in items]
             rows = self.texts.encode(prompts, texts, limits)
-        made = {}
+        computed = {}
         for (address, item), row in zip(items.items(), rows, strict=True):
-            made[address] = Features(
+            computed[address] = Features(
                 modality,
                 length=fixed or (0 if row is None else len(row)),
                 key=input_key(modality, row, item.images),
@@ -236,11 +236,11 @@ class Featuriser(BaseFeaturiser):
                 token_ids=row,
                 images=item.images,
             )
-        return made
+        return computed
 
-    def _keep(self, made: Mapping[Address, Features]) -> None:
+    def _keep(self, computed: Mapping[Address, Features]) -> None:
         # No lock: a race may count or compute an entry twice, which does not change a result.
-        for address, features in made.items():
+        for address, features in computed.items():
             if features.token_ids is None:
                 continue  # cheap to make again, and may hold the bytes of the image file
             image_bytes = sum(len(image.data or b"") for image in features.images)

@@ -133,7 +133,7 @@ class PartIndex:
         """Lines of the part, also those without a good record."""
         self.layouts: list[tuple[str, ...]] = []
         """Columns of the records, for the lists of unused and missing ones."""
-        self.unused: list[str] = []
+        self.unused: set[str] = set()
 
     def count(self, example: Example, times: int = 1) -> None:
         """Count a record, or so many of its form."""
@@ -217,8 +217,8 @@ def build_index(
         counts=counts,
         fingerprint=fingerprint,
         problems=problems[:NUM_NAMED],
-        unused=form.columns.unused,
-        missing=form.columns.mapped_but_missing,
+        unused=sorted(form.columns.unused),
+        missing=sorted(form.columns.missing),
         images={path: _image_stamp(path) for path in images},
     )
 
@@ -268,7 +268,7 @@ def index_part(
                     index.keys.extend(keys)
                     index.num_keys.append(len(keys))
     index.num_lines = reader.num_lines(part)
-    index.layouts = form.columns.layouts
+    index.layouts = list(form.columns.layouts)
     index.unused = form.columns.unused
     return index
 

@@ -359,9 +359,9 @@ def cut_words(
     if len(text) <= length:
         return text
 
-    kept = slice(-length, None) if from_left else slice(length)
+    kept_span = slice(-length, None) if from_left else slice(length)
     # From the beginnings of words only: otherwise each position of a word is tried.
-    return re.sub(rf"(?<!\S)\S{{{length}}}\S+", lambda match: match[0][kept], text)
+    return re.sub(rf"(?<!\S)\S{{{length}}}\S+", lambda match: match[0][kept_span], text)
 
 
 def _beginning(text: str, length: int) -> str:

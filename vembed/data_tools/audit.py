@@ -17,7 +17,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from vembed.config.schema import ModelSection
-from vembed.data.columns import unread_judgement
 from vembed.data.datasets import overlap_warnings
 from vembed.data.example_store import Records
 from vembed.data.examples import Example, Item
@@ -26,6 +25,7 @@ from vembed.data.near_duplicates import (
     image_digest,
     ngrams,
 )
+from vembed.data.records import unread_judgement
 from vembed.data_tools.data_page import PageSection, sections
 from vembed.errors import UserError, joined, listed
 from vembed.evaluation.report.page import render_page
@@ -147,10 +147,10 @@ def audit(
                 dropped |= checks.rows_to_drop.get(kind, set())
             num_cleaned = len(rows) - len(dropped)
             if running.is_main:
-                kept = (row for row in range(len(rows)) if row not in dropped)
+                kept_rows = (row for row in range(len(rows)) if row not in dropped)
                 write_rows(
                     check_output(config.cleaned_path, option="cleaned_path"),
-                    map(rows.record, kept),
+                    map(rows.record, kept_rows),
                 )
             log_line(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
         findings = checks.findings

@@ -237,7 +237,11 @@ def _negatives(examples: Sequence[Example]) -> PageSection:
     ]
     by_number = sorted(counts.items())
     if set(counts) != {0}:
-        lines = [", ".join(f"{n} in {count:,d} examples" for n, count in by_number[:8])]
+        lines = [
+            ", ".join(
+                f"{number} in {count:,d} examples" for number, count in by_number[:8]
+            )
+        ]
     if num_wrong:
         lines.append(
             f"warning: {num_wrong:,d} examples have one of their positives among their negatives"

@@ -127,16 +127,16 @@ def generate(
         if config.written_kinds():
             texts = _written_texts(config, files, documents, folder, running)
         rows = []
-        seen = set()
+        known_pairs = set()
         for row in _rows(config, files, documents, texts, left_out):
             query = casefolded(row["query"])
             positive = json.dumps(row["positive"])
             if query == casefolded(str(row["positive"])):
                 left_out["the query is the document"] += 1
-            elif (query, positive) in seen:
+            elif (query, positive) in known_pairs:
                 left_out["a pair that is there already"] += 1
             else:
-                seen.add((query, positive))
+                known_pairs.add((query, positive))
                 rows.append(row)
         log_line(f"pairs: {len(rows):,d} made")
         if config.model_name is not None and rows:
@@ -305,7 +305,7 @@ def _round_trip(
     positives = store.scores_of(known.positives)
     codes = known.positives.codes
     scores = np.concatenate([chunk.scores for chunk in store.chunks()])
-    kept = []
+    kept_rows = []
     for number, row in enumerate(rows):
         query = int(known.query_of_row[number])
         positive = inputs.rows.example(number).positives[0]
@@ -315,9 +315,9 @@ def _round_trip(
         # The candidates leave out the known positives, so that those above it are counted by score.
         num_above = int((scores[query] > positives[index]).sum())
         if num_above < config.round_trip_top_k:
-            kept.append(row)
+            kept_rows.append(row)
     session.barrier()
-    return kept
+    return kept_rows
 
 
 # ---- queries of a language model --------------------------------------------------------------------------------
@@ -457,10 +457,10 @@ def heading_section(text: str) -> list[GeneratedPair]:
 
 def first_sentence(text: str) -> list[GeneratedPair]:
     """The first sentence, and the rest."""
-    first, *rest = _SENTENCE.split(text.strip(), maxsplit=1)
-    if not rest or not _is_long(first, MIN_QUERY_WORDS):
+    first, *others = _SENTENCE.split(text.strip(), maxsplit=1)
+    if not others or not _is_long(first, MIN_QUERY_WORDS):
         return []
-    return [(first, rest[0])] if _is_long(rest[0], MIN_DOCUMENT_WORDS) else []
+    return [(first, others[0])] if _is_long(others[0], MIN_DOCUMENT_WORDS) else []
 
 
 def docstring_function(text: str) -> list[GeneratedPair]:

@@ -21,18 +21,18 @@ from typing import Any
 from vembed.config.decisions import epochs_for
 from vembed.config.schema import ModelSection
 from vembed.config.values import Task
-from vembed.data.columns import (
-    Columns,
-    classes_as_scores,
-    unread_judgement,
-    unread_negatives,
-    unread_prompt,
-)
 from vembed.data.examples import BadRecord
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import SeveralFiles, open_reader
 from vembed.data.images.files import IMAGE_PATH, ImageRoot
-from vembed.data.records import Mode, RecordFormat
+from vembed.data.records import (
+    Columns,
+    Mode,
+    RecordFormat,
+    classes_as_scores,
+    unread_judgement,
+    unread_parts,
+)
 from vembed.errors import UserError, printable
 from vembed.files import replace_text
 from vembed.names import is_address, is_pattern
@@ -226,13 +226,13 @@ class Guess:
 def guess(
     records: Sequence[Record],
     missing: Sequence[str],
-    taken: Sequence[str] = (),
+    taken_columns: Sequence[str] = (),
 ) -> Guess:
     """Return columns for the missing parts (query, positive) among those that are not taken."""
     candidates = []
     for name in dict.fromkeys(name for record in records for name in record):
         column = _facts(name, [record.get(name) for record in records])
-        if name not in taken and column.is_text:
+        if name not in taken_columns and column.is_text:
             candidates.append(column)
     longest = max((column.mean_length for column in candidates), default=1.0) or 1.0
     mapping = {}
@@ -388,7 +388,7 @@ def doubts_about(sample: FileSample, mapping: Mapping[str, str]) -> list[str]:
         unused = [name for name in sample.columns if name not in read]
         if layout.score is None:
             doubts.append(unread_judgement(unused))
-        doubts += [unread_negatives(unused), unread_prompt(unused)]
+        doubts += unread_parts(unused)
     return [doubt for doubt in doubts if doubt is not None]
 
 

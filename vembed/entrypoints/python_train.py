@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import ConfigSource, resolve_run
-from vembed.config.stages import chosen_pipeline
+from vembed.config.loading import ConfigSource, chosen_pipeline, resolve_run
 from vembed.data.in_memory import as_path
 from vembed.errors import RunError, UserError
 from vembed.models.custom.own_code import as_options

@@ -148,10 +148,10 @@ def excluded_pairs(data: RetrievalData, queries: Sequence[int]) -> Pairs:
         keys = documents.keys
     else:
         keys = np.array([item.key() for item in documents], np.int64)
-    wanted = np.array([data.queries[query].key() for query in queries], np.int64)
+    query_keys = np.array([data.queries[query].key() for query in queries], np.int64)
     rows = []
     excluded = []
-    for row, document in enumerate(KeyIndex(keys).find(wanted).tolist()):
+    for row, document in enumerate(KeyIndex(keys).find(query_keys).tolist()):
         if document >= 0 and document not in data.relevance[queries[row]]:
             rows.append(row)
             excluded.append(document)
@@ -183,17 +183,18 @@ def score_rankings(
         judged[str(query)] = {str(number): grade for number, grade in grades.items()}
         # trec_eval sorts by score and breaks ties by name. Using the negative position as score keeps our order.
         ranked = rankings[query][rankings[query] >= 0]
-        run[str(query)] = {str(number): -float(i) for i, number in enumerate(ranked)}
+        run[str(query)] = {
+            str(number): -float(place) for place, number in enumerate(ranked)
+        }
     by_query = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(run)
     names = metric_names(ks)
     values = np.zeros((len(rankings), len(names)))
     for query, measured in by_query.items():
-        # In the order of METRICS.
-        row = [measured[f"ndcg_cut_{k}"] for k in ks]
         # trec_eval's reciprocal rank has no cut-off: a rank beyond k counts as 0.
         reciprocal = measured["recip_rank"]
-        for k in ks:
-            row.append(reciprocal if reciprocal >= 1 / k else 0.0)
+        # In the order of METRICS.
+        row = [measured[f"ndcg_cut_{k}"] for k in ks]
+        row += [reciprocal if reciprocal >= 1 / k else 0.0 for k in ks]
         row += [measured[f"recall_{k}"] for k in ks]
         row += [measured[f"map_cut_{k}"] for k in ks]
         values[int(query)] = row
@@ -204,9 +205,8 @@ def compressed_scores(
     queries_QD: np.ndarray,
     documents_ND: np.ndarray,
     data: RetrievalData,
-    dims: Sequence[int] = (),
-    *,
-    normalize: bool = True,
+    dims: Sequence[int],
+    normalize: bool,
 ) -> dict[str, float]:
     """Return `compressed/<form>/<size>/ndcg@10` for each form of the stored documents and each size.
 

@@ -45,7 +45,6 @@ from vembed.evaluation.top_k import as_keys, documents_of, top_k
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import (
     InterruptCheck,
-    default_budget,
     encode_chunks,
     encode_features,
     encode_items,
@@ -163,20 +162,19 @@ def evaluate_model(
     is_shown = is_main and (show_progress or log is not None)
     cutoffs = sorted({*(ks or evaluation.cutoffs()), REPORTED_K})
     if isinstance(featuriser, PairFeaturiser):
-        return evaluate_reranker(
+        return _evaluate_reranker(
             model,
             featuriser,
             data,
             evaluation,
             session,
-            ks=cutoffs,
-            active=is_shown,
-            log=log,
-            check_interrupt=check_interrupt,
-            query_results=query_results,
+            cutoffs,
+            is_shown,
+            log,
+            check_interrupt,
+            query_results,
         )
     description = featuriser.description
-    device = session.device if session else next(model.parameters()).device
     full = description.truncate_dim or description.embedding_dim
     if dims is None:
         dims = [dim for dim in description.mrl_dims if dim <= full]
@@ -188,13 +186,11 @@ def evaluate_model(
     sizes = sorted(set(dims), reverse=True)
     normalize = description.similarity == "cosine"
     options: dict[str, Any] = {
-        "budget_tokens": micro_batch_tokens,
+        "budget_tokens": None if micro_batch_tokens == "auto" else micro_batch_tokens,
         "session": session,
         "check_interrupt": check_interrupt,
         "frozen_towers": frozen_towers,
     }
-    if micro_batch_tokens == "auto":
-        options["budget_tokens"] = default_budget(device)
 
     def encode(items: Sequence[Item], kind: Kind) -> np.ndarray:
         title = "encoding queries" if kind == "query" else "encoding documents"
@@ -212,19 +208,17 @@ def evaluate_model(
         # Cut without normalising: scores normalise after the cut themselves (`first_dims`).
         return embeddings[:, :full]
 
-    if not isinstance(data, RetrievalData):
+    if isinstance(data, ScoredPairs):
         if compressed:
             raise UserError(
                 f"compressed scores are of retrieval, and {data.name} holds scored pairs"
             )
         first = encode(data.first, "query")
         second = encode(data.second, "document")
-        return similarity_metrics(
-            first, second, data.scores, sizes, normalize=normalize
-        )
-    embeddings_of_queries = encode(data.queries, "query")
+        return similarity_metrics(first, second, data.scores, sizes, normalize)
+    queries = encode(data.queries, "query")
     search = RetrievalSearch(
-        embeddings_of_queries,
+        queries,
         data,
         cutoffs,
         sizes,
@@ -234,15 +228,13 @@ def evaluate_model(
     )
     if compressed:
         # The ranges of int8 are those of all documents, so all embeddings are held at once.
-        documents = encode(data.documents, "document")
-        search.add(documents, np.arange(len(documents)))
-        return search.scores(query_results) | compressed_scores(
-            embeddings_of_queries, documents, data, sizes, normalize=normalize
-        )
+        all_documents = np.empty((len(data.documents), full), np.float32)
 
     def take(numbers: np.ndarray, embeddings: np.ndarray) -> None:
         _check_finite(embeddings, "document")
         search.add(embeddings[:, :full], numbers)
+        if compressed:
+            all_documents[numbers] = embeddings[:, :full]
 
     lengths = data.documents.lengths if isinstance(data.documents, Corpus) else None
     with ProgressReport("encoding documents", active=is_shown, log=log) as progress:
@@ -256,16 +248,18 @@ def evaluate_model(
             progress=progress,
             **options,
         )
-    return search.scores(query_results)
+    scores = search.scores(query_results)
+    if compressed:
+        scores |= compressed_scores(queries, all_documents, data, sizes, normalize)
+    return scores
 
 
 def similarity_metrics(
     first_ND: np.ndarray,
     second_ND: np.ndarray,
     scores: Sequence[float],
-    dims: Sequence[int] = (),
-    *,
-    normalize: bool = True,
+    dims: Sequence[int],
+    normalize: bool,
 ) -> dict[str, float]:
     """Return `spearman` and `pearson` between similarities of the embeddings and given scores, and `dim<d>/spearman`
     for their first d coordinates."""
@@ -342,18 +336,17 @@ QUERIES_AT_ONCE = 64
 """Queries per process whose pairs are tokenised and scored together."""
 
 
-def evaluate_reranker(
+def _evaluate_reranker(
     model: nn.Module,
     featuriser: PairFeaturiser,
     data: EvalData,
     evaluation: EvaluationSection,
     session: Session | None,
-    *,
     ks: Sequence[int],
-    active: bool = False,
-    log: Callable[[str], object] | None = None,
-    check_interrupt: InterruptCheck | None = None,
-    query_results: QueryResults | None = None,
+    active: bool,
+    log: Callable[[str], object] | None,
+    check_interrupt: InterruptCheck | None,
+    query_results: QueryResults | None,
 ) -> dict[str, float]:
     """Return the scores of a reranker. Collective: every rank calls it and gets the same scores.
 
@@ -386,10 +379,10 @@ def evaluate_reranker(
     rank = session.rank if session else 0
     world_size = session.world_size if session else 1
     device = session.device if session else next(model.parameters()).device
-    if not isinstance(data, RetrievalData):
-        dealt = range(rank, len(data.scores), world_size)
-        pair_scores = score([(data.first[pair], data.second[pair]) for pair in dealt])
-        gathered = from_all_ranks(pair_scores[:, None], len(data.scores), session)
+    if isinstance(data, ScoredPairs):
+        pairs = list(zip(data.first, data.second, strict=True))
+        pair_scores = score(pairs[rank::world_size])
+        gathered = from_all_ranks(pair_scores[:, None], len(pairs), session)
         return correlations(gathered[:, 0], data.scores)
 
     # ---- the first stage, once for all evaluations of these data
@@ -447,11 +440,21 @@ def _first_stage(
     session: Session | None,
 ) -> np.ndarray:
     """Return [Q, k] documents of the first stage, best first, -1 where it has fewer. The same on every rank."""
-    k = min(evaluation.rerank_top_k, len(data.documents))
-    if evaluation.first_stage == BM25:
-        return bm25_rankings(data, k)
+    num_documents = len(data.documents)
+    k = min(evaluation.rerank_top_k, num_documents)
     if evaluation.first_stage.endswith(RUN_FILES):
         return run_file_rankings(data, Path(evaluation.first_stage), k)
+    num_queries = len(data.queries)
+    excluded = excluded_pairs(data, range(num_queries))
+    if evaluation.first_stage == BM25:
+        index = build_bm25_index(item.text for item in data.documents)
+        bounds = excluded.bounds(num_queries)
+        rankings = np.full((num_queries, k), -1, np.int64)
+        for row, query in enumerate(data.queries):
+            scores = scores_of_query(index, query.text, num_documents)
+            left_out = excluded.documents[bounds[row] : bounds[row + 1]]
+            rankings[row] = documents_of(best_keys(scores, k, left_out)).numpy()
+        return rankings
     embedder = Embedder(evaluation.first_stage, session=session)
     model = embedder.model
     featuriser = embedder.featuriser
@@ -459,7 +462,6 @@ def _first_stage(
     options: dict[str, Any] = {"session": session, "normalize": normalize}
     queries = encode_items(model, featuriser, data.queries, "query", **options)
     documents = encode_items(model, featuriser, data.documents, "document", **options)
-    excluded = excluded_pairs(data, range(len(data.queries)))
     return top_k(queries, documents, k, excluded)
 
 
@@ -525,18 +527,4 @@ def run_file_rankings(
         documents = dict.fromkeys(document for _, document in entries)
         best = list(documents)[:k]
         rankings[row, : len(best)] = best
-    return rankings
-
-
-def bm25_rankings(data: RetrievalData, k: int) -> np.ndarray:
-    """Return [Q, k] documents by BM25, best first, -1 where no word is in common."""
-    num_documents = len(data.documents)
-    index = build_bm25_index(item.text for item in data.documents)
-    excluded = excluded_pairs(data, range(len(data.queries)))
-    bounds = excluded.bounds(len(data.queries))
-    rankings = np.full((len(data.queries), k), -1, np.int64)
-    for row, query in enumerate(data.queries):
-        scores = scores_of_query(index, query.text, num_documents)
-        of_query = excluded.documents[bounds[row] : bounds[row + 1]]
-        rankings[row] = documents_of(best_keys(scores, k, of_query)).numpy()
     return rankings

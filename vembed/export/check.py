@@ -189,12 +189,12 @@ def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
 def images_to_compare(data: EvalData | None) -> list[Image.Image]:
     """Return NUM_IMAGES images: the first half those of the evaluation data, the others made."""
     images: list[Image.Image] = []
-    seen = set()
+    used = set()
     for items, _ in reversed(_items_by_kind(data)):  # documents first
         for item in items:
             for reference in item.images:
-                if len(images) < NUM_IMAGES // 2 and reference not in seen:
-                    seen.add(reference)
+                if len(images) < NUM_IMAGES // 2 and reference not in used:
+                    used.add(reference)
                     images.append(load_image(reference))
     return images + made_images(NUM_IMAGES - len(images))
 

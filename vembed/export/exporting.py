@@ -19,7 +19,6 @@ from transformers import AutoModelForSequenceClassification
 
 from vembed.config.schema import DataSection, ObjectiveSection, RunSection
 from vembed.data.datasets import open_sets
-from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Item, Kind
 from vembed.data.features import Features, PairFeaturiser
 from vembed.errors import RunError, UserError
@@ -228,7 +227,18 @@ def student_texts(model: str, data: EvalData | None) -> Texts:
                 seed=seed,
                 compares=False,
             )
-            return _example_texts(sets.examples)
+            examples = sets.examples
+            # Every step-th example, as rows that stand together are often alike.
+            step = -(-len(examples) // MAX_STUDENT_EXAMPLES)
+            different: dict[tuple[str, Kind], None] = {}
+            for number in range(0, len(examples), step):
+                example = examples[number]
+                if example.query.text:
+                    different[example.query.text, "query"] = None
+                for item in (*example.positives, *example.negatives):
+                    if item.text:
+                        different[item.text, "document"] = None
+            return list(different)
     if not isinstance(data, RetrievalData):
         return []
     # As many spread over the whole corpus, which may have millions; the first are those of the check.
@@ -240,20 +250,6 @@ def student_texts(model: str, data: EvalData | None) -> Texts:
         if item.text and not item.images:
             texts.append((item.text, "document"))
     return texts
-
-
-def _example_texts(examples: ExampleStore) -> Texts:
-    texts: dict[tuple[str, Kind], None] = {}
-    # Every step-th example, as rows that stand together are often alike.
-    step = -(-len(examples) // MAX_STUDENT_EXAMPLES)
-    for number in range(0, len(examples), step):
-        example = examples[number]
-        if example.query.text:
-            texts[example.query.text, "query"] = None
-        for item in (*example.positives, *example.negatives):
-            if item.text:
-                texts[item.text, "document"] = None
-    return list(texts)
 
 
 # ---- writing and checking ------------------------------------------------------------------------------------------
@@ -756,12 +752,12 @@ def compare_server(
     worst_text = ""
     for number, (kind, prompt, batch) in enumerate(batches, start=1):
         served = endpoint.embed([prompt + text for text in batch])
-        wanted = embedder.encode(batch, kind)
-        if served.shape != wanted.shape:
+        expected = embedder.encode(batch, kind)
+        if served.shape != expected.shape:
             raise RunError(
-                f"{endpoint.url} differs from {model}: embeddings of {list(served.shape)} for {list(wanted.shape)}"
+                f"{endpoint.url} differs from {model}: embeddings of {list(served.shape)} for {list(expected.shape)}"
             )
-        batch_distances = distances(wanted, served)
+        batch_distances = distances(expected, served)
         worst = int(batch_distances.argmax())
         distance = float(batch_distances[worst])
         log(

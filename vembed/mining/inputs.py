@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from vembed.config.schema import sources_of
-from vembed.data.columns import Columns
 from vembed.data.example_store import (
     Records,
     open_records,
@@ -28,6 +27,7 @@ from vembed.data.formats.table import open_document_reader
 from vembed.data.images.files import ImageRoot
 from vembed.data.near_duplicates import casefolded
 from vembed.data.records import (
+    Columns,
     RecordFormat,
     document_id,
     document_item,

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from vembed.data.columns import COLUMNS, as_fields, is_conversation, is_negative_name
 from vembed.data.examples import Item, distinct
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT
+from vembed.data.records import COLUMNS, as_fields, is_conversation, is_negative_name
 from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
 from vembed.files import cache_folder, short_hash
@@ -292,7 +292,7 @@ class CandidateJudge:
         # Those that stay first, in their order.
         order = np.argsort(~stays, axis=1, kind="stable")[:, : config.budget]
         is_kept = np.take_along_axis(stays, order, axis=1)
-        kept = []
+        kept_arrays = []
         for values, fill in (
             (chosen.documents, -1),
             (chosen.scores, -np.inf),
@@ -300,8 +300,8 @@ class CandidateJudge:
         ):
             ordered = np.take_along_axis(values, order, axis=1)
             ordered[~is_kept] = fill
-            kept.append(ordered)
-        return Chosen(*kept)
+            kept_arrays.append(ordered)
+        return Chosen(*kept_arrays)
 
 
 def text_of(item: Item) -> str:

@@ -18,11 +18,16 @@ from vembed.config.layers import (
     known_names,
     target_of,
 )
-from vembed.config.loading import one_line_yaml, resolve_paths
+from vembed.config.loading import (
+    STAGES,
+    TRAINING_STAGES,
+    USER_PRESETS,
+    one_line_yaml,
+    resolve_paths,
+)
 from vembed.config.options import Option, all_options, field_option, quoted
 from vembed.config.parsing import read_tree, tree_of_mapping
 from vembed.config.schema import RELEVANCE, ChoiceOptions, DataSource
-from vembed.config.stages import STAGES, TRAINING_STAGES, USER_PRESETS
 from vembed.config.values import (
     Fraction,
     Immutable,

@@ -240,7 +240,13 @@ def global_grad_norm(
         if gradient is None:
             continue
         if isinstance(gradient, DTensor):
-            sharded.setdefault(_shard_group(gradient), []).append(gradient.to_local())
+            # The ranks that hold the other shards. The replicated dimension of a 2-D mesh is left out, or its copies would
+            # be counted twice.
+            group = None
+            for dim, placement in enumerate(gradient.placements):
+                if placement.is_shard():
+                    group = gradient.device_mesh.get_group(dim)
+            sharded.setdefault(group, []).append(gradient.to_local())
         elif units:
             sharded[units[0].process_group].append(gradient)
         else:
@@ -261,15 +267,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
             gradients.append(local_tensor(parameter.grad))
     if gradients:
         torch._foreach_mul_(gradients, factor)  # on GPUs one kernel for many tensors
-
-
-def _shard_group(gradient: DTensor) -> ProcessGroup | None:
-    """Return the group of ranks that hold the other shards. The replicated dimension of a 2-D mesh is excluded, or its
-    copies would be counted twice."""
-    for dim, placement in enumerate(gradient.placements):
-        if placement.is_shard():
-            return gradient.device_mesh.get_group(dim)
-    return None
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:

@@ -267,12 +267,12 @@ def _work(search: Search) -> None:
         and len(_trials(study, "RUNNING")) < search.num_trials
     ):
         trial = study.ask(distributions)
-        taken = [
+        started = [
             earlier
             for earlier in _trials(study, "RUNNING")
             if earlier.number <= trial.number
         ]
-        if len(taken) > search.num_trials:  # another process was faster
+        if len(started) > search.num_trials:  # another process was faster
             study.tell(trial, state=TrialState.FAIL)
             break
         values = {name: _rounded(value) for name, value in trial.params.items()}
@@ -454,7 +454,19 @@ def _write_outcome(search: Search) -> dict[str, Any]:
     lines += [f"  {name}: {value:g}" for name, value in values.items()]
     importance = {}
     if len(complete) >= MIN_TRIALS_FOR_IMPORTANCE:
-        importance = _importance(study)
+        from optuna.importance import (
+            PedAnovaImportanceEvaluator,
+            get_param_importances,
+        )
+
+        # PED-ANOVA by name: the default of earlier versions of optuna needs scikit-learn.
+        evaluator = PedAnovaImportanceEvaluator()
+        with warnings.catch_warnings():
+            # Of few trials, or equal ones: the shares are then equal, which the line below shows.
+            warnings.filterwarnings(
+                "ignore", "Target and region quantiles", UserWarning
+            )
+            importance = get_param_importances(study, evaluator=evaluator)
     causes = f"not estimated from {len(complete)} trials that came to their end"
     if importance:
         plot = plot_bars(importance, "share of the difference between trials")
@@ -476,19 +488,6 @@ def _write_outcome(search: Search) -> dict[str, Any]:
         "importance": importance,
         "trials": plain,
     }
-
-
-def _importance(study: Any) -> dict[str, float]:
-    """Return each option's share of the differences between trials, the largest first."""
-    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-
-    with warnings.catch_warnings():
-        # Of few trials, or equal ones: the shares are then equal, which the caller's line shows.
-        warnings.filterwarnings("ignore", "Target and region quantiles", UserWarning)
-        # PED-ANOVA by name: the default of earlier versions of optuna needs scikit-learn.
-        evaluator = PedAnovaImportanceEvaluator()
-        shares: dict[str, float] = get_param_importances(study, evaluator=evaluator)
-    return shares
 
 
 def _rounded(value: OptionNumber) -> OptionNumber:

@@ -47,13 +47,6 @@ class ModelWriter:
     session: Session
     components: TrainingComponents
 
-    @property
-    def writes_checkpoints(self) -> bool:
-        """True if each checkpoint holds the whole model too."""
-        # The pieces are written in any case: the run resumes from those, on any number of processes.
-        fsdp = self.session.fsdp
-        return fsdp is not None and fsdp.state_dict_type == "FULL_STATE_DICT"
-
     def write_whole(self, checkpoint: Path) -> None:
         """Write the model into a checkpoint. Collective: every rank contributes its shards."""
         self.store(checkpoint / WHOLE_MODEL, full_state_dict(self.components.model))

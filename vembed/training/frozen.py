@@ -241,9 +241,15 @@ class FrozenTowers:
             cached[modality] = {}
             if modality in self.stores:
                 store = self.stores[modality]
-                stored = store.find_rows(store.keys([features[i] for i in indices]))
-                cached[modality] = {indices[i]: row for i, row in stored.items()}
-            missing[modality] = [i for i in indices if i not in cached[modality]]
+                stored = store.find_rows(
+                    store.keys([features[index] for index in indices])
+                )
+                cached[modality] = {
+                    indices[index]: row for index, row in stored.items()
+                }
+            missing[modality] = [
+                index for index in indices if index not in cached[modality]
+            ]
         return cached, missing
 
     def encode(

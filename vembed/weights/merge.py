@@ -169,7 +169,16 @@ def merge(
         scratch.mkdir(parents=True)
     collectives.barrier()
     try:
-        sources = _opened(names, scratch, is_main=is_main)
+        # Adapters and checkpoints become whole models first.
+        folders = [scratch / f"model-{number}" for number in range(len(names))]
+        if is_main:
+            for name, folder in zip(names, folders, strict=True):
+                whole_model(name, folder)
+        collectives.barrier()
+        sources = []
+        for name, folder in zip(names, folders, strict=True):
+            # There is no folder for what is a whole model already.
+            sources.append(open_source(name, folder if folder.is_dir() else None))
         base_name = None
         if recipe.needs_base or (sweep_points is not None and len(names) == 1):
             base_name = default_base(sources) if base is None else str(base)
@@ -202,9 +211,9 @@ def merge(
                 members = [*chosen, number]
                 mean = Recipe("mean", (1.0,) * len(members))
                 value = scores_of_merge(members, mean)[metric]
-                kept = "kept" if value >= score else "left out"
+                outcome = "kept" if value >= score else "left out"
                 log.info(
-                    "soup: with %s: %s %.4f (%s)", names[number], metric, value, kept
+                    "soup: with %s: %s %.4f (%s)", names[number], metric, value, outcome
                 )
                 if value >= score:
                     chosen = members
@@ -258,25 +267,6 @@ def _with_checkpoints(names: Sequence[str], last: int | None) -> list[str]:
             f"last: {last} asks for checkpoints of a run, and {names[0]} is no run's output folder"
         )
     return expanded
-
-
-def _opened(
-    names: Sequence[str],
-    scratch: Path,
-    *,
-    is_main: bool,
-) -> list[ModelFolder]:
-    """Open the models. Adapters and checkpoints become whole models in `scratch` first. Collective."""
-    folders = [scratch / f"model-{number}" for number in range(len(names))]
-    if is_main:
-        for name, folder in zip(names, folders, strict=True):
-            whole_model(name, folder)
-    collectives.barrier()
-    sources = []
-    for name, folder in zip(names, folders, strict=True):
-        # There is no folder for what is a whole model already.
-        sources.append(open_source(name, folder if folder.is_dir() else None))
-    return sources
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
@@ -582,7 +572,7 @@ def _threshold(
     The bits of non-negative float32 numbers are ordered as the numbers are: the first pass counts by the upper 16 bits,
     the second by the lower 16 bits of those elements whose upper bits are the threshold's.
     """
-    wanted = max(round(density * size), 1)
+    num_kept = max(round(density * size), 1)
     upper = 0
     for level in range(2):
         counts = torch.zeros(_BINS, dtype=torch.int64)
@@ -594,16 +584,16 @@ def _threshold(
             if level == 1:
                 keys = (bits & (_BINS - 1))[keys == upper]
             counts += torch.bincount(keys, minlength=_BINS)
-        # at_least[b]: elements in bin b or above. It falls with b, so the bins that reach `wanted` are the first ones,
+        # at_least[b]: elements in bin b or above. It falls with b, so the bins that reach `num_kept` are the first ones,
         # and the last of them holds the threshold.
         at_least = counts.flip(0).cumsum(0).flip(0)
-        last_bin = int((at_least >= wanted).sum()) - 1
+        last_bin = int((at_least >= num_kept).sum()) - 1
         if level == 0:
             upper = last_bin
             # Elements in higher bins are above the threshold for certain; the second pass looks for the rest within
             # this bin.
             if upper + 1 < _BINS:
-                wanted -= int(at_least[upper + 1])
+                num_kept -= int(at_least[upper + 1])
     bits_of_threshold = torch.tensor([(upper << 16) + last_bin], dtype=torch.int32)
     return float(bits_of_threshold.view(torch.float32))
 
@@ -620,13 +610,13 @@ def _ties(
         total.add_(difference, alpha=weights[number])
     # A sign is elected by the sum of weighted differences, as TIES does it, not by the number of models.
     sign = total.sign()
-    kept = torch.zeros_like(total)
-    weight_kept = torch.zeros_like(total)
+    agreeing_sum = torch.zeros_like(total)
+    agreeing_weight = torch.zeros_like(total)
     for difference, weight in zip(differences, weights, strict=True):
         agrees = (difference.sign() == sign) & (difference != 0)
-        kept.add_(difference * agrees, alpha=weight)
-        weight_kept.add_(agrees, alpha=weight)
-    return torch.where(weight_kept != 0, kept / weight_kept, 0.0)
+        agreeing_sum.add_(difference * agrees, alpha=weight)
+        agreeing_weight.add_(agrees, alpha=weight)
+    return torch.where(agreeing_weight != 0, agreeing_sum / agreeing_weight, 0.0)
 
 
 def _drawn(
@@ -641,5 +631,5 @@ def _drawn(
     # 7 bytes: manual_seed takes any number below 2**63.
     number = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
     draw = torch.Generator().manual_seed(number)
-    kept = torch.rand(count, generator=draw) < recipe.density
-    return kept.double() / recipe.density
+    is_kept = torch.rand(count, generator=draw) < recipe.density
+    return is_kept.double() / recipe.density

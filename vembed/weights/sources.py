@@ -36,9 +36,13 @@ from vembed.models.processors import open_tokenizer
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import ADAPTER_FOLDER, save_model
 from vembed.training.checkpoint import folders as integrity
-from vembed.training.checkpoint.checkpointer import read_state
-from vembed.training.checkpoint.tensors import Trained, restore, stored_tensors
-from vembed.training.hooks.averaging import averages_of, put_averages
+from vembed.training.checkpoint.checkpointer import (
+    Trained,
+    read_state,
+    restore,
+    stored_tensors,
+)
+from vembed.training.hooks.evaluations import averages_of, put_averages
 
 log = logging.getLogger("vembed")
 
@@ -240,11 +244,11 @@ def _may_be_missing(name: str) -> bool:
 
 
 def _matched_names(
-    wanted: Iterable[str], held: Mapping[str, TensorReader]
+    names: Iterable[str], held: Mapping[str, TensorReader]
 ) -> dict[str, str]:
-    wanted = list(wanted)
-    required = [name for name in wanted if not _may_be_missing(name)]
-    equal = {name: name for name in wanted if name in held}
+    names = list(names)
+    required = [name for name in names if not _may_be_missing(name)]
+    equal = {name: name for name in names if name in held}
     if all(name in held for name in required):
         return equal
     # The probe is the longest name, which is the most specific: it is found under one prefix only.
@@ -254,13 +258,13 @@ def _matched_names(
         if name.endswith(f".{probe}"):
             prefix = name.removesuffix(probe)
             matched_names = {
-                short: prefix + short for short in wanted if prefix + short in held
+                short: prefix + short for short in names if prefix + short in held
             }
         elif probe.endswith(f".{name}"):
             prefix = probe.removesuffix(name)
             matched_names = {
                 long: long.removeprefix(prefix)
-                for long in wanted
+                for long in names
                 if long.removeprefix(prefix) in held
             }
         if probe in matched_names:

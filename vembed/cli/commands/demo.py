@@ -203,7 +203,7 @@ def standard_library_pairs(folder: Path | None = None) -> list[FunctionPair]:
     queries and functions are dropped, so that no relevant document counts as wrong."""
     root = folder or Path(sysconfig.get_path("stdlib"))
     pairs = []
-    seen: set[str] = set()
+    used_texts: set[str] = set()
     modules = [path.relative_to(root) for path in root.rglob("*.py")]
     for relative in sorted(modules, key=lambda path: path.parts):
         names = relative.with_suffix("").parts
@@ -213,8 +213,8 @@ def standard_library_pairs(folder: Path | None = None) -> list[FunctionPair]:
         if is_test or SKIPPED_FOLDERS.intersection(relative.parts):
             continue
         for pair in _pairs_of_file(root / relative, ".".join(names)):
-            if pair.query not in seen and pair.positive not in seen:
-                seen.update((pair.query, pair.positive))
+            if pair.query not in used_texts and pair.positive not in used_texts:
+                used_texts.update((pair.query, pair.positive))
                 pairs.append(pair)
     return pairs
 
@@ -236,7 +236,7 @@ def split_by_module(
     for pair in pairs:
         packages.setdefault(pair.module.split(".")[0], []).append(pair)
     validation: list[FunctionPair] = []
-    rest = []
+    training = []
     # A few packages (tkinter, asyncio) hold a tenth of all pairs. Cap them, so that validation covers many modules.
     for package in sorted(packages, key=_hash):
         # Whole packages, so that no training function comes from a module that is measured with.
@@ -246,13 +246,13 @@ def split_by_module(
                 if all(counts[normal_text(text)] == 1 for text in texts):
                     validation.append(pair)
         else:
-            rest.extend(packages[package])
-    if len(rest) < num_train or len(validation) < num_val:
+            training.extend(packages[package])
+    if len(training) < num_train or len(validation) < num_val:
         raise UserError(
-            f"This Python's standard library gives {len(rest):,d} training and {len(validation):,d} validation pairs, "
+            f"This Python's standard library gives {len(training):,d} training and {len(validation):,d} validation pairs, "
             f"and the demo needs {num_train:,d} and {num_val:,d}: is it installed without its sources or docstrings?"
         )
-    return _thin(rest, num_train), _thin(validation, num_val)
+    return _thin(training, num_train), _thin(validation, num_val)
 
 
 def write_pairs(pairs: list[FunctionPair], path: Path) -> None:

@@ -17,13 +17,12 @@ from vembed.cli.support import ColumnMapping, option
 from vembed.config.loading import load_config, one_line_yaml, resolve_run
 from vembed.config.options import join_words
 from vembed.config.values import Task
-from vembed.data.columns import Columns, as_fields, is_conversation
 from vembed.data.example_store import open_examples
 from vembed.data.examples import BadRecord
 from vembed.data.formats.saved_datasets import has_validation_split
 from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.language import is_english
-from vembed.data.records import Mode
+from vembed.data.records import Columns, Mode, as_fields, is_conversation
 from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.starter import (
     FileSample,

@@ -163,15 +163,15 @@ def read_call(
     overrides = []
     processes = {}
     is_dry_run = False
-    rest = iter(args or [])
-    for word in rest:
+    words_left = iter(args or [])
+    for word in words_left:
         is_flag = word.startswith("--")
         if word == "--dry-run":
             is_dry_run = True
         elif is_flag or KEY_VALUE.match(word):
             name, has_value, value = word.removeprefix("--").partition("=")
             if not has_value:
-                value = next(rest, "")
+                value = next(words_left, "")
             if not (has_value or value):
                 raise UserError(f"{word} needs a value")
             key = name.replace("-", "_")

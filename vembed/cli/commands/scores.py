@@ -227,9 +227,8 @@ def rerank(
             "--nproc: several processes cannot share standard input; give a file"
         )
     use.share()
-    from vembed.data.columns import Columns
     from vembed.data.images import files
-    from vembed.data.records import RecordFormat
+    from vembed.data.records import Columns, RecordFormat
     from vembed.inference.reranker import Reranker, sorted_documents
 
     folder = Path() if lists == "-" else Path(lists).parent

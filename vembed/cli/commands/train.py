@@ -42,7 +42,7 @@ def train(ctx: typer.Context, args: ConfigArguments = None) -> Any:
         return 0
     arguments = parse_train_arguments(args or [])
     from vembed.cli.run_train import run_train
-    from vembed.config.stages import chosen_pipeline
+    from vembed.config.loading import chosen_pipeline
     from vembed.pipelines.stages import results_of, run_stages
 
     writes_json = ctx.obj is not None
@@ -94,8 +94,8 @@ def plan(
     # A dry run needs no machine rank, and may describe GPUs of other machines.
     words = [*(args or []), "--dry-run"]
     arguments = read_config_arguments("plan", plan.__doc__, words)
-    from vembed.config.stages import chosen_pipeline
-    from vembed.parallel.hardware import read_hardware
+    from vembed.config.loading import chosen_pipeline
+    from vembed.parallel.devices import read_hardware
     from vembed.pipelines.prediction import predict
     from vembed.pipelines.stages import estimates, table
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from vembed.data.columns import Columns, guess_mapping
 from vembed.data.examples import BadRecord
 from vembed.data.formats.base import FILE_BITS, Format, LineFormat, Row
 from vembed.data.formats.delimited import DelimitedFile, TsvFile
@@ -29,6 +28,7 @@ from vembed.data.formats.saved_datasets import (
     open_hub,
 )
 from vembed.data.images.files import IMAGE_SUFFIXES
+from vembed.data.records import Columns, guess_mapping
 from vembed.declarations import check_parts
 from vembed.errors import UserError, listed
 from vembed.files import cache_folder, new_copy, short_hash, stamp, written_aside
@@ -58,7 +58,7 @@ def check_formats(formats: Sequence[type[Format]]) -> dict[str, type[Format]]:
         formats,
         lambda form: form.endings,
         needed=("endings", "title"),
-        taken=tuple(CODECS),
+        taken_names=tuple(CODECS),
     )
     for ending, form in by_ending.items():
         if not Path(f"data{ending}").suffix == ending == ending.lower():

@@ -256,8 +256,10 @@ class ProcessorCode:
 
     def __call__(self, picture: Image.Image) -> Arrays:
         """Return the tensors of the processor."""
-        made = self.processor(images=[picture], return_tensors="pt", **self.options)
-        return {name: tensor.numpy() for name, tensor in made.items()}
+        processed = self.processor(
+            images=[picture], return_tensors="pt", **self.options
+        )
+        return {name: tensor.numpy() for name, tensor in processed.items()}
 
 
 def resized(

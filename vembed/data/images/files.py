@@ -32,46 +32,17 @@ _HTTP = ("http://", "https://")
 _ENCODED = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """Beginnings of images in base64: a data URI, PNG, JPEG, GIF and WebP."""
 
-IMAGE_SUFFIXES = frozenset(
-    [
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".jfif",
-        ".mpo",
-        ".png",
-        ".apng",
-        ".webp",
-        ".gif",
-        ".bmp",
-        ".tif",
-        ".tiff",
-        ".avif",
-        ".ppm",
-        ".pgm",
-        ".pbm",
-        ".pnm",
-        ".jp2",
-        ".j2k",
-    ]
+_SUFFIXES = (
+    ".jpg .jpeg .jpe .jfif .mpo .png .apng .webp .gif .bmp .tif .tiff .avif "
+    ".ppm .pgm .pbm .pnm .jp2 .j2k"
 )
+IMAGE_SUFFIXES = frozenset(_SUFFIXES.split())
 """Endings of files that are taken for images in a folder."""
 IMAGE_PATH = re.compile(
     rf"\S.*({'|'.join(map(re.escape, sorted(IMAGE_SUFFIXES)))})", re.IGNORECASE
 )
 """Texts that are probably paths of images."""
-_FORMATS = [
-    "JPEG",
-    "MPO",
-    "PNG",
-    "WEBP",
-    "GIF",
-    "BMP",
-    "TIFF",
-    "PPM",
-    "JPEG2000",
-    "AVIF",
-]
+_FORMATS = "JPEG MPO PNG WEBP GIF BMP TIFF PPM JPEG2000 AVIF"
 # Exceptions that Pillow's readers raise on broken files.
 _BROKEN = (
     OSError,
@@ -173,7 +144,15 @@ def load_image(image: ImageRef) -> Image.Image:
     with _opened(image) as picture:
         turn = _turn(picture)
         picture.load()
-        return _rgb(picture if turn is None else picture.transpose(turn))
+        upright = picture if turn is None else picture.transpose(turn)
+    if upright.mode == "RGB":  # `convert` would copy it
+        return upright
+    if upright.mode.startswith("I"):
+        # 16 bits: `convert` would clip everything above 255.
+        upright = upright.convert("I").point(lambda value: value / 257).convert("L")
+    if upright.mode == "P" and "transparency" in upright.info:
+        upright = upright.convert("RGBA")
+    return upright.convert("RGB")
 
 
 def image_size(image: ImageRef) -> tuple[int, int]:
@@ -214,11 +193,12 @@ def _opened(image: ImageRef) -> Iterator[Image.Image]:
             with Image.open(file, formats=_formats()) as picture:
                 if picture.width * picture.height > MAX_PIXELS:
                     raise Image.DecompressionBombError
-                is_tiff = picture.mode == "I" and picture.format == "TIFF"
-                if picture.mode == "F" or is_tiff:
-                    kind = (
-                        "floating-point" if picture.mode == "F" else "signed or 32-bit"
-                    )
+                kind = None
+                if picture.mode == "F":
+                    kind = "floating-point"
+                elif picture.mode == "I" and picture.format == "TIFF":
+                    kind = "signed or 32-bit"
+                if kind is not None:
                     raise UserError(
                         f"has {kind} pixels, whose range is unknown: convert it to 8 bits"
                     )
@@ -259,7 +239,7 @@ def image_name(image: ImageRef) -> str:
 def _formats() -> tuple[str, ...]:
     """Return the available raster formats. Pillow would start Ghostscript for EPS."""
     Image.init()
-    return tuple(name for name in _FORMATS if name in Image.OPEN)
+    return tuple(name for name in _FORMATS.split() if name in Image.OPEN)
 
 
 def _turn(picture: Image.Image) -> Image.Transpose | None:
@@ -276,18 +256,6 @@ def _turn(picture: Image.Image) -> Image.Transpose | None:
     except _BROKEN:  # damaged metadata does not make the image invalid
         return None
     return _TURNS.get(orientation) if isinstance(orientation, int) else None
-
-
-def _rgb(picture: Image.Image) -> Image.Image:
-    if picture.mode == "RGB":  # `convert` would copy it
-        return picture
-    if picture.mode.startswith(
-        "I"
-    ):  # 16 bits: `convert` would clip everything above 255
-        picture = picture.convert("I").point(lambda value: value / 257).convert("L")
-    if picture.mode == "P" and "transparency" in picture.info:
-        picture = picture.convert("RGBA")
-    return picture.convert("RGB")
 
 
 def _is_address(image: ImageRef) -> bool:

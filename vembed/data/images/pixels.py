@@ -105,18 +105,18 @@ class Pixels:
             entries = [
                 self._kept.get(image) or self._decoding.get(image) for image in images
             ]
-        made: dict[ImageRef, Arrays] = {}
+        decoded: dict[ImageRef, Arrays] = {}
         image = None
         try:
             for image, entry in zip(images, entries, strict=True):
                 # Not begun where more is being decoded than the cache holds, or where it was pushed out just now.
                 begun = self.decoders.start([image])[0] if entry is None else entry
-                made[image] = begun.wait() if isinstance(begun, Decoding) else begun
+                decoded[image] = begun.wait() if isinstance(begun, Decoding) else begun
         finally:
             with self._lock:
-                for done in (*made, image):
+                for done in (*decoded, image):
                     self._decoding.pop(done, None)  # type: ignore[arg-type]
-                for done, arrays in made.items():
+                for done, arrays in decoded.items():
                     if done not in self._kept:
                         self._bytes_of_one = max(_size(arrays), 1)
                         self._num_bytes += self._bytes_of_one
@@ -124,7 +124,7 @@ class Pixels:
                     self._kept.move_to_end(done)
                 while self._num_bytes > self._cache_bytes:
                     self._num_bytes -= _size(self._kept.popitem(last=False)[1])
-        ordered = [made[image] for image in images]
+        ordered = [decoded[image] for image in images]
         # By NumPy, in the calling thread: PyTorch would wake a team of threads beside those that decode.
         stacked = {}
         for name in ordered[0]:
@@ -140,13 +140,13 @@ class Pixels:
         """Begin to decode images. No more than half of the cache is decoded ahead: what is not read yet would push out
         what is."""
         with self._lock:
-            wanted = []
+            missing = []
             for image in dict.fromkeys(images):
                 if image not in self._kept and image not in self._decoding:
-                    wanted.append(image)
+                    missing.append(image)
             fits = self._cache_bytes // (2 * self._bytes_of_one)
             most = max(fits, 2 * self._num_decoders) - len(self._decoding)
-            chosen = wanted[: max(most, 0)]
+            chosen = missing[: max(most, 0)]
             begun = self.decoders.start(chosen)
             self._decoding.update(zip(chosen, begun, strict=True))
 
@@ -327,11 +327,11 @@ def _agrees(
     if halfway[PIXELS_KEY].dtype != torch.uint8:
         return False
     tensors = recipe.finished(halfway)
-    wanted = dict(processor(images=[picture], return_tensors="pt"))
-    if tensors.keys() != wanted.keys():
+    expected = dict(processor(images=[picture], return_tensors="pt"))
+    if tensors.keys() != expected.keys():
         return False
     same = []
     for name, tensor in tensors.items():
-        has_same_dtype = tensor.dtype == wanted[name].dtype
-        same.append(has_same_dtype and torch.equal(tensor, wanted[name]))
+        has_same_dtype = tensor.dtype == expected[name].dtype
+        same.append(has_same_dtype and torch.equal(tensor, expected[name]))
     return all(same)

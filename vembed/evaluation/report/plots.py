@@ -456,9 +456,9 @@ class _Scale:
         low = min(values)
         high = max(values)
         # A single value stands in the middle of a range of its own size.
-        rest = margin * (high - low) if high > low else 0.05 * abs(high) or 0.05
-        self._high = high + rest
-        self._low = 0.0 if from_zero and self._high > 0 else low - rest
+        margin_size = margin * (high - low) if high > low else 0.05 * abs(high) or 0.05
+        self._high = high + margin_size
+        self._low = 0.0 if from_zero and self._high > 0 else low - margin_size
         self._start = start
         self._stop = stop
 

@@ -252,9 +252,9 @@ def collect_versions() -> dict[str, str]:
 
 def metric_name(key: str) -> str:
     """Return a metric's display name: ndcg@10 -> nDCG@10."""
-    kind, _, rest = key.partition("/")
+    kind, _, tail = key.partition("/")
     if kind in ("guard", "task"):
-        name, _, metric = rest.rpartition("/")
+        name, _, metric = tail.rpartition("/")
         return f"{kind} {name}: {metric_name(metric)}"
     base, at, cut = key.partition("@")
     return METRIC_NAMES.get(base, base) + at + cut

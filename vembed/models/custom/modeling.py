@@ -145,9 +145,9 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
     ) -> Any:
         """Return the model with its weights. Built as its constructor does, since it may compute buffers there."""
         if not Path(folder).is_dir():
-            wanted = ["*.json", "*.safetensors"]
+            patterns = ["*.json", "*.safetensors"]
             folder = snapshot_download(
-                str(folder), revision=options.get("revision"), allow_patterns=wanted
+                str(folder), revision=options.get("revision"), allow_patterns=patterns
             )
         config = config or OwnConfig.from_pretrained(folder)
         model = cls(config)

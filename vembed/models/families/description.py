@@ -262,23 +262,6 @@ class _Reading:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def files_of(options: ModelSection) -> ModelFiles:
-    """Locate the files of the model that the options name: `model_name`, or `model_class` with the weights in it."""
-    if options.model_class is None:
-        return read_model(
-            options.model_name,
-            options.model_revision,
-            is_reranker=options.task == "rerank",
-        )
-    source = None
-    if options.model_name != options.model_class:
-        source = model_folder(options.model_name, options.model_revision)
-    tokenizer = None
-    if options.tokenizer_name is not None:
-        tokenizer = model_folder(options.tokenizer_name, option="tokenizer_name")
-    return read_model(str(own_folder(options, source, tokenizer)))
-
-
 def describe(
     model: ModelSection,
     matryoshka: MatryoshkaSection | None = None,
@@ -292,7 +275,19 @@ def describe(
     `similarity`: that of the loss. `use_qlora`: the weights are held in 4 bits.
     `for_inference`: of a finished model that is used, not trained: its files say the similarity and the maximum length.
     """
-    files = files_of(model)
+    name = model.model_name
+    if model.model_class is not None:
+        # The folder of the user's code, with the weights that `model_name` names, if it names any.
+        source = None
+        if name != model.model_class:
+            source = model_folder(name, model.model_revision)
+        tokenizer_source = None
+        if model.tokenizer_name is not None:
+            tokenizer_source = model_folder(
+                model.tokenizer_name, option="tokenizer_name"
+            )
+        name = str(own_folder(model, source, tokenizer_source))
+    files = read_model(name, model.model_revision, is_reranker=model.task == "rerank")
     if files.adapter is not None and use_qlora:
         raise UserError(
             f"use_qlora: {model.model_name} is an adapter without the weights below it; "
@@ -561,8 +556,8 @@ def _family(reading: _Reading) -> Family:
         reason += ": its forward takes input_ids and pixel_values"
     elif "vision_config" in reading.config.to_dict():
         raise UserError(
-            f"{options.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
-            f"supported: {', '.join(sorted(FAMILY_OF_TYPE))}"
+            f"{options.model_name} is of the type {kind}, a model of texts and images that vembed does not know; it knows "
+            f"{', '.join(sorted(FAMILY_OF_TYPE))} (docs/extending.md adds a family)"
         )
     elif is_decoder_only(reading.config):
         detected = FAMILIES["text_decoder"]
@@ -665,7 +660,8 @@ def _pooling(
     if refusal is not None:
         raise UserError(f"pooling: {option} on {name}: {refusal}")
     reading.reasons["pooling"] = f"pooling: {option}"
-    if problem is None and pooling != option:
+    is_from_files = bool(reading.saved or files.pooling_modes)
+    if is_from_files and problem is None and pooling != option:
         reading.reasons["pooling"] += (
             f", although {pooling} is the model's own: {reason}"
         )
@@ -782,24 +778,17 @@ def _prompt(
                 f"prompt {name!r} in config_sentence_transformers.json"
             )
             return files.prompts[name]
-    published = published_prompts(reading.options.model_name)
     # A model whose files name any prompts is taken at its word; the table is for those published without.
-    if files.prompts or published is None:
+    if files.prompts:
         return ""
-    reading.reasons[key] = published["reason"]
-    return published[kind]
-
-
-def published_prompts(name: str) -> dict[str, str] | None:
-    """Return the prompts `query` and `document`, and the `reason`, for a model known by name; otherwise None."""
-    last = name.rstrip("/").rsplit("/", 1)[-1].lower()
+    last = reading.options.model_name.rstrip("/").rsplit("/", 1)[-1].lower()
     for pattern, query, document, series in PUBLISHED:
         if re.fullmatch(pattern, last):
-            reason = (
+            reading.reasons[key] = (
                 f"{series} models were trained with it; recognised by the name {last}"
             )
-            return {"query": query, "document": document, "reason": reason}
-    return None
+            return query if kind == "query" else document
+    return ""
 
 
 def _max_length(

@@ -313,16 +313,16 @@ def check_inside(
 def read_dense(folder: Path) -> DenseSettings:
     """Read the settings of a Dense module, and compare them with the header of its weights."""
     settings: DenseSettings = read_settings(folder / "config.json", DenseSettings)
-    wanted: dict[str, tuple[int, ...]] = {
+    expected_shapes: dict[str, tuple[int, ...]] = {
         "linear.weight": (settings.out_features, settings.in_features)
     }
     if settings.bias:
-        wanted["linear.bias"] = (settings.out_features,)
+        expected_shapes["linear.bias"] = (settings.out_features,)
     tensors, _ = read_header(folder / "model.safetensors")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    if shapes != wanted:
+    if shapes != expected_shapes:
         raise UserError(
-            f"{folder / 'config.json'} makes a Dense module of the shapes {wanted}, and its model.safetensors holds "
+            f"{folder / 'config.json'} makes a Dense module of the shapes {expected_shapes}, and its model.safetensors holds "
             f"{shapes}"
         )
     return settings
