@@ -8,6 +8,7 @@ are contents that cannot be parsed.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -63,7 +64,8 @@ def read_state_bytes(path: str | Path) -> bytes:
                     f"{path} has {facts.st_size:,d} bytes, more than the {MAX_STATE_BYTES:,d} that such a file may have: "
                     "restore or remove it"
                 )
-            return file.read(MAX_STATE_BYTES)
+            # Not read(MAX_STATE_BYTES), which would ask for that much memory first.
+            return file.read()
     except ValueError as error:  # NUL in the path
         raise UserError(f"{str(path)!r} is not a path: {error}") from error
     except OSError as error:
@@ -158,6 +160,8 @@ def _kind(mode: int) -> str:
 
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EACCES, errno.ENOTSUP)
 """Answers of file systems that cannot flush folders."""
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+"""Answers of file systems that have no locks."""
 
 
 def write_durably(path: Path, data: bytes) -> None:
@@ -176,17 +180,45 @@ def replace_text(path: Path, text: str) -> None:
 
 
 @contextmanager
-def replaced_file(target: Path) -> Iterator[Path]:
-    """Yield the path of a new file, which replaces `target` when the block ends without an exception."""
+def replaced_file(target: Path, *, waits: bool = False) -> Iterator[Path]:
+    """Yield the path of a new file, which replaces `target` when the block ends without an exception.
+
+    `waits`: another process may write the same, as in a cache. Without it, UserError is raised if one does."""
     partial = target.with_name(target.name + ".part")
     try:
-        yield partial
-        partial.replace(target)
+        partial.touch()
+        with sole_writer(partial, target, waits=waits):
+            try:
+                yield partial
+                partial.replace(target)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
     except OSError as error:
         error.add_note(str(target))  # errors of a full disk name no file
         raise
+
+
+@contextmanager
+def sole_writer(path: Path, target: Path, *, waits: bool = False) -> Iterator[None]:
+    """Hold the lock of an unfinished file or folder, which will be `target`. Raise UserError if another process has
+    it, or wait for that one."""
+    action = fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB
+    # Not blocking: opening a pipe would wait for its other end.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        try:
+            fcntl.flock(descriptor, action)
+        except BlockingIOError as error:
+            raise UserError(
+                f"{target} is being written by another process: wait for its end, or choose another name"
+            ) from error
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
     finally:
-        partial.unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def sync(path: Path) -> None:

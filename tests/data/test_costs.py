@@ -52,11 +52,11 @@ def test_long_texts_that_many_rows_have_are_stored_once_and_read(
     )
     pq.write_table(rows, tmp_path / "a.parquet")
     store = open_path(tmp_path / "a.parquet")
-    found = [store[number] for number in range(0, 5_000, 7)]
-    assert [one.query.text for one in found] == [
+    actual = [store[number] for number in range(0, 5_000, 7)]
+    assert [example.query.text for example in actual] == [
         f"q {number}" for number in range(0, 5_000, 7)
     ]
-    assert [one.positives[0].text for one in found] == (answers * 250)[::7]
+    assert [example.positives[0].text for example in actual] == (answers * 250)[::7]
     assert bool(list((cache_home / "vembed" / "parquet").rglob("*.arrow"))) != is_held
 
 

@@ -57,7 +57,7 @@ def test_the_first_pass_is_made_once(tmp_path, kind, passes):
 def test_a_mapping_that_no_record_matches_is_refused_after_a_run_with_several_sources(
     tmp_path,
 ):
-    one = write_jsonl(tmp_path / "a.jsonl", RECORDS)
+    first = write_jsonl(tmp_path / "a.jsonl", RECORDS)
     named = [
         {"querry" if name == "query" else name: value for name, value in record.items()}
         for record in RECORDS
@@ -65,11 +65,11 @@ def test_a_mapping_that_no_record_matches_is_refused_after_a_run_with_several_so
     two = write_jsonl(tmp_path / "b.jsonl", named)
     mapping = {"querry": "query"}
     said = "column_mapping names querry, which no record has"
-    assert said in refused(one, column_mapping=mapping)
+    assert said in refused(first, column_mapping=mapping)
     assert len(
-        open_examples(config(column_mapping=mapping), [str(one), str(two)])
+        open_examples(config(column_mapping=mapping), [str(first), str(two)])
     ) == 2 * len(RECORDS)
-    assert said in refused(one, column_mapping=mapping)
+    assert said in refused(first, column_mapping=mapping)
 
 
 def test_other_options_and_other_content_are_another_pass(tmp_path, passes):

@@ -268,7 +268,7 @@ def test_threads_read_the_same(form, tmp_path):
         records = {row: reader.read(numbers[row]) for row in order.tolist()}
         results[thread] = [records[row] for row in range(len(numbers))]
 
-    threads = [threading.Thread(target=read_all, args=(one,)) for one in range(4)]
+    threads = [threading.Thread(target=read_all, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -86,7 +86,9 @@ def other_values(annotation, default):
     if get_origin(annotation) is Literal:
         return [value for value in get_args(annotation) if value != default]
     if get_origin(annotation) is UnionType or default is None:
-        members = [one for one in get_args(annotation) if one is not type(None)]
+        members = [
+            member for member in get_args(annotation) if member is not type(None)
+        ]
         return other_values(members[0], 0.0) if members else []
     if annotation is bool:
         return [not default]
@@ -254,14 +256,14 @@ def test_temperatures_are_resolved_by_term_and_by_source():
             for term in terms
         }
 
-    found = temperatures(losses=losses)
-    assert found["cosent"] == (0.1, "default of loss: cosent")
-    assert found["angle"] == (0.1, "default of loss: angle")
-    assert found["infonce"] == (0.01, "with which this model was trained")
-    assert found["circle"] == (0.05, "default")
-    assert found["triplet"][0] is None
-    given = temperatures(losses=losses, temperature=0.3)
-    assert {one for one in given.values() if one[0]} == {(0.3, "given")}
+    actual = temperatures(losses=losses)
+    assert actual["cosent"] == (0.1, "default of loss: cosent")
+    assert actual["angle"] == (0.1, "default of loss: angle")
+    assert actual["infonce"] == (0.01, "with which this model was trained")
+    assert actual["circle"] == (0.05, "default")
+    assert actual["triplet"][0] is None
+    inputs = temperatures(losses=losses, temperature=0.3)
+    assert {text for text in inputs.values() if text[0]} == {(0.3, "given")}
     source = [{"path": "d", "losses": [{"loss": "cosent"}, {"loss": "infonce"}]}]
     by_source = temperatures(data=source)
     assert by_source["cosent"][0] == 0.1 and by_source["infonce"][0] == 0.01

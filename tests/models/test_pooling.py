@@ -238,7 +238,7 @@ def test_a_trained_pooling_trains_beside_a_frozen_tower(monkeypatch, tmp_path):
     model = model_of(config).train()
     assert model.frozen_modalities() == []
     trained = trained_parameters(model, nn.Module(), config.optimizer)
-    assert [(one.name, one.learning_rate) for one in trained] == [
+    assert [(entry.name, entry.learning_rate) for entry in trained] == [
         ("pooling.direction", 0.5)
     ]
     assert model.heads() == {"pooling": model.pooling}

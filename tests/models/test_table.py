@@ -81,11 +81,14 @@ A new family NAME has the function `tiny_model` in tests/models/test_NAME.py.
 
 @pytest.mark.parametrize("name", table.FAMILIES)
 def test_a_model_of_each_family_is_described_built_saved_and_used(name, tmp_path):
-    make, wanted = CASES.get(name) or (from_its_test("models", name, "tiny_model"), {})
+    make, expected = CASES.get(name) or (
+        from_its_test("models", name, "tiny_model"),
+        {},
+    )
     source = tiny.shared(make)
     options = {
         key: value if isinstance(value, str) else str(tiny.shared(value))
-        for key, value in wanted.items()
+        for key, value in expected.items()
     }
     if "model_class" in options:
         options |= {"model_name": BOTH, "tokenizer_name": str(source)}

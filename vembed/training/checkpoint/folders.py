@@ -711,7 +711,8 @@ DAMAGED = ".damaged"
 """Suffix of a folder that failed its checksums. It is kept until the next checkpoint is written."""
 ABANDONED = ".abandoned"
 """Suffix of a checkpoint later than the one resumed from. It is kept until the user removes it."""
-_NAME = re.compile(r"checkpoint-(\d+)")
+# No run takes more steps, and longer names leave no room for the suffix of a folder that is removed.
+_NAME = re.compile(r"checkpoint-(\d{1,18})")
 _FORMAT = 3
 
 
