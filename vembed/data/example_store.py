@@ -719,7 +719,9 @@ def build_index(reader: Format, form: RecordFormat) -> Index:
         checked = []
         for part, result in zip(parts, results, strict=True):
             checked.append(result)
-            form.columns.note(result.layouts, result.unused)
+            for columns in result.layouts:
+                form.columns.layout(columns)
+            form.columns.unused |= result.unused
             num_done += len(part)
             progress(num_done, whole)
         fingerprint = xxhash.xxh3_128_hexdigest(b"".join(digests))
