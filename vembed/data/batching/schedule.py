@@ -74,9 +74,10 @@ class ContentKeys:
     values: np.ndarray
     starts: np.ndarray
 
-    def of(self, index: int) -> np.ndarray:
-        """Return the keys of one example."""
-        return self.values[self.starts[index] : self.starts[index + 1]]
+    @classmethod
+    def counted(cls, values: np.ndarray, counts: np.ndarray) -> ContentKeys:
+        """Return the keys of examples, of which example i has the next counts[i]."""
+        return cls(values, np.concatenate([[0], np.cumsum(counts)]).astype(np.int64))
 
     def of_all(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the keys of several examples, one after the other, and how many each has."""
