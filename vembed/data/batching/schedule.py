@@ -225,15 +225,7 @@ class BatchSchedule:
                     names.append(name)
             parts.append(f"of {size:,d}: {', '.join(names)}")
         if self.smallest_batch < min(self._batch_sizes):
-            small = []
-            for sources in self._members:
-                num_drawn = sum(self._num_drawn[source] for source in sources)
-                names = [self._names[source] for source in sources]
-                subject = f"{' and '.join(names)} has" if is_split else "there are"
-                if num_drawn < self._batch_sizes[sources[0]]:
-                    small.append(f"{subject} {num_drawn:,d}")
-            reason = f", since {' and '.join(small)} in all" if small else ""
-            parts.append(f"the smallest batch has {self.smallest_batch:,d}{reason}")
+            parts.append(f"the smallest batch has {self.smallest_batch:,d}")
         for source, classes in self._classes.items():
             line = f"{self._names[source]}: {classes.size:,d} of {classes.num_classes:,d} classes in a batch"
             if classes.num_alone:
