@@ -108,6 +108,7 @@ def evaluate(
         )
         splits = (split,) if split else TEST_FIRST
         data = open_eval_data(options, str(data), splits=splits, task=task)
+    # One rank prints for all.
     if show_progress and (session is None or session.is_main):
         Console(stderr=True).print(
             data.summary(), markup=False, highlight=False, soft_wrap=True
@@ -216,6 +217,7 @@ def evaluate_model(
         first = encode(data.first, "query")
         second = encode(data.second, "document")
         return similarity_metrics(first, second, data.scores, sizes, normalize)
+    # [Q, full] on every rank. Documents come in chunks and are searched as they come, so the corpus may be large.
     queries = encode(data.queries, "query")
     search = RetrievalSearch(
         queries,
@@ -268,6 +270,7 @@ def similarity_metrics(
     for prefix, dim in sizes.items():
         first = first_dims(first_ND, dim, normalize).astype(np.float64)
         second = first_dims(second_ND, dim, normalize).astype(np.float64)
+        # The diagonal of first @ second.T, without the other products.
         similarities = np.einsum("nd,nd->n", first, second)
         for name, value in correlations(similarities, scores).items():
             metrics[prefix + name] = value
@@ -356,6 +359,7 @@ def _evaluate_reranker(
 
     def score(pairs: Sequence[Pair]) -> np.ndarray:
         """Return the scores [n] of this rank's pairs. Collective."""
+        # All ranks leave together: a rank without pairs goes on while another one has some.
         longest = len(pairs)
         if world_size > 1:
             longest = collectives.max_ints([longest])[0]
@@ -387,6 +391,7 @@ def _evaluate_reranker(
 
     # ---- the first stage, once for all evaluations of these data
     stage = f"{evaluation.first_stage} {evaluation.rerank_top_k}"
+    # The first stage does not change while the reranker trains.
     if stage not in data.first_stages:
         data.first_stages[stage] = _first_stage(data, evaluation, session)
     candidates = data.first_stages[stage]
@@ -407,6 +412,7 @@ def _evaluate_reranker(
                 for document in candidates[dealt[row]].tolist():
                     if document >= 0:
                         pairs.append((query, data.documents[document]))
+            # The scores of all these queries in one array. `start`: where those of the next query begin.
             scores = torch.from_numpy(score(pairs))
             start = 0
             for row in rows:
@@ -452,6 +458,7 @@ def _first_stage(
         rankings = np.full((num_queries, k), -1, np.int64)
         for row, query in enumerate(data.queries):
             scores = scores_of_query(index, query.text, num_documents)
+            # The pairs are sorted by query, so those of a query are one slice.
             left_out = excluded.documents[bounds[row] : bounds[row + 1]]
             rankings[row] = documents_of(best_keys(scores, k, left_out)).numpy()
         return rankings

@@ -154,6 +154,7 @@ class WeightedMean(Pooling):
     def pool(self, hidden: Tensor, mask: Tensor | None) -> Tensor:
         if mask is None:
             mask = hidden.new_ones(hidden.shape[:2]).long()
+        # The sum up to a token is its place among the real tokens, also behind padding. Times the mask: padding counts 0.
         return _weighted(hidden, (mask.cumsum(dim=1) * mask).to(hidden.dtype))
 
     def reference(self, tokens: Tensor) -> Tensor:
@@ -178,6 +179,7 @@ class Max(Pooling):
 
 
 def _take(hidden: Tensor, position: Tensor) -> Tensor:
+    # [n] -> [n, 1, hidden_dim]: gather wants an index for every coordinate.
     index = position[:, None, None].expand(-1, 1, hidden.shape[-1])
     return hidden.gather(1, index).squeeze(1)
 
