@@ -14,11 +14,13 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
+from tests.commands import command
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert_st, tiny_clip, tiny_qwen3_st
 from vembed import Embedder, UserError
 from vembed.cli.commands import encode
 from vembed.cli.main import app
+from vembed.files import replaced_file
 from vembed.inference.encoding import quantized, ranges_of
 
 TEXTS = [
@@ -116,6 +118,17 @@ def test_forms_of_records(folder, records):
         assert table.column("id").to_pylist() == [record["_id"] for record in records]
     else:
         assert table.column_names == ["embedding"]
+
+
+@pytest.mark.parametrize("name", ["out.npy", "out.parquet"])
+def test_two_commands_that_write_one_file(texts, folder, name):
+    with replaced_file(folder / name) as partial:
+        partial.write_text("of the first")
+        done = command("encode", BERT, texts, name)
+    assert done.returncode == 2
+    assert f"error: {name} is being written by another process: wait" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert (folder / name).read_text() == "of the first"
 
 
 @pytest.mark.parametrize("form", ["text", "jsonl"])

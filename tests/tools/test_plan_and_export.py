@@ -8,6 +8,7 @@ import torch
 
 import vembed
 from tests.built import model_of
+from tests.commands import command
 from tests.tiny import shared, tiny_bert, tiny_qwen3
 from tests.training.test_run import settings
 from vembed.cli.commands.export import copy_model, export
@@ -18,6 +19,7 @@ from vembed.models.precision import Bf16Linear
 from vembed.parallel.environment import RankInfo
 from vembed.parallel.placement import place
 from vembed.parallel.step_memory import MemoryEstimate, measure
+from vembed.saving.files import replaced_folder
 
 
 def placed(num_ranks=1, **options):
@@ -140,3 +142,17 @@ def test_export_merges_an_adapter(tmp_path):
         copy_model(str(shared(tiny_bert)), tmp_path / "other", merge=True)
     with pytest.raises(UserError, match="exists already"):
         export(str(merged), str(merged))
+
+
+def test_two_exports_into_one_folder(tmp_path):
+    """The later one gets a sentence, and the earlier one is not disturbed."""
+    target = tmp_path / "copy"
+    with replaced_folder(target) as folder:
+        (folder / "first.txt").write_text("1")
+        done = command("export", str(shared(tiny_bert)), str(target))
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"error: {target} is being written by another process: wait for its end, or choose another name\n",
+    )
+    assert (target / "first.txt").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]

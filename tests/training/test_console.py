@@ -68,6 +68,13 @@ def test_fsdp_that_one_process_cannot_do_is_said(vembed, cfg):
     assert "strategy single (FSDP needs at least two processes" in out
 
 
+def test_one_epoch_is_no_epochs(vembed, cfg):
+    done = vembed("train", cfg, "val_data_path=null")
+    assert "(1 epoch)" in done.out
+    done = vembed("train", cfg, "val_data_path=null", "max_steps=1", "overwrite=true")
+    assert "(0.5 epochs)" in done.out
+
+
 def test_verbose_shows_all_and_quiet_only_warnings(vembed, cfg):
     out = vembed("train", cfg, "output_dir=verbose", "--verbose").out
     assert "FSDP parameter summary:" in out and "Rank 0, CPU: " in out

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.resume_table import updated
-from tests.training.test_checkpoint import FILE, starting
+from tests.training.test_checkpoint import FILE, found_in, starting
 from tests.training.test_integrity import damage, fake_checkpoint
 from tests.training.tiny_run import config_for
 from vembed.config.schema import option_fields
@@ -61,6 +61,17 @@ def test_resume_where_there_is_nothing(tmp_path):
         UserError, match="neither a checkpoint nor a folder with checkpoints"
     ):
         candidates(config_for(tmp_path, resume=str(tmp_path)).run)
+
+
+def test_a_folder_with_a_name_of_240_digits_is_no_checkpoint(tmp_path):
+    strange = tmp_path / f"checkpoint-{'1' * 240}"
+    strange.mkdir()
+    for options in ({"resume": "auto"}, {"overwrite": True}):
+        with starting(tmp_path, **options) as run:
+            assert run.resume().state["step"] == 0
+            run.train().save()
+    assert found_in(tmp_path) == tmp_path / "checkpoint-1"
+    assert strange.is_dir()
 
 
 def test_another_runs_checkpoint_needs_a_folder_of_its_own(tmp_path):

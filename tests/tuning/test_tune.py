@@ -172,6 +172,11 @@ def test_a_dry_run_shows_ranges_and_writes_nothing(config, tmp_path, monkeypatch
     assert "trials: 9, the first one the config as it is" in done.output
     for name in ("learning_rate", "temperature", "batch_size", "lora_r"):
         assert f"  {name}: " in done.output
+    assert (
+        "  learning_rate: an eighth to 8 times that of the first trial" in done.output
+    )
+    done = CliRunner().invoke(app, [*words, "learning_rate=0.02"])
+    assert "  learning_rate: 0.0025 to 0.16, by ratio (first 0.02)" in done.output
     assert list(tmp_path.iterdir()) == []
 
 
