@@ -220,9 +220,10 @@ def compressed_scores(
         documents = first_dims(documents_ND, dim, normalize)
         # int8 as a search engine reads it: the middle of each of the 256 levels, as floats [N, dim].
         ranges = ranges_of(documents)
-        steps = np.where(ranges[1] > ranges[0], (ranges[1] - ranges[0]) / 255, 1)
+        low, high = ranges
+        steps = np.where(high > low, (high - low) / 255, 1)
         levels = quantized(documents, "uint8", ranges).astype(np.float32)
-        restored = (ranges[0] + (levels + 0.5) * steps).astype(np.float32)
+        restored = (low + (levels + 0.5) * steps).astype(np.float32)
         # Bits as a search engine reads them: 0 and below are -1.
         signs = np.where(documents > 0, 1, -1).astype(np.float32)
         query_signs = np.where(queries > 0, 1, -1).astype(np.float32)

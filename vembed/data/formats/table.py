@@ -348,7 +348,9 @@ def files_of_pattern(path: str) -> list[Path]:
     first = 0
     while not is_pattern(parts[first]):
         first += 1
-    paths = sorted(Path(*parts[:first]).glob("/".join(parts[first:])))
+    folder = Path(*parts[:first])
+    pattern = "/".join(parts[first:])
+    paths = sorted(folder.glob(pattern))
     files = [path for path in paths if path.is_file() and path.stat().st_size]
     if not files:
         raise UserError(f"{path} names no file (looked from {Path.cwd()})")

@@ -137,7 +137,8 @@ class Last(Pooling):
         if mask is None:
             return hidden[:, -1]
         # The first real token of the flipped mask is the last one.
-        return _take(hidden, mask.shape[1] - 1 - mask.int().flip(1).argmax(dim=1))
+        num_behind = mask.int().flip(1).argmax(dim=1)
+        return _take(hidden, mask.shape[1] - 1 - num_behind)
 
     def reference(self, tokens: Tensor) -> Tensor:
         return tokens[-1]
@@ -187,4 +188,5 @@ def _take(hidden: Tensor, position: Tensor) -> Tensor:
 def _weighted(hidden: Tensor, weight: Tensor) -> Tensor:
     # Not a matrix product: on GPUs that is computed in TF32, forward and backward, with
     # the mantissa of float16.
-    return (hidden * weight.unsqueeze(-1)).sum(dim=1) / weight.sum(dim=1, keepdim=True)
+    total = (hidden * weight.unsqueeze(-1)).sum(dim=1)
+    return total / weight.sum(dim=1, keepdim=True)
