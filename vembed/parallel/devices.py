@@ -224,12 +224,14 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+# ---- GPUs by name: memory and peak arithmetic of the vendors' data sheets --------
+
 VISIBLE_SHARE = 0.97
 """Share of a GPU's nominal memory that a process sees: the driver and error correction keep the rest."""
 FULL_NAME = re.compile(r"(?:(\d{1,4})\s*[x*]\s*)?(\S.*)", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Gpu:
     """One model of GPU."""
 
@@ -276,7 +278,7 @@ GPUS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Hardware:
     """The GPUs of each machine that a plan is made for."""
 

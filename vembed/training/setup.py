@@ -144,7 +144,7 @@ class RunData(Sets):
         return step * self.batches_per_step / self.batch_schedule.batches_per_epoch
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainingComponents:
     """Model, loss and optimizer, and what feeds them."""
 

@@ -46,7 +46,7 @@ from vembed.models.families.model_files import is_own
 if TYPE_CHECKING:
     from vembed.config.schema import ModelSection
 
-_trusted: dict[str, type[OwnModel]] = {}
+TRUSTED: dict[str, type[OwnModel]] = {}
 """Folder -> model class of the user's file that a config of this process names for it. A folder that is not here brings
 its own code, which runs with trust_remote_code alone."""
 CODE = "modeling_vembed_own.py"
@@ -185,11 +185,6 @@ def _import_file(path: Path, option: str) -> ModuleType:
 # ---- the folder of a model -------------------------------------------------------------------------------------------
 
 
-def trusted_class(folder: str) -> type[OwnModel] | None:
-    """Return the model class for a folder whose class a config has named; None if none has."""
-    return _trusted.get(folder)
-
-
 def own_class(folder: Path) -> str | None:
     """Return the name of the class of a folder's own model; None for any other folder."""
     if not is_own(folder):
@@ -261,9 +256,9 @@ def own_folder(
 
 def _trust(folder: Path, code: type[nn.Module]) -> None:
     """Let this process build the model of a folder with the class that its config names."""
-    known = _trusted.get(str(folder))
+    known = TRUSTED.get(str(folder))
     if known is None or known.backbone_class is not code:
-        _trusted[str(folder)] = OwnModel.of(code)
+        TRUSTED[str(folder)] = OwnModel.of(code)
 
 
 def store_weights(module: nn.Module) -> str:
@@ -288,7 +283,7 @@ def store_weights(module: nn.Module) -> str:
 
 def save_code(source: Path, folder: Path) -> None:
     """Write the code of the own model that was built from `source`: the user's file, or the code that came with it."""
-    trusted = trusted_class(str(source))
+    trusted = TRUSTED.get(str(source))
     if trusted is not None and source.parent != _cache().resolve():
         assert trusted.backbone_class is not None
         _write_code(folder, trusted.backbone_class)

@@ -100,7 +100,7 @@ NO_CHECKPOINT: dict[str, dict[str, Any]] = {
 """Keys of the loop's state that name a checkpoint for `final/`, and what the state is without it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ResumePoint:
     """The checkpoint that a run resumes from."""
 
@@ -613,6 +613,11 @@ def _reason(error: BaseException) -> str:
     return str(error)
 
 
+# ---- tensors: weights and optimizer state by names that any strategy can read, and their storage --------------------
+#
+# torch's default storage pickles its metadata. Its storage for safetensors does not: each process writes its pieces of the
+# tensors to files of its own, and their headers say where each piece begins in its tensor.
+
 _OPTIMIZER = "optimizer."
 _HOOKS = "hooks."
 _TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -715,7 +720,7 @@ def _quieten_torch() -> None:
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Trained:
     """What is trained, and so belongs in a checkpoint."""
 
