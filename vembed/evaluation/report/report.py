@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from vembed.errors import masked, masked_option
 from vembed.evaluation.query_results import (
     NO_DIFFERENCE,
     Changed,
@@ -40,7 +41,6 @@ from vembed.files import replace_text
 from vembed.names import short_name
 from vembed.progress import duration
 from vembed.saving.card import calls_of
-from vembed.saving.masking import masked, masked_option
 
 MEANINGS = {
     "ndcg": "how well the first {k} results are ordered; 1 if all relevant documents come first.",
