@@ -248,10 +248,6 @@ class Gpu:
         """Return the bytes that a process can use."""
         return int(self.gigabytes * VISIBLE_SHARE * GIB)
 
-    def tflops(self, *, in_half: bool) -> float | None:
-        """Return the peak for a precision of the arithmetic."""
-        return self.half_tflops if in_half else self.single_tflops
-
 
 GPUS = (
     Gpu("T4-16GB", 16, 65, 8.1, has_bf16=False),

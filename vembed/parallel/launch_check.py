@@ -282,20 +282,17 @@ class LaunchCheck:
 
 def versions() -> dict[str, str]:
     """Return the versions that must be equal on all ranks."""
-    digest = sources_digest(Path(vembed.__file__).parent)
-    versions = {"vembed's version": f"{vembed.__version__} (sources {digest})"}
-    for name in COMPARED_PACKAGES:
-        versions[f"{name}'s version"] = metadata.version(name)
-    return versions
-
-
-def sources_digest(folder: Path) -> str:
-    """Return a digest of a package's source files: checkouts of different days have one version number."""
+    # Checkouts of different days have one version number: their sources differ.
     digest = hashlib.blake2b(digest_size=4)
+    folder = Path(vembed.__file__).parent
     for path in sorted(folder.rglob("*.py")):
         name = path.relative_to(folder).as_posix()
         digest.update(name.encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+    version = f"{vembed.__version__} (sources {digest.hexdigest()})"
+    versions = {"vembed's version": version}
+    for name in COMPARED_PACKAGES:
+        versions[f"{name}'s version"] = metadata.version(name)
+    return versions
 
 
 def require_equal(

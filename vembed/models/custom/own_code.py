@@ -123,18 +123,6 @@ def checked_class(value: Any, named: str) -> type[nn.Module]:
     return value
 
 
-def _name_of(value: type[nn.Module]) -> str:
-    """Return `file.py:Class` of a class. Raise UserError for a class without a file, which no saved model could
-    carry."""
-    file = inspect.getsourcefile(value) if value.__module__ != "builtins" else None
-    if file is None or not Path(file).is_file() or "." in value.__qualname__:
-        raise UserError(
-            f"model_class: {value.__qualname__} is not a class at the top of a Python file, and the saved model must "
-            "carry that file: put it into one"
-        )
-    return f"{Path(file).resolve()}:{value.__qualname__}"
-
-
 def _import_name(name: str, option: str) -> ModuleType:
     try:
         return importlib.import_module(name)
@@ -417,7 +405,14 @@ def as_options(
             values[key] = value
     if trained is not None:
         kind = trained if isinstance(trained, type) else type(trained)
-        values["model_class"] = _name_of(checked_class(kind, kind.__qualname__))
+        checked_class(kind, kind.__qualname__)
+        file = inspect.getsourcefile(kind) if kind.__module__ != "builtins" else None
+        if file is None or not Path(file).is_file() or "." in kind.__qualname__:
+            raise UserError(
+                f"model_class: {kind.__qualname__} is not a class at the top of a Python file, and the saved model must "
+                "carry that file: put it into one"
+            )
+        values["model_class"] = f"{Path(file).resolve()}:{kind.__qualname__}"
     if isinstance(trained, nn.Module):
         values["model_name"] = store_weights(trained)
     return values
