@@ -38,11 +38,12 @@ def cases(batch_size: int) -> list[Case]:
 def row(name: str, rates: dict[str, list[float]], more: str) -> str:
     """Return a line of the table: samples per second, and the ratios of vembed to the others."""
     medians = {side: statistics.median(speeds) for side, speeds in rates.items()}
-    ratios = [
-        f"{statistics.median(a / b for a, b in zip(rates['vembed'], speeds, strict=True)):.2f}"
-        for side, speeds in rates.items()
-        if side != "vembed"
-    ]
+    ratios = []
+    for side, peer_rates in rates.items():
+        if side != "vembed":
+            pairs = zip(rates["vembed"], peer_rates, strict=True)
+            ratio = statistics.median(ours / theirs for ours, theirs in pairs)
+            ratios.append(f"{ratio:.2f}")
     return (
         f"| {name} | "
         + " | ".join([*(f"{median:.2f}" for median in medians.values()), *ratios])

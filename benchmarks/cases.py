@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from vembed.cli.commands.demo import Pair, demo_model, standard_library_pairs
+from vembed.cli.commands.demo import FunctionPair, demo_model, standard_library_pairs
 from vembed.data.batching.schedule import BatchSchedule
 
 SEED = 42
@@ -67,7 +67,7 @@ START_UP = Case("start-up", 128, steps=1, num_rows=2000, only_starts=True)
 
 
 @cache
-def shuffled_pairs() -> list[Pair]:
+def shuffled_pairs() -> list[FunctionPair]:
     """Return all pairs in the order in which every case takes them."""
     pairs = standard_library_pairs()
     random.Random(SEED).shuffle(pairs)

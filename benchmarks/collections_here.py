@@ -23,7 +23,11 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from tests.tiny import WORDS
-from vembed.cli.commands.demo import Pair, split_by_module, standard_library_pairs
+from vembed.cli.commands.demo import (
+    FunctionPair,
+    split_by_module,
+    standard_library_pairs,
+)
 
 Row = dict[str, Any]
 MANUAL = Path("/usr/share/man")
@@ -125,15 +129,15 @@ def pictures(num_train: int, num_val: int) -> Collection:
     no two pictures are."""
     folder = Path(tempfile.mkdtemp())
     draw = random.Random(0)
-    seen: set[bytes] = set()
+    used: set[bytes] = set()
 
     def drawn(count: int, name: str) -> list[Row]:
         rows = []
         for number in range(count):
             word = rendered_words()[number % NUM_WORDS]
-            while (picture := drawn_word(word, draw)).tobytes() in seen:
+            while (picture := drawn_word(word, draw)).tobytes() in used:
                 pass
-            seen.add(picture.tobytes())
+            used.add(picture.tobytes())
             file = folder / f"{name}-{number}.png"
             picture.save(file)
             rows.append({"query": word, "positive": {"image": str(file)}})
@@ -170,11 +174,11 @@ COLLECTIONS: dict[str, Callable[[int, int], Collection]] = {
 
 
 @cache
-def _library_pairs() -> list[Pair]:
+def _library_pairs() -> list[FunctionPair]:
     return standard_library_pairs(Path(torch.__file__).parents[1])
 
 
-def _rows(pairs: list[Pair]) -> list[Row]:
+def _rows(pairs: list[FunctionPair]) -> list[Row]:
     return [
         {"query": _short(pair.query), "positive": _short(pair.positive)}
         for pair in pairs
@@ -187,7 +191,7 @@ def _short(text: str) -> str:
 
 def _by_hash(pairs: Iterator[tuple[str, str]], source: Path) -> list[Row]:
     """Return the pairs without repeated sides, in the order of their hashes."""
-    seen: set[str] = set()
+    used: set[str] = set()
     rows: list[Row] = []
     for short, long in pairs:
         query = " ".join(short.split())
@@ -196,9 +200,9 @@ def _by_hash(pairs: Iterator[tuple[str, str]], source: Path) -> list[Row]:
         if (
             is_long
             and query.lower() not in positive.lower()
-            and not {query, positive} & seen
+            and not {query, positive} & used
         ):
-            seen |= {query, positive}
+            used |= {query, positive}
             rows.append({"query": query, "positive": positive})
     if not rows:
         raise SystemExit(f"{source} holds nothing to make pairs of")

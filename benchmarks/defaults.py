@@ -321,15 +321,15 @@ def search(trial: Trial) -> None:
     arguments = trial.arguments
     trial.before()
     seeds = range(arguments.seeds)
-    kept = searched(trial)
+    remaining = searched(trial)
     for seed in seeds:
-        confirm(trial, [{}, *kept], [seed])
-        kept.sort(
+        confirm(trial, [{}, *remaining], [seed])
+        remaining.sort(
             key=lambda options: _mean(trial, options, range(seed + 1)), reverse=True
         )
-        kept = kept[: -(-len(kept) // 3)]
-    if kept and _mean(trial, kept[0], seeds) > _mean(trial, {}, seeds):
-        confirm(trial, [{}, kept[0]], range(arguments.seeds, 2 * arguments.seeds))
+        remaining = remaining[: -(-len(remaining) // 3)]
+    if remaining and _mean(trial, remaining[0], seeds) > _mean(trial, {}, seeds):
+        confirm(trial, [{}, remaining[0]], range(arguments.seeds, 2 * arguments.seeds))
 
 
 def searched(trial: Trial) -> list[Options]:

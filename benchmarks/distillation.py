@@ -16,7 +16,7 @@ from typing import Any
 import vembed
 from benchmarks.train import machine
 from vembed.cli.commands.demo import (
-    Pair,
+    FunctionPair,
     demo_model,
     split_by_module,
     standard_library_pairs,
@@ -44,7 +44,7 @@ def student_of(model: Path, folder: Path, num_layers: int = 2) -> Path:
     return folder
 
 
-def with_false_negatives(pairs: list[Pair]) -> list[Row]:
+def with_false_negatives(pairs: list[FunctionPair]) -> list[Row]:
     """Return rows whose hard negative is an answer too: the same function with its docstring."""
     rows = []
     for pair in pairs:
@@ -57,7 +57,7 @@ def with_false_negatives(pairs: list[Pair]) -> list[Row]:
 
 
 def train(
-    folder: Path, rows: list[Row], val: list[Pair], seed: int, **options: Any
+    folder: Path, rows: list[Row], val: list[FunctionPair], seed: int, **options: Any
 ) -> float:
     """Return nDCG@10 on modules outside the training data."""
     rows = list(rows)

@@ -176,7 +176,7 @@ def opened(path: Path, cache: Path, processes: int) -> Opened:
     began = time.perf_counter()
     processor = processor_time()
     with (
-        mock.patch("vembed.data.first_pass.num_cores", return_value=processes),
+        mock.patch("vembed.data.example_store.num_cores", return_value=processes),
         peaks_of_children() as others,
     ):
         os.environ["XDG_CACHE_HOME"] = str(cache)
@@ -227,7 +227,7 @@ def processor_seconds(
                 json.loads(line)
 
     def first_pass(number: int) -> None:
-        with mock.patch("vembed.data.first_pass.num_cores", return_value=1):
+        with mock.patch("vembed.data.example_store.num_cores", return_value=1):
             os.environ["XDG_CACHE_HOME"] = str(cache / str(number))
             open_examples(config.data, str(path))
 
@@ -254,20 +254,20 @@ def by_processor_time(number: int, arguments: argparse.Namespace, folder: Path) 
     path = folder / "data.jsonl"
     table = folder / "data.parquet"
     write_lines(number, arguments.bytes, path)
-    parsing, loads, here = processor_seconds(
+    parsing, loads, seconds_here = processor_seconds(
         path, folder / "cache", arguments.processor_time
     )
     line = (
         f"{number:,d} records of {path.stat().st_size / number:,.0f} bytes, processor time of each, us: "
         f"parsing {parsing / number * 1e6:.2f}, by json.loads {loads / number * 1e6:.2f}, first pass "
-        f"{here / number * 1e6:.2f} ({parsing / here:.0%} of the speed of parsing)"
+        f"{seconds_here / number * 1e6:.2f} ({parsing / seconds_here:.0%} of the speed of parsing)"
     )
     if arguments.parquet:
         write_table(number, arguments.bytes, table)
-        here = processor_seconds(table, folder / "cache", arguments.processor_time)[2]
-        line += (
-            f", of the same as Parquet {here / number * 1e6:.2f} ({parsing / here:.0%})"
-        )
+        seconds_here = processor_seconds(
+            table, folder / "cache", arguments.processor_time
+        )[2]
+        line += f", of the same as Parquet {seconds_here / number * 1e6:.2f} ({parsing / seconds_here:.0%})"
     print(line, flush=True)
 
 

@@ -66,7 +66,8 @@ def compare(record: Record, rows: int) -> Values:
         record.free()
     require("tiled" in results, f"{rows:,d} rows do not fit in tiles")
     if "plain" in results:
-        (tiled, gradient), (plain, expected) = results["tiled"], results["plain"]
+        tiled, gradient = results["tiled"]
+        plain, expected = results["plain"]
         off = max(
             abs(tiled / plain - 1),
             float((gradient - expected).norm() / expected.norm()),

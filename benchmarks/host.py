@@ -85,11 +85,11 @@ def host_seconds(folder: Path) -> dict[str, float]:
             on_step=lambda _: ends.append(time.thread_time()),
         )
     # The first steps warm up, and the last one is logged.
-    rest = []
+    others = []
     for step in range(STEPS // 3, STEPS - 1):
         in_model = sum(seconds[name][step] for name in MODEL_STAGES)
-        rest.append(ends[step] - ends[step - 1] - in_model)
-    medians = {"rest": statistics.median(rest)}
+        others.append(ends[step] - ends[step - 1] - in_model)
+    medians = {"rest": statistics.median(others)}
     for name in HOST_STAGES:
         medians[name] = statistics.median(seconds[name][STEPS // 3 : -1])
     return medians

@@ -66,8 +66,8 @@ def plain_loss(batch: LossBatch, config: TrainConfig) -> Tensor:
     )
     loss = batch.embeddings.new_zeros(())
     for dim in dims:
-        x = F.normalize(batch.embeddings[:, :dim], dim=1)
-        scores = x[batch.query] @ x[documents].T / config.objective.temperature
+        unit = F.normalize(batch.embeddings[:, :dim], dim=1)
+        scores = unit[batch.query] @ unit[documents].T / config.objective.temperature
         loss = loss + F.cross_entropy(scores.masked_fill(mask, float("-inf")), labels)
     return loss
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.collections_here import PACKAGES
 from vembed.cli.commands.demo import (
-    Pair,
+    FunctionPair,
     demo_model,
     split_by_module,
     standard_library_pairs,
@@ -84,7 +84,7 @@ def halved(parts: list[str]) -> tuple[list[str], list[str]]:
 
 def collection(
     name: str, num_rows: int
-) -> tuple[list[tuple[str, list[str]]], list[Pair]]:
+) -> tuple[list[tuple[str, list[str]]], list[FunctionPair]]:
     """Return (query, halves) of a kind of text, and whole pairs of other modules or packages to evaluate on."""
     if name == "functions":
         train, val = split_by_module(standard_library_pairs(), num_rows, NUM_VAL)
@@ -93,7 +93,7 @@ def collection(
         package_texts(), key=lambda pair: hashlib.sha256(pair[0].encode()).digest()
     )
     val = [
-        Pair("", query, text)
+        FunctionPair("", query, text)
         for query, text in pairs[:: len(pairs) // NUM_VAL_PACKAGES]
     ]
     val_queries = {pair.query for pair in val}
@@ -196,7 +196,9 @@ def by_sentence_transformers(
         **options,
     )
     by_query = {
-        row["query"]: [row[f"negative_{n}"] for n in range(1, NUM_NEGATIVES + 1)]
+        row["query"]: [
+            row[f"negative_{number}"] for number in range(1, NUM_NEGATIVES + 1)
+        ]
         for row in mined_rows
     }
     negatives = [by_query.get(row["query"], []) for row in task.rows]
@@ -221,12 +223,14 @@ TRAINED = (
 )
 
 
-def all_mined(task: Case, sides: list[str], kept: Path | None) -> dict[str, Mined]:
+def all_mined(task: Case, sides: list[str], kept_file: Path | None) -> dict[str, Mined]:
     """Mine on all sides, or read what was mined before."""
-    if kept is not None and kept.is_file():
+    if kept_file is not None and kept_file.is_file():
         return {
             name: Mined(*values)
-            for name, values in json.loads(kept.read_text(encoding="utf-8")).items()
+            for name, values in json.loads(
+                kept_file.read_text(encoding="utf-8")
+            ).items()
         }
     mined = {}
     for name in sides:
@@ -237,12 +241,12 @@ def all_mined(task: Case, sides: list[str], kept: Path | None) -> dict[str, Mine
             f"{name}: mined in {mined[name].seconds:.1f} s ({mined[name].processor_seconds:.1f} of a processor)",
             flush=True,
         )
-    if kept is not None:
+    if kept_file is not None:
         values = {
             name: [side.negatives, side.seconds, side.processor_seconds]
             for name, side in mined.items()
         }
-        kept.write_text(json.dumps(values), encoding="utf-8")
+        kept_file.write_text(json.dumps(values), encoding="utf-8")
     return mined
 
 
@@ -291,7 +295,7 @@ def all_scores(task: Case, sides: list[Mined]) -> dict[tuple[str, str], float]:
 def train_and_score(
     task: Case,
     negatives: list[list[str]],
-    val: list[Pair],
+    val: list[FunctionPair],
     folder: Path,
     seed: int,
     arguments: argparse.Namespace,

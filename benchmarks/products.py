@@ -35,26 +35,28 @@ def profiled_step(number: int) -> Iterator[profile]:
     accumulate = ContrastiveStep.accumulate
     apply = Update.apply
     profiler = profile(activities=[ProfilerActivity.CPU])
-    seen = 0
+    num_begun = 0
 
     def begin(*args: Any, **options: Any) -> Any:
-        nonlocal seen
-        if seen == number:
+        nonlocal num_begun
+        if num_begun == number:
             profiler.start()
-        seen += 1
+        num_begun += 1
         return accumulate(*args, **options)
 
     def end(*args: Any, **options: Any) -> Any:
         outcome = apply(*args, **options)
-        if seen == number + 1:
+        if num_begun == number + 1:
             profiler.stop()
         return outcome
 
-    ContrastiveStep.accumulate, Update.apply = begin, end  # type: ignore[method-assign]
+    ContrastiveStep.accumulate = begin  # type: ignore[method-assign]
+    Update.apply = end  # type: ignore[method-assign]
     try:
         yield profiler
     finally:
-        ContrastiveStep.accumulate, Update.apply = accumulate, apply  # type: ignore[method-assign]
+        ContrastiveStep.accumulate = accumulate  # type: ignore[method-assign]
+        Update.apply = apply  # type: ignore[method-assign]
 
 
 def seconds_by_operator(case: Case, precision: str) -> dict[str, float]:
@@ -74,11 +76,11 @@ def shares(seconds: Mapping[str, float]) -> str:
     """Return a sentence: the time of products and of the rest, and the operators that take the most of the rest."""
     products = sum(value for name, value in seconds.items() if name in PRODUCTS)
     others = {name: value for name, value in seconds.items() if name not in PRODUCTS}
-    rest = sum(others.values())
+    others_time = sum(others.values())
     most = sorted(others, key=lambda name: -others[name])[:SHOWN]
     largest = ", ".join(f"{name} {others[name]:.3f}" for name in most)
     return (
-        f"products {products:.2f} s, the rest {rest:.2f} s ({rest / (products + rest):.0%}, with the profiler's own "
+        f"products {products:.2f} s, the rest {others_time:.2f} s ({others_time / (products + others_time):.0%}, with the profiler's own "
         f"time); most of the rest: {largest}"
     )
 

@@ -284,13 +284,16 @@ def compare(case: RerankCase, peer: str, repeats: int) -> str:
             if "error" in side:
                 raise SystemExit(f"{case.name}: {side['error']}")
     pairs = zip(ours[0]["losses"], theirs[0]["losses"], strict=True)
-    off = max(abs(a - b) / abs(b) for a, b in pairs)
+    off = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
     if off > AGREEMENT:
         raise SystemExit(
             f"{case.name}: losses {ours[0]['losses']} and {theirs[0]['losses']}: not the same work"
         )
     pairs = zip(ours, theirs, strict=True)
-    ratios = [a["samples_per_second"] / b["samples_per_second"] for a, b in pairs]
+    ratios = [
+        ours["samples_per_second"] / theirs["samples_per_second"]
+        for ours, theirs in pairs
+    ]
     cells = [case.name, str(case.queries * case.documents)]
     for side in (ours, theirs):
         rate = statistics.median(answer["samples_per_second"] for answer in side)

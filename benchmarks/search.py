@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from vembed.evaluation.top_k import NO_PAIRS
-from vembed.mining.inputs import open_session
+from vembed.mining.inputs import open_command_session
 from vembed.mining.retrievers import VectorStore
 
 K = 100
@@ -62,7 +62,7 @@ def main() -> None:
     figures: list[dict[str, float]] = []
     with (
         tempfile.TemporaryDirectory() as folder,
-        open_session(None) as (session, _),
+        open_command_session(None) as (session, _),
     ):
         keys = np.arange(number)
         store = VectorStore(Path(folder), "random", keys, "float32", session)
@@ -74,8 +74,8 @@ def main() -> None:
             print(json.dumps(figures[-1]), flush=True)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(
-        f"best of {arguments.rounds}: search {min(one['search'] for one in figures):.1f} s, product "
-        f"{min(one['product'] for one in figures):.1f} s; peak memory {peak / 1e9:.2f} GB"
+        f"best of {arguments.rounds}: search {min(run['search'] for run in figures):.1f} s, product "
+        f"{min(run['product'] for run in figures):.1f} s; peak memory {peak / 1e9:.2f} GB"
     )
 
 

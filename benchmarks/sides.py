@@ -159,11 +159,11 @@ def run_sentence_transformers(
     if case.mrl:
         loss = st_losses.MatryoshkaLoss(network, loss, list(MRL_DIMS))
     columns: dict[str, list[Any]] = {
-        "anchor": [r["query"] for r in rows],
-        "positive": [r["positive"] for r in rows],
+        "anchor": [row["query"] for row in rows],
+        "positive": [row["positive"] for row in rows],
     }
     for number in range(case.negatives):
-        columns[f"negative_{number + 1}"] = [r["negatives"][number] for r in rows]
+        columns[f"negative_{number + 1}"] = [row["negatives"][number] for row in rows]
     trained = Trained(stop_at_first_batch=case.only_starts)
 
     class Clock(TrainerCallback):  # type: ignore[misc]

@@ -149,9 +149,11 @@ def main() -> None:
             for result, reference in zip(runs, plain, strict=True)
         )
         worst = max(
-            abs(a - b)
+            abs(loss - plain_loss)
             for result in runs
-            for a, b in zip(result["losses"], plain[0]["losses"], strict=True)
+            for loss, plain_loss in zip(
+                result["losses"], plain[0]["losses"], strict=True
+            )
         )
         print(
             f"| {name} | {', '.join(f'{rate:.2f}' for rate in rates)} | {share:.2f} | "

@@ -170,8 +170,8 @@ def tables() -> str:
 def main() -> None:
     """Write the tables into the page."""
     page = Path("docs/scale.md")
-    before, _, rest = page.read_text().partition(BEGIN)
-    page.write_text(f"{before}{BEGIN}\n{tables()}\n{END}{rest.partition(END)[2]}")
+    before, _, tail = page.read_text().partition(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{tables()}\n{END}{tail.partition(END)[2]}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from benchmarks.sides import SIDES
 from benchmarks.work import matrix_peak, precision, useful_work
 from benchmarks.worker import AGREEMENT_STEPS, Answer, ask_once, running, training_task
 from vembed.parallel.devices import bf16_instructions
-from vembed.parallel.placement import DTYPES
+from vembed.parallel.placement import PRECISION_DTYPES
 
 AGREEMENT = 1e-3
 """Largest relative difference of the two sides' losses without dropout. Beyond it there is nothing to compare."""
@@ -45,7 +45,7 @@ def train_once(
 def difference(case: Case, ours: Answer, theirs: Answer) -> float:
     """Return the largest relative difference of the losses without dropout, step by step. Exit if it is too large."""
     pairs = list(zip(ours["losses"], theirs["losses"], strict=True))
-    worst = max(abs(a - b) / max(abs(b), 1e-9) for a, b in pairs)
+    worst = max(abs(ours - theirs) / max(abs(theirs), 1e-9) for ours, theirs in pairs)
     if worst > AGREEMENT:
         raise SystemExit(
             f"{case.name}: the losses differ by {worst:.1e} ({pairs}); this is not the same work"
@@ -57,7 +57,7 @@ def compare(
     ask: Ask, case: Case, peer: str, repeats: int, agreement_steps: int
 ) -> dict[str, Any]:
     """Run both sides alternately. Return medians, and the ratio of each pair of runs."""
-    peak = matrix_peak(DTYPES[precision()])
+    peak = matrix_peak(PRECISION_DTYPES[precision()])
     runs = [
         (
             train_once(ask, "vembed", case, agreement_steps),
@@ -72,7 +72,10 @@ def compare(
         "case": case.name,
         "ours": ours,
         "theirs": theirs,
-        "ratios": [a["samples_per_second"] / b["samples_per_second"] for a, b in runs],
+        "ratios": [
+            ours["samples_per_second"] / theirs["samples_per_second"]
+            for ours, theirs in runs
+        ],
         "difference": worst,
         "tokens_per_second": tokens / ours["seconds_per_step"],
         "share_of_peak": flops / ours["seconds_per_step"] / peak,
@@ -192,7 +195,7 @@ def machine() -> str:
     )
     bf16 = bf16_instructions()
     computes = f"matrices in bfloat16 by {bf16}" if precision() == "bf16" else "float32"
-    peak = matrix_peak(DTYPES[precision()]) / 1e9
+    peak = matrix_peak(PRECISION_DTYPES[precision()]) / 1e9
     return (
         f"{_processor()} ({torch.backends.cpu.get_cpu_capability()}{f', {bf16}' if bf16 else ''}), {os.cpu_count()} "
         f"cores, {computes}, matrix peak {peak:,.0f} GFLOP/s; Python {platform.python_version()}, {packages}"

@@ -63,8 +63,8 @@ def useful_work(case: Case, skip: int = 0) -> tuple[float, float, tuple[float, f
             [(Item(str(row["query"])), "query") for row in batch],
             [(Item(str(row["positive"])), "document") for row in batch],
             *[
-                [(Item(row["negatives"][i]), "document") for row in batch]
-                for i in range(case.negatives)
+                [(Item(row["negatives"][number]), "document") for row in batch]
+                for number in range(case.negatives)
             ],
         ]
         lengths = [

@@ -51,12 +51,14 @@ MODULES = [
     "vembed.training.trainer",
 ]
 
-logging.getLogger("bitsandbytes").setLevel(
-    logging.ERROR
-)  # which peft imports, and which misses a package of kernels
+# Transformers and peft import them, and they miss kernels of GPUs.
+LIBRARIES = ("bitsandbytes", "torchao", "torch.utils._pytree")
+for name in LIBRARIES:
+    logging.getLogger(name).setLevel(logging.ERROR)
 for name in MODULES:
     importlib.import_module(name)
-logging.getLogger("bitsandbytes").setLevel(logging.NOTSET)
+for name in LIBRARIES:
+    logging.getLogger(name).setLevel(logging.NOTSET)
 importlib.import_module(
     "transformers.conversion_mapping"
 ).get_checkpoint_conversion_mapping("bert")  # fills its table

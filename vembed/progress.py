@@ -66,14 +66,14 @@ class ProgressReport:
         """Report that `done` items are done. `total: None` if the total is not known."""
         if not self.active:
             return
-        now = time.monotonic()
-        rate = done / max(now - self.began, 1e-9)
+        current_time = time.monotonic()
+        rate = done / max(current_time - self.began, 1e-9)
         if self.bar is not None and self.task is not None:
             self.bar.update(
                 self.task, completed=done, total=total, rate=f"{rate:,.0f}/s"
             )
-        elif now - self.last_line >= SECONDS_BETWEEN_LINES:
-            self.last_line = now
+        elif current_time - self.last_line >= SECONDS_BETWEEN_LINES:
+            self.last_line = current_time
             line = f"{self.title}: {done:,d}"
             if total is not None:
                 left = duration((total - done) / max(rate, 1e-9))

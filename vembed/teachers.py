@@ -45,7 +45,7 @@ from vembed.progress import ProgressReport, duration
 
 log = logging.getLogger("vembed")
 
-CHUNK = 2048
+QUESTIONS_PER_WRITE = 2048
 """Questions per rank between two writes."""
 
 
@@ -132,29 +132,14 @@ class Teachers:
 
         `by_row`, `by_negative`: numbers of rows and hard negatives of each rank.
         """
-        teachers: dict[str, Teaching] = {}
+        teachers = {}
         dtype = arithmetic_dtype(loss_batch.embeddings)
         for name, teacher in self.by_name.items():
-            if isinstance(teacher, VectorTeacher):
-                vectors, *indices = self._vectors(teacher, rank_batch)
-                query, positive, negative = indices
-                teachers[name] = TeacherVectors(
-                    vectors.to(dtype),
-                    self._gather(query, by_row),
-                    self._gather(positive, by_row),
-                    self._gather(negative, by_negative),
-                )
-            else:
-                positive, negative = self._scores(teacher, rank_batch)
-                teachers[name] = TeacherScores(
-                    self._gather(positive, by_row), self._gather(negative, by_negative)
-                )
+            teachers[name] = teacher.teaching(rank_batch, by_row, by_negative, dtype)
         return replace(loss_batch, teachers=teachers)
 
     def log_use(self) -> None:
         """Log how many answers were computed during the run. Collective."""
-        if not self.by_name:
-            return
         counts = [teacher.num_later for teacher in self.by_name.values()]
         totals = collectives.sum_ints(counts)
         for name, total in zip(self.by_name, totals, strict=True):
@@ -162,54 +147,6 @@ class Teachers:
                 log.info(
                     f"teacher {name}: {total:,d} answers were computed during the run"
                 )
-
-    def _vectors(
-        self, teacher: VectorTeacher, rank_batch: RankBatch
-    ) -> tuple[Any, ...]:
-        """Return a teacher's vectors of the global batch, and the index in them of each of this rank's queries,
-        positives and negatives. Collective. An input has one vector for each of its roles, if the teacher's differ."""
-        questions: dict[bytes, Any] = {}
-        places: dict[bytes, int] = {}
-        indices = []
-        asked: list[tuple[Kind, list[Item]]] = [
-            ("query", [query for query, _ in rank_batch.row_items]),
-            ("document", [positive for _, positive in rank_batch.row_items]),
-            ("document", [negative for _, negative in rank_batch.negative_items]),
-        ]
-        for kind, items in asked:
-            index = np.empty(len(items), dtype=np.int64)
-            for position, item in enumerate(items):
-                key, question = teacher.question(item, kind)
-                questions.setdefault(key, question)
-                index[position] = places.setdefault(key, len(places))
-            indices.append(index)
-        rows = teacher.answers(list(questions), list(questions.values()))
-        counts = [row[0] for row in collectives.all_gather_ints([len(rows)])]
-        # Gathered vectors are in rank order, so this rank's begin behind those of lower ranks.
-        offset = sum(counts[: self.session.rank])
-        return self._gather(rows, counts), *(index + offset for index in indices)
-
-    def _scores(
-        self, teacher: PairTeacher, rank_batch: RankBatch
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return a reranker's scores of this rank's rows [rows] and hard negatives [negatives], in float64, times its
-        `scale`. Collective."""
-        keys = []
-        questions = {}
-        for query, document in (*rank_batch.row_items, *rank_batch.negative_items):
-            key, question = teacher.question(query, document)
-            keys.append(key)
-            questions[key] = question
-        answers = teacher.answers(list(questions), list(questions.values()))[:, 0]
-        by_key = dict(zip(questions, answers.tolist(), strict=True))
-        scores = np.array([by_key[key] for key in keys], dtype=np.float64)
-        scores *= teacher.teacher.scale
-        num_rows = len(rank_batch.row_items)
-        return scores[:num_rows], scores[num_rows:]
-
-    def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:
-        column = to_device(torch.from_numpy(values), self.session.device)
-        return collectives.all_gather_rows(column, counts)
 
 
 def teacher_kind(
@@ -230,7 +167,7 @@ def teacher_kind(
     return "embedder" if kind == "yes_no" and needs_vectors else kind
 
 
-FORMAT = 2
+IDENTITY_VERSION = 2
 """Version of the identities. Increase it when a teacher gives other answers for the same files and settings."""
 SAMPLE_BYTES = 2**20
 """Bytes that are read at the beginning, middle and end of a large file."""
@@ -276,6 +213,16 @@ class CachedTeacher(ABC):
     @abstractmethod
     def questions(self, example: Example) -> Iterator[tuple[bytes, Any]]:
         """Yield the key and each question about an example."""
+
+    @abstractmethod
+    def teaching(
+        self,
+        rank_batch: RankBatch,
+        by_row: list[int],
+        by_negative: list[int],
+        dtype: torch.dtype,
+    ) -> Teaching:
+        """Return what it says about a global batch. `dtype`: of vectors. Collective: see `Teachers.attach`."""
 
     @abstractmethod
     def release(self) -> None:
@@ -332,8 +279,12 @@ class CachedTeacher(ABC):
         with ProgressReport(
             f"teacher {self.teacher.label}", active=session.is_main, log=log.info
         ) as progress:
-            for start in range(0, len(missing), CHUNK * session.world_size):
-                chunk = missing[start : start + CHUNK * session.world_size]
+            for start in range(
+                0, len(missing), QUESTIONS_PER_WRITE * session.world_size
+            ):
+                chunk = missing[
+                    start : start + QUESTIONS_PER_WRITE * session.world_size
+                ]
                 # Dealt to the ranks in turn.
                 share = chunk[session.rank :: session.world_size]
                 computed = self.compute([questions[place] for place in share])
@@ -355,6 +306,10 @@ class CachedTeacher(ABC):
                 part.write_text(json.dumps({"num_answers": len(keys)}))
                 part.replace(note)
         self.release()
+
+    def _gather(self, values: np.ndarray, counts: list[int]) -> Tensor:
+        column = to_device(torch.from_numpy(values), self.session.device)
+        return collectives.all_gather_rows(column, counts)
 
     def _note(self, what: str) -> Path:
         return self.store.folder / f"complete-{what}.json"
@@ -419,6 +374,41 @@ class VectorTeacher(CachedTeacher):
         roles_differ = described.query_prompt != described.document_prompt
         return item_key(item, kind if roles_differ else None), (item, kind)
 
+    def teaching(
+        self,
+        rank_batch: RankBatch,
+        by_row: list[int],
+        by_negative: list[int],
+        dtype: torch.dtype,
+    ) -> TeacherVectors:
+        """See CachedTeacher. An input has one vector for each of its roles, if the teacher's differ."""
+        questions: dict[bytes, tuple[Item, Kind]] = {}
+        places: dict[bytes, int] = {}
+
+        def index_of(items: list[Item], kind: Kind) -> np.ndarray:
+            index = np.empty(len(items), dtype=np.int64)
+            for position, item in enumerate(items):
+                key, question = self.question(item, kind)
+                questions.setdefault(key, question)
+                index[position] = places.setdefault(key, len(places))
+            return index
+
+        row_items = rank_batch.row_items
+        negatives = [negative for _, negative in rank_batch.negative_items]
+        query = index_of([query for query, _ in row_items], "query")
+        positive = index_of([positive for _, positive in row_items], "document")
+        negative = index_of(negatives, "document")
+        rows = self.answers(list(questions), list(questions.values()))
+        counts = [row[0] for row in collectives.all_gather_ints([len(rows)])]
+        # Gathered vectors are in rank order, so this rank's begin behind those of lower ranks.
+        offset = sum(counts[: self.session.rank])
+        return TeacherVectors(
+            self._gather(rows, counts).to(dtype),
+            self._gather(query + offset, by_row),
+            self._gather(positive + offset, by_row),
+            self._gather(negative + offset, by_negative),
+        )
+
     def release(self) -> None:
         """See CachedTeacher."""
         self._loaded = None
@@ -446,12 +436,11 @@ class VectorTeacher(CachedTeacher):
         else:
             # On CPUs as the trained model, on a GPU in the dtype of the teacher's weights.
             on_cpu = session.device.type == "cpu"
+            in_bf16 = on_cpu and session.placement.copies_weights
             embedder = Embedder(
                 teacher.model,
                 device=session.device,
-                mixed_precision="bf16"
-                if on_cpu and session.placement.copies_weights
-                else "no",
+                mixed_precision="bf16" if in_bf16 else "no",
                 # Without FSDP in the run each rank has a whole copy. An Embedder without a session makes no collectives.
                 session=session if with_run or session.fsdp is None else None,
                 trust_remote_code=self.trust_remote_code,
@@ -487,6 +476,31 @@ class PairTeacher(CachedTeacher):
     def question(self, query: Item, document: Item) -> tuple[bytes, Pair]:
         """Return the key of a pair, and the pair."""
         return pair_key(query, document), (query, document)
+
+    def teaching(
+        self,
+        rank_batch: RankBatch,
+        by_row: list[int],
+        by_negative: list[int],
+        dtype: torch.dtype,
+    ) -> TeacherScores:
+        """See CachedTeacher. Scores are float64, times the teacher's `scale`."""
+        del dtype
+        keys = []
+        questions = {}
+        for query, document in (*rank_batch.row_items, *rank_batch.negative_items):
+            key, question = self.question(query, document)
+            keys.append(key)
+            questions[key] = question
+        answers = self.answers(list(questions), list(questions.values()))[:, 0]
+        by_key = dict(zip(questions, answers.tolist(), strict=True))
+        scores = np.array([by_key[key] for key in keys], dtype=np.float64)
+        scores *= self.teacher.scale
+        num_rows = len(rank_batch.row_items)
+        return TeacherScores(
+            self._gather(scores[:num_rows], by_row),
+            self._gather(scores[num_rows:], by_negative),
+        )
 
     def release(self) -> None:
         """See CachedTeacher."""
@@ -559,7 +573,7 @@ def teacher_identity(
     """Return a hash of a teacher's files and settings; of files above 3 MiB, of the size and three samples of 1 MiB."""
     digest = hashlib.blake2b(digest_size=16)
     settings = [
-        FORMAT,
+        IDENTITY_VERSION,
         kind,
         arithmetic,
         teacher.query_prompt,
@@ -588,9 +602,8 @@ def teacher_identity(
 def item_key(item: Item, kind: Kind | None) -> bytes:
     """Return the key of an input in a role; `None` if the role makes no difference to the teacher."""
     digest = _content(item, kind)
-    if (
-        item.prompt is not None or item.max_length is not None
-    ):  # its own, in place of the teacher's
+    # Its own, in place of the teacher's.
+    if item.prompt is not None or item.max_length is not None:
         digest.update(b"\0p" + json.dumps([item.prompt, item.max_length]).encode())
     return digest.digest()
 

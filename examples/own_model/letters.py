@@ -67,8 +67,8 @@ def main() -> None:
             with torch.no_grad():
                 latent = model.mapper(z_logits)
                 ours, theirs = (
-                    _next_token(model, ids, mask, z)
-                    for z in (latent, latent.roll(1, dims=0))
+                    _next_token(model, ids, mask, vectors)
+                    for vectors in (latent, latent.roll(1, dims=0))
                 )
             kl = float(kl_to_uniform(z_logits).detach().mean()) / math.log(2)
             print(

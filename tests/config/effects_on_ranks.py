@@ -2,7 +2,6 @@
 
 import os
 from functools import cache
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from vembed.data.examples import Item
 from vembed.data.features import Featuriser
 from vembed.models.families.backbones import layers_of
 from vembed.parallel.session import start_session
-from vembed.training.final import ModelWriter
 
 FSDP1 = {"strategy": "fsdp", "fsdp_version": 1}
 SIZED = {
@@ -96,20 +94,20 @@ def facts():
         for name, options in CASES.items()
     }
     cases = {
-        name: {**one, "model_name": str(tiny.shared(one["model_name"]))}
-        for name, one in cases.items()
+        name: {**case, "model_name": str(tiny.shared(case["model_name"]))}
+        for name, case in cases.items()
     }
     return run_ranks(_observe, 2, cases, process_group=False, timeout=300)[1]
 
 
 def _observe(cases):
-    seen = {}
+    recorded = {}
     for name, options in cases.items():
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
         run = resolve_run(options, env={})
         with start_session(run) as session:
-            seen[name] = _facts(session)
-    return seen
+            recorded[name] = _facts(session)
+    return recorded
 
 
 def _facts(session):
@@ -147,8 +145,6 @@ def _facts(session):
     group = dist.group.WORLD
     assert group is not None
     policy = new[0]._get_fsdp_state()._fsdp_param_group if new else None
-    components = SimpleNamespace(model=model, embedder=embedder)
-    writer = ModelWriter(run.config, session, components)
     return {
         "kind": "FSDP1" if old else "FSDP2" if new else "copies",
         "unit strategies": sorted({unit.sharding_strategy.name for unit in old}),
@@ -165,7 +161,8 @@ def _facts(session):
             and any(u._get_fsdp_state()._states_to_forward_prefetch for u in new)
         ),
         "recomputes": all(layer.gradient_checkpointing for layer in layers_of(model)),
-        "writes whole models": writer.writes_checkpoints,
+        "writes whole models": session.fsdp is not None
+        and session.fsdp.state_dict_type == "FULL_STATE_DICT",
         "layer dtype": dtypes[0],
         "reduce dtype": str(policy.mp_policy.reduce_dtype) if policy else None,
         "timeout": group._get_backend(

@@ -245,10 +245,6 @@ def test_global_batch_that_cannot_be_divided():
             "tokenizer_name: other has no effect without model_class",
         ),
         (
-            {"model_arguments": {"size": 4}},
-            "model_arguments: {'size': 4} has no effect without model_class",
-        ),
-        (
             {"query_prompt": "Instruct: find\\nQuery:"},
             "query_prompt: Instruct: find\\nQuery: holds a backslash and an n where a line break is usual",
         ),

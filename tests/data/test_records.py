@@ -5,10 +5,8 @@ import math
 import pytest
 
 from tests.data.files import pair
-from vembed.data.columns import COLUMNS, Columns
-from vembed.data.examples import BadRecord
-from vembed.data.images.files import ImageRoot
-from vembed.data.records import RecordFormat
+from vembed.data.examples import BadRecord, ImageRoot
+from vembed.data.records import COLUMNS, Columns, RecordFormat
 from vembed.errors import UserError
 
 ROOT = "/images"
@@ -154,9 +152,9 @@ SIDES = {"sentence1": "a", "sentence2": "b"}
     ],
 )
 def test_forms(record, expected):
-    found = read(record)
-    assert shown(found) == expected
-    assert found.where == "here:1"
+    actual = read(record)
+    assert shown(actual) == expected
+    assert actual.where == "here:1"
 
 
 @pytest.mark.parametrize(
@@ -333,7 +331,7 @@ def test_unused_columns_are_known():
         "",
     )
     form.example(pair(source=3), "")
-    assert form.columns.unused == [
+    assert sorted(form.columns.unused) == [
         "id",
         "lang (inside of an item)",
         "question",
@@ -358,7 +356,7 @@ def test_a_passage_has_its_title_before_its_text():
 def test_mapped_columns_that_never_come():
     form = record_format(mapping={"q": "query", "gone": "negatives"})
     form.example({"q": "a", "positive": "b"}, "")
-    assert form.columns.mapped_but_missing == ["gone"]
+    assert form.columns.missing == {"gone"}
 
 
 def test_at_most_so_many_negatives_but_all_are_checked():
@@ -387,13 +385,13 @@ def test_what_a_loss_needs():
 
 
 def test_cells_of_a_table_are_text():
-    found = read({**SIDES, "score": " 0.25 "}, numbers_in_text=True)
-    assert found.scores == (0.25,)
+    actual = read({**SIDES, "score": " 0.25 "}, numbers_in_text=True)
+    assert actual.scores == (0.25,)
     for cell in ("0,25", "nan", "x", "1_0"):
         with pytest.raises(BadRecord, match="score is"):
             read({**SIDES, "score": cell}, numbers_in_text=True)
-    found = read(pair(negative_1="c", negative_2=None), numbers_in_text=True)
-    assert shown(found) == "q > p | c"
+    actual = read(pair(negative_1="c", negative_2=None), numbers_in_text=True)
+    assert shown(actual) == "q > p | c"
 
 
 def test_a_cell_without_a_class_is_called_empty():

@@ -11,9 +11,9 @@ from vembed.evaluation.report.plots import (
     ACCENT,
     BOTTOM,
     LEFT,
-    MARGIN,
+    PLOT_MARGIN,
     RIGHT,
-    RUNS,
+    RUN_COLOURS,
     TITLE_HEIGHT,
     TOP,
     Curve,
@@ -86,9 +86,12 @@ def test_marks_of_evaluations_sizes_forms_and_runs():
     assert {"before", "after", "64", "dimensions kept"} <= set(texts(plot))
     plot = plot_stored({"binary": [(128, 16, 0.5), (256, 32, 0.6)]}, "m")
     assert {"16", "32", "binary"} <= set(texts(plot))
-    plot = plot_runs([(run, curve([1.0, run])) for run in range(len(RUNS) + 1)])
+    plot = plot_runs([(run, curve([1.0, run])) for run in range(len(RUN_COLOURS) + 1)])
     colours = [(stroke.colour, stroke.opacity) for stroke in strokes(plot)]
-    assert colours == [*((colour, 1.0) for colour in RUNS), (RUNS[0], 0.5)]
+    assert colours == [
+        *((colour, 1.0) for colour in RUN_COLOURS),
+        (RUN_COLOURS[0], 0.5),
+    ]
 
 
 def accent(path):
@@ -108,8 +111,8 @@ def test_files_have_colours_of_their_own_and_what_the_page_shows(tmp_path):
     dots = [mark for mark in plot.marks if isinstance(mark, Dot)]
     assert len(dots) == 4, "three points and a ring"
     for dot in dots:
-        x = round((dot.x + MARGIN) * PIXELS)
-        y = round((dot.y + MARGIN + TITLE_HEIGHT) * PIXELS)
+        x = round((dot.x + PLOT_MARGIN) * PIXELS)
+        y = round((dot.y + PLOT_MARGIN + TITLE_HEIGHT) * PIXELS)
         assert dot.colour == ACCENT
         assert pixels[y - 2 : y + 3, x - 2 : x + 3].any()
     assert pixels.mean() < 0.05

@@ -143,7 +143,7 @@ class Stop(Exception):  # noqa: N818
 
 
 def _stops_while_it_scores():
-    retrieval.DOCUMENT_TILE = 32
+    retrieval.DOCUMENTS_PER_SEARCH_TILE = 32
     micro_batches = [0]
     at = None
 
@@ -165,7 +165,9 @@ def _stops_while_it_scores():
             session=session,
             check_interrupt=between,
         )
-        whole, micro_batches[0], at = micro_batches[0], 0, 3
+        whole = micro_batches[0]
+        micro_batches[0] = 0
+        at = 3
         with pytest.raises(Stop):
             retrieval_metrics(
                 queries,

@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image
 
 from vembed.data.examples import ImageRef
-from vembed.data.images.decoders import PIXELS
+from vembed.data.images.decoders import PIXELS_KEY
 
 SECONDS = 60.0
 SLOW = (3, 5)
@@ -25,7 +25,7 @@ class Sized:
         if picture.size == WRONG:
             raise ZeroDivisionError("a bug")
         size = LARGE_BYTES if picture.size == LARGE else 1
-        return {PIXELS: np.full(size, picture.width, np.uint8)}
+        return {PIXELS_KEY: np.full(size, picture.width, np.uint8)}
 
 
 def file_of(folder, size):

@@ -28,7 +28,7 @@ from tests.features.test_text_features import featuriser
 from vembed.data.examples import ImageRef, Item
 from vembed.data.features import Featuriser
 from vembed.data.images import decoders as module
-from vembed.data.images.decoders import PIXELS, Decoders
+from vembed.data.images.decoders import PIXELS_KEY, Decoders
 from vembed.errors import RunError, UserError
 
 
@@ -55,11 +55,11 @@ def test_processes_give_the_pixels_of_threads(tmp_path, monkeypatch):
     features = mine.features([(Item(images=(image,)), "document") for image in images])
     assert mine.pixels is not None
     decoders = mine.pixels.decoders
-    by_threads = mine.collate(features)[PIXELS]
+    by_threads = mine.collate(features)[PIXELS_KEY]
     assert not decoders.pids
     monkeypatch.setattr(module, "DECODED_BY_THREADS", 1)
     mine.pixels.forget()
-    assert mine.collate(features)[PIXELS].equal(by_threads)
+    assert mine.collate(features)[PIXELS_KEY].equal(by_threads)
     assert decoders.pids
     decoders.close()
 
@@ -83,8 +83,8 @@ def test_bad_images_errors_and_large_images(tmp_path, decoders):
             file_of(tmp_path, LARGE),
         ]
     )
-    assert good.wait()[PIXELS].tolist() == [4]
-    assert large.wait()[PIXELS].size == LARGE_BYTES
+    assert good.wait()[PIXELS_KEY].tolist() == [4]
+    assert large.wait()[PIXELS_KEY].size == LARGE_BYTES
     with pytest.raises(UserError, match=r"broken\.jpg"):
         bad.wait()
     with pytest.raises(RuntimeError, match=r"(?s)sized_images.py.*ZeroDivisionError"):

@@ -13,6 +13,9 @@ from tests import tiny
 from tests.built import model_of
 from tests.features.test_text_features import with_padding_on
 from tests.files.saving import load_in_sentence_transformers, ours, save
+from vembed.config.schema import TrainConfig
+from vembed.errors import UserError
+from vembed.models.families.backbones import layers_of
 
 TEXTS = [
     *tiny.texts(9, seed=1),
@@ -142,7 +145,9 @@ def test_a_folder_that_sentence_transformers_saved_is_read(make, tmp_path):
     folder = save(save(tmp_path, tmp_path / "final"), tmp_path / "again")
     saved = load_in_sentence_transformers(folder)
     assert_same(saved.encode_query(TEXTS), model.encode_query(TEXTS))
-    by_name = [one.encode(TEXTS, prompt_name="clustering") for one in (saved, model)]
+    by_name = [
+        entry.encode(TEXTS, prompt_name="clustering") for entry in (saved, model)
+    ]
     assert_same(*by_name)
 
 
@@ -205,3 +210,83 @@ def test_weights_are_stored_in_the_dtype_asked_for(tmp_path):
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert load_in_sentence_transformers(folder).encode(TEXTS).shape == (len(TEXTS), 8)
+
+
+# ---- other values of the base's config -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+def test_changes_of_the_config_are_saved_with_the_model(use_lora, tmp_path):
+    source = tiny.shared(tiny.tiny_qwen3_st)
+    base = ours(source, TEXTS, "query")
+    for number, arguments in enumerate(
+        ({"rope_theta": 50.0}, {"num_hidden_layers": 1})
+    ):
+        folder = save(
+            source,
+            tmp_path / str(number),
+            model_arguments=arguments,
+            use_lora=use_lora,
+        )
+        changed = ours(folder, TEXTS, "query")
+        assert np.abs(changed - base).max() > 0.01
+        model = load_in_sentence_transformers(folder)
+        assert_same(changed, model.encode(TEXTS, prompt_name="query"))
+    config = model[0].auto_model.config
+    assert len(model[0].auto_model.layers) == 1
+    assert config.num_hidden_layers == 1
+    assert config.layer_types == ["full_attention"]
+    # The layer that stays is the first one of the base.
+    weights = load_file(folder / "model.safetensors")
+    of_base = load_file(source / "model.safetensors")
+    for name, tensor in weights.items():
+        torch.testing.assert_close(tensor, of_base[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "layers"),
+    [
+        (tiny.tiny_distilbert, {"num_hidden_layers": 1}, 1),
+        (tiny.tiny_modernbert, {"num_hidden_layers": 2}, 2),
+        (tiny.tiny_clip, {"text_config": {"num_hidden_layers": 1}}, 3),
+    ],
+)
+def test_layers_are_cut_by_any_name_of_theirs(make, arguments, layers):
+    config = TrainConfig(
+        model_name=str(tiny.shared(make)), data_path="none", model_arguments=arguments
+    )
+    assert len(layers_of(model_of(config).backbone)) == layers
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "problem"),
+    [
+        (tiny.tiny_bert, {"rope_theta": 5.0}, "bert has no rope_theta to change"),
+        (tiny.tiny_bert, {"num_layers": 1}, "did you mean 'num_hidden_layers'"),
+        (tiny.tiny_bert, {"model_type": "t5"}, "has no model_type to change"),
+        (
+            tiny.tiny_clip,
+            {"text_config": {"depth": 1}},
+            "text_config in the config of clip has no depth",
+        ),
+        (tiny.tiny_bert, {"num_hidden_layers": "x"}, "expected int, got str"),
+        (tiny.tiny_bert, {"num_hidden_layers": 9}, "lacks .* of the weights"),
+        (tiny.tiny_bert, {"hidden_size": 64}, "does not fit the weights"),
+    ],
+)
+def test_changes_that_the_config_does_not_have_are_named(make, arguments, problem):
+    config = TrainConfig(
+        model_name=str(tiny.shared(make)), data_path="none", model_arguments=arguments
+    )
+    with pytest.raises(UserError, match=problem):
+        model_of(config)
+
+
+def test_another_size_from_scratch():
+    config = TrainConfig(
+        model_name=str(tiny.shared(tiny.tiny_bert)),
+        data_path="none",
+        model_arguments={"hidden_size": 64},
+        from_scratch=True,
+    )
+    assert model_of(config).description.embedding_dim == 64

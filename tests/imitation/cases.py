@@ -136,10 +136,9 @@ TOWERS = {"image_model_name": tiny.tiny_dinov2}
 TEACHER = {"teacher": tiny.tiny_roberta}
 
 
-def twelve_layers(folder: Path) -> Path:
+def twelve_layers(folder):
     """Write a BERT as deep as the published ones."""
-    path: Path = tiny.tiny_bert(folder, layers=12)
-    return path
+    return tiny.tiny_bert(folder, layers=12)
 
 
 # One of each kind of model, and each option once.

@@ -6,15 +6,13 @@ tests/losses/test_NAME.py. It returns the share of `batch.rank_rows` in L at one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.parts import from_its_test
-from vembed.config.schema import TrainConfig
 from vembed.config.terms import Term, source_terms
 from vembed.losses.batch import (
     LossBatch,
@@ -44,29 +42,24 @@ class Plain:
     """Contents of each hard negative, or of its parts where it is a mixture."""
 
     @property
-    def loss(self) -> Any:
+    def loss(self):
         return self.term.loss
 
     @property
-    def own(self) -> range:
+    def rank_rows(self):
         return range(self.batch.num_rows)[self.batch.rank_rows]
 
     @property
-    def zero(self) -> Tensor:
+    def zero(self):
         return self.x.sum() * 0.0
 
-    def per_row(self, total: Tensor) -> Tensor:
+    def per_row(self, total):
         return total / max(1, self.batch.num_rows)
 
 
 def reference_loss(
-    batch: LossBatch,
-    config: TrainConfig,
-    *,
-    parameters: Mapping[str, Tensor] | None = None,
-    mrl_dims: Sequence[int] = (),
-    model_temperature: float | None = None,
-) -> Tensor:
+    batch, config, *, parameters=None, mrl_dims=(), model_temperature=None
+):
     """The share of `batch.rank_rows` in L; with all rows it is L.
 
     `parameters`: the loss's learned parameters by name. `model_temperature`: that with
@@ -74,7 +67,10 @@ def reference_loss(
     """
     total = batch.embeddings.double().sum() * 0.0
     terms = source_terms(
-        config.objective, config.data, config.model.model_name, model_temperature
+        config.objective,
+        config.data,
+        config.model.model_name,
+        model_temperature=model_temperature,
     )[0]
     for number, term in enumerate(terms):
         prefix = "" if term.is_alone else f"terms.{number}."
@@ -87,14 +83,8 @@ def reference_loss(
     return total
 
 
-def _term(
-    batch: LossBatch,
-    config: TrainConfig,
-    term: Term,
-    parameters: Mapping[str, Tensor],
-    mrl_dims: Sequence[int],
-) -> Tensor:
-    scale: Tensor | float = 1.0 if term.temperature is None else 1.0 / term.temperature
+def _term(batch, config, term, parameters, mrl_dims):
+    scale = 1.0 if term.temperature is None else 1.0 / term.temperature
     if "temperature" in parameters:
         scale = 1.0 / parameters["temperature"]
     elif "log_scale" in parameters:
@@ -105,7 +95,8 @@ def _term(
     if getattr(term.loss, "mix_negatives", 0):
         batch, contents = with_plain_mixtures(batch, term, config.run.seed, cosine)
     embeddings = batch.embeddings.double()
-    dims, weights = [embeddings.shape[1]], [1.0]
+    dims = [embeddings.shape[1]]
+    weights = [1.0]
     if config.matryoshka.mrl_dims is not None and term.loss.name != "anchor":
         dims = list(
             mrl_dims
@@ -125,12 +116,9 @@ def _term(
     return total
 
 
-def reference_of(name: str) -> Callable[[Plain], Tensor]:
+def reference_of(name):
     """The function of a loss's name in this file, or `reference` in the test file of the loss."""
-    function: Callable[[Plain], Tensor] = globals().get(name) or from_its_test(
-        "losses", name, "reference"
-    )
-    return function
+    return globals().get(name) or from_its_test("losses", name, "reference")
 
 
 # ---- Losses over candidates -------------------------------------------------------------
@@ -139,9 +127,11 @@ def reference_of(name: str) -> Callable[[Plain], Tensor]:
 class Rows:
     """Who is a candidate of whom, one row at a time."""
 
-    def __init__(self, plain: Plain) -> None:
-        batch, loss = plain.batch, plain.loss
-        self.loss, self.x = loss, plain.x
+    def __init__(self, plain):
+        batch = plain.batch
+        loss = plain.loss
+        self.loss = loss
+        self.x = plain.x
         self.guide = None
         if plain.term.guide is not None:
             self.guide = by_embedding(batch, plain.term.guide)
@@ -154,11 +144,11 @@ class Rows:
         self.query_content = [content[u] for u in self.query]
         self.positive_content = [content[u] for u in self.positive]
         self.negative_contents = plain.contents
-        self.own = plain.own
+        self.rank_rows = plain.rank_rows
         self.rows = range(len(self.query))
         self.negatives = range(len(self.negative))
 
-    def forbidden(self, i: int) -> set[int]:
+    def forbidden(self, i):
         """Contents that are no negatives of row i."""
         contents = {self.query_content[i]}
         for content, example in zip(self.positive_content, self.example, strict=True):
@@ -166,11 +156,11 @@ class Rows:
                 contents.add(content)
         return contents
 
-    def documents(self, i: int) -> list[int]:
+    def documents(self, i):
         """Embeddings of D_i, one entry per occurrence."""
         return self.other_documents(i) + self.own_negatives(i)
 
-    def other_documents(self, i: int) -> list[int]:
+    def other_documents(self, i):
         """Those of D_i that come from other examples."""
         forbidden = self.forbidden(i)
         documents = []
@@ -186,7 +176,7 @@ class Rows:
                 documents.append(self.negative[h])
         return documents
 
-    def own_negatives(self, i: int) -> list[int]:
+    def own_negatives(self, i):
         """Those of D_i that are hard negatives of the row's example."""
         forbidden = self.forbidden(i)
         documents = []
@@ -196,7 +186,7 @@ class Rows:
                 documents.append(self.negative[h])
         return documents
 
-    def queries(self, i: int) -> list[int]:
+    def queries(self, i):
         """Embeddings of Q_i."""
         forbidden = self.forbidden(i)
         return [
@@ -206,7 +196,7 @@ class Rows:
             and self.query_content[j] not in forbidden
         ]
 
-    def queries_of_document(self, i: int) -> list[int]:
+    def queries_of_document(self, i):
         """Embeddings of R_i."""
         queries = []
         for j in self.rows:
@@ -217,21 +207,21 @@ class Rows:
                 queries.append(self.query[j])
         return queries
 
-    def in_reach(self, scores: Tensor, own_score: Tensor) -> Tensor:
+    def in_reach(self, scores, own_score):
         """Scores of the candidates that the margin leaves."""
         if self.loss.false_negative_margin is None:
             return scores
         ceiling = own_score.detach() + self.loss.false_negative_margin
         return scores[scores.detach() <= ceiling + TIE * ceiling.abs().clamp(min=1.0)]
 
-    def scores(self, i: int, anchor: int, others: list[int]) -> Tensor:
+    def scores(self, i, anchor, others):
         """Scores of an anchor with those of the others that the guide leaves."""
         if self.guide is not None:
-            own = self.guide[self.query[i]] @ self.guide[self.positive[i]]
+            pair_score = self.guide[self.query[i]] @ self.guide[self.positive[i]]
             margin = self.loss.guide_margin
             if isinstance(margin, str):
-                margin = float(margin[:-1]) / 100 * own.abs()
-            ceiling = own - margin
+                margin = float(margin[:-1]) / 100 * pair_score.abs()
+            ceiling = pair_score - margin
             ceiling = ceiling + TIE * ceiling.abs().clamp(min=1.0)
             guided = [float(self.guide[anchor] @ self.guide[u]) for u in others]
             others = [
@@ -239,93 +229,103 @@ class Rows:
             ]
         return self.x[others] @ self.x[anchor]
 
-    def forward_scores(self, i: int) -> tuple[Tensor, Tensor]:
+    def forward_scores(self, i):
         """The own pair's score and those of all candidates of the forward direction."""
-        own, others = self.scores_of_others(i)
-        return own, torch.cat((others, self.scores_of_own_negatives(i)))
+        pair_score, others = self.scores_of_others(i)
+        return pair_score, torch.cat((others, self.scores_of_own_negatives(i)))
 
-    def scores_of_others(self, i: int) -> tuple[Tensor, Tensor]:
+    def scores_of_others(self, i):
         """The own pair's score and those of the candidates from other examples."""
-        query, positive = self.query[i], self.positive[i]
+        query = self.query[i]
+        positive = self.positive[i]
         scores = [self.scores(i, query, self.other_documents(i))]
         if self.loss.same_side_negatives in ("queries", "both"):
             scores.append(self.scores(i, query, self.queries(i)))
         if self.loss.same_side_negatives in ("documents", "both"):
             scores.append(self.scores(i, positive, self.other_documents(i)))
-        own = self.x[query] @ self.x[positive]
-        return own, self.in_reach(torch.cat(scores), own)
+        pair_score = self.x[query] @ self.x[positive]
+        return pair_score, self.in_reach(torch.cat(scores), pair_score)
 
-    def scores_of_own_negatives(self, i: int) -> Tensor:
+    def scores_of_own_negatives(self, i):
         """Scores of the hard negatives of the row's example."""
-        query, positive = self.query[i], self.positive[i]
+        query = self.query[i]
+        positive = self.positive[i]
         scores = [self.scores(i, query, self.own_negatives(i))]
         if self.loss.same_side_negatives in ("documents", "both"):
             scores.append(self.scores(i, positive, self.own_negatives(i)))
         return self.in_reach(torch.cat(scores), self.x[query] @ self.x[positive])
 
-    def reverse_scores(self, i: int) -> tuple[Tensor, Tensor]:
+    def reverse_scores(self, i):
         """The same for the reverse direction."""
-        own = self.x[self.query[i]] @ self.x[self.positive[i]]
+        pair_score = self.x[self.query[i]] @ self.x[self.positive[i]]
         others = self.scores(i, self.positive[i], self.queries_of_document(i))
-        return own, self.in_reach(others, own)
+        return pair_score, self.in_reach(others, pair_score)
 
 
-def infonce(plain: Plain) -> Tensor:
-    loss, scale, total = plain.loss, plain.scale, plain.zero
+def infonce(plain):
+    loss = plain.loss
+    scale = plain.scale
+    total = plain.zero
 
-    def of_row(own: Tensor, others: Tensor, alphas: Tensor) -> Tensor:
+    def of_row(pair_score, others, alphas):
         logits = others * scale + alphas * others.detach()
-        value = torch.logsumexp(torch.cat(((own * scale)[None], logits)), 0)
-        value = value - own * scale
+        value = torch.logsumexp(torch.cat(((pair_score * scale)[None], logits)), 0)
+        value = value - pair_score * scale
         if loss.focal_gamma and len(others):
             value = (1 - torch.exp(-value)) ** loss.focal_gamma * value
         return value
 
     if plain.batch.holds_scores:
-        for i in plain.own:
+        for i in plain.rank_rows:
             student, _ = listed(plain, [i])
             total = total - torch.log_softmax(student * scale, 0)[0]
         return plain.per_row(total)
     rows = Rows(plain)
     alpha = loss.hardness_alpha
     alpha_of_others = alpha if loss.hardness_scope == "all" else 0.0
-    for i in plain.own:
-        own, others = rows.scores_of_others(i)
+    for i in plain.rank_rows:
+        local, others = rows.scores_of_others(i)
         negatives = rows.scores_of_own_negatives(i)
         alphas = [alpha_of_others] * len(others) + [alpha] * len(negatives)
         scores = torch.cat((others, negatives))
-        row = of_row(own, scores, scores.new_tensor(alphas))
+        row = of_row(local, scores, scores.new_tensor(alphas))
         if loss.bidirectional:
-            own, others = rows.reverse_scores(i)
+            local, others = rows.reverse_scores(i)
             alphas = [alpha_of_others] * len(others)
-            row = (row + of_row(own, others, others.new_tensor(alphas))) / 2
+            row = (row + of_row(local, others, others.new_tensor(alphas))) / 2
         total = total + row
     return plain.per_row(total)
 
 
-def sigmoid(plain: Plain) -> Tensor:
-    rows, scale, total = Rows(plain), plain.scale, plain.zero
+def sigmoid(plain):
+    rows = Rows(plain)
+    scale = plain.scale
+    total = plain.zero
     bias = plain.parameters.get("bias", -10.0)
     zero = plain.x.new_zeros(())
-    for i in plain.own:
-        own, others = rows.forward_scores(i)
-        total = total + torch.logaddexp(-(own * scale + bias), zero)
+    for i in plain.rank_rows:
+        pair_score, others = rows.forward_scores(i)
+        total = total + torch.logaddexp(-(pair_score * scale + bias), zero)
         total = total + torch.logaddexp(others * scale + bias, zero).sum()
     return plain.per_row(total)
 
 
-def circle(plain: Plain) -> Tensor:
-    rows, total, margin = Rows(plain), plain.zero, plain.loss.margin or 0.25
+def circle(plain):
+    rows = Rows(plain)
+    total = plain.zero
+    margin = 0.25 if plain.loss.margin is None else plain.loss.margin
 
-    def of_row(own: Tensor, others: Tensor) -> Tensor:
+    def of_row(pair_score, others):
         if not len(others):
             return plain.zero
-        positive = torch.clamp(1 + margin - own, min=0.0).detach() * (own - 1 + margin)
+        positive = torch.clamp(1 + margin - pair_score, min=0.0).detach() * (
+            pair_score - 1 + margin
+        )
         negative = torch.clamp(others + margin, min=0.0).detach() * (others - margin)
         exponent = torch.logsumexp(negative * plain.scale, 0) - positive * plain.scale
         return torch.logaddexp(exponent, plain.x.new_zeros(()))
 
-    for i in plain.own:
+    for i in plain.rank_rows:
         row = of_row(*rows.forward_scores(i))
         if plain.loss.bidirectional:
             row = (row + of_row(*rows.reverse_scores(i))) / 2
@@ -333,12 +333,15 @@ def circle(plain: Plain) -> Tensor:
     return plain.per_row(total)
 
 
-def triplet(plain: Plain) -> Tensor:
-    batch, x, total, count = plain.batch, plain.x, plain.zero, 0
+def triplet(plain):
+    batch = plain.batch
+    x = plain.x
+    total = plain.zero
+    count = 0
     for i in range(batch.num_rows):
         for h in own_negatives(plain, i):
             count += 1
-            if i in plain.own:
+            if i in plain.rank_rows:
                 query = x[batch.query[i]]
                 difference = x[batch.negative[h]] @ query - x[batch.positive[i]] @ query
                 margin = 0.2 if plain.loss.margin is None else plain.loss.margin
@@ -349,33 +352,36 @@ def triplet(plain: Plain) -> Tensor:
 # ---- Losses on scored pairs --------------------------------------------------------------
 
 
-def cosent(plain: Plain) -> Tensor:
-    x, batch = plain.x, plain.batch
+def cosent(plain):
+    x = plain.x
+    batch = plain.batch
     return _ordered(plain, (x[batch.query] * x[batch.positive]).sum(1))
 
 
-def angle(plain: Plain) -> Tensor:
+def angle(plain):
     """As AnglE has it, with complex numbers."""
     half = plain.z.shape[1] // 2
     numbers = torch.complex(plain.z[:, :half], plain.z[:, half:])
-    first, second = numbers[plain.batch.query], numbers[plain.batch.positive]
+    first = numbers[plain.batch.query]
+    second = numbers[plain.batch.positive]
     quotient = (first * second.conj()) / second.abs().square().sum(1, keepdim=True)
     quotient = quotient * second.abs().square().sum(1, keepdim=True).sqrt()
     quotient = quotient / first.abs().square().sum(1, keepdim=True).sqrt()
     return _ordered(plain, torch.abs((quotient.real + quotient.imag).sum(1)))
 
 
-def _ordered(plain: Plain, scores: Tensor) -> Tensor:
+def _ordered(plain, scores):
     labels = plain.batch.scores
     assert labels is not None
     higher, lower = torch.nonzero(labels[:, None] > labels[None, :], as_tuple=True)
     differences = (scores[lower] - scores[higher]) * plain.scale
     terms = torch.cat((scores.new_zeros(1), differences))
-    return plain.per_row(torch.logsumexp(terms, 0) * len(plain.own))
+    return plain.per_row(torch.logsumexp(terms, 0) * len(plain.rank_rows))
 
 
-def cosine(plain: Plain) -> Tensor:
-    x, batch = plain.x, plain.batch
+def cosine(plain):
+    x = plain.x
+    batch = plain.batch
     scores = (x[batch.query] * x[batch.positive]).sum(1)
     return plain.per_row((scores - batch.scores)[batch.rank_rows].square().sum())
 
@@ -383,9 +389,10 @@ def cosine(plain: Plain) -> Tensor:
 # ---- Losses on listed pairs --------------------------------------------------------------
 
 
-def target(plain: Plain, row: int, negative: int | None) -> Tensor:
+def target(plain, row, negative):
     """The teacher's score of a row's own pair, or of its query with a hard negative."""
-    batch, name = plain.batch, plain.term.teacher
+    batch = plain.batch
+    name = plain.term.teacher
     if name in (None, SCORES):
         if batch.scores is None:
             # Without scores the labels are those of positives and negatives.
@@ -406,9 +413,10 @@ def target(plain: Plain, row: int, negative: int | None) -> Tensor:
     return vectors[batch.query[row]] @ vectors[other]
 
 
-def own_negatives(plain: Plain, row: int) -> list[int]:
+def own_negatives(plain, row):
     """Hard negatives of a row's example, less duplicates of its query and positives."""
-    batch, content = plain.batch, plain.batch.content
+    batch = plain.batch
+    content = batch.content
     same = batch.example == batch.example[row]
     forbidden = {int(content[u]) for u in batch.positive[same]}
     forbidden.add(int(content[batch.query[row]]))
@@ -420,7 +428,7 @@ def own_negatives(plain: Plain, row: int) -> list[int]:
     return negatives
 
 
-def listed(plain: Plain, rows: list[int]) -> tuple[Tensor, Tensor]:
+def listed(plain, rows):
     """Student's and teacher's scores of the rows' own pairs and of the first row's hard negatives."""
     batch = plain.batch
     negatives = own_negatives(plain, rows[0])
@@ -434,16 +442,16 @@ def listed(plain: Plain, rows: list[int]) -> tuple[Tensor, Tensor]:
     return student, torch.stack(targets)
 
 
-def lists(plain: Plain) -> list[tuple[int, Tensor, Tensor]]:
+def lists(plain):
     """For each example its first row, and the scores of all its documents."""
-    found = []
+    actual = []
     for example in plain.batch.example.unique().tolist():
         rows = (plain.batch.example == example).nonzero().flatten().tolist()
-        found.append((rows[0], *listed(plain, rows)))
-    return found
+        actual.append((rows[0], *listed(plain, rows)))
+    return actual
 
 
-def labelled(plain: Plain) -> list[tuple[int, Tensor, Tensor]]:
+def labelled(plain):
     """As `lists`, with 0 for documents without a score."""
     examples = []
     for first, student, teacher in lists(plain):
@@ -451,13 +459,13 @@ def labelled(plain: Plain) -> list[tuple[int, Tensor, Tensor]]:
     return examples
 
 
-def target_scale(plain: Plain) -> float:
+def target_scale(plain):
     return 1.0 / (plain.loss.teacher_temperature or plain.loss.temperature)
 
 
-def kl(plain: Plain) -> Tensor:
+def kl(plain):
     total = plain.zero
-    for i in plain.own:
+    for i in plain.rank_rows:
         if plain.loss.distill_candidates == "batch":
             rows = Rows(plain)
             vectors = by_embedding(plain.batch, str(plain.term.teacher))
@@ -472,40 +480,43 @@ def kl(plain: Plain) -> Tensor:
     return plain.per_row(total)
 
 
-def score_mse(plain: Plain) -> Tensor:
+def score_mse(plain):
     total = plain.zero
-    for i in plain.own:
+    for i in plain.rank_rows:
         student, teacher = listed(plain, [i])
-        wanted = torch.softmax(teacher * target_scale(plain), 0)
-        errors = torch.softmax(student * plain.scale, 0) - wanted
+        expected = torch.softmax(teacher * target_scale(plain), 0)
+        errors = torch.softmax(student * plain.scale, 0) - expected
         total = total + errors.square().mean()
     return plain.per_row(total)
 
 
-def margin_mse(plain: Plain) -> Tensor:
-    total, count = plain.zero, 0
+def margin_mse(plain):
+    total = plain.zero
+    count = 0
     for i in range(plain.batch.num_rows):
         student, teacher = listed(plain, [i])
         count += len(student) - 1
-        if i in plain.own:
+        if i in plain.rank_rows:
             errors = (student[0] - student[1:]) - (teacher[0] - teacher[1:])
             total = total + errors.square().sum()
     return total / max(1, count)
 
 
-def listwise(plain: Plain) -> Tensor:
-    total, examples = plain.zero, lists(plain)
+def listwise(plain):
+    total = plain.zero
+    examples = lists(plain)
     for first, student, teacher in examples:
-        if first in plain.own:
+        if first in plain.rank_rows:
             known = ~teacher.isnan()
-            wanted = torch.softmax(teacher[known] * target_scale(plain), 0)
+            expected = torch.softmax(teacher[known] * target_scale(plain), 0)
             log_softmax = torch.log_softmax(student[known] * plain.scale, 0)
-            total = total - (wanted * log_softmax).sum()
+            total = total - (expected * log_softmax).sum()
     return total / max(1, len(examples))
 
 
-def ranknet(plain: Plain) -> Tensor:
-    total, count = plain.zero, 0
+def ranknet(plain):
+    total = plain.zero
+    count = 0
     zero = plain.x.new_zeros(())
     for first, student, teacher in lists(plain):
         values = teacher.nan_to_num(nan=-float("inf"))
@@ -513,26 +524,28 @@ def ranknet(plain: Plain) -> Tensor:
             for b in range(len(values)):
                 if values[a] > values[b]:
                     count += 1
-                    if first in plain.own:
+                    if first in plain.rank_rows:
                         difference = (student[b] - student[a]) * plain.scale
                         total = total + torch.logaddexp(difference, zero)
     return total / max(1, count)
 
 
-def bce(plain: Plain) -> Tensor:
-    total, count = plain.zero, 0
+def bce(plain):
+    total = plain.zero
+    count = 0
     for first, student, labels in labelled(plain):
         count += len(labels)
-        if first in plain.own:
+        if first in plain.rank_rows:
             total = total + (torch.log1p(student.exp()) - labels * student).sum()
     return total / max(1, count)
 
 
-def mse(plain: Plain) -> Tensor:
-    total, count = plain.zero, 0
+def mse(plain):
+    total = plain.zero
+    count = 0
     for first, student, teacher in lists(plain):
         count += len(teacher)
-        if first in plain.own:
+        if first in plain.rank_rows:
             total = total + (student - teacher).square().sum()
     return total / max(1, count)
 
@@ -540,26 +553,30 @@ def mse(plain: Plain) -> Tensor:
 # ---- Losses on vectors -------------------------------------------------------------------
 
 
-def relational(plain: Plain) -> Tensor:
-    batch, x = plain.batch, plain.x
+def relational(plain):
+    batch = plain.batch
+    x = plain.x
     vectors = by_embedding(batch, str(plain.term.teacher))
     everything = torch.cat((batch.query, batch.positive, batch.negative))
     number = torch.arange(len(everything))
-    own = torch.cat(
+    columns = torch.cat(
         (
             number[: batch.num_rows][batch.rank_rows],
             number[batch.num_rows : 2 * batch.num_rows][batch.rank_rows],
             number[2 * batch.num_rows :][batch.rank_negatives],
         )
     )
-    rows = everything[own]
+    rows = everything[columns]
     errors = x[rows] @ x[everything].T - vectors[rows] @ vectors[everything].T
-    is_other = own[:, None] != number
+    is_other = columns[:, None] != number
     return (errors.square() * is_other).sum() / max(1, len(everything)) ** 2
 
 
-def spread_out(plain: Plain) -> Tensor:
-    batch, x, total, num = plain.batch, plain.x, plain.zero, plain.batch.num_rows
+def spread_out(plain):
+    batch = plain.batch
+    x = plain.x
+    total = plain.zero
+    num = batch.num_rows
     for index in (batch.query, batch.positive):
         content = batch.content[index]
         differ = content[:, None] != content
@@ -569,16 +586,18 @@ def spread_out(plain: Plain) -> Tensor:
     return total
 
 
-def embedding(plain: Plain) -> Tensor:
+def embedding(plain):
     return _distances(plain, plain.parameters["projection"])
 
 
-def anchor(plain: Plain) -> Tensor:
+def anchor(plain):
     return _distances(plain, torch.eye(plain.z.shape[1], dtype=torch.float64))
 
 
-def _distances(plain: Plain, projection: Tensor) -> Tensor:
-    batch, z, total = plain.batch, plain.z, plain.zero
+def _distances(plain, projection):
+    batch = plain.batch
+    z = plain.z
+    total = plain.zero
     vectors = by_embedding(batch, str(plain.term.teacher))
     inputs = (
         batch.query[batch.rank_rows],
@@ -592,28 +611,26 @@ def _distances(plain: Plain, projection: Tensor) -> Tensor:
     return total / max(1, 2 * batch.num_rows + batch.negative.numel())
 
 
-def none(plain: Plain) -> Tensor:
+def none(plain):
     return plain.zero
 
 
 # ---- Teachers and mixtures ---------------------------------------------------------------
 
 
-def by_embedding(batch: LossBatch, name: str) -> Tensor:
+def by_embedding(batch, name):
     """[U, E] the teacher's vector of each embedding."""
     teacher = batch.teachers[name]
     assert isinstance(teacher, TeacherVectors)
     vectors = teacher.vectors.double()
-    found = vectors.new_zeros(batch.embeddings.shape[0], vectors.shape[1])
-    found[batch.query] = vectors[teacher.query]
-    found[batch.positive] = vectors[teacher.positive]
-    found[batch.negative] = vectors[teacher.negative]
-    return found
+    actual = vectors.new_zeros(batch.embeddings.shape[0], vectors.shape[1])
+    actual[batch.query] = vectors[teacher.query]
+    actual[batch.positive] = vectors[teacher.positive]
+    actual[batch.negative] = vectors[teacher.negative]
+    return actual
 
 
-def with_plain_mixtures(
-    batch: LossBatch, term: Term, seed: int, cosine: bool
-) -> tuple[LossBatch, list[set[int]]]:
+def with_plain_mixtures(batch, term, seed, cosine):
     """The batch with mixed negatives, and the contents of each hard negative's parts."""
     content = batch.content.tolist()
     contents = [{content[u]} for u in batch.negative.tolist()]
@@ -629,10 +646,13 @@ def with_plain_mixtures(
     for left, right, share in zip(
         drawn.left.tolist(), drawn.right.tolist(), drawn.share.tolist(), strict=True
     ):
-        u, v = negative[left], negative[right]
-        first, second = batch.embeddings[u], batch.embeddings[v]
+        u = negative[left]
+        v = negative[right]
+        first = batch.embeddings[u]
+        second = batch.embeddings[v]
         if cosine:
-            first, second = first / first.norm(), second / second.norm()
+            first = first / first.norm()
+            second = second / second.norm()
         embeddings.append((share * first + (1 - share) * second)[None])
         for parts in vectors.values():
             mixed = share * parts[0][u] + (1 - share) * parts[0][v]
@@ -641,7 +661,7 @@ def with_plain_mixtures(
         negative.append(num)
         num += 1
     mixed_negative = torch.tensor(negative, dtype=torch.int64)
-    teachers: dict[str, Any] = dict(batch.teachers)
+    teachers = dict(batch.teachers)
     for name, parts in vectors.items():
         teachers[name] = TeacherVectors(
             torch.cat(parts), batch.query, batch.positive, mixed_negative

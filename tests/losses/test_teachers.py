@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ ALL_TERMS = {
     "bidirectional": True,
     "same_side_negatives": "both",
 }
-TERMS: dict[str, dict[str, Any]] = {
+TERMS = {
     # Single options are those of test_contract.py; these go together.
     "guide-own": {"loss": "infonce", "guide": "vectors", "hard_negatives_scope": "own"},
     "hardness-learned": {
@@ -125,7 +124,7 @@ PAIRS = list(
 
 @pytest.mark.parametrize("name", TERMS)
 @pytest.mark.parametrize("mrl", [{}, MRL], ids=["whole", "mrl"])
-def test_each_loss_equals_its_formula(name: str, mrl: dict[str, Any]) -> None:
+def test_each_loss_equals_its_formula(name, mrl):
     for max_positives, num_contents, seed in ((1, None, 0), (3, None, 1), (3, 9, 2)):
         batch = make_batch(
             7,
@@ -137,15 +136,15 @@ def test_each_loss_equals_its_formula(name: str, mrl: dict[str, Any]) -> None:
         check(batch, config_of(**TERMS[name], **mrl))
 
 
-@pytest.mark.parametrize(("one", "other"), PAIRS)
-def test_each_pair_of_losses_equals_the_sum(one: str, other: str) -> None:
-    losses = [{**TERMS[one], "weight": 0.7}, {**TERMS[other], "weight": 1.3}]
+@pytest.mark.parametrize(("value", "other"), PAIRS)
+def test_each_pair_of_losses_equals_the_sum(value, other):
+    losses = [{**TERMS[value], "weight": 0.7}, {**TERMS[other], "weight": 1.3}]
     batch = make_batch(6, max_positives=2, max_negatives=3, num_contents=60)
     check(batch, config_of(losses=losses, **MRL))
     check(batch, config_of(losses=losses))
 
 
-def test_mixtures_are_a_function_of_seed_batch_and_example() -> None:
+def test_mixtures_are_a_function_of_seed_batch_and_example():
     batch = make_batch(40, max_negatives=5, num_contents=None)
     drawn = draw_mixtures(batch, 42, 50)
     assert torch.equal(drawn.share, draw_mixtures(batch, 42, 50).share)
@@ -158,7 +157,7 @@ def test_mixtures_are_a_function_of_seed_batch_and_example() -> None:
     assert float(drawn.share.var()) == pytest.approx(0.05, abs=0.005)
 
 
-def test_scores_of_pairs_are_no_vectors() -> None:
+def test_scores_of_pairs_are_no_vectors():
     batch = make_batch(4)
     for options in (
         {"guide": "reranker"},

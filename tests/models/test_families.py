@@ -25,7 +25,6 @@ from vembed.models.families import backbones
 from vembed.models.families.description import (
     DESCRIPTION_FILE,
     ModelDescription,
-    published_prompts,
 )
 
 FAMILY = {
@@ -70,10 +69,10 @@ def test_a_feature_map_is_pooled_by_its_mean():
     assert "no class token" in description.reasons["pooling"]
     model = model_of(config, description).eval()
     pixels = torch.randn(2, 3, 32, 32)
-    (found,) = model([("image", {"pixel_values": pixels})])
+    (actual,) = model([("image", {"pixel_values": pixels})])
     feature_map = model.backbone(pixel_values=pixels).last_hidden_state
     assert feature_map.ndim == 4
-    torch.testing.assert_close(found, feature_map.mean(dim=(2, 3)))
+    torch.testing.assert_close(actual, feature_map.mean(dim=(2, 3)))
 
 
 def test_composed_models_have_two_towers_in_the_smaller_space():
@@ -213,18 +212,22 @@ def test_poolings_that_vembed_has_not_are_named(tmp_path):
     assert of_folder(folder).pooling == "last"
 
 
-def test_prompts_of_published_models_are_known_by_name_unless_their_files_say():
-    for name, query, document in (
+@pytest.mark.parametrize(
+    ("name", "query", "document"),
+    [
         ("intfloat/multilingual-e5-base", "query: ", "passage: "),
         ("intfloat/e5-small-v2", "query: ", "passage: "),
         ("BAAI/bge-base-en-v1.5", "passages: ", ""),
         ("Qwen/Qwen3-Embedding-0.6B", "Query:", ""),
-    ):
-        prompts = published_prompts(name)
-        assert prompts["query"].endswith(query) and prompts["document"] == document
-    assert (
-        published_prompts("BAAI/bge-m3") is published_prompts("me/note5-small") is None
-    )
+        ("BAAI/bge-m3", "", ""),
+        ("me/note5-small", "", ""),
+    ],
+)
+def test_prompts_of_published_models_are_known_by_name(name, query, document, tmp_path):
+    description = of_folder(tiny.tiny_bert(tmp_path / name))
+    assert description.query_prompt.endswith(query)
+    assert bool(description.query_prompt) == bool(query)
+    assert description.document_prompt == document
 
 
 def test_a_published_name_brings_its_prompts_with_a_reason(tmp_path):
@@ -295,7 +298,10 @@ def test_a_saved_description_is_believed(tmp_path):
 
 @pytest.mark.parametrize(
     ("model_type", "said"),
-    [("bart", "encoder-decoder"), ("llava", "vision-language model")],
+    [
+        ("bart", "encoder-decoder"),
+        ("llava", "texts and images that vembed does not know"),
+    ],
 )
 def test_models_that_are_not_supported_are_said(tmp_path, model_type, said):
     tiny.write_json(tmp_path / "config.json", {"model_type": model_type})

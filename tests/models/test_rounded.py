@@ -12,7 +12,12 @@ from tests.tiny import shared, tiny_resnet
 from tests.training.test_run import settings
 from vembed.config.loading import load_config
 from vembed.errors import UserError
-from vembed.models.precision import INT8_MAX, RoundedLinear, round_weights, rounded
+from vembed.models.precision import (
+    INT8_MAX,
+    RoundedLinear,
+    round_weights,
+    rounded_to_int8,
+)
 
 
 def test_values_and_gradients_are_those_of_the_rounded_weight():
@@ -22,12 +27,12 @@ def test_values_and_gradients_are_those_of_the_rounded_weight():
         layer.weight[1] = 0
     plain = nn.Linear(6, 4, dtype=torch.float64)
     plain.load_state_dict(layer.state_dict())
-    plain.weight.data = rounded(layer.weight)
+    plain.weight.data = rounded_to_int8(layer.weight)
     layer.__class__ = RoundedLinear
     values = torch.randn(3, 6, dtype=torch.float64)
-    for one in (layer, plain):
+    for entry in (layer, plain):
         functional.mse_loss(
-            one(values), torch.ones(3, 4, dtype=torch.float64)
+            entry(values), torch.ones(3, 4, dtype=torch.float64)
         ).backward()
     torch.testing.assert_close(layer(values), plain(values))
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
@@ -40,7 +45,7 @@ def test_values_and_gradients_are_those_of_the_rounded_weight():
     assert (layer.weight - plain.weight).abs().max() <= 0.5001 * scale.max(), (
         "the nearest level"
     )
-    torch.testing.assert_close(rounded(plain.weight), plain.weight.detach())
+    torch.testing.assert_close(rounded_to_int8(plain.weight), plain.weight.detach())
 
 
 def test_a_run_ends_with_the_weights_it_was_scored_with(tmp_path):
@@ -54,12 +59,12 @@ def test_a_run_ends_with_the_weights_it_was_scored_with(tmp_path):
     assert names
     for name in names:
         torch.testing.assert_close(
-            rounded(weights[name]), weights[name], rtol=1e-6, atol=0
+            rounded_to_int8(weights[name]), weights[name], rtol=1e-6, atol=0
         )
     embeddings = weights[next(name for name in weights if "word_embeddings" in name)]
-    assert not torch.allclose(rounded(embeddings), embeddings, rtol=1e-6, atol=0), (
-        "lookups are no matrix products"
-    )
+    assert not torch.allclose(
+        rounded_to_int8(embeddings), embeddings, rtol=1e-6, atol=0
+    ), "lookups are no matrix products"
     scores = vembed.evaluate(result.model_dir, tmp_path / "val.jsonl")
     assert scores["ndcg@10"] == pytest.approx(result.metrics["ndcg@10"], abs=1e-6)
     log = (result.output_dir / "training_log.txt").read_text()

@@ -10,19 +10,17 @@ import re
 import socket
 import time
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 import pytest
 import torch.distributed as dist
 
 from tests.harness import run_ranks
 from tests.tiny import shared, tiny_bert
-from vembed.config.decisions import ResolvedRun
 from vembed.config.loading import resolve_run
 from vembed.config.schema import FILE_OPTIONS, option_fields
 from vembed.errors import UserError
@@ -33,13 +31,13 @@ from vembed.parallel.launch_check import LaunchCheck
 from vembed.training.trainer import MAY_DIFFER, facts_of
 
 
-def another(annotation: Any, value: Any) -> Any:
+def another(annotation, value):
     """Another value of an option, of its type or near it."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
         return value + 1
-    choices = [one for one in _words(annotation) if one != value]
+    choices = [word for word in _words(annotation) if word != value]
     if choices:
         return choices[0]
     if isinstance(value, list):
@@ -47,7 +45,7 @@ def another(annotation: Any, value: Any) -> Any:
     return "another"
 
 
-def _words(annotation: Any) -> list[Any]:
+def _words(annotation):
     if get_origin(annotation) is Literal:
         return list(get_args(annotation))
     if get_origin(annotation) is UnionType or get_args(annotation):
@@ -55,13 +53,13 @@ def _words(annotation: Any) -> list[Any]:
     return []
 
 
-def changed(run: ResolvedRun, name: str) -> ResolvedRun:
+def changed(run, name):
     field = option_fields()[name]
     value = another(field.annotation, run.config.options()[name])
     return replace(run, config=run.config.changed(**{name: value}))
 
 
-def sentence(number: int, facts: dict[str, Any], **launch: Any) -> str | None:
+def sentence(number, facts, **launch):
     """Return the message of one meeting to this rank, in a part of the store of its own."""
     store = dist.PrefixStore(f"meeting-{number}", STORE[0])
     check = LaunchCheck(read_rank_info(), 1)
@@ -72,13 +70,14 @@ def sentence(number: int, facts: dict[str, Any], **launch: Any) -> str | None:
     return None
 
 
-STORE: list[Any] = []
+STORE = []
 
 
-def all_meetings(folder: str) -> dict[str, str | None]:
+def all_meetings(folder):
     """Each option in turn with another value on rank 1, then files, versions, launches and runs."""
     warnings.simplefilter("ignore")  # pydantic's, on values of other types
-    rank, base = int(os.environ["RANK"]), Path(folder)
+    rank = int(os.environ["RANK"])
+    base = Path(folder)
     launch_check.REFUSAL_SECONDS = 1.0
     launch_check.versions = cache(
         launch_check.versions
@@ -92,11 +91,11 @@ def all_meetings(folder: str) -> dict[str, str | None]:
             "max_steps": 5,
         }
     )
-    said: dict[str, str | None] = {}
+    said = {}
     for number, name in enumerate(option_fields()):
         said[name] = sentence(number, facts_of(changed(run, name) if rank else run))
 
-    def other(name: str, **options: Any) -> dict[str, Any]:
+    def other(name, **options):
         return facts_of(
             replace(
                 run,
@@ -138,7 +137,7 @@ def all_meetings(folder: str) -> dict[str, str | None]:
 
 
 @pytest.fixture(scope="module")
-def meetings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
+def meetings(tmp_path_factory):
     folder = tmp_path_factory.mktemp("meeting")
     lines = ['{"query": "a", "positive": "b"}\n', '{"query": "c", "positive": "d"}\n']
     for name, content in (("a", lines), ("copy", lines), ("b", lines[::-1])):
@@ -148,7 +147,7 @@ def meetings(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | N
     return run_ranks(all_meetings, 2, str(folder), process_group=False)
 
 
-def test_every_rank_hears_the_same(meetings: list[dict[str, str | None]]) -> None:
+def test_every_rank_hears_the_same(meetings):
     assert [
         name for name, said in meetings[0].items() if said != meetings[1][name]
     ] == []
@@ -156,9 +155,7 @@ def test_every_rank_hears_the_same(meetings: list[dict[str, str | None]]) -> Non
 
 
 @pytest.mark.parametrize("name", option_fields())
-def test_every_option_is_compared_or_may_differ_for_a_reason(
-    name: str, meetings: list[dict[str, str | None]]
-) -> None:
+def test_every_option_is_compared_or_may_differ_for_a_reason(name, meetings):
     said = meetings[0][name]
     if name in MAY_DIFFER:
         assert said is None and MAY_DIFFER[name]
@@ -192,14 +189,14 @@ PLAIN_TEXTS = frozenset(
 """Options whose texts are not compared by the content of a file."""
 
 
-def test_every_option_that_may_name_a_file_is_compared_by_content() -> None:
+def test_every_option_that_may_name_a_file_is_compared_by_content():
     for name, field in option_fields().items():
         if "str" in str(field.annotation) and "Literal" not in str(field.annotation):
             is_known = name in FILE_OPTIONS or name in PLAIN_TEXTS
             assert is_known or "dict" in str(field.annotation), name
 
 
-def test_lists_of_options_name_options() -> None:
+def test_lists_of_options_name_options():
     assert set(MAY_DIFFER) | set(FILE_OPTIONS) <= set(option_fields())
     assert not set(MAY_DIFFER) & set(FILE_OPTIONS)
 
@@ -216,26 +213,23 @@ def test_lists_of_options_name_options() -> None:
         ("run given once", "(VEMBED_RUN_ID) is friday on rank 0 ("),
     ],
 )
-def test_files_versions_and_launches_are_compared(
-    what: str, named: str, meetings: list[dict[str, str | None]]
-) -> None:
+def test_files_versions_and_launches_are_compared(what, named, meetings):
     assert named in str(meetings[0][what])
 
 
-def test_the_same_data_in_another_place_are_the_same(
-    meetings: list[dict[str, str | None]],
-) -> None:
+def test_the_same_data_in_another_place_are_the_same(meetings):
     assert meetings[0]["same data elsewhere"] is None
 
 
 # ---- processes that do not find each other, on loopback ----------------------
 
 SHORT = 1.0 / 60
-FIRST, SECOND = RankInfo(0, 2, 0, 1, launched=True), RankInfo(1, 2, 0, 1, launched=True)
+FIRST = RankInfo(0, 2, 0, 1, launched=True)
+SECOND = RankInfo(1, 2, 0, 1, launched=True)
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def port(monkeypatch):
     number = free_port()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(number))
@@ -243,7 +237,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     yield number
 
 
-def failure(ranks: RankInfo) -> str:
+def failure(ranks):
     began = time.monotonic()
     with pytest.raises(UserError) as caught:
         LaunchCheck(ranks, SHORT).connect()
@@ -254,7 +248,7 @@ def failure(ranks: RankInfo) -> str:
     return str(caught.value)
 
 
-def test_nobody_listens(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_listens(port, capsys):
     said = failure(SECOND)
     assert said.startswith(
         f"Rank 1 did not find all 2 processes at 127.0.0.1:{port} within 0.0166667 minutes (nothing "
@@ -267,14 +261,12 @@ def test_nobody_listens(port: int, capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_a_name_that_cannot_be_resolved(
-    port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_cannot_be_resolved(port, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
     assert "(the name nowhere.invalid cannot be resolved: " in failure(SECOND)
 
 
-def test_a_port_in_use(port: int) -> None:
+def test_a_port_in_use(port):
     with socket.socket() as other:
         other.bind(("", port))
         other.listen()
@@ -283,16 +275,14 @@ def test_a_port_in_use(port: int) -> None:
         )
 
 
-def test_a_server_of_another_kind(port: int) -> None:
+def test_a_server_of_another_kind(port):
     with socket.socket() as other:
         other.bind(("127.0.0.1", port))
         other.listen()
         assert "something listens there that is no run's rank 0" in failure(SECOND)
 
 
-def test_rank_0_says_whom_it_waits_for(
-    port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_says_whom_it_waits_for(port, caplog, monkeypatch):
     monkeypatch.setattr(launch_check, "REFUSAL_SECONDS", 0.1)
     check = LaunchCheck(FIRST, SHORT)
     store = check.connect()
@@ -304,7 +294,7 @@ def test_rank_0_says_whom_it_waits_for(
     assert re.search(r"has waited \d+ s for rank 1 of 2", "\n".join(caplog.messages))
 
 
-def test_a_place_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_is_taken(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
@@ -321,7 +311,7 @@ def test_a_place_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         launch_check._claim_rank(store, LaunchCheck(SECOND, 1))
 
 
-def test_the_store_outlives_its_session(port: int) -> None:
+def test_the_store_outlives_its_session(port):
     LaunchCheck(FIRST, 1).connect().set("sentence", "yes")
     gc.collect()
     assert LaunchCheck(SECOND, 1).connect().get("sentence") == b"yes", (

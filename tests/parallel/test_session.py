@@ -10,7 +10,6 @@ import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ from vembed.errors import UserError
 from vembed.parallel import collectives, launch_check, session
 from vembed.parallel.environment import RankInfo, interface_to, read_rank_info
 from vembed.parallel.launch import free_port
-from vembed.parallel.placement import Placement, choose_precision, place
+from vembed.parallel.placement import choose_precision, place
 from vembed.parallel.step_memory import GIB, ModelSize, measure
 
 CPU = torch.device("cpu")
@@ -49,14 +48,14 @@ SHORT = 3 / 60
 
 
 @pytest.mark.promise("B26")
-def test_no_variables_mean_one_process() -> None:
+def test_no_variables_mean_one_process():
     assert read_rank_info({}) == RankInfo(
         rank=0, world_size=1, local_rank=0, local_world_size=1, launched=False
     )
 
 
 @pytest.mark.promise("A10", "C26")
-def test_variables_have_torchs_meaning() -> None:
+def test_variables_have_torchs_meaning():
     assert read_rank_info(GROUP | {"LOCAL_WORLD_SIZE": "1"}) == RankInfo(
         1, 2, 1, 1, launched=True
     )
@@ -64,7 +63,7 @@ def test_variables_have_torchs_meaning() -> None:
 
 @pytest.mark.parametrize("name", GROUP)
 @pytest.mark.promise("C26")
-def test_a_missing_variable_is_named(name: str) -> None:
+def test_a_missing_variable_is_named(name):
     env = {key: value for key, value in GROUP.items() if key != name}
     with pytest.raises(UserError, match=rf"^{name} is not set although ") as caught:
         read_rank_info(env)
@@ -72,7 +71,7 @@ def test_a_missing_variable_is_named(name: str) -> None:
 
 
 @pytest.mark.promise("A10")
-def test_nodes_counted_as_processes_are_refused() -> None:
+def test_nodes_counted_as_processes_are_refused():
     with pytest.raises(
         UserError,
         match="RANK=2 must be between 0 and WORLD_SIZE - 1 = 1: RANK is the number of the pro",
@@ -86,12 +85,12 @@ def test_nodes_counted_as_processes_are_refused() -> None:
 
 
 @pytest.mark.promise("C23", "D15")
-def test_precision_on_the_cpu() -> None:
-    def chosen(**options: Any) -> tuple[str, str]:
-        made = choose_precision(
+def test_precision_on_the_cpu():
+    def chosen(**options):
+        built = choose_precision(
             resolve_run(config_of("unused", **options), env={}).precision, CPU
         )
-        return made.value, made.reason
+        return built.value, built.reason
 
     assert chosen() == ("no", "auto: the CPU computes in the dtype of the weights")
     assert chosen(mixed_precision="bf16") == ("bf16", "mixed_precision: bf16")
@@ -105,15 +104,13 @@ LARGE = ModelSize(
 )
 
 
-def placed(
-    size: ModelSize, num_ranks: int = 2, memory: int = 80 * GIB, **options: Any
-) -> Placement:
+def placed(size, num_ranks=2, memory=80 * GIB, **options):
     run = resolve_run(config_of("unused", **options), env={})
     return place(run, RankInfo(0, num_ranks, 0, num_ranks), CPU, memory, lambda _: size)
 
 
 @pytest.mark.promise("B33", "C02")
-def test_auto_chooses_by_size_and_says_why() -> None:
+def test_auto_chooses_by_size_and_says_why():
     small = placed(SMALL, memory=GIB)
     assert (small.strategy.value, small.fsdp, small.num_shards) == ("ddp", None, 1)
     assert small.strategy.reason == (
@@ -127,7 +124,7 @@ def test_auto_chooses_by_size_and_says_why() -> None:
 
 
 @pytest.mark.promise("B21", "D03")
-def test_advice_where_fsdp_is_pointless() -> None:
+def test_advice_where_fsdp_is_pointless():
     small = placed(SMALL, strategy="fsdp")
     assert small.strategy.value == "fsdp"
     (advice,) = small.notes
@@ -136,7 +133,7 @@ def test_advice_where_fsdp_is_pointless() -> None:
 
 
 @pytest.mark.promise("A01", "C34")
-def test_one_process_with_fsdp_runs_whole_with_one_line() -> None:
+def test_one_process_with_fsdp_runs_whole_with_one_line():
     alone = placed(LARGE, 1, strategy="fsdp")
     assert (alone.strategy.value, alone.fsdp) == ("single", None)
     assert alone.strategy.reason == (
@@ -144,14 +141,14 @@ def test_one_process_with_fsdp_runs_whole_with_one_line() -> None:
     )
 
 
-def test_single_with_several_processes_is_refused() -> None:
+def test_single_with_several_processes_is_refused():
     with pytest.raises(
         UserError, match="strategy: single, but 2 processes were started"
     ):
         placed(SMALL, strategy="single")
 
 
-def test_options_without_effect_on_these_processes_are_said() -> None:
+def test_options_without_effect_on_these_processes_are_said():
     notes = placed(
         SMALL,
         fsdp_min_num_params=5,
@@ -172,8 +169,8 @@ def test_options_without_effect_on_these_processes_are_said() -> None:
     )
 
 
-def test_the_estimate_counts_weights_gradients_and_optimizer() -> None:
-    def states(**options: Any) -> tuple[float, int]:
+def test_the_estimate_counts_weights_gradients_and_optimizer():
+    def states(**options):
         config = config_of(shared(tiny_bert), **options)
         size = measure(config)
         return size.state_bytes, size.total
@@ -192,74 +189,74 @@ def test_the_estimate_counts_weights_gradients_and_optimizer() -> None:
 # ---- start and end ---------------------------------------------------------------------------------------------------
 
 
-def whole_life(folder: str) -> dict[str, Any]:
+def whole_life(folder):
     before = dict(os.environ)
     lines = listen()
-    seen: dict[str, Any] = {}
+    recorded = {}
     with session.start_session(
         config_of(folder, dist_timeout_minutes=7, debug=True)
-    ) as one:
+    ) as first:
         group = dist.group.WORLD
         assert group is not None
-        seen["timeout"] = group._get_backend(CPU).options._timeout.total_seconds()
-        seen["debug"] = str(dist.get_debug_level())
-        seen["facts"] = (
-            one.rank,
-            one.world_size,
-            one.strategy,
-            str(one.device),
-            one.is_main,
-            one.mixed_precision,
+        recorded["timeout"] = group._get_backend(CPU).options._timeout.total_seconds()
+        recorded["debug"] = str(dist.get_debug_level())
+        recorded["facts"] = (
+            first.rank,
+            first.world_size,
+            first.strategy,
+            str(first.device),
+            first.is_main,
+            first.mixed_precision,
         )
         model = nn.Linear(3, 3)
-        model.weight.data.fill_(one.rank + 1)
-        seen["weight"] = float(one.prepare(model).state_dict()["weight"].mean())
-        one.barrier()
-    seen["ended"] = not dist.is_initialized()
-    seen["same_environment"] = dict(os.environ) == before
-    seen["lines"] = list(lines)
+        model.weight.data.fill_(first.rank + 1)
+        recorded["weight"] = float(first.prepare(model).state_dict()["weight"].mean())
+        first.barrier()
+    recorded["ended"] = not dist.is_initialized()
+    recorded["same_environment"] = dict(os.environ) == before
+    recorded["lines"] = list(lines)
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     with (
         pytest.raises(ZeroDivisionError) as error,
         session.start_session(config_of(folder, strategy="ddp")),
     ):
-        seen["again"] = collectives.sum_ints([1])
+        recorded["again"] = collectives.sum_ints([1])
         raise ZeroDivisionError
-    seen["note"] = error.value.__notes__
-    seen["ended_by_error"] = not dist.is_initialized()
+    recorded["note"] = error.value.__notes__
+    recorded["ended_by_error"] = not dist.is_initialized()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     with (
         pytest.raises(KeyboardInterrupt),
         session.start_session(config_of(folder, strategy="ddp")),
     ):
         raise KeyboardInterrupt
-    seen["ended_by_interrupt"] = not dist.is_initialized()
-    return seen
+    recorded["ended_by_interrupt"] = not dist.is_initialized()
+    return recorded
 
 
 @pytest.mark.promise("A17", "B27", "B28")
-def test_a_session_starts_says_so_and_ends_the_group_whatever_happens() -> None:
+def test_a_session_starts_says_so_and_ends_the_group_whatever_happens():
     results = run_ranks(whole_life, 2, str(shared(tiny_bert)), process_group=False)
-    for rank, seen in enumerate(results):
-        assert seen["timeout"] == 7 * 60
-        assert seen["debug"].endswith("DETAIL")
-        assert seen["facts"] == (rank, 2, "ddp", "cpu", rank == 0, "no")
-        assert seen["weight"] == 1.0
-        assert seen["again"] == [2]
-        assert seen["note"] == [f"rank {rank} of 2"]
+    for rank, result in enumerate(results):
+        assert result["timeout"] == 7 * 60
+        assert result["debug"].endswith("DETAIL")
+        assert result["facts"] == (rank, 2, "ddp", "cpu", rank == 0, "no")
+        assert result["weight"] == 1.0
+        assert result["again"] == [2]
+        assert result["note"] == [f"rank {rank} of 2"]
         assert (
-            seen["ended"]
-            and seen["ended_by_error"]
-            and seen["ended_by_interrupt"]
-            and seen["same_environment"]
+            result["ended"]
+            and result["ended_by_error"]
+            and result["ended_by_interrupt"]
+            and result["same_environment"]
         )
         assert (
             "processes: 2, 2 of them on this machine; backend: gloo (no GPU); a collective waits 7 minutes at most"
-            in seen["lines"]
+            in result["lines"]
         )
 
 
-def one_process(folder: str) -> tuple[Any, ...]:
+def one_process(folder):
     for name in (
         "RANK",
         "WORLD_SIZE",
@@ -272,11 +269,11 @@ def one_process(folder: str) -> tuple[Any, ...]:
     lines = listen()
     os.environ["ACCELERATE_USE_FSDP"] = "true"  # as `accelerate launch` leaves it
     os.environ["FSDP_VERSION"] = "2"
-    with session.start_session(config_of(folder, strategy="fsdp")) as one:
-        model = one.prepare(nn.Linear(3, 3))
+    with session.start_session(config_of(folder, strategy="fsdp")) as first:
+        model = first.prepare(nn.Linear(3, 3))
         return (
-            one.strategy,
-            one.fsdp,
+            first.strategy,
+            first.fsdp,
             type(model).__name__,
             dist.is_initialized(),
             lines,
@@ -284,7 +281,7 @@ def one_process(folder: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.promise("A01", "B12")
-def test_plain_process_with_fsdp() -> None:
+def test_plain_process_with_fsdp():
     kind, fsdp, name, initialised, lines = run_ranks(
         one_process, 1, str(shared(tiny_bert)), process_group=False
     )[0]
@@ -307,7 +304,7 @@ for number in range(3):
 """
 
 
-def test_one_launch_holds_several_sessions(tmp_path: Path) -> None:
+def test_one_launch_holds_several_sessions(tmp_path):
     (tmp_path / "sessions.py").write_text(SEVERAL_SESSIONS)
     words = ["--standalone", "--nproc-per-node=2", str(tmp_path / "sessions.py")]
     done = command(*words, module="torch.distributed.run")
@@ -315,44 +312,44 @@ def test_one_launch_holds_several_sessions(tmp_path: Path) -> None:
     assert done.stdout.count("SUM 2.0") == 6
 
 
-def alone_under_torchrun(folder: str) -> tuple[str, bool]:
-    with session.start_session(config_of(folder, strategy="fsdp")) as one:
-        one.prepare(nn.Linear(3, 3))
-    return one.strategy, dist.is_initialized()
+def alone_under_torchrun(folder):
+    with session.start_session(config_of(folder, strategy="fsdp")) as first:
+        first.prepare(nn.Linear(3, 3))
+    return first.strategy, dist.is_initialized()
 
 
 @pytest.mark.promise("A11")
-def test_one_process_under_torchrun_ends_well_too() -> None:
+def test_one_process_under_torchrun_ends_well_too():
     assert run_ranks(
         alone_under_torchrun, 1, str(shared(tiny_bert)), process_group=False
     ) == [("single", False)]
 
 
-def test_a_state_that_another_trainer_left_is_replaced() -> None:
+def test_a_state_that_another_trainer_left_is_replaced():
     """Trainers of Transformers leave theirs, and Accelerate refuses to change its precision."""
     Accelerator(cpu=True, mixed_precision="no")
     with session.start_session(
         config_of(str(shared(tiny_bert)), mixed_precision="bf16")
-    ) as one:
-        assert one.accelerator.mixed_precision == "bf16"
+    ) as first:
+        assert first.accelerator.mixed_precision == "bf16"
 
 
 # ---- others that fail ------------------------------------------------------------------------------------------------
 
 
-def patient_start() -> None:
+def patient_start():
     """Let the short limit be for collectives only: a busy machine may start ranks slowly."""
     session.LaunchCheck = lambda ranks, _: launch_check.LaunchCheck(ranks, 1.0)
 
 
-def wait_for_others(folder: str, misfortune: str) -> str:
+def wait_for_others(folder, misfortune):
     began = time.monotonic()
     patient_start()
     with session.start_session(
         config_of(folder, strategy="ddp", dist_timeout_minutes=SHORT)
-    ) as one:
-        one.barrier()
-        if one.rank == 1:
+    ) as first:
+        first.barrier()
+        if first.rank == 1:
             if misfortune == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if misfortune == "raises":
@@ -368,7 +365,7 @@ def wait_for_others(folder: str, misfortune: str) -> str:
 
 @pytest.mark.parametrize("misfortune", ["killed", "raises", "hangs"])
 @pytest.mark.promise("C30", "E33")
-def test_the_others_end_in_time_and_name_rank_and_collective(misfortune: str) -> None:
+def test_the_others_end_in_time_and_name_rank_and_collective(misfortune):
     outcomes = rank_outcomes(
         wait_for_others,
         2,
@@ -387,9 +384,7 @@ def test_the_others_end_in_time_and_name_rank_and_collective(misfortune: str) ->
         assert "no more paper" in outcomes[1].error
 
 
-def started_by_hand(
-    folder: str, per_machine: int
-) -> tuple[list[str], list[int] | None]:
+def started_by_hand(folder, per_machine):
     """The five variables that docs/multi-node.md names, on machines that have `per_machine` processes each."""
     machine, local = divmod(int(os.environ["RANK"]), per_machine)
     del os.environ["LOCAL_WORLD_SIZE"]
@@ -398,8 +393,8 @@ def started_by_hand(
     lines = listen()
     with session.start_session(
         config_of(folder, strategy="fsdp", fsdp_sharding_strategy="HYBRID_SHARD")
-    ) as one:
-        mesh = one.mesh
+    ) as first:
+        mesh = first.mesh
         message = [
             line.partition(";")[0]
             for line in lines
@@ -408,11 +403,14 @@ def started_by_hand(
         return message, None if mesh is None else list(mesh.shape)
 
 
-def test_processes_started_by_hand_count_those_of_their_machine() -> None:
-    folder, loopback = str(shared(tiny_bert)), interface_to("127.0.0.1", 29500)
+def test_processes_started_by_hand_count_those_of_their_machine():
+    folder = str(shared(tiny_bert))
+    loopback = interface_to("127.0.0.1", 29500)
     network = f"network: interface {loopback} (it leads to 127.0.0.1"
-    found = run_ranks(started_by_hand, 4, folder, 2, process_group=False)
-    assert found == [([network, "processes: 4, 2 of them on this machine"], [2, 2])] * 4
+    actual = run_ranks(started_by_hand, 4, folder, 2, process_group=False)
+    assert (
+        actual == [([network, "processes: 4, 2 of them on this machine"], [2, 2])] * 4
+    )
     same = (
         "HYBRID_SHARD: with 1 machine(s) of 2 process(es) it is the same as FULL_SHARD"
     )
@@ -427,15 +425,13 @@ def test_processes_started_by_hand_count_those_of_their_machine() -> None:
         )
 
 
-def test_machines_that_cannot_reach_each_other_are_told_what_to_set(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_machines_that_cannot_reach_each_other_are_told_what_to_set(monkeypatch):
     for name, value in (
         GROUP | {"LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth7"}
     ).items():
         monkeypatch.setenv(name, value)
 
-    def refused(*_: Any, **__: Any) -> None:
+    def refused(*_, **__):
         raise RuntimeError(
             "Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: remote=[127.0.0.1]"
         )
@@ -452,14 +448,12 @@ def test_machines_that_cannot_reach_each_other_are_told_what_to_set(
         session.start_session(config_of(str(shared(tiny_bert))))
 
 
-def test_a_machine_without_loopback_is_told_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_machine_without_loopback_is_told_at_once(monkeypatch):
     rank_0 = GROUP | {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     for name, value in rank_0.items():
         monkeypatch.setenv(name, value)
 
-    def unreachable(*_: Any, **__: Any) -> None:
+    def unreachable(*_, **__):
         raise OSError(errno.ENETUNREACH, "Network is unreachable")
 
     monkeypatch.setattr(socket, "create_connection", unreachable)
@@ -470,16 +464,16 @@ def test_a_machine_without_loopback_is_told_at_once(
         session.start_session(config_of(str(shared(tiny_bert))))
 
 
-def test_free_ports_differ() -> None:
-    found = {free_port() for _ in range(5)}
-    assert len(found) > 1
+def test_free_ports_differ():
+    actual = {free_port() for _ in range(5)}
+    assert len(actual) > 1
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    assert max(found) < first, (
+    assert max(actual) < first, (
         "an outgoing connection may take one of the others before rank 0 listens"
     )
 
 
-def timeouts_of_a_hybrid_mesh(folder: str) -> list[float]:
+def timeouts_of_a_hybrid_mesh(folder):
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     os.environ["LOCAL_RANK"] = str(int(os.environ["RANK"]) % 2)
     options = {
@@ -487,8 +481,8 @@ def timeouts_of_a_hybrid_mesh(folder: str) -> list[float]:
         "fsdp_sharding_strategy": "HYBRID_SHARD",
         "dist_timeout_minutes": 7,
     }
-    with session.start_session(config_of(folder, **options)) as one:
-        mesh = one.mesh
+    with session.start_session(config_of(folder, **options)) as first:
+        mesh = first.mesh
         groups = [mesh.get_group(name) for name in mesh.mesh_dim_names]
         assert dist.group.WORLD not in groups
         return [
@@ -496,7 +490,7 @@ def timeouts_of_a_hybrid_mesh(folder: str) -> list[float]:
         ]
 
 
-def test_the_groups_of_a_hybrid_mesh_wait_as_long_as_all_others() -> None:
+def test_the_groups_of_a_hybrid_mesh_wait_as_long_as_all_others():
     folder = str(shared(tiny_bert))
     assert (
         run_ranks(timeouts_of_a_hybrid_mesh, 4, folder, process_group=False)
@@ -509,21 +503,18 @@ def test_the_groups_of_a_hybrid_mesh_wait_as_long_as_all_others() -> None:
     [(RuntimeError, "abort"), (UserError, "destroy"), (None, "destroy")],
 )
 def test_a_failed_rank_waited_for_kernels_that_never_end(
-    error: type[Exception] | None,
-    ending: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    error, ending, tmp_path, monkeypatch
+):
     """With NCCL the group is aborted after a failure: destroying it waits for collectives that others never join."""
-    ended: list[str] = []
+    ended = []
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append("destroy"))
     monkeypatch.setattr(
         dist.distributed_c10d, "_abort_process_group", lambda: ended.append("abort")
     )
-    one = session.start_session(config_of(shared(tiny_bert)))
+    first = session.start_session(config_of(shared(tiny_bert)))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with contextlib.suppress(RuntimeError, UserError), one:
+    with contextlib.suppress(RuntimeError, UserError), first:
         if error is not None:
             raise error("failed")
     assert ended == [ending]

@@ -26,7 +26,7 @@ from vembed.data.examples import Example, Item
 from vembed.data.features import build_featuriser
 from vembed.losses.batch import LossBatch
 from vembed.losses.build import build_loss
-from vembed.models.families.backbones import plain_name
+from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel.session import start_session
 from vembed.parallel.step_memory import Budget, MemoryGuard
 from vembed.training.frozen import InputSource
@@ -36,7 +36,8 @@ from vembed.training.step import (
     seed_of,
 )
 
-SEED, BATCH_NUMBER = 5, 3
+SEED = 5
+BATCH_NUMBER = 3
 Data = Literal["pairs", "negatives", "several", "scored", "graded"]
 
 
@@ -77,7 +78,7 @@ class Case:
 def examples(case):
     """Texts of very different lengths; some occur again, as negatives, as positives, on other ranks."""
     words = texts(4 * case.num_examples, seed=3, longest=30)
-    made = []
+    built = []
     for row in range(case.num_examples):
         query, positive, other, negative = words[4 * row : 4 * row + 4]
         if row % 3 == 2:
@@ -86,7 +87,10 @@ def examples(case):
             negative = words[
                 5
             ]  # the positive of row 1: a negative that another row must not be pushed from
-        positives, negatives, scores, negative_scores = [positive], [], None, None
+        positives = [positive]
+        negatives = []
+        scores = None
+        negative_scores = None
         if case.data in ("negatives", "several", "graded"):
             negatives = [negative, other] if row % 3 == 0 else [negative]
         if case.data in ("several", "graded") and row % 2 == 0:
@@ -101,7 +105,7 @@ def examples(case):
                 0.2 * place - 0.1 * row for place in range(len(negatives))
             )
         items = tuple(map(Item, positives)), tuple(map(Item, negatives))
-        made.append(
+        built.append(
             Example(
                 Item(query),
                 *items,
@@ -110,7 +114,7 @@ def examples(case):
                 negative_scores=negative_scores,
             )
         )
-    return made
+    return built
 
 
 def build(config, teacher_dims=None):
@@ -236,10 +240,8 @@ def plain_batch(case, model, featuriser):
         negative_scores += example.negative_scores or ()
     features = featuriser.features(units)
     embeddings = model([("text", featuriser.collate(features))])[0]
-    table, extra = (
-        torch.tensor(rows),
-        torch.tensor(negatives, dtype=torch.int64).reshape(-1, 2),
-    )
+    table = torch.tensor(rows)
+    extra = torch.tensor(negatives, dtype=torch.int64).reshape(-1, 2)
     return LossBatch(
         embeddings=embeddings,
         content=torch.tensor([feature.content for feature in features]),
@@ -264,17 +266,23 @@ def gives_scores(model):
 
 def drawn_batch(case, model, featuriser, world_size):
     """With dropout the draws depend on the micro-batches: the same ones, with graphs kept, of all ranks in turn."""
-    rows, budget = examples(case), case.budget()
+    rows = examples(case)
+    budget = case.budget()
     rank_batches = []
     for rank in range(world_size):
-        own = rank_rows(len(rows), rank, world_size)
-        rank_batches.append(make_rank_batch(rows[own], own.start, featuriser))
+        local_rows = rank_rows(len(rows), rank, world_size)
+        rank_batches.append(
+            make_rank_batch(rows[local_rows], local_rows.start, featuriser)
+        )
     lengths = [
         [feature.length for feature in rank_batch.features]
         for rank_batch in rank_batches
     ]
-    count = max(len(split_by_length(one, budget.micro_batch_tokens)) for one in lengths)
-    embeddings, offsets = [], [0]
+    count = max(
+        len(split_by_length(length, budget.micro_batch_tokens)) for length in lengths
+    )
+    embeddings = []
+    offsets = [0]
     for rank, rank_batch in enumerate(rank_batches):
         batch_schedule = split_by_length(
             lengths[rank], budget.micro_batch_tokens, at_least=count
@@ -336,35 +344,35 @@ def full_gradients(model):
     if FullyShardedDataParallel.fsdp_modules(model):
         with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
             return {
-                plain_name(name): one.grad.clone()
-                for name, one in model.named_parameters()
-                if one.requires_grad and one.grad is not None
+                unwrapped_name(name): parameter.grad.clone()
+                for name, parameter in model.named_parameters()
+                if parameter.requires_grad and parameter.grad is not None
             }
     return {
-        plain_name(name): one.grad.full_tensor()
-        if isinstance(one.grad, DTensor)
-        else one.grad
-        for name, one in model.named_parameters()
-        if one.grad is not None
+        unwrapped_name(name): parameter.grad.full_tensor()
+        if isinstance(parameter.grad, DTensor)
+        else parameter.grad
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
     }
 
 
 def loss_gradients(loss):
     """Gradients of learned temperatures, scales and biases."""
     return {
-        f"loss.{name}": one.grad
-        for name, one in loss.named_parameters()
-        if one.grad is not None
+        f"loss.{name}": parameter.grad
+        for name, parameter in loss.named_parameters()
+        if parameter.grad is not None
     }
 
 
-def worst_error(found, wanted):
+def worst_error(actual, expected):
     """Return the parameter whose gradient is farthest off, and how far, as `tests.measure` measures it."""
-    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     errors = gradient_errors(
         *(
-            {name: one for name, one in of.items() if name != "loss"}
-            for of in (found, wanted)
+            {name: value for name, value in of.items() if name != "loss"}
+            for of in (actual, expected)
         )
     )
     name = max(errors, key=errors.__getitem__)

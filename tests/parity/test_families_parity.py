@@ -34,7 +34,8 @@ from vembed.parallel.step_memory import Budget
 
 NUM_EXAMPLES = 7
 LORA = {"use_lora": True, "lora_r": 4, "lora_dropout": 0.0}
-EXACT, ROUNDED = 1e-9, 2e-5
+EXACT = 1e-9
+ROUNDED = 2e-5
 """Errors in float64; rotary positions, RMS norms and resized tables of positions round to float32 inside the models."""
 
 
@@ -133,7 +134,7 @@ def examples(modalities):
         file = io.BytesIO()
         picture.save(file, "PNG")
         refs.append(ImageRef(data=file.getvalue()))
-    made = []
+    built = []
     for row in range(NUM_EXAMPLES):
         text, other, third = (Item(words[3 * row + place]) for place in range(3))
         image, second, last = (
@@ -145,11 +146,15 @@ def examples(modalities):
                 (text, other, third) if row < 4 else (text, both, image)
             )
         elif modalities == ("image",):
-            query, positive, negative = image, second, last
+            query = image
+            positive = second
+            negative = last
         else:
-            query, positive, negative = text, image, other if row % 2 else last
-        made.append(Example(query, (positive,), (negative,) if row % 3 == 0 else ()))
-    return made
+            query = text
+            positive = image
+            negative = other if row % 2 else last
+        built.append(Example(query, (positive,), (negative,) if row % 3 == 0 else ()))
+    return built
 
 
 def on_ranks(configs):
@@ -159,14 +164,10 @@ def on_ranks(configs):
     with start_session(configs[0]) as session:
         for config in configs:
             embedder, loss, featuriser = build(config)
-            frozen, image_bytes = (
-                embedder.frozen_modalities(),
-                embedder.frozen_image_token_bytes(),
-            )
-            modalities, classes = (
-                embedder.description.modalities,
-                embedder.description.layer_classes,
-            )
+            frozen = embedder.frozen_modalities()
+            image_bytes = embedder.frozen_image_token_bytes()
+            modalities = embedder.description.modalities
+            classes = embedder.description.layer_classes
             num_layers = sum(
                 type(module).__name__ in classes for module in embedder.modules()
             )
@@ -229,8 +230,8 @@ def wanted(name):
     for modality in model.description.modalities:
         places = [
             place
-            for place, one in enumerate(rank_batch.features)
-            if one.modality == modality
+            for place, feature in enumerate(rank_batch.features)
+            if feature.modality == modality
         ]
         if places:
             (rows,) = model(
@@ -246,7 +247,7 @@ def wanted(name):
             embeddings = embeddings.index_put((torch.tensor(places),), rows)
     batch = LossBatch(
         embeddings=embeddings,
-        content=torch.tensor([one.content for one in rank_batch.features]),
+        content=torch.tensor([feature.content for feature in rank_batch.features]),
         query=torch.from_numpy(rank_batch.query),
         positive=torch.from_numpy(rank_batch.positive),
         example=torch.from_numpy(rank_batch.example),
@@ -271,7 +272,8 @@ def wanted(name):
 @pytest.mark.parametrize("cached", [False, True], ids=["kept-graphs", "cached"])
 @pytest.mark.parametrize(("group", "name"), TABLE)
 def test_gradient_of_every_family_is_that_of_the_formula(group, name, cached):
-    ranks, plain = found(group)[name, cached], wanted(name)
+    ranks = found(group)[name, cached]
+    plain = wanted(name)
     assert all(rank["kept"] is not cached and rank["calls"] > 2 for rank in ranks)
     for rank in ranks:
         units, num_layers = rank["units"]

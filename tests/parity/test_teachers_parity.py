@@ -6,7 +6,6 @@ import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +29,7 @@ from tests.teachers.test_cache import Data, width_of
 from tests.tiny import shared, tiny_bert, tiny_reranker
 from vembed.data.examples import Item
 from vembed.data.row_store import RowStore
-from vembed.losses.batch import LossBatch, TeacherScores, TeacherVectors
+from vembed.losses.batch import TeacherScores, TeacherVectors
 from vembed.losses.table import LOSSES
 from vembed.parallel.session import start_session
 from vembed.teachers import Teachers, item_key, pair_key
@@ -110,7 +109,7 @@ CASES = [
     ),
 ]
 BY_NAME = {case.name: case for case in CASES}
-GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
+GROUPS = {
     "one": (1, "single", {}),
     "ddp-2": (2, "ddp", {}),
     "ddp-3-uneven": (3, "ddp", {}),
@@ -119,9 +118,7 @@ GROUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-def with_teachers(
-    options: dict[str, Any], teacher: Path, reranker: Path
-) -> dict[str, Any]:
+def with_teachers(options, teacher, reranker):
     """The options with two teachers: one whose vectors depend on the role, one that scores pairs."""
     entries = [
         {"model": str(teacher), "name": "teacher", "query_prompt": "find the "},
@@ -130,33 +127,32 @@ def with_teachers(
     return {**options, "teachers": entries}
 
 
-def on_ranks(
-    cases: list[tuple[Case, Path]], strategy: str, more: dict[str, Any], cache: Path
-) -> list[dict[str, Any]]:
+def on_ranks(cases, strategy, more, cache):
     """Called on every rank. The first case asks its teachers during the step, the others before it."""
-    results: list[dict[str, Any]] = []
+    results = []
     first, folder = cases[0]
     with start_session(first.config(folder, strategy=strategy, **more)) as session:
         for number, (case, folder) in enumerate(cases):
             config = case.config(folder, strategy=strategy, **more)
-            teachers, rows = (
-                Teachers(config.objective, config.data, config.model, session, cache),
-                examples(case),
+            teachers = Teachers(
+                config.objective, config.data, config.model, session, cache
             )
+            rows = examples(case)
             if number:
                 teachers.prepare(Data(rows, f"data-{case.data}"))
-            found, _ = step_on_rank(case, config, session, teachers=teachers)
-            later = {name: one.num_later for name, one in teachers.by_name.items()}
-            results.append({"gradients": found, "later": later})
+            actual, _ = step_on_rank(case, config, session, teachers=teachers)
+            later = {name: value.num_later for name, value in teachers.by_name.items()}
+            results.append({"gradients": actual, "later": later})
     return results
 
 
 @cache
-def group_of(group: str) -> tuple[dict[str, Any] | RankFailed, Path]:
+def group_of(group):
     """All cases of a group in one start of its ranks, and the cache that they have filled."""
     world_size, strategy, more = GROUPS[group]
     folder = Path(tempfile.mkdtemp(prefix="teachers-", dir=shared(tiny_bert).parent))
-    teacher, reranker = shared(tiny_bert, layers=1, hidden=24), shared(tiny_reranker)
+    teacher = shared(tiny_bert, layers=1, hidden=24)
+    reranker = shared(tiny_reranker)
     placed = [
         (
             replace(case, options=with_teachers(case.options, teacher, reranker)),
@@ -170,15 +166,15 @@ def group_of(group: str) -> tuple[dict[str, Any] | RankFailed, Path]:
         )
     except RankFailed as error:
         return error, folder
-    found = {}
+    actual = {}
     for number, case in enumerate(CASES):
         total = sum(rank[number]["gradients"]["loss"] for rank in by_rank)
         later = [sum(rank[number]["later"].values()) for rank in by_rank]
-        found[case.name] = {**by_rank[0][number]["gradients"], "loss": total}, later
-    return found, folder
+        actual[case.name] = {**by_rank[0][number]["gradients"], "loss": total}, later
+    return actual, folder
 
 
-def wanted(case: Case, folder: Path) -> dict[str, torch.Tensor]:
+def wanted(case, folder):
     """From the formula, with the answers that the cache holds."""
     options = with_teachers(
         case.options, shared(tiny_bert, layers=1, hidden=24), shared(tiny_reranker)
@@ -196,7 +192,7 @@ def wanted(case: Case, folder: Path) -> dict[str, torch.Tensor]:
     return {**full_gradients(model), **loss_gradients(loss), "loss": value.detach()}
 
 
-def answered(case: Case, batch: LossBatch, folder: Path) -> LossBatch:
+def answered(case, batch, folder):
     """The batch with the teachers' answers, one vector for each occurrence."""
     stores = [
         RowStore(folder / "teachers", path.name, "teacher", ".answers")
@@ -204,12 +200,15 @@ def answered(case: Case, batch: LossBatch, folder: Path) -> LossBatch:
     ]
     by_width = {width_of(store): store for store in stores}
 
-    def answers(keys: list[bytes], width: int) -> torch.Tensor:
+    def answers(keys, width):
         rows = by_width[width].find_rows(keys)
         return torch.from_numpy(np.stack([rows[place] for place in range(len(keys))]))
 
-    vectors, positive, negative, negative_scores = [], [], [], []
-    plain: list[bytes] = []
+    vectors = []
+    positive = []
+    negative = []
+    negative_scores = []
+    plain = []
     for example in examples(case):
         vectors.append(item_key(example.query, "query"))
         plain.append(item_key(example.query, None))
@@ -223,7 +222,7 @@ def answered(case: Case, batch: LossBatch, folder: Path) -> LossBatch:
             pair_key(example.query, document) for document in example.negatives
         ]
         negative_scores += list(example.negative_scores or ())
-    teachers: dict[str, Any] = {}
+    teachers = {}
     if case.name == "anchor":  # the start model gives an input one vector in both roles
         teachers[str(case.folder())] = TeacherVectors(
             answers(plain, 32), batch.query, batch.positive, batch.negative
@@ -248,11 +247,11 @@ def answered(case: Case, batch: LossBatch, folder: Path) -> LossBatch:
 
 @pytest.mark.parametrize("name", BY_NAME)
 @pytest.mark.parametrize("group", GROUPS)
-def test_gradient_is_that_of_the_formula(group: str, name: str) -> None:
-    found, folder = group_of(group)
-    if isinstance(found, RankFailed):
-        raise found
-    ours, later = found[name]
+def test_gradient_is_that_of_the_formula(group, name):
+    actual, folder = group_of(group)
+    if isinstance(actual, RankFailed):
+        raise actual
+    ours, later = actual[name]
     plain = wanted(BY_NAME[name], folder)
     assert float(ours["loss"]) == pytest.approx(float(plain["loss"]), rel=1e-9)
     parameter, error = worst_error(ours, plain)
@@ -262,7 +261,7 @@ def test_gradient_is_that_of_the_formula(group: str, name: str) -> None:
     )
 
 
-def test_the_same_text_has_a_key_for_each_role() -> None:
+def test_the_same_text_has_a_key_for_each_role():
     item = Item("text")
     assert (
         len({item_key(item, None), item_key(item, "query"), item_key(item, "document")})
@@ -272,7 +271,7 @@ def test_the_same_text_has_a_key_for_each_role() -> None:
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_declared_loss_goes_through_the_real_step(name: str) -> None:
+def test_every_declared_loss_goes_through_the_real_step(name):
     """With Gradient Cache, ranks and shards: in a case of this file or of test_parity.py."""
     losses = {"none"}  # a model's own losses are in tests/training
     for case in (*CASES, *test_parity.CASES):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
@@ -36,20 +32,20 @@ EXACT = 1e-9
 class AnswerCase(Case):
     """Lists of questions of very different lengths, several in each micro-batch."""
 
-    def folder(self) -> Path:
+    def folder(self):
         """The model that is trained."""
         return shared(tiny_qwen3_reranker)
 
-    def budget(self) -> Budget:
+    def budget(self):
         """Micro-batches of three to eight questions."""
         return Budget(1600, self.kept_tokens, self.cache)
 
 
 @contextmanager
-def exact_norms() -> Iterator[None]:
+def exact_norms():
     """Qwen3's norms round float64 to float32. Here they do not."""
 
-    def forward(norm: Qwen3RMSNorm, states: Tensor) -> Tensor:
+    def forward(norm, states):
         shape = tuple(norm.weight.shape)
         return functional.rms_norm(states, shape, norm.weight, norm.variance_epsilon)
 
@@ -58,9 +54,7 @@ def exact_norms() -> Iterator[None]:
         yield
 
 
-def exact_gradients(
-    case: Case, folder: Path, strategy: str, more: dict[str, Any]
-) -> dict[str, Tensor]:
+def exact_gradients(case, folder, strategy, more):
     with exact_norms():
         (gradients,) = gradients_on_ranks([(case, folder)], strategy, more)
     return gradients
@@ -92,9 +86,7 @@ def test_gradients_are_those_of_whole_questions(
         assert error < EXACT, name
 
 
-def scores_and_gradients(
-    model: nn.Module, inputs: list[dict[str, Tensor]]
-) -> tuple[Tensor, dict[str, Tensor]]:
+def scores_and_gradients(model, inputs):
     model.zero_grad()
     scores = torch.cat([model([("text", batch)])[0] for batch in inputs])[:, 0]
     weights = torch.arange(1, len(scores) + 1, dtype=scores.dtype)
@@ -141,6 +133,6 @@ def test_memory_is_measured_with_whole_documents():
     inputs = featuriser.collate([question, question])
     _, _, document_mark, end = features.answer_form(featuriser.description)
     assert featuriser.texts is not None
-    rest = featuriser.texts.decoded(inputs["input_ids"][0].numpy())
-    assert rest.endswith(end)
-    assert document_mark + "a" in rest
+    others = featuriser.texts.decoded(inputs["input_ids"][0].numpy())
+    assert others.endswith(end)
+    assert document_mark + "a" in others

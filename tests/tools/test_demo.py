@@ -11,7 +11,7 @@ from vembed import UserError
 from vembed.cli.commands import demo
 from vembed.cli.commands.demo import (
     FULL,
-    Pair,
+    FunctionPair,
     free_folder,
     split_by_module,
     standard_library_pairs,
@@ -82,8 +82,8 @@ def test_a_function_is_cut_out_as_it_is_written_less_its_docstring(tmp_path):
     (tmp_path / "test" / "other.py").write_text(SOURCE)
     (tmp_path / "broken.py").write_text("def (:\n")
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
-    (found,) = standard_library_pairs(tmp_path)
-    assert found == Pair(
+    (actual,) = standard_library_pairs(tmp_path)
+    assert actual == FunctionPair(
         module="package.module",
         query="Read what is there. And more of it.",
         positive=(
@@ -134,7 +134,7 @@ def test_a_missing_and_an_empty_model_package_are_named(monkeypatch, tmp_path):
 def test_quick_demo_from_end_to_end(tmp_path, capsys, monkeypatch, pairs):
     # Reading the standard library takes seconds.
     monkeypatch.setattr(demo, "standard_library_pairs", lambda: pairs)
-    monkeypatch.setattr(demo, "QUICK", demo.Size(32, 40, 16, 48))
+    monkeypatch.setattr(demo, "QUICK", demo.DemoSize(32, 40, 16, 48))
     folder = tmp_path / "demo # one: two"
     assert demo.demo(["report_to=none"], str(folder), quick=True) == 0
     record = read_run(folder)

@@ -48,7 +48,8 @@ def test_the_declarations_need_no_torch():
 def test_an_optimizer_descends_and_decays_as_declared(name, tmp_path):
     """The loss falls, weights without gradient shrink by lr * weight_decay, and the state takes the declared bytes."""
     torch.manual_seed(1)
-    model, loss = TinyModel(dim=72, frozen_embeddings=False), TinyLoss()
+    model = TinyModel(dim=72, frozen_embeddings=False)
+    loss = TinyLoss()
     loss.requires_grad_(False)
     options = config_for(tmp_path, optim=name, learning_rate=1e-3, weight_decay=0.5)
     optimizer = build_optimizer(model, loss, options.optimizer)

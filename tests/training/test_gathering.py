@@ -19,7 +19,8 @@ def train(options):
     until_update = []
     left = []
     units_seen = set()
-    original, apply = _fsdp_param_group.foreach_all_gather, Update.apply
+    original = _fsdp_param_group.foreach_all_gather
+    apply = Update.apply
 
     def gather(*args, **more):
         gathers.append(1)
@@ -36,11 +37,13 @@ def train(options):
         )
         return apply(self, *args)
 
-    _fsdp_param_group.foreach_all_gather, Update.apply = gather, update
+    _fsdp_param_group.foreach_all_gather = gather
+    Update.apply = update
     try:
         vembed.train(options)
     finally:
-        _fsdp_param_group.foreach_all_gather, Update.apply = original, apply
+        _fsdp_param_group.foreach_all_gather = original
+        Update.apply = apply
     return {
         "gathers": until_update[-1]
         / STEPS,  # the check of what is saved gathers once more
@@ -86,8 +89,8 @@ def test_units_were_gathered_twice_in_a_step_with_gradient_cache(
         }
         common |= {"val_data_path": None, "lora_dropout": 0.0, "eval_before": False}
         runs.append(settings(folder, **common, **more))
-    found, _ = run_ranks(train_all, 2, runs, process_group=False)
-    for more, once, often in zip(CASES, found[::2], found[1::2], strict=True):
+    actual, _ = run_ranks(train_all, 2, runs, process_group=False)
+    for more, once, often in zip(CASES, actual[::2], actual[1::2], strict=True):
         assert once["gathers"] < often["gathers"] / 3, more
         if (
             "use_gradient_cache" in more

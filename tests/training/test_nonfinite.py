@@ -14,12 +14,14 @@ class Breaks(Hook):
     """Sets a weight to NaN after a step, or before final/ is written."""
 
     def __init__(self, after=None, name="embeddings.word_embeddings"):
-        self.after, self.part, self.weight = after, name, None
+        self.after = after
+        self.part = name
+        self.weight = None
 
     def on_start(self, run):
         self.weight = next(
-            one
-            for name, one in run.components.model.named_parameters()
+            parameter
+            for name, parameter in run.components.model.named_parameters()
             if self.part in name
         )
 

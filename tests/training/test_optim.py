@@ -29,8 +29,8 @@ from vembed.training.optimizer import (
 
 def trained(config, model=None):
     return {
-        one.name: one
-        for one in trained_parameters(
+        parameter.name: parameter
+        for parameter in trained_parameters(
             model or TinyModel(frozen_embeddings=False),
             TinyLoss(),
             config.optimizer,
@@ -39,7 +39,8 @@ def trained(config, model=None):
 
 
 def test_weight_decay_reaches_those_parameters_and_no_other(tmp_path):
-    model, loss = TinyModel(frozen_embeddings=False), TinyLoss()
+    model = TinyModel(frozen_embeddings=False)
+    loss = TinyLoss()
     optimizer = build_optimizer(
         model, loss, config_for(tmp_path, weight_decay=0.5).optimizer
     )
@@ -57,7 +58,7 @@ def test_weight_decay_reaches_those_parameters_and_no_other(tmp_path):
 
 def rates_of(tmp_path, model=None, **options):
     config = config_for(tmp_path, **options)
-    return {name: one.learning_rate for name, one in trained(config, model).items()}
+    return {name: value.learning_rate for name, value in trained(config, model).items()}
 
 
 def test_head_learning_rate_is_for_heads_projections_and_learned_scales(
@@ -75,7 +76,8 @@ def test_head_learning_rate_is_for_heads_projections_and_learned_scales(
 
 def test_decay_of_sgd_is_decoupled_as_that_of_all_others(tmp_path):
     """Weights shrink by lr * weight_decay, beside a step along the gradient as it is."""
-    model, loss = TinyModel(), TinyLoss()
+    model = TinyModel()
+    loss = TinyLoss()
     before = model.head.weight.detach().clone()
     optimizer = build_optimizer(
         model, loss, config_for(tmp_path, optim="sgd", weight_decay=0.5).optimizer
@@ -127,8 +129,8 @@ def groups_of(optimizer, names):
 def train_two_steps(config, model, loss):
     optimizer = build_optimizer(model, loss, config.optimizer)
     names = {
-        id(one.parameter): one.name
-        for one in trained_parameters(model, loss, config.optimizer)
+        id(parameter.parameter): parameter.name
+        for parameter in trained_parameters(model, loss, config.optimizer)
     }
     groups = groups_of(optimizer, names)
     for _ in range(2):
@@ -137,7 +139,7 @@ def train_two_steps(config, model, loss):
 
 
 class Torchao(types.ModuleType):
-    """It prints and warns where there is no GPU, so tests do without it."""
+    """Stands in for torchao, whose own optimizer trains in test_resume_run.py."""
 
     AdamW8bit = torch.optim.AdamW
 
@@ -154,10 +156,8 @@ def sharded(tmp_path, model_name, version):
         **OPTIONS,
     )
     with start_session(config) as session:
-        model, loss = (
-            session.prepare(TinyModel(dim=8, frozen_embeddings=False), ("Layer",)),
-            TinyLoss(),
-        )
+        model = session.prepare(TinyModel(dim=8, frozen_embeddings=False), ("Layer",))
+        loss = TinyLoss()
         groups, state, optimizer = train_two_steps(config, model, loss)
         held = sum(
             value.to_local().numel()
@@ -194,12 +194,12 @@ def test_shards_step_as_the_whole_does(tmp_path, version):
     results = run_ranks(
         sharded, 2, tmp_path, str(shared(tiny_bert)), version, process_group=False
     )
-    for found_groups, found, _, refused in results:
+    for found_groups, result, _, refused in results:
         assert found_groups == groups
-        assert set(found) == set(expected)
+        assert set(result) == set(expected)
         for name, value in expected.items():
             np.testing.assert_allclose(
-                found[name], value, rtol=1e-5, atol=1e-7, err_msg=name
+                result[name], value, rtol=1e-5, atol=1e-7, err_msg=name
             )
         assert "use optim: adamw_8bit with fsdp_version: 2" in refused["adafactor"]
         way_out = (

@@ -15,7 +15,8 @@ from tests.tiny import WORDS, shared, tiny_bert
 from vembed.errors import RunError, UserError
 from vembed.training.hooks.metrics import mean_cosine
 
-NUM_TRAIN, NUM_VAL = 96, 40
+NUM_TRAIN = 96
+NUM_VAL = 40
 
 
 def write_pairs(folder, *, seed=0):
@@ -89,7 +90,7 @@ def test_output_directory_has_all_that_is_promised(plain):
     ]
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
-    wanted = {
+    expected = {
         "epoch",
         "loss",
         "learning_rate",
@@ -97,7 +98,7 @@ def test_output_directory_has_all_that_is_promised(plain):
         "samples_per_second",
         "tokens_per_second",
     }
-    assert wanted | {"padding_fraction", "memory"} <= steps[0].keys()
+    assert expected | {"padding_fraction", "memory"} <= steps[0].keys()
     assert len(steps[0]["memory"]) == 1 and 0 <= steps[0]["padding_fraction"] < 1
     assert [line["step"] for line in lines if "eval" in line] == [0, 6]
     assert plain.metrics["ndcg@10"] == lines[-1]["eval"]["ndcg@10"]
@@ -119,16 +120,17 @@ def test_the_saved_config_repeats_the_run_bit_for_bit(plain, tmp_path):
 def test_every_loss_falls(loss, tmp_path):
     more = {"loss": loss, "max_steps": 24, "val_data_path": None}
     if loss in ("cosent", "cosine"):
-        draw, rows = random.Random(1), []
+        draw = random.Random(1)
+        rows = []
         for _ in range(64):
             words = draw.sample(WORDS, 6)
-            kept = draw.randint(0, 6)
-            other = words[:kept] + draw.sample(WORDS, 6 - kept)
+            remaining = draw.randint(0, 6)
+            other = words[:remaining] + draw.sample(WORDS, 6 - remaining)
             rows.append(
                 {
                     "sentence1": " ".join(words),
                     "sentence2": " ".join(other),
-                    "score": kept / 6,
+                    "score": remaining / 6,
                 }
             )
         path = tmp_path / "scored.jsonl"
@@ -174,7 +176,8 @@ def test_best_checkpoint_is_the_final_model(tmp_path):
 def test_a_training_that_makes_the_model_worse_says_so(tmp_path, capfd):
     result = vembed.train(settings(tmp_path, learning_rate=3.0, max_grad_norm=0))
     metric = "ndcg@10"
-    before, after = result.metrics[f"before/{metric}"], result.metrics[metric]
+    before = result.metrics[f"before/{metric}"]
+    after = result.metrics[metric]
     assert after < before, "nothing to say"
     said = f"{metric} is {after:.4f} in final/ and was {before:.4f} before training: use the model as it was"
     assert (

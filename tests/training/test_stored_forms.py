@@ -22,9 +22,7 @@ def test_scores_and_report(tmp_path):
     } <= set(names)
     scores = metrics(result.output_dir, "eval")
     assert "compressed/binary/8/ndcg@10" in scores[-1]
-    page, text = (
-        (result.output_dir / "report.html").read_text(),
-        (result.output_dir / "report.md").read_text(),
-    )
+    page = (result.output_dir / "report.html").read_text()
+    text = (result.output_dir / "report.md").read_text()
     assert "Stored vectors" in page and "nDCG@10 by bytes per document" in page
     assert "## Stored vectors" in text and "| binary, rescored | 16 | 2 |" in text

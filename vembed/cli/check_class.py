@@ -20,11 +20,10 @@ from vembed.models.custom.modeling import (
     load_weights,
 )
 from vembed.models.custom.own_code import find_class, settings_of
-from vembed.models.embedding_model import sums_and_counts
+from vembed.models.embedding_model import Inputs, sums_and_counts
 from vembed.models.families.backbones import layers_of
 
 TOLERANCE = 1e-5
-Inputs = dict[str, Tensor]
 
 
 def check_model(

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -17,19 +17,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.data.examples import BadRecord, Item
-from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
+from vembed.data.example_store import IMAGE_THREADS, NUM_NAMED, image_problem
+from vembed.data.examples import BadRecord, ImageRoot, Item
 from vembed.data.formats.saved_datasets import is_saved_dataset
 from vembed.data.formats.table import (
     CODECS,
-    ENDINGS,
+    FORMAT_BY_ENDING,
     WAYS_OUT,
     ending_of,
     open_reader,
     unknown_ending,
     unpacked_copy,
 )
-from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
+from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.records import (
     ID_FIELDS,
     IMAGE_FIELDS,
@@ -48,13 +48,13 @@ TEXT_COLUMNS = ("text", "query", *TEXT_FIELDS[1:])
 """Fields that are taken for the text of a record when nobody names one; the first that is there. A title goes before
 `text`, as in evaluation."""
 BOM = b"\xef\xbb\xbf"
-LineFormat = Literal["auto", "jsonl", "text"]
+AskedLineFormat = Literal["auto", "jsonl", "text"]
 RawRow = tuple[int, Any, str | None]
 """Number of the line, the record and, where it cannot be read, the reason."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class EncodeRow:
     """One input, with what is written beside its vector."""
 
     number: int
@@ -76,23 +76,22 @@ class EncodeInput:
     session: Session
     column: str | None
     keep: Sequence[str]
-    line_format: LineFormat
+    line_format: AskedLineFormat
     image_root: str | None
     skips: bool
     chunk_rows: int
-    left_out: list[tuple[int, str]] = field(default_factory=list)
-    """Number of the row, and the reason, of each input that is left out."""
     total: int | None = None
     """Number of rows, where it is known."""
 
     def __post_init__(self) -> None:
+        self.left_out: list[tuple[int, str]] = []
+        """Number of the row, and the reason, of each input that is left out."""
         self.is_stdin = self.source == "-"
         self.name = "standard input" if self.is_stdin else self.source
         self.path = Path(self.source)
-        self.has_images = self.path.is_dir() and not is_saved_dataset(self.path)
-        folder = self.path.absolute()
-        if not folder.is_dir():
-            folder = folder.parent
+        is_folder = self.path.is_dir()
+        self.has_images = is_folder and not is_saved_dataset(self.path)
+        folder = self.path if is_folder else self.path.absolute().parent
         self.images = ImageRoot(self.image_root or str(folder), allow_urls=False)
         try:
             self.rows = self._open()
@@ -106,7 +105,7 @@ class EncodeInput:
         if self.has_images:
             return self._image_rows()
         ending = ending_of(self.path)
-        is_table = self.path.is_dir() or ending in ENDINGS
+        is_table = self.path.is_dir() or ending in FORMAT_BY_ENDING
         if not self.is_stdin and self.line_format == "auto":
             if is_table:
                 return self._reader_rows()
@@ -128,19 +127,18 @@ class EncodeInput:
 
     def _image_rows(self) -> Iterator[RawRow]:
         """Return the images of a folder and its subfolders, in the order of their paths."""
-        images = sorted(
-            str(path.relative_to(self.path))
-            for path in self.path.rglob("*")
-            if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
-        )
+        images = []
+        for path in self.path.rglob("*"):
+            if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("."):
+                images.append(str(path.relative_to(self.path)))
         if not images:
             endings = ", ".join(sorted(IMAGE_SUFFIXES))
             raise UserError(
                 f"{self.path} is a folder without images ({endings}); for texts give a file"
             )
         self.total = len(images)
-        records = [{"id": name, "image": name} for name in images]
-        return ((number, record, None) for number, record in enumerate(records, 1))
+        for number, name in enumerate(sorted(images), 1):
+            yield number, {"id": name, "image": name}, None
 
     def _reader_rows(self) -> Iterator[RawRow]:
         """Return the records of a source of data."""
@@ -167,7 +165,7 @@ class EncodeInput:
                 except BadRecord as error:
                     yield number, None, str(error)
 
-    def __iter__(self) -> Iterator[list[Row]]:
+    def __iter__(self) -> Iterator[list[EncodeRow]]:
         first = 1
         while True:
             count = min(FIRST_ROWS, self.chunk_rows) if first == 1 else self.chunk_rows
@@ -199,10 +197,10 @@ class EncodeInput:
                 f"not JSON ({error}); for plain text use --input-format text"
             ) from error
 
-    def _checked(self, chunk: Sequence[RawRow], first: int) -> list[Row]:
+    def _checked(self, chunk: Sequence[RawRow], first: int) -> list[EncodeRow]:
         """Return the inputs of a chunk, of which the first row has this number. Collective."""
-        rows: list[Row] = []
-        problems: list[tuple[int, str]] = []
+        rows = []
+        problems = []
         for number, (line, record, problem) in enumerate(chunk, first):
             where = f"{self.name}:{line}"
             value = record
@@ -223,7 +221,7 @@ class EncodeInput:
                 problems.append((number, f"{where}: {error}"))
                 continue
             fields = record if isinstance(record, dict) else {}
-            rows.append(Row(number, item, document_id(record), fields))
+            rows.append(EncodeRow(number, item, document_id(record), fields))
         # With the first rows wrong folders are found before the model is loaded.
         if (first == 1 or self.skips) and any(row.item.images for row in rows):
             part = rows[self.session.rank :: self.session.world_size]
@@ -246,7 +244,7 @@ class EncodeInput:
             )
         self.left_out += problems
 
-    def check_kept(self, rows: Sequence[Row]) -> None:
+    def check_kept(self, rows: Sequence[EncodeRow]) -> None:
         """Raise UserError if a column to be kept is in none of the first records."""
         names = {name: None for row in rows for name in row.fields}
         for name in self.keep:
@@ -275,7 +273,7 @@ def _raw_row(line: int, record: Any) -> RawRow:
     return line, json.loads(json.dumps(record, default=str)), None
 
 
-def broken_images(rows: Sequence[Row]) -> list[tuple[int, str]]:
+def broken_images(rows: Sequence[EncodeRow]) -> list[tuple[int, str]]:
     """Return the rows whose images cannot be read, with the reason. The images are decoded."""
     images = [(row.number, image) for row in rows for image in row.item.images]
     problems = []

@@ -65,7 +65,7 @@ def check_machine(
     )
     passes_all = code == 0
     print_lines(f"Self-test: {'pass' if passes_all else 'FAIL'}")
-    findings: list[dict[str, Any]] = []
+    findings = []
     if run is not None and launch is not None:
         count = _processes(launch.world_size)
         print_lines("", f"Checklist for {config} on {count}", LINE)
@@ -146,8 +146,11 @@ def checklist(
     """Yield eight checks for before a long run, each as (passed, finding)."""
     num_devices = torch.cuda.device_count()
     if num_devices:
-        here = launch.num_processes
-        yield here <= num_devices, f"GPUs visible: {num_devices} for {here} process(es)"
+        num_processes = launch.num_processes
+        yield (
+            num_processes <= num_devices,
+            f"GPUs visible: {num_devices} for {num_processes} process(es)",
+        )
     else:
         asked = run.precision.value
         yield asked != "fp16", "GPUs visible: none, the run computes on the CPU"

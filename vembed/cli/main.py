@@ -17,44 +17,75 @@ import typer
 from typer import Argument, Option
 from typer.core import TyperCommand, TyperGroup
 
-from vembed.cli.support import MODE, Command, ModelUse, guarded, open_closed_streams
+from vembed.cli.support import (
+    MODE,
+    Command,
+    ModelUse,
+    guarded,
+    open_closed_streams,
+    quieten_libraries,
+)
 
-TRAIN = "Train"
-DATA = "Make and check training data"
-RUNS = "Look at finished runs"
-USE = "Use a model"
-CHANGE = "Change a model and hand it on"
-SETUP = "Machine and options"
+TRAIN_HEADING = "Train"
+DATA_HEADING = "Make and check training data"
+RUNS_HEADING = "Look at finished runs"
+USE_HEADING = "Use a model"
+CHANGE_HEADING = "Change a model and hand it on"
+SETUP_HEADING = "Machine and options"
 """Headings of the commands in `vembed --help`."""
 
 COMMANDS = {
-    "train": ("train", TRAIN, "Train a model as a config file says."),
-    "eval": ("scores", USE, "Score a model: nDCG, MRR, Recall, or correlations."),
-    "encode": ("encode", USE, "Turn texts, records or images into embeddings."),
-    "tune": ("train", TRAIN, "Search for better values of a few options."),
-    "score": ("scores", USE, "Score given pairs, by their similarity or a reranker."),
-    "rerank": ("scores", USE, "Sort lists of documents by a reranker."),
-    "merge": ("weights", CHANGE, "Merge models of one architecture into one."),
-    "edit": ("weights", CHANGE, "Remove what tells two sets of texts apart."),
-    "mine": ("make_data", DATA, "Find hard negatives in a corpus."),
-    "judge": ("make_data", DATA, "Judge negatives by rerankers or endpoints."),
-    "audit": ("make_data", DATA, "Look for duplicates, leakage, false negatives."),
-    "generate": ("make_data", DATA, "Make training pairs from documents."),
-    "demo": ("demo", TRAIN, "Train a small model, without network access."),
-    "doctor": ("doctor", SETUP, "Check this machine, and sharded training on it."),
-    "plan": ("train", TRAIN, "Predict the memory and the hours of a config."),
-    "export": ("export", CHANGE, "Write a model in the format of another runtime."),
-    "serve": ("serve", USE, "Serve embeddings over HTTP."),
-    "check-server": ("serve", USE, "Compare a running server with the model."),
-    "push": ("export", CHANGE, "Push a model to the Hub."),
-    "init": ("init", TRAIN, "Write a starter config for a data file."),
-    "data": ("runs", TRAIN, "Look at the data of a config, as the model reads them."),
-    "report": ("runs", RUNS, "Write report.html and report.md of a run."),
-    "compare": ("runs", RUNS, "Compare several runs on one page."),
-    "card": ("runs", RUNS, "Write the model card of a trained model again."),
-    "config": ("config", SETUP, "Print the resolved config."),
-    "schema": ("config", SETUP, "Print the JSON schema of a config."),
-    "version": ("config", SETUP, "Print the versions."),
+    "train": ("train", TRAIN_HEADING, "Train a model as a config file says."),
+    "eval": (
+        "scores",
+        USE_HEADING,
+        "Score a model: nDCG, MRR, Recall, or correlations.",
+    ),
+    "encode": ("encode", USE_HEADING, "Turn texts, records or images into embeddings."),
+    "tune": ("train", TRAIN_HEADING, "Search for better values of a few options."),
+    "score": (
+        "scores",
+        USE_HEADING,
+        "Score given pairs, by their similarity or a reranker.",
+    ),
+    "rerank": ("scores", USE_HEADING, "Sort lists of documents by a reranker."),
+    "merge": ("weights", CHANGE_HEADING, "Merge models of one architecture into one."),
+    "edit": ("weights", CHANGE_HEADING, "Remove what tells two sets of texts apart."),
+    "mine": ("make_data", DATA_HEADING, "Find hard negatives in a corpus."),
+    "judge": ("make_data", DATA_HEADING, "Judge negatives by rerankers or endpoints."),
+    "audit": (
+        "make_data",
+        DATA_HEADING,
+        "Look for duplicates, leakage, false negatives.",
+    ),
+    "generate": ("make_data", DATA_HEADING, "Make training pairs from documents."),
+    "demo": ("demo", TRAIN_HEADING, "Train a small model, without network access."),
+    "doctor": (
+        "doctor",
+        SETUP_HEADING,
+        "Check this machine, and sharded training on it.",
+    ),
+    "plan": ("train", TRAIN_HEADING, "Predict the memory and the hours of a config."),
+    "export": (
+        "export",
+        CHANGE_HEADING,
+        "Write a model in the format of another runtime.",
+    ),
+    "serve": ("serve", USE_HEADING, "Serve embeddings over HTTP."),
+    "check-server": ("serve", USE_HEADING, "Compare a running server with the model."),
+    "push": ("export", CHANGE_HEADING, "Push a model to the Hub."),
+    "init": ("init", TRAIN_HEADING, "Write a starter config for a data file."),
+    "data": (
+        "runs",
+        TRAIN_HEADING,
+        "Look at the data of a config, as the model reads them.",
+    ),
+    "report": ("runs", RUNS_HEADING, "Write report.html and report.md of a run."),
+    "compare": ("runs", RUNS_HEADING, "Compare several runs on one page."),
+    "card": ("runs", RUNS_HEADING, "Write the model card of a trained model again."),
+    "config": ("config", SETUP_HEADING, "Print the resolved config."),
+    "schema": ("config", SETUP_HEADING, "Print the JSON schema of a config."),
+    "version": ("config", SETUP_HEADING, "Print the versions."),
 }
 """Name -> module in `vembed/cli/commands`, heading and one line for `vembed --help`."""
 WITHOUT_JSON = ("score", "rerank", "demo", "serve", "init", "schema")
@@ -94,7 +125,7 @@ def command_of(
     for parameter, text in ARGUMENT.findall(arguments):
         default = parameters[parameter].default
         if not hasattr(hints[parameter], "__metadata__"):
-            declared: Any = Option()
+            declared = Option()
             if default is inspect.Parameter.empty:
                 declared = Argument(metavar=parameter.upper())
             elif default is False:  # a flag that can only be set
@@ -150,8 +181,8 @@ class LazyCommands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the name, the imported command and its arguments."""
-        name, _, rest = super().resolve_command(ctx, args)
-        return name, load_command(str(name)), rest
+        name, _, arguments = super().resolve_command(ctx, args)
+        return name, load_command(str(name)), arguments
 
 
 app = typer.Typer(
@@ -191,12 +222,14 @@ def options(
 def main() -> None:
     """Run the command."""
     open_closed_streams()
+    quieten_libraries()
     sys.exit(guarded(app))  # Ctrl-C may come before a command has begun
 
 
 def run_process(command_name: str, args: Sequence[str]) -> int:
     """Run a command as one process; the launcher has started the others."""
     open_closed_streams()
+    quieten_libraries()
     token = MODE.set("process")
     try:
         app([command_name, *args])

@@ -13,11 +13,11 @@ from typing import Any
 
 from vembed.config.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import render, require_earlier_stage, resolve_run
+from vembed.config.loading import config_yaml, require_earlier_stage, resolve_run
 from vembed.config.rules import data_paths
 from vembed.errors import UserError
 from vembed.evaluation.report.page import render_page
-from vembed.names import existing
+from vembed.files import existing
 from vembed.parallel.environment import GROUP, RankInfo, read_rank_info
 from vembed.parallel.launch import (
     DEFAULT_PORT,
@@ -117,10 +117,10 @@ def run_train(
     code = 0
     changes = launch.changes or {}
     if rank_info is not None or launch.world_size == 1:
-        from vembed.training.trainer import train as train_here
+        from vembed.training.trainer import train_run
 
         os.environ.update({**changes, **run_variables})
-        train_here(run)
+        train_run(run)
     else:
         environments = rank_environments(
             launch.num_processes,
@@ -162,7 +162,7 @@ def resolve_launch(
     """
     file = run.file
     is_dry_run = arguments is None or arguments.is_dry_run
-    changes: dict[str, str] = {}
+    changes = {}
     if file is not None and file.use_cpu:
         changes = {"CUDA_VISIBLE_DEVICES": ""}
     elif file is not None and file.gpu_ids is not None:
@@ -237,7 +237,7 @@ def describe_run(
     command = shlex.join([*words, *arguments.shown_command_line()])
     for name, value in (launch.changes or {}).items():
         command = f"{name}={value} {command}"
-    config = render(run.config, run.origins, only_given=not arguments.shows_all)
+    config = config_yaml(run.config, run.origins, only_given=not arguments.shows_all)
     return render_page(
         "dry_run.txt.j2",
         run=run,

@@ -19,10 +19,10 @@ from vembed.parallel.environment import read_rank_info
 from vembed.parallel.session import Session, start_command_session
 
 TIMEOUT_MINUTES = 0.5
-TOLERANCE = 1e-4
+TOLERANCE_FLOAT32 = 1e-4
 TOLERANCE_BF16 = 0.05
 LAYER = "LlamaDecoderLayer"
-HIDDEN = 64
+HIDDEN_SIZE = 64
 EDITED = "backbone.layers.0.mlp.down_proj.weight"
 
 
@@ -185,8 +185,8 @@ def small_config() -> LlamaConfig:
     """Return the config of a tiny Llama."""
     return LlamaConfig(
         vocab_size=512,
-        hidden_size=HIDDEN,
-        intermediate_size=2 * HIDDEN,
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=2 * HIDDEN_SIZE,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -199,8 +199,8 @@ def small_model() -> EmbeddingModel:
     description = ModelDescription(
         family="text_decoder",
         source="",
-        embedding_dim=HIDDEN,
-        hidden_dim=HIDDEN,
+        embedding_dim=HIDDEN_SIZE,
+        hidden_dim=HIDDEN_SIZE,
         pooling="mean",
         modalities=("text",),
         layer_classes=(LAYER,),
@@ -208,7 +208,7 @@ def small_model() -> EmbeddingModel:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        backbone: nn.Module = LlamaModel(small_config())
+        backbone = LlamaModel(small_config())
     return EmbeddingModel(description, backbone)
 
 
@@ -242,7 +242,7 @@ def _compare(
     what: str,
     tolerance: float | None = None,
 ) -> None:
-    tolerance = TOLERANCE if tolerance is None else tolerance
+    tolerance = TOLERANCE_FLOAT32 if tolerance is None else tolerance
     difference = float((ours - theirs).abs().max())
     # Written so that NaN fails.
     if not difference <= tolerance * max(1.0, float(theirs.abs().max())):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
     from vembed.config.arguments import TrainArguments
 
+_NO_MEMORY = re.compile(
+    "can't allocate memory|Cannot allocate memory|failed to map segment|can't start new thread"
+)
+"""In messages of torch, of the system and of its loader of libraries."""
 ConfigArguments = Annotated[
     list[str] | None, Argument(metavar="CFG [KEY=VALUE | --OPTION VALUE] ...")
 ]
@@ -45,13 +51,13 @@ AnyModel = Annotated[
 ColumnMapping = Annotated[
     str, Option(help="As the option of that name: {question: query}.")
 ]
-ImageRoot = Annotated[
+ImageRootOption = Annotated[
     str | None, Option(help="Where relative image paths start, and must stay.")
 ]
 BatchTokens = Annotated[
     int | None, Option(min=1, help="Padded tokens per micro-batch.")
 ]
-Kind = Annotated[
+KindOption = Annotated[
     Literal["query", "document"],
     Option(help="query or document: which of the model's prompts to use."),
 ]
@@ -225,6 +231,13 @@ def open_closed_streams() -> None:
             setattr(sys, name, stream)
 
 
+def quieten_libraries() -> None:
+    """Silence what torchao logs about kernels of GPUs that are not here. Call this before Transformers is imported,
+    which imports torchao where it is installed."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def guarded(function: Callable[[], int | None]) -> int:
     """Call a function and return the exit code. A UserError, or a disk that is full, is printed as a
     message; a bug keeps its traceback."""
@@ -244,9 +257,14 @@ def guarded(function: Callable[[], int | None]) -> int:
     except typer.Exit:
         raise
     except Exception as error:
-        from vembed.files import refusal
+        from vembed.files import disk_refusal
 
-        message = refusal(error)
+        message = disk_refusal(error)
+        if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+            message = (
+                f"there is not enough memory ({str(error) or type(error).__name__}): give the process more (ulimit -v, the memory "
+                "of the container), or make batch_size, micro_batch_tokens or the model smaller"
+            )
         if message is None:
             raise
         _print_error(f"error: {message}\n")
@@ -347,8 +365,7 @@ def numbers(
 
 def option(name: str, text: str) -> Any:
     """Parse a value like the config option of that name; None for an empty text."""
-    from vembed.config.layers import canonical
-    from vembed.config.options import all_options
+    from vembed.config.options import all_options, canonical
 
     if not text:
         return None

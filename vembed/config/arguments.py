@@ -7,13 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vembed.config.layers import BLOCKS, BOOLS, option_of, target_of
-from vembed.config.options import all_options, quoted
-from vembed.errors import UserError
-from vembed.names import nearest
+from vembed.config.options import (
+    BLOCKS,
+    BOOLS,
+    all_options,
+    option_of,
+    quoted,
+    target_of,
+)
+from vembed.errors import UserError, nearest
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".toml", ".json")
-PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
+KEY_VALUE = re.compile(r"[A-Za-z_][\w.-]*=")
 LAUNCH_FLAGS = {
     "config": ("FILE", "The config file, where it is not the first word."),
     "set": ("KEY=VALUE", "An option, as key=value alone."),
@@ -152,8 +157,7 @@ def train_help() -> str:
         "",
         "Flags:",
     ]
-    for flag, (value, text) in LAUNCH_FLAGS.items():
-        lines.append(f"  {f'--{flag} {value}'.rstrip():<34}{text}")
+    lines += _flag_lines(LAUNCH_FLAGS)
     lines += [
         "",
         "Exit codes: 0 done, 1 failed, 2 bad usage, config or data, 130 or 143 stopped by a signal, and saved.",
@@ -170,11 +174,15 @@ def command_help(command_name: str, about: str) -> str:
         "",
         "The config, its options and the flags are those of `vembed train` (`vembed train --help`). Further flags:",
     ]
-    lines += [
-        f"  {f'--{flag} {value}':<34}{text}"
-        for flag, (value, text) in COMMAND_FLAGS[command_name].items()
-    ]
+    lines += _flag_lines(COMMAND_FLAGS[command_name])
     return "\n".join(lines) + "\n"
+
+
+def _flag_lines(flags: Mapping[str, tuple[str, str]]) -> list[str]:
+    lines = []
+    for flag, (value, text) in flags.items():
+        lines.append(f"  {f'--{flag} {value}'.rstrip():<34}{text}")
+    return lines
 
 
 class _Parser:
@@ -190,7 +198,7 @@ class _Parser:
             # A letter must follow: `-1` and `--` are no flags.
             if re.match(r"--?[A-Za-z]", word):
                 self._flag(word)
-            elif PAIR.match(word):
+            elif KEY_VALUE.match(word):
                 self.overrides.append(word)
             else:
                 self._take_config(word)
@@ -215,7 +223,7 @@ class _Parser:
             self.overrides.append(f"console={key}")
         elif key == "set":
             pair = value if has_value else self._value(word)
-            if not PAIR.match(pair):
+            if not KEY_VALUE.match(pair):
                 raise UserError(
                     f"--set {quoted(pair)}: it sets an option, as --set batch_size=16"
                 )
@@ -255,7 +263,7 @@ class _Parser:
         follower = self.args[0] if self.args else "-"
         is_file = follower.lower().endswith(CONFIG_SUFFIXES)
         is_config = is_file and self.config is None
-        if follower.startswith("-") or PAIR.match(follower) or is_config:
+        if follower.startswith("-") or KEY_VALUE.match(follower) or is_config:
             return "true"
         return self.args.pop(0)
 

@@ -1,4 +1,7 @@
-"""Loading of a TrainConfig: layers of options from files, the launcher and the command line, merged and checked."""
+"""Loading of a TrainConfig: layers of options from files, the launcher and the command line, merged and checked.
+
+A config with stages has the layers of one stage. Its steps are a Pipeline.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,10 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -20,21 +23,21 @@ from vembed.config.accelerate_file import (
     read_accelerate_file,
 )
 from vembed.config.decisions import DEFAULT, ResolvedRun, decide
-from vembed.config.layers import (
+from vembed.config.options import (
     REPLACES,
     Layer,
     Level,
     OptionValue,
+    all_options,
     command_line_layer,
+    option_of,
     plain_layer,
 )
-from vembed.config.options import all_options
-from vembed.config.parsing import CoreDumper, Node
+from vembed.config.parsing import CoreDumper, Node, source_tree, tree_of_mapping
 from vembed.config.schema import DataSource, TrainConfig
-from vembed.config.stages import USER_PRESETS, source_layers
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
-from vembed.names import existing, short_name
+from vembed.files import existing, short_name
 
 DEFAULT_PRESET = "accelerate_fsdp"
 """Base of the FSDP options if no file is named."""
@@ -51,11 +54,20 @@ OUTPUT_DIR_FIELDS = ("model", "data", "seed", "time")
 """Placeholders that a template of output_dir may contain, in braces."""
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
-Source = str | Path | Mapping[str, Any] | TrainConfig
+STAGES = "stages"
+TRAINING_STAGES = "training_stages"
+USER_PRESETS = "distributed_examples"
+DATA_FILES = {"mine": "mined.jsonl", "judge": "judged.jsonl"}
+"""StepKind of a step that leaves training data -> their file in its folder."""
+
+StepKind = Literal["train", "mine", "judge", "merge", "evaluate"]
+OTHER_KINDS: tuple[StepKind, ...] = ("mine", "judge", "merge", "evaluate")
+
+ConfigSource = str | Path | Mapping[str, Any] | TrainConfig
 
 
 def load_config(
-    source: Source | ResolvedRun, overrides: Sequence[str] = ()
+    source: ConfigSource | ResolvedRun, overrides: Sequence[str] = ()
 ) -> TrainConfig:
     """Return the checked config of a file, a dict or a `TrainConfig`, with `key=value` overrides.
 
@@ -66,7 +78,7 @@ def load_config(
 
 
 def resolve_run(
-    source: Source | ResolvedRun,
+    source: ConfigSource | ResolvedRun,
     overrides: Sequence[str] = (),
     *,
     stage: str | None = None,
@@ -400,6 +412,267 @@ def expand_output_dir(
     return _PLACEHOLDER.sub(lambda match: known[match[1]], template)
 
 
+# ---- stages
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: a training stage, or a mining, a judgement, a merge or an evaluation between stages."""
+
+    name: str
+    kind: StepKind
+    layer: Layer
+    """What a training stage gives."""
+    options: dict[str, Any]
+    """What it gives, by option. Of a step between under the names of its command, which may mean other things:
+    `output_path` of a mining is a file."""
+    task: str
+    """Task of the model that it trains, or starts from."""
+    model_step: Step | None
+    """The step whose model it starts from, by default the last one before it that has a model of its task. None: it
+    starts from the config's own."""
+    data_step: Step | None
+    """The step whose data it gets: a training the last one since the training before, a judgement the last of all."""
+
+    @property
+    def has_model(self) -> bool:
+        """True if the step leaves a model in `final/` of its folder."""
+        return self.kind in ("train", "merge")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The steps of a config in order."""
+
+    source: str
+    root: str
+    """Folder of the folders of all steps."""
+    shared: Layer
+    """What stands outside of the stages."""
+    steps: tuple[Step, ...]
+
+    @property
+    def has_own_class(self) -> bool:
+        """True if a training of it names a `model_class`."""
+        trainings = [step.layer for step in self.steps if step.kind == "train"]
+        return any("model_class" in layer.values for layer in [self.shared, *trainings])
+
+    def folder(self, name: str) -> Path:
+        """Return the folder of a step."""
+        for step in self.steps:
+            if step.name == name and "output_dir" in step.options:
+                return Path(str(step.options["output_dir"]))
+        return Path(self.root, name)
+
+    def before(self, name: str) -> list[Step]:
+        """Return the steps before one."""
+        names = [step.name for step in self.steps]
+        return list(self.steps[: names.index(name)])
+
+    def data_of(self, step: Step) -> Path:
+        """Return the file of a step that leaves training data."""
+        return self.folder(step.name) / DATA_FILES[step.kind]
+
+    def layers(self, stage: str | None) -> list[Layer]:
+        """Return the layers of a training stage: the shared options, those that follow from the order of the steps,
+        and its own."""
+        trainings = {step.name: step for step in self.steps if step.kind == "train"}
+        if stage is None and len(trainings) == 1:
+            stage = next(iter(trainings))
+        if stage not in trainings:
+            problem = "there are several stages"
+            if stage is not None:
+                problem = f"there is no stage {stage!r}"
+            names = ", ".join(trainings) or "none"
+            raise UserError(
+                f"{self.source}: {problem}: choose with --stage NAME: {names}"
+            )
+        step = trainings[stage]
+        source = self.source
+        implied = Layer(source)
+        place = f"{source}, {TRAINING_STAGES}.{stage}"
+        implied.enter("output_dir", str(self.folder(stage)), "output_dir", place)
+        if step.model_step is not None:
+            model = str(self.folder(step.model_step.name) / "final")
+            place = f"{source}{RESULT_OF}{step.model_step.name}"
+            implied.enter("model_name", model, "model_name", place)
+        if step.data_step is not None:
+            path = str(self.data_of(step.data_step))
+            place = f"{source}{RESULT_OF}{step.data_step.name}"
+            implied.enter("data_path", path, "data_path", place)
+        return [self.shared, implied, step.layer]
+
+
+def source_layers(
+    source: ConfigSource,
+    stage: str | None,
+    command_line: Layer,
+) -> tuple[list[Layer], Mapping[str, Node]]:
+    """Return the layers of a file, a dict or a TrainConfig, and the user's own presets.
+
+    With stages, `output_dir` of the command line is taken from its layer: it is the folder of all stages.
+    """
+    if isinstance(source, TrainConfig):
+        # Only what was set: defaults would win over the launcher and files.
+        options = source.options()
+        set_options = {
+            name: options[name] for name in options if name in source.explicit_options
+        }
+        return [plain_layer("TrainConfig", Level.CONFIG, set_options)], {}
+    tree, name = source_tree(source)
+    presets = tree.value.get(USER_PRESETS, Node({}, None))
+    if not isinstance(presets.value, dict):
+        raise UserError(
+            f"{name}, line {presets.line}: {USER_PRESETS} must hold blocks like "
+            "`distributed`, by name"
+        )
+    pipeline = _pipeline_of(tree.value, name, command_line.value("output_dir"))
+    if pipeline is not None:
+        command_line.values.pop("output_dir", None)
+        if stage is None and "stage" in tree.value:
+            stage = str(tree.value["stage"].plain())
+        return pipeline.layers(stage), presets.value
+    if stage is not None:
+        raise UserError(
+            f"{name}: stage {stage!r} was asked for, but there is no {TRAINING_STAGES} block "
+            "to choose it from"
+        )
+    keys = {key: node for key, node in tree.value.items() if key != USER_PRESETS}
+    return [Layer(name).take_all(keys)], presets.value
+
+
+def values_by_option(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the values of `key=value` words by option, whichever of its names is written; of several the last one."""
+    values = {}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        values[option_of(key) or key] = value
+    return values
+
+
+def chosen_pipeline(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    stage: str | None = None,
+) -> Pipeline | None:
+    """Return the steps to run; None where it is one training: no stages, or one of them by name."""
+    options = values_by_option(overrides)
+    pipeline = read_pipeline(source, options.get("output_dir"))
+    name = stage or options.get("stage")
+    if pipeline is None or name is None:
+        return pipeline
+    # A name that no step has counts as a training, which refuses it with the names that there are.
+    kinds = [step.kind for step in pipeline.steps if step.name == name]
+    return None if kinds in ([], ["train"]) else pipeline
+
+
+def read_pipeline(
+    source: str | Path | Mapping[str, Any], root: str | None = None
+) -> Pipeline | None:
+    """Return the steps of a config file or dict; None where it has no stages. `root`: instead of its output_dir."""
+    tree, name = source_tree(source)
+    return _pipeline_of(tree.value, name, root)
+
+
+def _pipeline_of(
+    keys: Mapping[str, Node],
+    source: str,
+    root: str | None,
+) -> Pipeline | None:
+    shared_keys = dict(keys)
+    lists = [shared_keys.pop(key, None) for key in (STAGES, TRAINING_STAGES)]
+    node = lists[0] or lists[1]
+    if node is None:
+        return None
+    if None not in lists:
+        raise UserError(
+            f"{source}: {STAGES} and {TRAINING_STAGES} are two lists of stages; keep one"
+        )
+    for key in (USER_PRESETS, "stage"):
+        shared_keys.pop(key, None)
+    shared = Layer(source).take_all(shared_keys)
+    entries: list[tuple[str | None, Node]] = []
+    if isinstance(node.value, dict):
+        entries += node.value.items()
+    elif isinstance(node.value, list):
+        entries += [(None, tree_of_mapping(entry)) for entry in node.value]
+    if not entries:
+        raise UserError(
+            f"{source}, line {node.line}: {STAGES} must be a list of stages"
+        )
+    steps: list[Step] = []
+    for name, entry in entries:
+        if not isinstance(entry.value, dict):
+            line = entry.line or node.line
+            where = f"{source}, line {line}" if line else source
+            number = len(steps) + 1
+            raise UserError(f"{where}: stage {name or number} must hold options")
+        steps.append(_step(name, dict(entry.value), source, steps, shared))
+    if root is None:
+        root = str(shared.value("output_dir", "output"))
+    return Pipeline(source, root, shared, tuple(steps))
+
+
+def _step(
+    name: str | None,
+    block: dict[str, Node],
+    source: str,
+    before: list[Step],
+    shared: Layer,
+) -> Step:
+    if not name and "name" in block:
+        name = str(block.pop("name").plain())
+    # A step between has its kind as its only key, beside `from`. Among other keys `mine` is the option of a training,
+    # and so it is with `every_epochs` in it.
+    kind: StepKind = "train"
+    start = block.pop("from", None)
+    for other in OTHER_KINDS:
+        is_option = other == "mine" and "every_epochs" in str(block.get(other))
+        if set(block) == {other} and not is_option:
+            kind = other
+    number = len(before) + 1
+    if not name:
+        name = f"train{number}" if kind == "train" else f"{kind}-{number}"
+    by_name = {step.name: step for step in before}
+    if name in by_name:
+        raise UserError(
+            f"{source}: two stages are called {name}; give each a name of its own"
+        )
+    if "/" in name or name.startswith("."):
+        raise UserError(
+            f"{source}: stage {name}: a name is that of a folder, without / and not beginning with ."
+        )
+    layer = Layer(source)
+    task = str(shared.value("task", "embed"))
+    if kind == "train":
+        layer.take_all(block, f"{TRAINING_STAGES}.{name}.")
+        options = {key: value.value for key, value in layer.values.items()}
+        task = str(layer.value("task", task))
+    else:
+        options = block[kind].plain()
+        if not isinstance(options, dict):
+            raise UserError(f"{source}: stage {name}: {kind} must hold options")
+        tasks = {"mine": "embed", "evaluate": "embed", "judge": "rerank"}
+        task = tasks.get(kind, task)
+    model_step = None
+    data_step = None
+    for step in before:
+        if step.has_model and step.task == task:
+            model_step = step
+        if step.kind in DATA_FILES:
+            data_step = step
+        elif step.kind == kind == "train":
+            data_step = None
+    if start is not None:
+        model_step = by_name.get(str(start.plain()))
+        if model_step is None:
+            raise UserError(
+                f"{source}: stage {name} starts from {start.plain()}, and the stages before it are "
+                f"{', '.join(by_name) or 'none'}"
+            )
+    return Step(name, kind, layer, options, task, model_step, data_step)
+
+
 def require_earlier_stage(resolved: ResolvedRun) -> None:
     """Raise UserError where a stage starts from an earlier one's result that is not there.
 
@@ -413,7 +686,10 @@ def require_earlier_stage(resolved: ResolvedRun) -> None:
         )
 
 
-def render(
+# ---- a config as text
+
+
+def config_yaml(
     config: TrainConfig,
     origins: Mapping[str, str] | None = None,
     *,
@@ -451,7 +727,7 @@ def save_config(config: TrainConfig, path: str | Path) -> None:
     """Write the config as a file that repeats the run with `vembed train PATH`."""
     Path(path).write_text(
         "# Every option of this run; `vembed train` with this file repeats it.\n"
-        + render(config),
+        + config_yaml(config),
         "utf-8",
     )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import yaml
 
 from vembed.errors import UserError
 
-MAX_BYTES = 300_000
+MAX_CONFIG_BYTES = 300_000
 """Largest config file in bytes."""
 MAX_VALUES = 5_000
 """Most values after the expansion of anchors; protects against YAML bombs."""
@@ -87,9 +88,9 @@ def read_tree(path: Path) -> Node:
         raw = path.read_bytes()
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}.") from None
-    if len(raw) > MAX_BYTES:
+    if len(raw) > MAX_CONFIG_BYTES:
         raise UserError(
-            f"{path}: {len(raw):,d} bytes are too many for a config (at most {MAX_BYTES:,d})."
+            f"{path}: {len(raw):,d} bytes are too many for a config (at most {MAX_CONFIG_BYTES:,d})."
         )
     try:
         text = raw.decode("utf-8-sig")
@@ -125,7 +126,7 @@ def parse_yaml(text: str, name: str) -> Node:
         raise UserError(f"{name}: not valid YAML: {error}.") from None
     tree = Node(None, None)
     if root is not None:
-        tree = _YamlTree(name).node(root, depth=0)
+        tree = _tree(root, name, itertools.count(1))
     if not isinstance(tree.value, dict) or not tree.value:
         problem = "is empty" if root is None else "has no options"
         if isinstance(tree.value, list):
@@ -136,7 +137,7 @@ def parse_yaml(text: str, name: str) -> Node:
 
 def parse_value(text: str) -> Any:
     """Parse a value of the command line as YAML; return the text itself if it is not valid YAML."""
-    if len(text) > MAX_BYTES:
+    if len(text) > MAX_CONFIG_BYTES:
         raise UserError(
             f"command line: a value of {len(text):,d} characters is too long."
         )
@@ -144,72 +145,67 @@ def parse_value(text: str) -> Any:
         root = yaml.compose(text, Loader=CoreLoader)
         if root is None:
             return None
-        return _YamlTree("command line").node(root, depth=0).plain()
+        return _tree(root, "command line", itertools.count(1)).plain()
     except (yaml.YAMLError, RecursionError, UserError):
         return text
 
 
-class _YamlTree:
-    """Converter from PyYAML nodes to `Node`, with a limit on their number."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.num_values = 0
-
-    def node(self, source: yaml.Node, depth: int) -> Node:
-        line = source.start_mark.line + 1
-        where = f"{self.name}, line {line}"
-        # compose() keeps an alias as the node it stands for, so each mention is converted and counted again.
-        self.num_values += 1
-        if self.num_values > MAX_VALUES:
-            raise UserError(
-                f"{self.name}: its anchors expand to more than {MAX_VALUES:,d} values."
-            )
-        if depth > MAX_DEPTH:
-            raise UserError(f"{where}: nested deeper than {MAX_DEPTH} levels.")
-        kind = source.tag.removeprefix(_TAG)
-        if kind not in CORE_TAGS:
-            tag = source.tag.replace(_TAG, "!!")
-            raise UserError(
-                f"{where}: the tag {tag} is not allowed in a config; write a plain value."
-            )
-        if isinstance(source, yaml.MappingNode):
-            return Node(self._mapping(source, depth), line)
-        if isinstance(source, yaml.SequenceNode):
-            entries = [self.node(entry, depth + 1).plain() for entry in source.value]
-            return Node(entries, line)
+def _tree(
+    source: yaml.Node,
+    name: str,
+    numbers: Iterator[int],
+    depth: int = 0,
+) -> Node:
+    """Return the tree of a PyYAML node. `numbers` counts the values, which are limited."""
+    line = source.start_mark.line + 1
+    where = f"{name}, line {line}"
+    # compose() keeps an alias as the node it stands for, so each mention is converted and counted again.
+    if next(numbers) > MAX_VALUES:
+        raise UserError(
+            f"{name}: its anchors expand to more than {MAX_VALUES:,d} values."
+        )
+    if depth > MAX_DEPTH:
+        raise UserError(f"{where}: nested deeper than {MAX_DEPTH} levels.")
+    kind = source.tag.removeprefix(_TAG)
+    if kind not in CORE_TAGS:
+        tag = source.tag.replace(_TAG, "!!")
+        raise UserError(
+            f"{where}: the tag {tag} is not allowed in a config; write a plain value."
+        )
+    if isinstance(source, yaml.SequenceNode):
+        entries = []
+        for entry in source.value:
+            entries.append(_tree(entry, name, numbers, depth + 1).plain())
+        return Node(entries, line)
+    if isinstance(source, yaml.ScalarNode):
         text = str(source.value)
         try:
             return Node(_scalar(text, kind), line)
         except (ValueError, KeyError):
             raise UserError(f"{where}: {text[:60]!r} is not a valid {kind}.") from None
-
-    def _mapping(self, source: yaml.MappingNode, depth: int) -> dict[str, Node]:
-        pairs: dict[str, Node] = {}
-        merged: dict[str, Node] = {}
-        for key_node, value_node in source.value:
-            line = key_node.start_mark.line + 1
-            where = f"{self.name}, line {line}"
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise UserError(
-                    f"{where}: a key must be a word, not a list or a mapping."
-                )
-            key = str(key_node.value)
-            value = self.node(value_node, depth + 1)
-            # In quotes it is a key like others. Own keys win over merged ones, and earlier bases over later ones.
-            if key == "<<" and key_node.style is None:
-                bases = value.plain()
-                for base in bases if isinstance(bases, list) else [bases]:
-                    if not isinstance(base, dict):
-                        raise UserError(f"{where}: `<<` merges mappings, not {base!r}.")
-                    merged = {**tree_of_mapping(base, line).value, **merged}
-            elif key in pairs:
-                raise UserError(
-                    f"{where}: {key!r} is already given in line {pairs[key].line}; keep one of the two."
-                )
-            else:
-                pairs[key] = Node(value.value, line)
-        return merged | pairs
+    pairs: dict[str, Node] = {}
+    merged: dict[str, Node] = {}
+    for key_node, value_node in source.value:
+        key_line = key_node.start_mark.line + 1
+        where = f"{name}, line {key_line}"
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise UserError(f"{where}: a key must be a word, not a list or a mapping.")
+        key = str(key_node.value)
+        value = _tree(value_node, name, numbers, depth + 1)
+        # In quotes it is a key like others. Own keys win over merged ones, and earlier bases over later ones.
+        if key == "<<" and key_node.style is None:
+            bases = value.plain()
+            for base in bases if isinstance(bases, list) else [bases]:
+                if not isinstance(base, dict):
+                    raise UserError(f"{where}: `<<` merges mappings, not {base!r}.")
+                merged = {**tree_of_mapping(base, key_line).value, **merged}
+        elif key in pairs:
+            raise UserError(
+                f"{where}: {key!r} is already given in line {pairs[key].line}; keep one of the two."
+            )
+        else:
+            pairs[key] = Node(value.value, key_line)
+    return Node(merged | pairs, line)
 
 
 def _scalar(text: str, kind: str) -> Any:
@@ -217,11 +213,11 @@ def _scalar(text: str, kind: str) -> Any:
         return None
     if kind == "bool":
         return {"true": True, "false": False}[text.lower()]
+    number = text.replace("_", "").lower()
     if kind == "int":
-        base = {"0o": 8, "0x": 16}.get(text.lower()[:2], 10)
-        return int(text.replace("_", ""), base)
+        base = {"0o": 8, "0x": 16}.get(number[:2], 10)
+        return int(number, base)
     if kind == "float":
-        number = text.replace("_", "").lower()
         return float(number.replace(".inf", "inf").replace(".nan", "nan"))
     # JSON writes characters beyond U+FFFF as two escapes.
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
 from vembed.config.options import all_options, yaml_word
 from vembed.config.schema import (
-    AdapterSection,
     BatchSection,
     DataSection,
-    EvaluationSection,
-    MatryoshkaSection,
     ModelSection,
     ObjectiveSection,
-    OptimizerSection,
-    RunSection,
     TrainConfig,
 )
 from vembed.config.terms import (
@@ -35,9 +31,9 @@ from vembed.config.terms import (
 )
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
+from vembed.files import existing, is_address, is_hub_model, is_pattern, similar_path
 from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, SCORES
 from vembed.losses.table import LOSS_OPTIONS, LOSSES, read_options
-from vembed.names import existing, is_address, is_hub_model, is_pattern, similar_path
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
 
@@ -50,7 +46,7 @@ RUN_FILE_PATTERN = re.compile(
 NEEDED_BY = {
     "mrl_dims": "mrl_weights mrl_projection",
     "use_lora": "lora_r lora_alpha lora_dropout lora_target_modules lora_variant save_merged",
-    "model_class": "model_arguments tokenizer_name",
+    "model_class": "tokenizer_name",
     "save_steps": "async_save",
 }
 """Map from an option to the options that have no effect without it."""
@@ -80,22 +76,15 @@ LOWEST_USUAL_ADAPTER_RATE = 1e-4
 
 def violations(config: TrainConfig, places: Mapping[str, str]) -> list[str]:
     """Return a sentence for each rule that a config breaks, with the places where its options were set."""
+    terms = run_terms(config.objective, config.data, config.model.model_name)
     sentences = []
-    options = config.options()
-    objective = config.objective
-    data = config.data
-    batch = config.batch
-    dims = config.matryoshka.mrl_dims
-    terms = run_terms(objective, data, config.model.model_name)
     for rules in (
-        _value_rules(options),
-        _model_rules(config.model, config.adapters, batch.cache_frozen_features),
-        _size_rules(config.matryoshka, batch, config.optimizer),
-        _loss_rules(objective, data, terms, dims if isinstance(dims, list) else []),
-        _source_rules(data, batch),
-        _task_rules(options, terms),
-        _evaluation_rules(config.evaluation, config.run, data),
-        _file_rules(config.run, data, config.logging.log_file),
+        _value_rules(config.options()),
+        _model_rules(config),
+        _loss_rules(config, terms),
+        _source_rules(config.data, config.batch),
+        _task_rules(config.options(), terms),
+        _run_rules(config),
     ):
         for sentence in rules:
             names = set(re.findall(r"\w+", sentence))
@@ -129,12 +118,11 @@ def _value_rules(options: Mapping[str, Any]) -> Iterator[str]:
         yield f"profile_steps: {steps} must be two numbers, the first and the last step: [10, 12]"
 
 
-def _model_rules(
-    model: ModelSection,
-    adapters: AdapterSection,
-    caches_features: bool,
-) -> Iterator[str]:
-    """Rules on the model, its towers, adapters and frozen parts."""
+def _model_rules(config: TrainConfig) -> Iterator[str]:
+    """Rules on the model, what of it is trained, its sizes, the batch and the warm-up."""
+    model = config.model
+    adapters = config.adapters
+    batch = config.batch
     second = model.image_model_name
     if model.model_family == "composed" and second is None:
         yield "model_family: composed needs a second tower: give image_model_name the model that encodes images"
@@ -155,37 +143,29 @@ def _model_rules(
             "quantize_weights: int8 rounds weights that are trained, and use_lora: true trains adapters beside weights "
             "that are not: keep one of them"
         )
-    if caches_features and not adapters.freeze:
+    if batch.cache_frozen_features and not adapters.freeze:
         yield (
             "cache_frozen_features: true needs a tower of which nothing is trained, and this run trains all: freeze one "
             "(freeze: [vision] or [text]), or set it to false"
         )
-
-
-def _size_rules(
-    matryoshka: MatryoshkaSection,
-    batch: BatchSection,
-    optimizer: OptimizerSection,
-) -> Iterator[str]:
-    """Rules on Matryoshka sizes, the batch and the warm-up."""
     # Given, with whatever value: whoever writes both believes that both count.
     if batch.global_batch_size is not None and "batch_size" in batch.model_fields_set:
         yield (
             f"batch_size: {batch.batch_size:,d} (per process) and global_batch_size: {batch.global_batch_size:,d} (over "
             "all processes) are two ways to say one thing: keep one of them"
         )
-    warmup = optimizer.warmup_steps
-    max_steps = optimizer.max_steps
+    warmup = config.optimizer.warmup_steps
+    max_steps = config.optimizer.max_steps
     if isinstance(warmup, int) and warmup > (max_steps or warmup):
         yield (
             f"warmup_steps: {warmup:,d} is more than max_steps: {max_steps:,d}, so the learning rate would never reach "
             "its peak: use fewer warm-up steps"
         )
-    dims = matryoshka.mrl_dims
-    weights = matryoshka.mrl_weights
-    if weights is not None and not isinstance(dims, list):
-        yield f"mrl_weights: {weights} needs mrl_dims: say which sizes they are for"
+    dims = config.matryoshka.mrl_dims
+    weights = config.matryoshka.mrl_weights
     if not isinstance(dims, list):
+        if weights is not None:
+            yield f"mrl_weights: {weights} needs mrl_dims: say which sizes they are for"
         return
     if weights is not None and len(weights) != len(dims):
         yield (
@@ -198,28 +178,28 @@ def _size_rules(
         yield f"mrl_dims: {dims} names a size twice: keep it once"
 
 
-def _loss_rules(
-    objective: ObjectiveSection,
-    data: DataSection,
-    terms: Sequence[Term],
-    mrl_dims: list[int],
-) -> Iterator[str]:
+def _loss_rules(config: TrainConfig, terms: Sequence[Term]) -> Iterator[str]:
+    objective = config.objective
+    data = config.data
+    dims = config.matryoshka.mrl_dims
     if objective.losses == []:
         yield "losses is an empty list: name a loss in it"
     # A config that a run has written names every option, and `loss` with its default.
     if objective.losses and objective.loss != "infonce":
         yield f"losses and loss: {objective.loss} are two ways to say one thing: keep one of them"
-    labels = [teacher.label for teacher in listed_teachers(objective)]
-    yield from _names_twice("teachers", labels)
-    if SCORES in labels:
+    teachers = [teacher.label for teacher in listed_teachers(objective)]
+    guards = [guard.label for guard in config.evaluation.listed_guards()]
+    for option, labels in (("teachers", teachers), ("guards", guards)):
+        for label, count in sorted(Counter(labels).items()):
+            if count > 1:
+                yield f"{option}: {label} is named twice: keep it once, or give each entry a name"
+    if SCORES in teachers:
         yield f"teachers: the name {SCORES!r} stands for scores in the data: choose another"
     # Without those of single sources.
     run_losses = [entry.loss for entry in objective.losses or []]
     for name in dict.fromkeys(run_losses or [objective.loss]):
         if data.max_negatives == 0 and LOSSES[name].negatives == "each":
             yield f"loss: {name} needs hard negatives in every record, and max_negatives: 0 leaves none: raise it"
-    for term in terms:
-        yield from _term_rules(term, mrl_dims)
     reads_negatives = any(term.loss.negatives != "unread" for term in terms)
     if data.mine is not None and not reads_negatives:
         yield f"mine adds hard negatives, and {_names(objective, terms)} reads none: use loss: infonce, or leave mine out"
@@ -230,32 +210,30 @@ def _loss_rules(
                     f"{option} adds negatives that have no scores in the data, and teacher: {SCORES} follows these: "
                     f"name a model as teacher, or leave {option} out"
                 )
-
-
-def _term_rules(term: Term, mrl_dims: list[int]) -> Iterator[str]:
-    loss = term.loss
-    refusal = loss.refusal(mrl_dims)
-    if refusal is not None:
-        yield refusal
-    start = term.temperature
-    is_inside = start is None or LOWEST_TEMPERATURE <= start <= HIGHEST_TEMPERATURE
-    if loss.learns_temperature() and not is_inside:
-        yield (
-            f"temperature: {start:g} is where a learned temperature starts, and it is kept from "
-            f"{LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: start inside"
-        )
-    if loss.follows in ("teacher", "vectors") and term.teacher is None:
-        yield (
-            f"loss: {loss.name} follows a teacher, and the config names none: give teacher a model, or scores where "
-            "the data have them"
-        )
-    if term.teacher == SCORES and loss.needs_vectors():
-        yield (
-            f"loss: {loss.name} needs vectors here, and teacher: {SCORES} has scores of listed pairs alone: name a "
-            "model"
-        )
-    if term.guide == SCORES:
-        yield f"guide: {SCORES} cannot score pairs that nobody listed: give guide an embedding model"
+    for term in terms:
+        loss = term.loss
+        refusal = loss.refusal(dims if isinstance(dims, list) else [])
+        if refusal is not None:
+            yield refusal
+        start = term.temperature
+        is_inside = start is None or LOWEST_TEMPERATURE <= start <= HIGHEST_TEMPERATURE
+        if loss.learns_temperature() and not is_inside:
+            yield (
+                f"temperature: {start:g} is where a learned temperature starts, and it is kept from "
+                f"{LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}: start inside"
+            )
+        if loss.follows in ("teacher", "vectors") and term.teacher is None:
+            yield (
+                f"loss: {loss.name} follows a teacher, and the config names none: give teacher a model, or scores where "
+                "the data have them"
+            )
+        if term.teacher == SCORES and loss.needs_vectors():
+            yield (
+                f"loss: {loss.name} needs vectors here, and teacher: {SCORES} has scores of listed pairs alone: name a "
+                "model"
+            )
+        if term.guide == SCORES:
+            yield f"guide: {SCORES} cannot score pairs that nobody listed: give guide an embedding model"
 
 
 def _source_rules(data: DataSection, batch: BatchSection) -> Iterator[str]:
@@ -309,7 +287,7 @@ def _task_rules(options: Mapping[str, Any], terms: Sequence[Term]) -> Iterator[s
     known = [name for name, loss in LOSSES.items() if loss.reads_lists]
     for term in terms:
         loss = term.loss
-        if loss.name not in known:
+        if not loss.reads_lists:
             yield (
                 f"loss: {loss.name} compares vectors, and task: rerank has scores of a query's documents: use one of "
                 f"{', '.join(known)}"
@@ -323,41 +301,11 @@ def _task_rules(options: Mapping[str, Any], terms: Sequence[Term]) -> Iterator[s
                 )
 
 
-def _evaluation_rules(
-    evaluation: EvaluationSection,
-    run: RunSection,
-    data: DataSection,
-) -> Iterator[str]:
-    eval_steps = evaluation.eval_steps
-    save_steps = run.save_steps
-    labels = [guard.label for guard in evaluation.listed_guards()]
-    yield from _names_twice("guards", labels)
-    if run.load_best_model_at_end is True:
-        asking = "load_best_model_at_end"
-    elif evaluation.guards:
-        asking = "guards"
-    else:
-        return
-    missing = [] if data.has_validation else ["val_data_path"]
-    for name, steps in (("eval_steps", eval_steps), ("save_steps", save_steps)):
-        if steps is None:
-            missing.append(name)
-    if missing:
-        yield f"{asking} needs checkpoints that were evaluated: give {' and '.join(missing)} too"
-    if not isinstance(eval_steps, int) or not isinstance(save_steps, int):
-        return
-    if save_steps % eval_steps:
-        yield (
-            f"{asking} needs an evaluation at every checkpoint: save_steps: {save_steps} must be a multiple of "
-            f"eval_steps: {eval_steps}"
-        )
-
-
-def _file_rules(
-    run: RunSection,
-    data: DataSection,
-    log_file: str,
-) -> Iterator[str]:
+def _run_rules(config: TrainConfig) -> Iterator[str]:
+    """Rules on evaluations, checkpoints and the files of the run."""
+    run = config.run
+    data = config.data
+    log_file = config.logging.log_file
     if run.resume is not False and run.overwrite:
         yield (
             f"resume: {yaml_word(run.resume)} continues the run in output_dir and overwrite: true replaces it: keep one "
@@ -384,12 +332,28 @@ def _file_rules(
                 f"{option}: {name} is in output_dir under a name that the run writes itself ({first}), and would be "
                 "lost: move the data, or choose another output_dir"
             )
-
-
-def _names_twice(option: str, labels: list[str]) -> Iterator[str]:
-    for label in sorted(set(labels)):
-        if labels.count(label) > 1:
-            yield f"{option}: {label} is named twice: keep it once, or give each entry a name"
+    eval_steps = config.evaluation.eval_steps
+    save_steps = run.save_steps
+    asking = None
+    if run.load_best_model_at_end is True:
+        asking = "load_best_model_at_end"
+    elif config.evaluation.guards:
+        asking = "guards"
+    if asking is None:
+        return
+    missing = [] if data.has_validation else ["val_data_path"]
+    for name, steps in (("eval_steps", eval_steps), ("save_steps", save_steps)):
+        if steps is None:
+            missing.append(name)
+    if missing:
+        yield f"{asking} needs checkpoints that were evaluated: give {' and '.join(missing)} too"
+    if not isinstance(eval_steps, int) or not isinstance(save_steps, int):
+        return
+    if save_steps % eval_steps:
+        yield (
+            f"{asking} needs an evaluation at every checkpoint: save_steps: {save_steps} must be a multiple of "
+            f"eval_steps: {eval_steps}"
+        )
 
 
 # ---- remarks: options without effect, or that are easily misunderstood
@@ -468,6 +432,10 @@ def remarks(config: TrainConfig) -> list[str]:
             "val_data_path is the training data: its scores will not say how the model does on new data"
         )
     rate = optimizer.learning_rate
+    if rate == "auto" and not OPTIMIZERS[optim].takes_adam_rates:
+        lines.append(
+            f"learning_rate: auto is of the size that AdamW takes: with optim: {optim} give a rate"
+        )
     if config.adapters.use_lora and rate != "auto" and rate < LOWEST_USUAL_ADAPTER_RATE:
         lines.append(
             f"learning_rate: {rate:g} is a rate for training all weights, and adapters learn little with it: leave it "
@@ -547,20 +515,22 @@ def require_paths(
     model: ModelSection,
     data: DataSection,
     origins: Mapping[str, str],
-    made: Sequence[Path] = (),
+    future_folders: Sequence[Path] = (),
 ) -> None:
     """Raise UserError if a file or folder is missing that a run would look for. `made`: folders that will be there when
     the run begins."""
     problems = []
     for option, path in data_paths(data):
-        sentence = None if is_inside(path, made) else missing_path(option, path)
+        sentence = (
+            None if is_inside(path, future_folders) else missing_path(option, path)
+        )
         if sentence is not None:
             problems.append(sentence)
     folder = model.model_name
     is_given_elsewhere = (
         folder == model.model_class
         or RESULT_OF in origins["model_name"]
-        or is_inside(folder, made)
+        or is_inside(folder, future_folders)
     )
     if not existing(folder) and not is_hub_model(folder) and not is_given_elsewhere:
         problems.append(

@@ -83,18 +83,18 @@ class Sampling:
         batch_sizes: Sequence[int],
     ) -> list[int]:
         """Return how many examples of each source an epoch draws: about as many in all as with `proportional`."""
-        wanted = [size * weight for size, weight in zip(sizes, weights, strict=True)]
+        counts = [size * weight for size, weight in zip(sizes, weights, strict=True)]
         if self.kind == "round_robin":
-            num_batches = max(1, round(sum(wanted) / sum(batch_sizes)))
+            num_batches = max(1, round(sum(counts) / sum(batch_sizes)))
             return [num_batches * size for size in batch_sizes]
         if self.alpha != 1.0:
             shares = [
                 weight * size**self.alpha
                 for size, weight in zip(sizes, weights, strict=True)
             ]
-            factor = sum(wanted) / sum(shares)
-            wanted = [share * factor for share in shares]
-        return [max(1, round(count)) for count in wanted]
+            factor = sum(counts) / sum(shares)
+            counts = [share * factor for share in shares]
+        return [max(1, round(count)) for count in counts]
 
 
 PROPORTIONAL = Sampling()
@@ -175,18 +175,15 @@ class _LossTerm(Immutable):
     """Factor of the term in the sum."""
 
 
-def _loss_term() -> Any:
-    """Return the model of an entry of `losses`: every option of every loss, or None."""
-    fields: dict[str, Any] = {}
-    for name, field in LOSS_OPTIONS.items():
-        fields[name] = (with_constraints(field) | None, None)
-    return create_model("LossTerm", __base__=_LossTerm, **fields)
-
-
 if TYPE_CHECKING:
     LossTerm = _LossTerm
 else:
-    LossTerm = _loss_term()
+    # Every option of every loss, or None.
+    _optional = {
+        name: (with_constraints(field) | None, None)
+        for name, field in LOSS_OPTIONS.items()
+    }
+    LossTerm = create_model("LossTerm", __base__=_LossTerm, **_optional)
 
 
 class DataSource(Immutable):
@@ -335,7 +332,8 @@ class ModelSection(Section, title="model"):
     """A torch module of your own as backbone: path/to/file.py:Class or package.module:Class. New weights, unless
     `model_name` names a folder of them."""
     model_arguments: dict[str, Any] | None = None
-    """Keyword arguments of `model_class` (alias: `model_config`)."""
+    """Keyword arguments of `model_class` (alias: `model_config`). Without it: other values of keys in the model's
+    config.json, such as {rope_theta: 1000000} or {num_hidden_layers: 6}, the first six layers. `final/` has them too."""
     tokenizer_name: Annotated[str | None, NamesFiles("model")] = None
     """Tokenizer, or image processor, of `model_class`: a folder or a Hub name. Default: that of `model_name`."""
     from_scratch: bool = False
@@ -526,26 +524,18 @@ class _Objective(Section, title="loss"):
     """Models that teach: embedding models or rerankers, each a Hub name, a folder, or an entry with its own prompts."""
 
 
-def _with_loss_options() -> Any:
-    """Return the section with the options that the losses declare.
-
-    Options of entries of `losses` alone (ENTRY_OPTIONS) are left out.
-    """
-    summaries = [f"{name}: {loss.summary}" for name, loss in LOSSES.items()]
-    text = "What is trained. " + ". ".join(summaries) + "."
-    fields: dict[str, Any] = {"loss": (LossName, Field("infonce", description=text))}
-    for name, field in LOSS_OPTIONS.items():
-        if name in ENTRY_OPTIONS:
-            continue
-        value = Field(default=field.default, description=field.description)
-        fields[name] = (with_constraints(field), value)
-    return create_model("ObjectiveSection", __base__=_Objective, **fields)
-
-
 if TYPE_CHECKING:
     ObjectiveSection = _Objective
 else:
-    ObjectiveSection = _with_loss_options()
+    # With the options that the losses declare, but for those of entries of `losses` alone.
+    _summaries = ". ".join(f"{name}: {loss.summary}" for name, loss in LOSSES.items())
+    _text = f"What is trained. {_summaries}."
+    _fields = {"loss": (LossName, Field("infonce", description=_text))}
+    for _name, _field in LOSS_OPTIONS.items():
+        if _name not in ENTRY_OPTIONS:
+            _value = Field(default=_field.default, description=_field.description)
+            _fields[_name] = (with_constraints(_field), _value)
+    ObjectiveSection = create_model("ObjectiveSection", __base__=_Objective, **_fields)
 
 
 class BatchSection(Section, title="batch"):
@@ -883,17 +873,11 @@ def json_schema() -> dict[str, Any]:
     return model.model_json_schema()
 
 
-def _file_options() -> dict[str, str]:
-    """Return the kind of files of each option that is marked by NamesFiles."""
-    kinds = {}
-    for name, field in option_fields().items():
-        for entry in field.metadata:
-            if isinstance(entry, NamesFiles):
-                kinds[name] = str(entry)
-    return kinds
-
-
-FILE_OPTIONS = _file_options()
+FILE_OPTIONS: dict[str, str] = {}
+for _option, _option_field in option_fields().items():
+    for _entry in _option_field.metadata:
+        if isinstance(_entry, NamesFiles):
+            FILE_OPTIONS[_option] = str(_entry)
 """Option that names files or folders -> their kind: model, data or code.
 
 The schema marks them. They are compared by their content, under whatever name, between the ranks of a run and between a

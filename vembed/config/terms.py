@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from vembed.config.schema import (
@@ -106,15 +107,10 @@ def loss_terms(
             if teacher is None and listed and loss.follows != "scores_or_teacher":
                 teacher = listed[0].label
             teacher = labels.get(teacher, teacher)
-        term = Term(
-            weight=entry.weight,
-            loss=loss,
-            teacher=teacher,
-            guide=labels.get(guide, guide),
-            temperature_source=reason,
-            is_alone=entries is None,
+        guide = labels.get(guide, guide)
+        terms.append(
+            Term(entry.weight, loss, teacher, guide, reason, is_alone=entries is None)
         )
-        terms.append(term)
     return terms
 
 
@@ -131,13 +127,14 @@ def run_temperature(
     Where no option named it, it is that of the run's one loss, so that a resumed run
     keeps it. A learned temperature and those of several losses are not in the files.
     """
+    if leaves_temperature(objective, data, start_model):
+        terms = loss_terms(
+            objective, start_model, None, model_temperature, is_reranker=is_reranker
+        )
+        if terms[0].temperature is not None:
+            return terms[0].temperature
     default: float = dict(objective)["temperature"]
-    if not leaves_temperature(objective, data, start_model):
-        return default
-    term = loss_terms(
-        objective, start_model, None, model_temperature, is_reranker=is_reranker
-    )[0]
-    return default if term.temperature is None else term.temperature
+    return default
 
 
 def leaves_temperature(
@@ -156,17 +153,12 @@ def source_terms(
     objective: ObjectiveSection,
     data: DataSection,
     start_model: str,
-    model_temperature: float | None = None,
-    *,
-    is_reranker: bool = False,
+    **facts: Any,
 ) -> list[list[Term]]:
-    """Return the terms of the loss of each source."""
+    """Return the terms of the loss of each source. `facts`: further arguments of `loss_terms`."""
     terms = []
     for source in data.sources():
-        of_source = loss_terms(
-            objective, start_model, source, model_temperature, is_reranker=is_reranker
-        )
-        terms.append(of_source)
+        terms.append(loss_terms(objective, start_model, source, **facts))
     return terms
 
 
@@ -176,10 +168,7 @@ def run_terms(
     start_model: str,
 ) -> list[Term]:
     """Return the terms of all sources."""
-    all_terms = []
-    for terms in source_terms(objective, data, start_model):
-        all_terms += terms
-    return all_terms
+    return list(chain.from_iterable(source_terms(objective, data, start_model)))
 
 
 def has_tasks(data: DataSection) -> bool:
@@ -234,11 +223,6 @@ def source_batch_sizes(
             size = source.batch_size * run_size // batch.batch_size
         sizes.append(size)
     return sizes
-
-
-def lacks_comparisons(terms: Sequence[Term]) -> bool:
-    """Return whether data without hard negatives leave all of these terms at 0."""
-    return all(term.loss.needed_negatives() in ("some", "each") for term in terms)
 
 
 def reads_scores(terms: Sequence[Term]) -> bool:

@@ -144,7 +144,7 @@ def held_by_task(data: DataSection, parts: HeldOut) -> dict[str, EvalData]:
 
 MIN_SHARED_WORDS = 0.85
 """Queries are near-duplicates if this share of the shorter one's different words is in the other."""
-MIN_QUERY_WORDS = 5
+MIN_COMPARED_QUERY_WORDS = 5
 MIN_QUERY_SIZE_RATIO = 0.5
 """The shorter one has at least half as many different words: long texts hold most words of a short one by chance."""
 MIN_SHARED_NGRAMS = 0.9
@@ -155,7 +155,7 @@ MAX_SEARCHED_DOCUMENTS = 20_000
 """Documents of the training examples that an evaluation searches beside those that are held out."""
 MAX_COMPARED_EXAMPLES = 1_000_000
 """Training examples that are compared with validation data; of more, a sample spread over all."""
-NUM_SHOWN = 3
+NUM_PREVIEWS = 3
 SHOWN_CHARACTERS = 70
 MIN_CHOICE = 2
 """Groups of queries and documents are used if those that can be held out have so many times the examples wanted."""
@@ -217,22 +217,22 @@ def hold_out(
 ) -> HeldOut:
     """Hold out this share of the examples."""
     groups = example_groups(store)
-    wanted = max(1, round(share * len(store)))
+    num_held_out = max(1, round(share * len(store)))
     group_of = groups.connected
     sizes = _sizes(group_of)
     # Examples of groups that are small enough to be held out.
-    num_available = sum(size for size in sizes.values() if size <= wanted)
-    by_documents = num_available >= MIN_CHOICE * wanted
+    num_available = sum(size for size in sizes.values() if size <= num_held_out)
+    by_documents = num_available >= MIN_CHOICE * num_held_out
     if not by_documents:
         group_of = groups.by_query
         sizes = _sizes(group_of)
     # Texts from one template are one group through chains of near-duplicates, which may be most of the data.
-    largest = max(wanted, min(sizes.values()))
+    largest = max(num_held_out, min(sizes.values()))
     chosen: list[int] = []
     count = 0
     # By a hash of seed and content: what is held out does not depend on the order of the records.
     for group in sorted(sizes, key=lambda group: _draw(seed, group)):
-        if count < wanted and sizes[group] <= largest:
+        if count < num_held_out and sizes[group] <= largest:
             chosen.append(group)
             count += sizes[group]
     is_held = np.isin(group_of, chosen)
@@ -288,7 +288,7 @@ def example_groups(store: ExampleStore) -> ExampleGroups:
         texts["query"],
         words,
         threshold=MIN_SHARED_WORDS,
-        min_features=MIN_QUERY_WORDS,
+        min_features=MIN_COMPARED_QUERY_WORDS,
         min_size_ratio=MIN_QUERY_SIZE_RATIO,
     )
     document_links = _near_links(texts["document"], ngrams, threshold=MIN_SHARED_NGRAMS)
@@ -360,7 +360,7 @@ def overlap_warnings(train: Examples, pairs: Iterable[tuple[Item, Item]]) -> lis
         if not contents:
             continue
         samples = []
-        for content in contents[:NUM_SHOWN]:
+        for content in contents[:NUM_PREVIEWS]:
             samples.append(" -> ".join(map(short_item, validation[content])))
         total = sum(content[0] == kind for content in validation)
         share = len(contents) / total

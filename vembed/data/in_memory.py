@@ -13,7 +13,7 @@ from typing import Any
 from vembed.errors import UserError, listed
 from vembed.files import cache_folder, written_aside
 
-FOLDER = "python"
+IN_MEMORY_FOLDER = "python"
 """Folder inside the cache; a file's name is the hash of its content."""
 
 
@@ -73,7 +73,7 @@ def _stored_table(name: str, table: Any) -> str:
 
 
 def _stored_dataset(dataset: Any) -> str:
-    folder = cache_folder() / FOLDER / f"dataset-{dataset._fingerprint}"
+    folder = cache_folder() / IN_MEMORY_FOLDER / f"dataset-{dataset._fingerprint}"
     if not folder.is_dir():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
         dataset.save_to_disk(str(partial))
@@ -100,7 +100,11 @@ def _stored_rows(name: str, rows: list[Mapping[str, Any]]) -> str:
 
 
 def _stored(data: bytes, kind: str) -> str:
-    path = cache_folder() / FOLDER / f"{hashlib.sha256(data).hexdigest()[:16]}.{kind}"
+    path = (
+        cache_folder()
+        / IN_MEMORY_FOLDER
+        / f"{hashlib.sha256(data).hexdigest()[:16]}.{kind}"
+    )
     if not path.is_file():
         with written_aside(path) as partial:
             partial.write_bytes(data)

@@ -38,13 +38,16 @@ MIN_SHARE_OF_LETTERS = 0.02
 """Share of letters outside ASCII from which texts are not taken for English."""
 MIN_LEAD = 1.2
 """How many times as many frequent words a language must have as the next one."""
-MAX_TEXTS = 500
+MAX_SAMPLED_TEXTS = 500
 
 
 def is_english(texts: Sequence[str]) -> bool:
     """Return whether texts may be English. Texts that show no language are taken for English."""
     letters = [
-        letter for text in texts[:MAX_TEXTS] for letter in text if letter.isalpha()
+        letter
+        for text in texts[:MAX_SAMPLED_TEXTS]
+        for letter in text
+        if letter.isalpha()
     ]
     # Accents and other scripts first: they decide without any list of words.
     num_foreign = sum(not letter.isascii() for letter in letters)
@@ -54,7 +57,7 @@ def is_english(texts: Sequence[str]) -> bool:
 
 def language_of(texts: Sequence[str]) -> str | None:
     """Return the code of the language of texts; None where it is unclear."""
-    text = " ".join(texts[:MAX_TEXTS]).casefold()
+    text = " ".join(texts[:MAX_SAMPLED_TEXTS]).casefold()
     scripts: Counter[str] = Counter()
     for letter, count in Counter(filter(str.isalpha, text)).items():
         scripts[unicodedata.name(letter, "").partition(" ")[0]] += count

@@ -17,7 +17,6 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from vembed.config.schema import ModelSection
-from vembed.data.columns import unread_judgement
 from vembed.data.datasets import overlap_warnings
 from vembed.data.example_store import Records
 from vembed.data.examples import Example, Item
@@ -26,23 +25,28 @@ from vembed.data.near_duplicates import (
     image_digest,
     ngrams,
 )
+from vembed.data.records import unread_judgement
 from vembed.data_tools.data_page import PageSection, sections
 from vembed.errors import UserError, joined, listed
 from vembed.evaluation.report.page import render_page
 from vembed.files import replace_text
-from vembed.mining.candidates import CandidateSearch, open_candidates
-from vembed.mining.choice import calibrate
+from vembed.mining.candidates import CandidateSearch, calibrate, open_candidates
 from vembed.mining.inputs import (
-    Inputs,
     Log,
+    MiningInputs,
     Rows,
     content_key,
+    open_command_session,
     open_rows,
-    open_session,
-    read_inputs,
+    read_mining_inputs,
 )
 from vembed.mining.mine import work_folder
-from vembed.mining.options import AuditConfig, MineConfig, Source, load_options
+from vembed.mining.options import (
+    AuditConfig,
+    CommandConfigSource,
+    MineConfig,
+    load_options,
+)
 from vembed.mining.output import check_output, write_rows
 from vembed.progress import duration
 
@@ -94,7 +98,7 @@ class AuditResult:
 
 
 def audit(
-    source: Source,
+    source: CommandConfigSource,
     overrides: Sequence[str] = (),
     *,
     log: Log | None = None,
@@ -104,9 +108,9 @@ def audit(
     page = check_audit(config)
     json_path = page.with_suffix(".json")
     began = time.monotonic()
-    with open_session(log) as (running, log_line):
+    with open_command_session(log) as (running, log_line):
         mining = mining_config(config)
-        inputs = read_inputs(mining)
+        inputs = read_mining_inputs(mining)
         rows = inputs.rows
         data = AuditedRows(rows)
         for line in inputs.summary():
@@ -125,7 +129,7 @@ def audit(
             checks.near_duplicates(config.near_duplicate)
         if validation is not None:
             checks.leakage(validation)
-        sources: dict[str, Any] = {}
+        sources = {}
         for name, size in zip(data.names, data.sizes, strict=True):
             sources[name] = {"rows": size}
         if config.model_name is not None:
@@ -138,22 +142,22 @@ def audit(
 
         num_cleaned = None
         if config.cleaned_path is not None:
-            dropped: set[int] = set()
+            dropped = set()
             for kind in config.drop:
                 dropped |= checks.rows_to_drop.get(kind, set())
             num_cleaned = len(rows) - len(dropped)
             if running.is_main:
-                kept = (row for row in range(len(rows)) if row not in dropped)
+                kept_rows = (row for row in range(len(rows)) if row not in dropped)
                 write_rows(
                     check_output(config.cleaned_path, option="cleaned_path"),
-                    map(rows.record, kept),
+                    map(rows.record, kept_rows),
                 )
             log_line(f"{config.cleaned_path}: {num_cleaned:,d} of {len(rows):,d} rows")
         findings = checks.findings
         name = f"{len(data.names)} sources"
         if isinstance(config.data_path, str):
             name = config.data_path
-        report: dict[str, Any] = {
+        report = {
             "name": name,
             "summary": " ".join(f"{line}." for line in inputs.summary()),
             "num_rows": len(data),
@@ -166,7 +170,7 @@ def audit(
         if running.is_main:
             facts = data_sections(config, inputs, data, validation, report)
             report["data"] = list(map(asdict, facts))
-            replace_text(page, render(report))
+            replace_text(page, audit_page(report))
             replace_text(json_path, json.dumps(report, indent=2) + "\n")
         for finding in findings:
             log_line(
@@ -288,7 +292,7 @@ class Checks:
     def records(self, rows: Rows) -> None:
         """Records that training would refuse, and pairs with a column that probably says which match, and is not read."""
         num_bad = 0
-        problems: list[dict[str, str]] = []
+        problems = []
         tables = [table for table in rows.tables if isinstance(table, Records)]
         for table in tables:
             num_bad += table.index.num_bad
@@ -333,7 +337,7 @@ class Checks:
         """Rows that say again what another row says."""
         data = self.data
         first_rows: dict[tuple[int, ...], int] = {}
-        copies: dict[int, int] = {}
+        copies = {}
         for row, query in enumerate(data.query_keys):
             content = (query, *sorted(data.positive_keys[row]))
             first = first_rows.setdefault(content, row)
@@ -384,8 +388,8 @@ class Checks:
         for row, query in enumerate(data.query_keys):
             for key in data.positive_keys[row]:
                 positive_row.setdefault((query, key), row)
-        examples: list[dict[str, str]] = []
-        rows: set[int] = set()
+        examples = []
+        rows = set()
         by_source: Counter[str] = Counter()
         for row, query in enumerate(data.query_keys):
             example = data.examples[row]
@@ -417,8 +421,8 @@ class Checks:
 
     def repeated_images(self) -> None:
         """Images of positives that occur under several names, by their bytes."""
-        rows: dict[bytes, set[int]] = defaultdict(set)
-        names: dict[bytes, set[str]] = defaultdict(set)
+        rows = defaultdict(set)
+        names = defaultdict(set)
         # Each file is read once.
         digest_of = functools.cache(image_digest)
         for row, example in enumerate(self.data.examples):
@@ -452,7 +456,7 @@ class Checks:
                 f"{example.query.text or ''}\n{example.positives[0].text or ''}"
             )
         index = NearIndex(map(ngrams, texts), threshold)
-        near: dict[int, int] = {}
+        near = {}
         for row in range(len(texts)):
             if row in self.rows_to_drop["duplicates"]:
                 continue
@@ -482,7 +486,7 @@ class Checks:
         num_equal = sum(key in in_validation for key in data.query_keys)
         if self.config.near_duplicate is not None:
             # Each query once: rows of one query leak together.
-            queries: dict[int, str] = {}
+            queries = {}
             for rows in (validation, data):
                 for key, example in zip(rows.query_keys, rows.examples, strict=True):
                     queries[key] = example.query.text or ""
@@ -496,7 +500,7 @@ class Checks:
                 other = next(index.near(number), None)
                 if other is not None:
                     in_validation[key] = texts[other]
-        leaks: dict[int, str] = {}
+        leaks = {}
         for row, key in enumerate(data.query_keys):
             if key in in_validation:
                 leaks[row] = in_validation[key]
@@ -515,7 +519,7 @@ class Checks:
 
     def ranks(
         self,
-        inputs: Inputs,
+        inputs: MiningInputs,
         search: CandidateSearch,
         mining: MineConfig,
     ) -> dict[str, Any]:
@@ -598,7 +602,7 @@ class Checks:
             )
             if len(examples) == self.config.num_examples:
                 break
-        path: Any = mining.data_path
+        path = mining.data_path
         if isinstance(path, list):
             path = path[0] if isinstance(path[0], str) else path[0].path
         fix = f"vembed mine model_name={mining.model_name} data_path={path} output_path=mined.jsonl threshold=auto"
@@ -616,7 +620,7 @@ class Checks:
                 )
             )
 
-        by_source: dict[str, Any] = {}
+        by_source = {}
         for number, name in enumerate(data.names):
             of_source = above[data.sources == number]
             by_source[name] = {
@@ -662,7 +666,7 @@ def scripts(examples: Sequence[Example]) -> dict[str, dict[str, float]]:
 
 def data_sections(
     config: AuditConfig,
-    inputs: Inputs,
+    inputs: MiningInputs,
     data: AuditedRows,
     validation: AuditedRows | None,
     report: dict[str, Any],
@@ -711,7 +715,7 @@ def data_sections(
     return page
 
 
-def render(report: dict[str, Any]) -> str:
+def audit_page(report: dict[str, Any]) -> str:
     """Return the page: first what `vembed data` prints, then the findings."""
     ordered = sorted(
         report["findings"],

@@ -75,7 +75,7 @@ def data_facts(config: TrainConfig) -> tuple[str, dict[str, Any]]:
         lines.append(f"validation: {validation}")
     lines += [f"warning: {warning}" for warning in sets.warnings]
     sizes = zip(sets.examples.names, sets.examples.sizes, strict=True)
-    figures: dict[str, Any] = {
+    figures = {
         "num_examples": len(sets.examples),
         "sources": [{"name": name, "num_examples": size} for name, size in sizes],
         "validation": validation,
@@ -181,7 +181,7 @@ def _repetitions(examples: Sequence[Example], total: int) -> PageSection:
         contents["positives"] += positives
         contents["pairs"] += [(query, positive) for positive in positives]
         num_equal += query in positives
-    figures: dict[str, dict[str, int]] = {}
+    figures = {}
     lines = []
     for name, keys in contents.items():
         different = len(set(keys))
@@ -237,7 +237,11 @@ def _negatives(examples: Sequence[Example]) -> PageSection:
     ]
     by_number = sorted(counts.items())
     if set(counts) != {0}:
-        lines = [", ".join(f"{n} in {count:,d} examples" for n, count in by_number[:8])]
+        lines = [
+            ", ".join(
+                f"{number} in {count:,d} examples" for number, count in by_number[:8]
+            )
+        ]
     if num_wrong:
         lines.append(
             f"warning: {num_wrong:,d} examples have one of their positives among their negatives"

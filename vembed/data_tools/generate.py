@@ -36,30 +36,30 @@ from vembed.mining.inputs import (
     Log,
     content_key,
     distinct_by,
+    open_command_session,
     open_rows,
-    open_session,
     read_corpus,
-    read_inputs,
+    read_mining_inputs,
 )
 from vembed.mining.mine import work_folder
 from vembed.mining.options import (
+    CommandConfigSource,
     Endpoint,
     GenerateConfig,
     MineConfig,
     RowOptions,
-    Source,
     Writer,
     load_options,
     paths_of,
 )
 from vembed.mining.output import check_output, write_rows
-from vembed.mining.retrievers import DTYPES, files_identity
+from vembed.mining.retrievers import VECTOR_DTYPES, files_identity
 from vembed.models.families.model_files import whole_model_folder
 from vembed.models.processors import open_tokenizer
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport, duration
 
-BLOCK = 64
+DOCUMENTS_PER_WRITE = 64
 """Documents whose queries are written together."""
 MAX_EXAMPLES = 1000
 """Rows of the user from which examples are drawn."""
@@ -100,7 +100,7 @@ class GenerateResult:
 
 
 def generate(
-    source: Source,
+    source: CommandConfigSource,
     overrides: Sequence[str] = (),
     *,
     log: Log | None = None,
@@ -111,7 +111,7 @@ def generate(
     began = time.monotonic()
     folder = work_folder(config)
     left_out: Counter[str] = Counter()
-    with open_session(log) as (running, log_line):
+    with open_command_session(log) as (running, log_line):
         files = []
         for path in paths_of(config.corpus_path):
             allows = config.allow_image_urls
@@ -123,20 +123,20 @@ def generate(
             chosen = random.choice(len(documents), config.max_documents, replace=False)
             documents = documents[np.sort(chosen)]
         log_line(f"documents: {len(documents):,d}")
-        texts: dict[str, str] = {}
+        texts = {}
         if config.written_kinds():
             texts = _written_texts(config, files, documents, folder, running)
         rows = []
-        seen: set[tuple[str, str]] = set()
+        known_pairs = set()
         for row in _rows(config, files, documents, texts, left_out):
             query = casefolded(row["query"])
             positive = json.dumps(row["positive"])
             if query == casefolded(str(row["positive"])):
                 left_out["the query is the document"] += 1
-            elif (query, positive) in seen:
+            elif (query, positive) in known_pairs:
                 left_out["a pair that is there already"] += 1
             else:
-                seen.add((query, positive))
+                known_pairs.add((query, positive))
                 rows.append(row)
         log_line(f"pairs: {len(rows):,d} made")
         if config.model_name is not None and rows:
@@ -231,14 +231,18 @@ def _written_texts(
     answers = folder / "written" / identity
     answers.mkdir(parents=True, exist_ok=True)
     texts = _read_answers(answers)
-    write: WriteTexts | None = None
+    write = None
     num_documents = len(documents)
-    blocks = range(session.rank * BLOCK, num_documents, session.world_size * BLOCK)
+    blocks = range(
+        session.rank * DOCUMENTS_PER_WRITE,
+        num_documents,
+        session.world_size * DOCUMENTS_PER_WRITE,
+    )
     with ProgressReport("generating", active=session.is_main) as progress:
         for first in blocks:
-            stop = min(first + BLOCK, num_documents)
-            keys: list[str] = []
-            prompts: list[str] = []
+            stop = min(first + DOCUMENTS_PER_WRITE, num_documents)
+            keys = []
+            prompts = []
             for number in range(first, stop):
                 document = documents[number]
                 item = files[document[FILE]].read(int(document[START]))[1]
@@ -252,7 +256,7 @@ def _written_texts(
                 # Loaded when it is first asked: an interrupted run may have all answers.
                 write = write or load_writer(config, writer, session.device)
                 # The seed of a block, so that its text does not depend on the rank that writes it.
-                seed = config.seed + first // BLOCK
+                seed = config.seed + first // DOCUMENTS_PER_WRITE
                 path = answers / f"{os.uname().nodename}-{os.getpid()}.answers"
                 with path.open("a", encoding="utf-8") as file:
                     for index, text in write(prompts, seed):
@@ -265,7 +269,7 @@ def _written_texts(
 
 
 def _read_answers(folder: Path) -> dict[str, str]:
-    texts: dict[str, str] = {}
+    texts = {}
     for path in sorted(folder.glob("*.answers")):
         for line in path.read_text(encoding="utf-8").splitlines():
             with suppress(ValueError):  # half of a line
@@ -295,13 +299,13 @@ def _round_trip(
         relative_margin=None,
         positive_id_field="document_id" if has_ids else None,
     )
-    inputs = read_inputs(mining)
+    inputs = read_mining_inputs(mining)
     store = open_candidates(mining, inputs, folder, session)
     known = inputs.known
     positives = store.scores_of(known.positives)
     codes = known.positives.codes
     scores = np.concatenate([chunk.scores for chunk in store.chunks()])
-    kept = []
+    kept_rows = []
     for number, row in enumerate(rows):
         query = int(known.query_of_row[number])
         positive = inputs.rows.example(number).positives[0]
@@ -311,9 +315,9 @@ def _round_trip(
         # The candidates leave out the known positives, so that those above it are counted by score.
         num_above = int((scores[query] > positives[index]).sum())
         if num_above < config.round_trip_top_k:
-            kept.append(row)
+            kept_rows.append(row)
     session.barrier()
-    return kept
+    return kept_rows
 
 
 # ---- queries of a language model --------------------------------------------------------------------------------
@@ -337,10 +341,10 @@ def load_writer(
     folder = whole_model_folder(writer.model, option="writer")
     tokenizer = open_tokenizer(folder, padding_side="left", trust_remote_code=trust)
     add_padding_token(tokenizer)
-    dtype = DTYPES.get(config.torch_dtype)
+    dtype = VECTOR_DTYPES.get(config.torch_dtype)
     model = read_weights(AutoModelForCausalLM, folder, dtype, trust).eval().to(device)
     # None: generate() warns of sampling settings that a model brings along.
-    sampling: dict[str, Any] = dict.fromkeys(("temperature", "top_p", "top_k"))
+    sampling = dict.fromkeys(("temperature", "top_p", "top_k"))
     sampling["do_sample"] = False
     if writer.temperature > 0:
         sampling = {"do_sample": True, "temperature": writer.temperature}
@@ -426,11 +430,11 @@ def cleaned(text: str) -> str:
 
 # ---- pairs without a language model: what a document's own form says about itself ----------------------------------
 
-Pair = tuple[str, Any]
+GeneratedPair = tuple[str, Any]
 """A query, and the positive as a row holds it: a text, or {"image": ...}."""
 
 
-def title_body(record: dict[str, Any]) -> list[Pair]:
+def title_body(record: dict[str, Any]) -> list[GeneratedPair]:
     """The title, and the text below it."""
     title = record.get("title")
     text = record.get("text")
@@ -439,11 +443,11 @@ def title_body(record: dict[str, Any]) -> list[Pair]:
     return [(title.strip(), text.strip())] if _is_long(text, MIN_DOCUMENT_WORDS) else []
 
 
-def heading_section(text: str) -> list[Pair]:
+def heading_section(text: str) -> list[GeneratedPair]:
     """Each heading of a Markdown text, and its section."""
     headings = list(_HEADING.finditer(text))
     ends = [match.start() for match in headings[1:]] + [len(text)]
-    pairs: list[Pair] = []
+    pairs = []
     for match, end in zip(headings, ends, strict=False):
         section = text[match.end() : end].strip()
         if _is_long(section, MIN_DOCUMENT_WORDS):
@@ -451,15 +455,15 @@ def heading_section(text: str) -> list[Pair]:
     return pairs
 
 
-def first_sentence(text: str) -> list[Pair]:
+def first_sentence(text: str) -> list[GeneratedPair]:
     """The first sentence, and the rest."""
-    first, *rest = _SENTENCE.split(text.strip(), maxsplit=1)
-    if not rest or not _is_long(first, MIN_QUERY_WORDS):
+    first, *others = _SENTENCE.split(text.strip(), maxsplit=1)
+    if not others or not _is_long(first, MIN_QUERY_WORDS):
         return []
-    return [(first, rest[0])] if _is_long(rest[0], MIN_DOCUMENT_WORDS) else []
+    return [(first, others[0])] if _is_long(others[0], MIN_DOCUMENT_WORDS) else []
 
 
-def docstring_function(text: str) -> list[Pair]:
+def docstring_function(text: str) -> list[GeneratedPair]:
     """The first paragraph of each Python function's docstring, and the function without it."""
     if "def " not in text:
         return []
@@ -470,7 +474,7 @@ def docstring_function(text: str) -> list[Pair]:
     return [pair for pair in pairs if _is_long(pair[0], MIN_QUERY_WORDS)]
 
 
-def caption_image(record: dict[str, Any], item: Item) -> list[Pair]:
+def caption_image(record: dict[str, Any], item: Item) -> list[GeneratedPair]:
     """The text beside an image, and the image."""
     caption = record.get("caption") or item.text
     if not item.images or not isinstance(caption, str) or not caption.strip():
@@ -479,7 +483,7 @@ def caption_image(record: dict[str, Any], item: Item) -> list[Pair]:
     return [(caption.strip(), {"image": images})]
 
 
-def crop(text: str, random: np.random.Generator) -> list[Pair]:
+def crop(text: str, random: np.random.Generator) -> list[GeneratedPair]:
     """Two spans of the text, drawn independently."""
     words = text.split()
     if len(words) < 2 * CROP_WORDS[0]:
@@ -498,7 +502,7 @@ def pairs_of(
     item: Item,
     kinds: Sequence[str],
     random: np.random.Generator,
-) -> list[tuple[str, Pair]]:
+) -> list[tuple[str, GeneratedPair]]:
     """(kind, pair) of a document: by all of `kinds`, or without any by the first one that fits."""
     fields = record if isinstance(record, dict) else {"text": document_text(record)}
     text = item.text or ""
@@ -511,7 +515,7 @@ def pairs_of(
         "first_sentence": partial(first_sentence, text),
         "crop": partial(crop, text, random),
     }
-    pairs: list[tuple[str, Pair]] = []
+    pairs = []
     for kind in kinds or makers:
         pairs += [(kind, pair) for pair in makers[kind]()]
         if pairs and not kinds:

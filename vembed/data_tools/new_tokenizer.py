@@ -14,7 +14,7 @@ from vembed.errors import UserError
 
 END = "<|end|>"
 PAD = "<|pad|>"
-MASK = "<|mask|>"
+MASK_TOKEN = "<|mask|>"
 VOCAB_SIZE = 8192
 
 
@@ -56,7 +56,7 @@ def train_tokenizer(
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[PAD, END, MASK],
+        special_tokens=[PAD, END, MASK_TOKEN],
         show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
@@ -69,7 +69,7 @@ def train_tokenizer(
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
-        mask_token=MASK,
+        mask_token=MASK_TOKEN,
         padding_side="right",
     )
     wrapped.save_pretrained(folder)

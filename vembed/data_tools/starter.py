@@ -21,21 +21,20 @@ from typing import Any
 from vembed.config.decisions import epochs_for
 from vembed.config.schema import ModelSection
 from vembed.config.values import Task
-from vembed.data.columns import (
-    Columns,
-    classes_as_scores,
-    unread_judgement,
-    unread_negatives,
-    unread_prompt,
-)
-from vembed.data.examples import BadRecord
+from vembed.data.examples import BadRecord, ImageRoot
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import SeveralFiles, open_reader
-from vembed.data.images.files import IMAGE_PATH, ImageRoot
-from vembed.data.records import Mode, RecordFormat
+from vembed.data.images.files import IMAGE_PATH
+from vembed.data.records import (
+    Columns,
+    Mode,
+    RecordFormat,
+    classes_as_scores,
+    unread_judgement,
+    unread_parts,
+)
 from vembed.errors import UserError, printable
-from vembed.files import replace_text
-from vembed.names import is_address, is_pattern
+from vembed.files import is_address, is_pattern, replace_text
 
 NUM_RECORDS = 1000
 """Number of records to look at."""
@@ -106,10 +105,10 @@ def _num_records(reader: Format) -> tuple[int, bool]:
     return round((len(rows) - 1) * (reader.stop - reader.start) / seen_bytes), True
 
 
-def texts_of(value: Any) -> list[str | None]:
+def field_texts(value: Any) -> list[str | None]:
     """Return the texts of a field, which may be a list and have objects; None for each entry that is not text alone."""
-    entries: list[Any] = value if isinstance(value, list) else [value]
-    texts: list[str | None] = []
+    entries = value if isinstance(value, list) else [value]
+    texts = []
     for entry in entries:
         text = entry
         if isinstance(entry, dict):
@@ -124,7 +123,7 @@ def texts_of(value: Any) -> list[str | None]:
 
 DELIMITED = (".csv", ".tsv")
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-NAMES = {"cp1252": "Windows-1252", "utf-16": "UTF-16"}
+ENCODING_NAMES = {"cp1252": "Windows-1252", "utf-16": "UTF-16"}
 
 
 def utf8_copy(path: Path, *, force: bool = False) -> tuple[Path, str] | None:
@@ -155,11 +154,11 @@ def utf8_copy(path: Path, *, force: bool = False) -> tuple[Path, str] | None:
     copy = path.with_name(f"{path.stem}.utf8{path.suffix}")
     if copy.exists() and not force and copy.read_bytes() != text.encode():
         raise UserError(
-            f"{path} is {NAMES[encoding]}, and its copy in UTF-8 would be {copy}, which is another file already: "
+            f"{path} is {ENCODING_NAMES[encoding]}, and its copy in UTF-8 would be {copy}, which is another file already: "
             "move it away, or give --force to overwrite it"
         )
     replace_text(copy, text)
-    return copy, NAMES[encoding]
+    return copy, ENCODING_NAMES[encoding]
 
 
 ROLE_WORDS = {
@@ -226,17 +225,17 @@ class Guess:
 def guess(
     records: Sequence[Record],
     missing: Sequence[str],
-    taken: Sequence[str] = (),
+    taken_columns: Sequence[str] = (),
 ) -> Guess:
     """Return columns for the missing parts (query, positive) among those that are not taken."""
     candidates = []
     for name in dict.fromkeys(name for record in records for name in record):
         column = _facts(name, [record.get(name) for record in records])
-        if name not in taken and column.is_text:
+        if name not in taken_columns and column.is_text:
             candidates.append(column)
     longest = max((column.mean_length for column in candidates), default=1.0) or 1.0
-    mapping: dict[str, str] = {}
-    reasons: dict[str, str] = {}
+    mapping = {}
+    reasons = {}
     open_columns = list(candidates)
     unassigned = list(missing)
     # The part with the clearer evidence is chosen first, so that it does not lose its column to the other.
@@ -343,7 +342,7 @@ def confirm(
 ) -> dict[str, str]:
     """Ask which column each missing part is; an empty answer takes the guess. Return the column mapping."""
     columns = guess.candidates[:MOST_SHOWN]
-    mapping: dict[str, str] = {}
+    mapping = {}
     for role in missing:
         what = "the query" if role == "query" else "what the query should find"
         lines = [f"Which column is {what}?"]
@@ -388,7 +387,7 @@ def doubts_about(sample: FileSample, mapping: Mapping[str, str]) -> list[str]:
         unused = [name for name in sample.columns if name not in read]
         if layout.score is None:
             doubts.append(unread_judgement(unused))
-        doubts += [unread_negatives(unused), unread_prompt(unused)]
+        doubts += unread_parts(unused)
     return [doubt for doubt in doubts if doubt is not None]
 
 
@@ -447,7 +446,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class TextLengths:
     """Lengths of the texts in tokens."""
 
     full: int
@@ -500,7 +499,9 @@ def model_facts(name: str, task: Task = "embed") -> ModelFacts | None:
     return ModelFacts(description.max_length, tokens, temperature)
 
 
-def measure_lengths(texts: Sequence[str], facts: ModelFacts | None) -> Lengths | None:
+def measure_lengths(
+    texts: Sequence[str], facts: ModelFacts | None
+) -> TextLengths | None:
     """Return the lengths of texts; None without texts."""
     if not texts:
         return None
@@ -512,11 +513,11 @@ def measure_lengths(texts: Sequence[str], facts: ModelFacts | None) -> Lengths |
         # And two special tokens.
         lengths = [math.ceil(size / CHARACTERS_PER_TOKEN) + 2 for size in sizes]
     full = lengths[math.ceil(FULL_SHARE * len(lengths)) - 1]
-    return Lengths(full, lengths[-1], is_measured=tokens is not None)
+    return TextLengths(full, lengths[-1], is_measured=tokens is not None)
 
 
 def fitting_length(
-    lengths: Lengths | None,
+    lengths: TextLengths | None,
     limit: int | None,
     usual: int,
 ) -> int:

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import Source, resolve_run
-from vembed.config.stages import chosen_pipeline
+from vembed.config.loading import ConfigSource, chosen_pipeline, resolve_run
 from vembed.data.in_memory import as_path
 from vembed.errors import RunError, UserError
 from vembed.models.custom.own_code import as_options
 from vembed.training.checkpoint.folders import finished_run
 from vembed.training.hooks.base import Callbacks, Hook, OnEvaluation, OnStep
-from vembed.training.trainer import TrainResult
-from vembed.training.trainer import train as train_once
+from vembed.training.trainer import TrainResult, train_run
 
-DATA = ("data_path", "val_data_path", "train_data", "train_file", "val_data")
+OBJECT_OPTIONS = ("data_path", "val_data_path", "train_data", "train_file", "val_data")
 """Options that may be Python objects, and the likeliest of their other names."""
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def train(
-    config: Source | ResolvedRun,
+    config: ConfigSource | ResolvedRun,
     overrides: Sequence[str] = (),
     hooks: Sequence[Hook] = (),
     *,
@@ -61,7 +59,7 @@ def train(
     if isinstance(source, str | Path | Mapping):
         pipeline = chosen_pipeline(source, overrides)
     if pipeline is None:
-        return train_once(resolve_run(source, overrides), [*hooks, *callbacks])
+        return train_run(resolve_run(source, overrides), [*hooks, *callbacks])
     if hooks or model is not None:
         raise UserError(
             "hooks and model= are for one training: name one of the stages, as overrides=['stage=NAME']"
@@ -78,7 +76,7 @@ def train(
         arguments = replace(arguments, config=str(source))
 
     def train_stage(stage: TrainArguments) -> int:
-        train_once(
+        train_run(
             resolve_run(stage.source, stage.overrides, stage=stage.stage), callbacks
         )
         return 0
@@ -105,5 +103,5 @@ def _stored(config: Any) -> Any:
         return config
     stored = {}
     for key, value in config.items():
-        stored[key] = as_path(key, value) if key in DATA else _stored(value)
+        stored[key] = as_path(key, value) if key in OBJECT_OPTIONS else _stored(value)
     return stored

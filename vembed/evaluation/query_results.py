@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 NUM_FOUND = 3
 """Documents that are kept per query, the first of its ranking."""
-MAX_TEXTS = 2_000
+MAX_QUERIES_WITH_TEXTS = 2_000
 """Queries whose texts are kept. Metrics are kept of all queries."""
-TEXT_LENGTH = 300
+MAX_TEXT_CHARACTERS = 300
 EMBEDDED = "image of "
 """Beginning of the name of an image that the data hold themselves."""
-FOLDER = "evaluations"
+EVALUATIONS_FOLDER = "evaluations"
 """Folder of the results per query, inside the run's."""
 NUM_RESAMPLES = 2_000
 DRAWS_AT_ONCE = 2**14
 """Draws of one array, which stays in the cache."""
 MAX_RESAMPLED_QUERIES = 4_000
 """Up to which the interval is resampled; with more the normal distribution gives the same."""
-NUM_SHOWN = 10
+NUM_CHANGED_QUERIES = 10
 NO_DIFFERENCE = "no difference that the data can show"
 
 
@@ -46,7 +46,7 @@ class QueryResults:
     """[queries, NUM_FOUND] indices of the first documents; -1: none."""
 
     def content(self, data: RetrievalData, metrics: Sequence[str]) -> dict[str, Any]:
-        """Return the metrics of all queries and the texts of the first MAX_TEXTS ones, as JSON values."""
+        """Return the metrics of all queries and the texts of the first MAX_QUERIES_WITH_TEXTS, as JSON values."""
         chosen = [name for name in metrics if name in self.names]
         columns = [self.names.index(name) for name in chosen]
 
@@ -58,7 +58,7 @@ class QueryResults:
             return shortened
 
         texts = []
-        for number, row in enumerate(self.found[:MAX_TEXTS]):
+        for number, row in enumerate(self.found[:MAX_QUERIES_WITH_TEXTS]):
             relevant = data.relevance[number]
             documents = [int(document) for document in row if document >= 0]
             texts.append(
@@ -87,8 +87,8 @@ def embedded_item(data: RetrievalData, image: str) -> Item:
 def item_content(item: Item, name: str) -> dict[str, Any]:
     """Return text and images of an item, short enough for a report: paths, or EMBEDDED and the item's name."""
     text = " ".join((item.text or "").split())
-    if len(text) > TEXT_LENGTH:
-        text = text[: TEXT_LENGTH - 3] + "..."
+    if len(text) > MAX_TEXT_CHARACTERS:
+        text = text[: MAX_TEXT_CHARACTERS - 3] + "..."
     images = []
     for image in item.images:
         images.append(f"{EMBEDDED}{name}" if image.path is None else image.path)
@@ -100,7 +100,7 @@ def item_content(item: Item, name: str) -> dict[str, Any]:
 
 def path_of(output_dir: Path, step: int) -> Path:
     """Return the file of an evaluation."""
-    return output_dir / FOLDER / f"step-{step}.json"
+    return output_dir / EVALUATIONS_FOLDER / f"step-{step}.json"
 
 
 def read_queries(path: Path) -> Mapping[str, Any] | None:
@@ -204,11 +204,11 @@ def compare_results(
     # Numbers of queries, the largest losses first.
     order = np.argsort(change[:num_texts], kind="stable").tolist()
     better = []
-    for number in order[::-1][:NUM_SHOWN]:
+    for number in order[::-1][:NUM_CHANGED_QUERIES]:
         if change[number] > 0:
             better.append(changed(number))
     worse = []
-    for number in order[:NUM_SHOWN]:
+    for number in order[:NUM_CHANGED_QUERIES]:
         if change[number] < 0:
             worse.append(changed(number))
     return Comparison(

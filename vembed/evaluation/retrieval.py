@@ -10,22 +10,20 @@ import numpy as np
 import torch
 
 from vembed.data.examples import KeyIndex
-from vembed.evaluation.beir import Corpus
-from vembed.evaluation.dataset import RetrievalData
+from vembed.evaluation.dataset import Corpus, RetrievalData
 from vembed.evaluation.query_results import NUM_FOUND, QueryResults
 from vembed.evaluation.top_k import Pairs, TopK, top_k
-from vembed.inference.encoding import InterruptCheck, first_dims
-from vembed.inference.quantization import quantized, ranges_of
+from vembed.inference.encoding import InterruptCheck, first_dims, quantized, ranges_of
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
-DOCUMENT_TILE = 8192
+DOCUMENTS_PER_SEARCH_TILE = 8192
 """Documents that are searched at once. Only a tile of them is copied and normalised at a time."""
 METRICS = ("ndcg", "mrr", "recall", "map")
 COMPRESSED_FORMS = ("float32", "int8", "binary", "binary_rescored")
 COMPRESSED_K = 10
-OVERSAMPLING = 4
-"""Binary with rescoring: the search by bits finds OVERSAMPLING * COMPRESSED_K documents, which are then ordered."""
+RESCORING_FACTOR = 4
+"""Binary with rescoring: the search by bits finds RESCORING_FACTOR * COMPRESSED_K documents, which are then ordered."""
 
 
 def retrieval_metrics(
@@ -85,8 +83,8 @@ class RetrievalSearch:
     def add(self, documents_ND: np.ndarray, numbers_N: np.ndarray) -> None:
         """Search in some documents, which have these numbers in the data."""
         for dim, search in self._searches.items():
-            for start in range(0, len(documents_ND), DOCUMENT_TILE):
-                tile = slice(start, start + DOCUMENT_TILE)
+            for start in range(0, len(documents_ND), DOCUMENTS_PER_SEARCH_TILE):
+                tile = slice(start, start + DOCUMENTS_PER_SEARCH_TILE)
                 documents = first_dims(documents_ND[tile], dim, self._normalize)
                 search.add(
                     torch.from_numpy(documents), torch.from_numpy(numbers_N[tile])
@@ -97,7 +95,7 @@ class RetrievalSearch:
     def scores(self, results: QueryResults | None = None) -> dict[str, float]:
         """Return `ndcg@k`, `mrr@k`, `recall@k` and `map@k` for the embeddings, and `dim<d>/ndcg@k` for the further
         sizes. `results` gets those of each query, for the whole embeddings."""
-        scores: dict[str, float] = {}
+        scores = {}
         num_queries = len(self._data.queries)
         relevance = [self._data.relevance[query] for query in self._dealt]
         for dim, search in self._searches.items():
@@ -150,10 +148,10 @@ def excluded_pairs(data: RetrievalData, queries: Sequence[int]) -> Pairs:
         keys = documents.keys
     else:
         keys = np.array([item.key() for item in documents], np.int64)
-    wanted = np.array([data.queries[query].key() for query in queries], np.int64)
-    rows: list[int] = []
-    excluded: list[int] = []
-    for row, document in enumerate(KeyIndex(keys).find(wanted).tolist()):
+    query_keys = np.array([data.queries[query].key() for query in queries], np.int64)
+    rows = []
+    excluded = []
+    for row, document in enumerate(KeyIndex(keys).find(query_keys).tolist()):
         if document >= 0 and document not in data.relevance[queries[row]]:
             rows.append(row)
             excluded.append(document)
@@ -185,17 +183,18 @@ def score_rankings(
         judged[str(query)] = {str(number): grade for number, grade in grades.items()}
         # trec_eval sorts by score and breaks ties by name. Using the negative position as score keeps our order.
         ranked = rankings[query][rankings[query] >= 0]
-        run[str(query)] = {str(number): -float(i) for i, number in enumerate(ranked)}
+        run[str(query)] = {
+            str(number): -float(place) for place, number in enumerate(ranked)
+        }
     by_query = pytrec_eval.RelevanceEvaluator(judged, measures).evaluate(run)
     names = metric_names(ks)
     values = np.zeros((len(rankings), len(names)))
     for query, measured in by_query.items():
-        # In the order of METRICS.
-        row = [measured[f"ndcg_cut_{k}"] for k in ks]
         # trec_eval's reciprocal rank has no cut-off: a rank beyond k counts as 0.
         reciprocal = measured["recip_rank"]
-        for k in ks:
-            row.append(reciprocal if reciprocal >= 1 / k else 0.0)
+        # In the order of METRICS.
+        row = [measured[f"ndcg_cut_{k}"] for k in ks]
+        row += [reciprocal if reciprocal >= 1 / k else 0.0 for k in ks]
         row += [measured[f"recall_{k}"] for k in ks]
         row += [measured[f"map_cut_{k}"] for k in ks]
         values[int(query)] = row
@@ -206,9 +205,8 @@ def compressed_scores(
     queries_QD: np.ndarray,
     documents_ND: np.ndarray,
     data: RetrievalData,
-    dims: Sequence[int] = (),
-    *,
-    normalize: bool = True,
+    dims: Sequence[int],
+    normalize: bool,
 ) -> dict[str, float]:
     """Return `compressed/<form>/<size>/ndcg@10` for each form of the stored documents and each size.
 
@@ -216,7 +214,7 @@ def compressed_scores(
     documents by signs, ordered by the float query and the documents' signs, so that only bits are stored.
     """
     excluded = excluded_pairs(data, range(len(data.queries)))
-    scores: dict[str, float] = {}
+    scores = {}
     for dim in dict.fromkeys([documents_ND.shape[1], *dims]):
         queries = first_dims(queries_QD, dim, normalize)
         documents = first_dims(documents_ND, dim, normalize)
@@ -229,7 +227,9 @@ def compressed_scores(
         signs = np.where(documents > 0, 1, -1).astype(np.float32)
         query_signs = np.where(queries > 0, 1, -1).astype(np.float32)
         # C candidates by bits, ordered by the float query and the documents' signs.
-        candidates_QC = top_k(query_signs, signs, COMPRESSED_K * OVERSAMPLING, excluded)
+        candidates_QC = top_k(
+            query_signs, signs, COMPRESSED_K * RESCORING_FACTOR, excluded
+        )
         scores_QC = np.einsum("qd,qcd->qc", queries, signs[candidates_QC])
         scores_QC = np.where(candidates_QC >= 0, scores_QC, -np.inf)
         # Stable: equal scores keep the order by bits, which already breaks ties by number.

@@ -1,11 +1,11 @@
-"""compare(): an export in its own runtime against the model, on the same texts; what differs is named."""
+"""compare_embeddings(): an export in its own runtime against the model, on the same texts; what differs is named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -17,7 +17,7 @@ from vembed.data.images.files import load_image
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.retrieval import retrieval_metrics
-from vembed.export.formats import ExportReader, WeightPrecision
+from vembed.export.formats import EncodeTexts, ExportReader, Texts, WeightPrecision
 from vembed.export.onnx_format import OnnxImages, made_images
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
@@ -46,8 +46,6 @@ WORDS = (
     "the a of red green small bird garden sorted list returns house river music number city window open close "
     "value error file name 17 3.5 (x) data, model; query? document. Zurich naive tree between never always"
 )
-Texts = list[tuple[str, Kind]]
-Encode = Callable[[list[str], Kind], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,7 @@ def _are_close(
 
 def evaluation_data(model: str, data: str | None) -> EvalData | None:
     """Return evaluation data: those at `data`, by default those of the run that made the model, if they are there."""
-    options: dict[str, Any] = {}
+    options = {}
     if data is None:
         options = run_options(model, ("column_mapping", "image_root", "on_bad_record"))
         data = run_options(model, ("val_data_path",)).get("val_data_path")
@@ -165,7 +163,7 @@ def run_options(model: str, names: tuple[str, ...]) -> dict[str, Any]:
 
 def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
     """Return NUM_TEXTS texts: half queries and half documents of the evaluation data, filled up with made ones."""
-    texts: Texts = []
+    texts = []
     for items, kind in _items_by_kind(data):
         of_kind: dict[str, None] = {}
         # Only as far as needed: a corpus may have millions.
@@ -191,12 +189,12 @@ def texts_to_compare(data: EvalData | None, max_length: int) -> Texts:
 def images_to_compare(data: EvalData | None) -> list[Image.Image]:
     """Return NUM_IMAGES images: the first half those of the evaluation data, the others made."""
     images: list[Image.Image] = []
-    seen = set()
+    used = set()
     for items, _ in reversed(_items_by_kind(data)):  # documents first
         for item in items:
             for reference in item.images:
-                if len(images) < NUM_IMAGES // 2 and reference not in seen:
-                    seen.add(reference)
+                if len(images) < NUM_IMAGES // 2 and reference not in used:
+                    used.add(reference)
                     images.append(load_image(reference))
     return images + made_images(NUM_IMAGES - len(images))
 
@@ -237,19 +235,8 @@ def bounded(data: EvalData | None) -> RetrievalData | None:
 # ---- comparisons ---------------------------------------------------------------------------------------------------
 
 
-def encode_all(encode: Encode, texts: Sequence[tuple[str, Kind]]) -> np.ndarray:
-    """Return [n, d] embeddings in the order of the texts; each kind is encoded together."""
-    rows: dict[int, np.ndarray] = {}
-    for kind in get_args(Kind):
-        numbers = [number for number, entry in enumerate(texts) if entry[1] == kind]
-        if numbers:
-            vectors = encode([texts[number][0] for number in numbers], kind)
-            rows |= zip(numbers, vectors, strict=True)
-    return np.stack([rows[number] for number in range(len(texts))])
-
-
 def ndcg(
-    encode: Encode,
+    encode: EncodeTexts,
     data: RetrievalData,
     *,
     normalize: bool,
@@ -289,7 +276,7 @@ def similarity_correlation(first_ND: np.ndarray, second_ND: np.ndarray) -> float
     return float(spearmanr(*similarities).statistic)
 
 
-def compare(
+def compare_embeddings(
     runtime: str,
     model_ND: np.ndarray,
     export_ND: np.ndarray,
@@ -331,7 +318,7 @@ def compare_images(
     )
 
 
-def difference(
+def describe_difference(
     check: Check,
     embedder: Embedder,
     reader: ExportReader,

@@ -181,7 +181,7 @@ def convert(
     from onnxruntime.quantization import QuantType, quantize_dynamic
     from onnxruntime.transformers.float16 import convert_float_to_float16
 
-    model: Any = onnx.load(target)
+    model = onnx.load(target)
     for path in target.parent.glob(f"{target.name}*"):
         path.unlink()  # also model.onnx.data, which large models have
     # The shapes of inner values: of folded transposes they are those before folding, which the converters refuse. They
@@ -229,7 +229,7 @@ def write_graph(
             logging.getLogger(name).setLevel(level)
 
 
-def open_session(path: Path) -> Any:
+def open_graph(path: Path) -> Any:
     """Return a graph in onnxruntime on the CPU."""
     import onnxruntime
 
@@ -370,7 +370,7 @@ class OnnxReader(GraphReader):
             )
         super().__init__(folder)
         self.runtime = f"onnxruntime {version('onnxruntime')}"
-        self.session: Any = open_session(folder / ONNX_FILE)
+        self.session: Any = open_graph(folder / ONNX_FILE)
         inputs = self.session.get_inputs()
         self.names = [graph_input.name for graph_input in inputs]
         length = inputs[0].shape[1]
@@ -423,7 +423,7 @@ class OpenvinoFormat(ExportFormat):
         """Write the model, the tokenizer and the prompts."""
         save_processors(job.embedder.description, folder)
         write_text_graph(job.embedder, "float32", folder)
-        openvino: Any = import_module("openvino")
+        openvino = import_module("openvino")
         model = openvino.convert_model(str(folder / ONNX_FILE))
         # Named, because save_model's own default stores float16.
         is_float16 = job.precision == "float16"
@@ -442,7 +442,7 @@ class OpenvinoReader(GraphReader):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
-        openvino: Any = import_module("openvino")
+        openvino = import_module("openvino")
         self.runtime = f"openvino {openvino.get_version()}"
         # On CPUs with bfloat16 instructions it would otherwise compute in bfloat16.
         options = {"INFERENCE_PRECISION_HINT": "f32"}
@@ -493,7 +493,7 @@ class OnnxImages:
         tower = folder / IMAGE_TOWER_FOLDER
         source = tower if tower.is_dir() else folder
         self.processor: Any = AutoImageProcessor.from_pretrained(source)
-        self.session: Any = open_session(folder / IMAGE_FILE)
+        self.session: Any = open_graph(folder / IMAGE_FILE)
 
     def encode(self, images: Sequence[Image.Image]) -> np.ndarray:
         """Return [n, d] embeddings of images in RGB."""

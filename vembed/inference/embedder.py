@@ -25,9 +25,14 @@ from vembed.data.examples import (
 )
 from vembed.data.features import Featuriser
 from vembed.errors import UserError
-from vembed.inference.encoding import default_budget, encode_items, first_dims
-from vembed.inference.quantization import Precision as VectorPrecision
-from vembed.inference.quantization import checked_ranges, quantized
+from vembed.inference.encoding import (
+    EmbeddingPrecision,
+    checked_ranges,
+    default_budget,
+    encode_items,
+    first_dims,
+    quantized,
+)
 from vembed.models.building import load_embedder
 from vembed.models.embedding_model import HiddenStates
 from vembed.models.precision import copies_of
@@ -151,7 +156,7 @@ class Embedder:
         truncate_dim: int | None = None,
         normalize: bool | None = None,
         normalize_embeddings: bool | None = None,
-        precision: VectorPrecision = "float32",
+        precision: EmbeddingPrecision = "float32",
         ranges: np.ndarray | None = None,
         convert_to_tensor: bool = False,
         show_progress: bool = False,
@@ -325,7 +330,7 @@ def _device(asked: str | torch.device | None) -> torch.device:
 def _embeddings(name: str, values: Any) -> np.ndarray:
     """Return embeddings as [n, d] float32."""
     try:
-        array: np.ndarray = np.asarray(
+        array = np.asarray(
             values.cpu() if isinstance(values, Tensor) else values, dtype=np.float32
         )
     except (TypeError, ValueError):

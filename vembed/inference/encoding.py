@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from vembed.data.batching.rank_batch import (
     Feeder,
     LockstepSplit,
-    ModalitySlice,
     indices_by_modality,
     row_index,
 )
 from vembed.data.examples import Item, Kind, distinct
 from vembed.data.features import BaseFeaturiser, Features
+from vembed.errors import UserError
 from vembed.models.families.family import Modality
 from vembed.models.precision import copies_of
 from vembed.parallel import collectives
@@ -29,14 +29,14 @@ from vembed.parallel.session import Session
 if TYPE_CHECKING:
     from vembed.training.frozen import FrozenTowers
 
-CHUNK = 16_384
+INPUTS_PER_CHUNK = 16_384
 """Inputs per process that are tokenized, batched and gathered together. Bounds token ids and gathered rows in
 memory."""
 CPU_BUDGET = 4_096
 CUDA_BUDGET = 32_768
 
 Progress = Callable[[int, int], None]
-"""Called with the number of items done and the total, both summed over all ranks."""
+"""Called with the number of distinct inputs done and the total, both summed over all ranks."""
 Take = Callable[[np.ndarray, np.ndarray], None]
 """Called with the numbers of some inputs and their embeddings, [n, D] float32 as the model gives them."""
 InterruptCheck = Callable[[], None]
@@ -73,9 +73,7 @@ def encode_items(
             embeddings = np.empty((len(contents), rows.shape[1]), np.float32)
         embeddings[numbers] = rows
 
-    encode_chunks(
-        model, featuriser, contents, kind, take, num_items=len(items), **options
-    )
+    encode_chunks(model, featuriser, contents, kind, take, **options)
     if len(contents) < len(items):
         embeddings = embeddings[content_of]
     return first_dims(embeddings, truncate_dim or embeddings.shape[1], normalize)
@@ -89,7 +87,6 @@ def encode_chunks(
     take: Take,
     *,
     lengths: np.ndarray | None = None,
-    num_items: int | None = None,
     budget_tokens: int | None = None,
     max_rows: int | None = None,
     session: Session | None = None,
@@ -101,24 +98,20 @@ def encode_chunks(
 
     With a session of several ranks it is collective: all ranks pass the same inputs, and each encodes a part. All ranks
     run equally many micro-batches per modality, as sharded models need (a rank without inputs runs a dummy). At most
-    CHUNK inputs per rank, twice, are in memory. The inputs come sorted by length, in the same order on any number of
-    ranks. `lengths`: of their texts in characters, if they are known. `num_items`: what progress counts to. `frozen_towers`
-    provides cached tower features.
+    INPUTS_PER_CHUNK inputs per rank, twice, are in memory. The inputs come sorted by length, in the same order on any
+    number of ranks. `lengths`: of their texts in characters, if they are known. `frozen_towers` provides cached tower features.
     """
     rank = session.rank if session else 0
     world_size = session.world_size if session else 1
     device = session.device if session else next(model.parameters()).device
-    total = num_items or len(contents)
-    # Progress counts items: this rank's inputs times the number of ranks, which are assumed equally fast, times the
-    # average number of equal items.
-    factor = world_size * total / max(len(contents), 1)
     num_done = 0
 
     def after(num_rows: int) -> None:
         nonlocal num_done
-        num_done += num_rows
+        # All ranks are assumed to be equally fast.
+        num_done += num_rows * world_size
         if progress is not None:
-            progress(min(round(num_done * factor), total), total)
+            progress(min(num_done, len(contents)), len(contents))
         if check_interrupt is not None:
             check_interrupt()
 
@@ -133,7 +126,7 @@ def encode_chunks(
     # The longest come first, so that memory runs out at once or never. Exact token lengths
     # order the micro-batches within a chunk, whose inputs are dealt to the ranks in turn.
     order = np.argsort(-lengths, kind="stable")
-    size = CHUNK * world_size
+    size = INPUTS_PER_CHUNK * world_size
     chunks = [order[start : start + size] for start in range(0, len(order), size)]
     encode_rank = partial(
         _encode_rank,
@@ -190,8 +183,7 @@ def encode_features(
             frozen_towers=frozen_towers,
             after=lambda _: check_interrupt and check_interrupt(),
         )
-    result: np.ndarray = embeddings.float().cpu().numpy()
-    return result
+    return embeddings.float().cpu().numpy()
 
 
 def first_dims(
@@ -240,18 +232,18 @@ def _encode_rank(
 ) -> Tensor:
     """Return [n, D] embeddings of this rank's inputs, in as many micro-batches per modality as every other rank runs.
     `after` is called after each with the number of its inputs."""
-    tables: Mapping[Modality, Tensor] = {}
+    tables = {}
     if frozen_towers is not None:
         tables = frozen_towers.encode(features, budget, max_rows, check_interrupt)
     rows_of = indices_by_modality(features, feeder.featuriser.modalities)
     splits = split_in_step(features, rows_of, budget, max_rows, world_size)
-    slices: list[ModalitySlice] = []
-    for modality, split in splits.items():
-        slices += [(modality, rows) for rows in split]
     # One forward pass for each slice. Frozen modalities need no pixels or token ids: their rows come from the tables.
-    micro_batches: list[list[ModalitySlice]] = []
-    for modality, rows in slices:
-        micro_batches.append([] if modality in tables else [(modality, rows)])
+    slices = []
+    micro_batches = []
+    for modality, batches in splits.items():
+        for rows in batches:
+            slices.append((modality, rows))
+            micro_batches.append([] if modality in tables else [(modality, rows)])
     fed = feeder.feed(micro_batches, features)
     result: Tensor | None = None
     for (modality, rows), inputs in zip(slices, fed, strict=True):
@@ -278,3 +270,78 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, was_training in before:
             module.training = was_training
+
+
+# ---- embeddings in fewer bits, with the formulas of Sentence Transformers ------------------------------------------
+
+
+EmbeddingPrecision = Literal["float32", "int8", "uint8", "binary", "ubinary"]
+
+
+def ranges_of(vectors_ND: np.ndarray) -> np.ndarray:
+    """Return [2, d] float32, the lowest and highest value of each coordinate."""
+    return np.stack([vectors_ND.min(axis=0), vectors_ND.max(axis=0)]).astype(np.float32)
+
+
+def read_ranges(path: str, dim: int) -> np.ndarray:
+    """Read ranges from a .npy file. Raise UserError unless they are those of `dim` coordinates."""
+    try:
+        ranges = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"ranges: {path} cannot be read as a .npy file: {error}"
+        ) from error
+    return checked_ranges(ranges, dim, path)
+
+
+def checked_ranges(
+    ranges_2D: np.ndarray,
+    dim: int,
+    name: str = "ranges",
+) -> np.ndarray:
+    """Return ranges as [2, dim] float32. Raise UserError for other shapes and for values that are no ranges."""
+    ranges = np.asarray(ranges_2D)
+    if ranges.shape != (2, dim) or not np.issubdtype(ranges.dtype, np.floating):
+        raise UserError(
+            f"{name} has the shape {list(ranges.shape)}, and [2, {dim}] is needed: the lowest and the highest value of "
+            "each coordinate, as `vembed encode --precision int8` writes them beside the vectors"
+        )
+    if not np.isfinite(ranges).all() or (ranges[0] > ranges[1]).any():
+        raise UserError(
+            f"{name} has a lowest value above the highest one, or a value that is not finite"
+        )
+    return ranges.astype(np.float32)
+
+
+def quantized(
+    vectors_ND: np.ndarray,
+    precision: EmbeddingPrecision,
+    ranges_2D: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the vectors in a precision. int8 and uint8 take the range of each coordinate from `ranges_2D`, and values
+    beyond it are cut off; without, from these vectors. binary and ubinary keep one bit per coordinate, eight in a
+    byte."""
+    if precision not in get_args(EmbeddingPrecision):
+        raise UserError(
+            f"precision is {precision!r}; give one of {', '.join(get_args(EmbeddingPrecision))}"
+        )
+    if precision == "float32":
+        return vectors_ND
+    if precision in ("binary", "ubinary"):
+        levels = np.packbits(vectors_ND > 0, axis=1)
+    else:
+        if ranges_2D is None and len(vectors_ND) < 2:
+            raise UserError(
+                f"precision is {precision!r} for {len(vectors_ND)} vector(s): the range of each coordinate comes from "
+                "the vectors that are encoded together; give at least two, better a thousand"
+            )
+        low, high = ranges_of(vectors_ND) if ranges_2D is None else ranges_2D
+        # The level of each coordinate in its range. A constant coordinate becomes 0 instead of 0 / 0; astype cuts off as
+        # Sentence Transformers does.
+        steps = np.where(high > low, (high - low) / 255, 1)
+        levels = np.clip((vectors_ND - low) / steps, 0, 255).astype(np.uint8)
+    if precision in ("ubinary", "uint8"):
+        return levels
+    # Signed bytes are shifted by 128, as in Sentence Transformers; by way of int16, since uint8 has no negative
+    # numbers.
+    return (levels.astype(np.int16) - 128).astype(np.int8)

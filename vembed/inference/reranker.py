@@ -20,7 +20,7 @@ from vembed.inference.encoding import encode_features
 from vembed.models.building import build_model
 from vembed.models.families.backbones import quiet_transformers
 from vembed.models.families.description import describe
-from vembed.models.families.model_files import check_config, check_whole_weights
+from vembed.models.families.model_files import check_model_config, check_whole_weights
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
@@ -146,7 +146,7 @@ def sorted_documents(
     """Return {"index", "score", "text"} of the documents, best first."""
     ranking = []
     for index in np.argsort(-scores, kind="stable")[:top_k].tolist():
-        row: dict[str, Any] = {"index": index, "score": float(scores[index])}
+        row = {"index": index, "score": float(scores[index])}
         if isinstance(documents[index], str):
             row["text"] = documents[index]
         ranking.append(row)
@@ -162,7 +162,7 @@ def read_weights(
     """Return a model of an Auto class, from safetensors alone: reading pickled weights would run their code."""
     check_whole_weights(folder)
     check_weights(folder)
-    check_config(folder, trust_remote_code=trust_remote_code)
+    check_model_config(folder, trust_remote_code=trust_remote_code)
     with quiet_transformers():
         return kind.from_pretrained(
             folder,

@@ -38,7 +38,9 @@ def copied_together(
         return {name: tensor.to(device) for name, tensor in tensors.items()}
     copies = {}
     for dtype in {tensor.dtype for tensor in tensors.values()}:
-        same = {name: x for name, x in tensors.items() if x.dtype == dtype}
+        same = {
+            name: tensor for name, tensor in tensors.items() if tensor.dtype == dtype
+        }
         flat = torch.cat([tensor.reshape(-1) for tensor in same.values()])
         if flat.numel() and flat.device != device:
             flat = flat.pin_memory()
@@ -313,7 +315,7 @@ class LossBatch:
         if not isinstance(answers, TeacherVectors):
             raise UserError(
                 f"{needed_by} needs the teacher's vectors, and {name} gives scores of listed pairs only: "
-                "use an embedding model as teacher, or candidates: listed."
+                "name an embedding model in its place."
             )
         return answers
 

@@ -60,7 +60,15 @@ class TermLoss(EmbeddingLoss):
 
     def similarity(self, embeddings: Tensor) -> Similarity:
         """Return the similarity at all sizes, for embeddings [U, D]."""
-        return self.configured.of_size(embeddings.shape[1])
+        similarity = self.configured
+        embedding_dim = embeddings.shape[1]
+        if not similarity.dims:
+            return replace(similarity, dims=(embedding_dim,))
+        if similarity.dims[-1] > embedding_dim:
+            raise ValueError(
+                f"Matryoshka sizes {similarity.dims} for embeddings of size {embedding_dim}"
+            )
+        return similarity
 
     def scores(self, batch: LossBatch, pairs: ListedPairs) -> Tensor:
         """Return [K, n + P] the scores of listed pairs: similarities, or a reranker's own. Differentiable once."""
@@ -195,20 +203,21 @@ def build_loss(
     `temperature`. `embedding_dim`, `teacher_dims`: sizes of the embeddings and of each
     teacher's vectors, for `loss: embedding`.
     """
-    similarity = Similarity(config.objective.similarity == "cosine")
-    if config.matryoshka.mrl_dims is not None:
-        dims = mrl_dims
-        if config.matryoshka.mrl_dims != "auto":
-            dims = config.matryoshka.mrl_dims
+    cosine = config.objective.similarity == "cosine"
+    similarity = Similarity(cosine)
+    dims = config.matryoshka.mrl_dims
+    if dims is not None:
+        if dims == "auto":
+            dims = list(mrl_dims)
         assert dims, "mrl_dims: auto needs the sizes of the model"
         weights = config.matryoshka.mrl_weights or [1.0] * len(dims)
-        similarity = Similarity.at(dims, weights, cosine=similarity.cosine)
+        similarity = Similarity.at(dims, weights, cosine=cosine)
     start = StartValues(start_scale, start_bias, embedding_dim, seed=config.run.seed)
     terms_by_source = source_terms(
         config.objective,
         config.data,
         config.model.model_name,
-        None if start_scale is None else 1.0 / start_scale,
+        model_temperature=None if start_scale is None else 1.0 / start_scale,
         is_reranker=config.model.task == "rerank",
     )
     # For each source the number of the first source of its task: sources of one task share a loss, and so its learned
@@ -222,9 +231,7 @@ def build_loss(
     if has_tasks(config.data):
         loss = LossBySource([by_task[number] for number in numbers])
     form = config.objective.quantize_embeddings
-    if form is None:
-        return loss
-    return StoredVectors(loss, form, cosine=similarity.cosine)
+    return loss if form is None else StoredVectors(loss, form, cosine=cosine)
 
 
 def _loss_of_terms(
@@ -237,12 +244,12 @@ def _loss_of_terms(
     losses = []
     names = [term.loss.name for term in terms]
     labels = []
-    for index, term in enumerate(terms):
+    for index, name in enumerate(names):
         # Two terms of one loss are logged as NAME_1 and NAME_2.
-        label = term.loss.name
-        if names.count(label) > 1:
-            label += f"_{names[:index].count(label) + 1}"
-        labels.append(label)
+        is_repeated = names.count(name) > 1
+        number = names[:index].count(name) + 1
+        labels.append(f"{name}_{number}" if is_repeated else name)
+    for term in terms:
         teacher_dim = teacher_dims.get(str(term.teacher))
         term_start = replace(_term_start(term, start), teacher_dim=teacher_dim)
         losses.append(TermLoss(term, similarity, term_start))
@@ -331,19 +338,18 @@ def as_stored(
     floats = embeddings.to(arithmetic_dtype(embeddings))
     unit = F.normalize(floats, dim=1)
     with torch.no_grad():
-        stored = _signs(unit) if form == "binary" else _levels(unit)
+        if form == "binary":
+            # Vectors of signs, of length 1.
+            length = unit.new_full((), float(unit.shape[1]) ** -0.5)
+            stored = torch.where(unit > 0, length, -length)
+        else:
+            stored = _levels(unit)
         shift = stored - unit
     if cosine:
         # Through the normalisation, whose derivative has no part along the embedding.
         return unit + shift
     lengths: Tensor = torch.linalg.vector_norm(floats.detach(), dim=1, keepdim=True)
     return floats + shift * lengths
-
-
-def _signs(unit: Tensor) -> Tensor:
-    """Return vectors of signs, of length 1."""
-    length = unit.new_full((), float(unit.shape[1]) ** -0.5)
-    return torch.where(unit > 0, length, -length)
 
 
 def _levels(unit: Tensor) -> Tensor:

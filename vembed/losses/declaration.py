@@ -31,7 +31,7 @@ HIGHEST_TEMPERATURE = 1.0
 SCORES = "scores"
 """Name of the teacher whose scores are in the data."""
 
-Records = Literal["matches", "scores", "pairs", "texts"]
+RequiredRecords = Literal["matches", "scores", "pairs", "texts"]
 """matches: every pair of a record is a match; scored sentence pairs are refused.
 scores: every pair needs a score. pairs: any pairs. texts: single texts will do too."""
 Negatives = Literal["unread", "optional", "some", "each"]
@@ -65,7 +65,7 @@ class Loss(Immutable):
     """Its name: `loss: NAME`."""
     summary: ClassVar[str]
     """What it wants, in one sentence, for the documentation."""
-    records: ClassVar[Records]
+    records: ClassVar[RequiredRecords]
     negatives: ClassVar[Negatives]
     follows: ClassVar[Follows] = "nobody"
     default_temperature: ClassVar[float | None] = None

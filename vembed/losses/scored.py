@@ -131,8 +131,8 @@ class Angle(CoSENT):
 class Cosine(Loss):
     """The mean squared error of the similarity: L = 1/N * sum_i (s_i - y_i)^2.
 
-    For the cosine the label scores must lie in [-1, 1]. Ratings from 0 to 5, for
-    example, must be rescaled first.
+    For the cosine the label scores must lie in [-1, 1], which is checked when they are
+    read. Ratings from 0 to 5, for example, must be rescaled first.
     """
 
     name = "cosine"
@@ -149,14 +149,9 @@ class Cosine(Loss):
         embeddings = batch.embeddings
         labels = batch.required_scores(self.name)[rank_rows]
         labels = batch.as_scores(labels)
-        similarity = term.similarity(embeddings)
-        if similarity.cosine and labels.numel() and not bool((labels.abs() <= 1).all()):
-            raise UserError(
-                f"loss: cosine compares similarities with unscaled scores, and the data have scores from "
-                f"{float(labels.min()):g} to {float(labels.max()):g}: scale them into [-1, 1], or use loss: cosent."
-            )
         left = batch.query[rank_rows]
         right = batch.positive[rank_rows]
+        similarity = term.similarity(embeddings)
         scores = pair_scores(embeddings, left, right, similarity)  # [K, n]
         return term.mean((scores - labels).square(), batch.num_rows)
 

@@ -7,7 +7,7 @@ the gradient of the embeddings. `tiles.py` knows only its methods, so that anoth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -32,7 +32,7 @@ class Similarity:
 
     cosine: bool = True
     dims: tuple[int, ...] = ()
-    """The K sizes, ascending. Empty: the size of the embeddings, known to `of_size`."""
+    """The K sizes, ascending. Empty: the size of the embeddings, known to `TermLoss.similarity`."""
     weights: tuple[float, ...] = (1.0,)
 
     @classmethod
@@ -49,16 +49,6 @@ class Similarity:
             total[dim] = total.get(dim, 0.0) + weight
         ordered = sorted(total)
         return cls(cosine, tuple(ordered), tuple(total[dim] for dim in ordered))
-
-    def of_size(self, embedding_dim: int) -> Similarity:
-        """Return the similarity of embeddings of a size."""
-        if not self.dims:
-            return replace(self, dims=(embedding_dim,))
-        if self.dims[-1] > embedding_dim:
-            raise ValueError(
-                f"Matryoshka sizes {self.dims} for embeddings of size {embedding_dim}"
-            )
-        return self
 
     def total(self, by_size: Tensor) -> Tensor:
         """Return the weighted sum of per-size losses [K]."""

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from vembed.declarations import check_parts
 from vembed.losses.contrastive import Circle, InfoNCE, Sigmoid, Triplet
-from vembed.losses.declaration import Follows, Loss, Negatives, Records
+from vembed.losses.declaration import Follows, Loss, Negatives, RequiredRecords
 from vembed.losses.scored import (
     BCE,
     KL,
@@ -70,7 +70,7 @@ def check_losses(
         lambda loss: (loss.name,),
         needed=("name", "summary", "records", "negatives"),
         allowed={
-            "records": get_args(Records),
+            "records": get_args(RequiredRecords),
             "negatives": get_args(Negatives),
             "follows": get_args(Follows),
         },
@@ -88,7 +88,8 @@ def check_losses(
             known = owner.model_fields[option]
             if (known.annotation, known.default) != (field.annotation, field.default):
                 raise TypeError(
-                    f"{where} has another default or type for `{option}` than {owner.__name__}"
+                    f"{where} has `{option}: {field.annotation} = {field.default}`, and {owner.__name__} has "
+                    f"`{option}: {known.annotation} = {known.default}`: an option that losses share has one type and default"
                 )
     options = {name: owner.model_fields[name] for name, owner in owners.items()}
     return losses, options
@@ -118,50 +119,9 @@ def read_options(name: str) -> set[str]:
     return options
 
 
-def names_where(**declarations: Any) -> tuple[str, ...]:
-    """Return the names of the losses that declare these values."""
-    names = []
-    for name, loss in LOSSES.items():
-        values = {key: getattr(loss, key) for key in declarations}
-        if values == declarations:
-            names.append(name)
-    return tuple(names)
-
-
 def with_constraints(field: FieldInfo) -> Any:
     """Return the type of an option with the limits that pydantic keeps apart from it."""
     annotation: Any = field.annotation
     for constraint in field.metadata:
         annotation = Annotated[annotation, constraint]
     return annotation
-
-
-_RECORDS = {
-    "matches": "pairs",
-    "scores": "pairs with scores",
-    "pairs": "pairs",
-    "texts": "pairs or single texts",
-}
-_NEGATIVES = {
-    "unread": "",
-    "optional": ", negatives optional",
-    "some": ", with negatives",
-    "each": ", negatives in every record",
-}
-_FOLLOWS = {
-    "nobody": "",
-    "scores_or_teacher": "; graded scores or a teacher",
-    "teacher": "; scores of a teacher or of the data",
-    "vectors": "; vectors of a teacher",
-    "start_model": "",
-}
-
-
-def losses_table() -> str:
-    """Return the table of all losses for docs/losses.md."""
-    lines = ["| `loss` | data | what it wants |", "| --- | --- | --- |"]
-    for name, loss in LOSSES.items():
-        data = _RECORDS[loss.records] + _NEGATIVES[loss.negatives]
-        data += _FOLLOWS[loss.follows]
-        lines.append(f"| `{name}` | {data} | {loss.summary} |")
-    return "\n".join(lines) + "\n"

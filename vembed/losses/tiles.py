@@ -132,7 +132,9 @@ def tiled_loss(
     scale and bias.
     """
     inputs = [embeddings, scale] if bias is None else [embeddings, scale, bias]
-    with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    with_gradient = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in inputs
+    )
     # Gradients are computed by hand. Autocast would run the products in 16 bits.
     with torch.no_grad(), torch.autocast(embeddings.device.type, enabled=False):
         score_pass = _ScorePass(embeddings, scoring, scale, bias, with_gradient)
@@ -533,7 +535,8 @@ class RowLoss(ABC):
 
     @abstractmethod
     def grad(self, candidates: CandidateLogits) -> Tensor:
-        """Return the gradient of the total with respect to the candidates' logits. `out` may be the logits."""
+        """Return the gradient of the total with respect to the candidates' logits, written into `out`, which may be the
+        logits themselves."""
 
     @abstractmethod
     def d_positive(self) -> Tensor:
@@ -611,11 +614,11 @@ class SoftmaxRows(RowLoss):
         self.stretches_pairs_only = stretches_pairs_only
         self.focal_gamma = focal_gamma
         # The positive is part of the maximum from the start.
-        self.rest = OnlineSum(self.positive, torch.zeros_like(self.positive))
+        self.others = OnlineSum(self.positive, torch.zeros_like(self.positive))
 
     def add(self, candidates: CandidateLogits) -> None:
         """See RowLoss."""
-        self.rest.add(self._stretched(candidates), candidates.row, candidates.out)
+        self.others.add(self._stretched(candidates), candidates.row, candidates.out)
 
     def _stretched(self, candidates: CandidateLogits) -> Tensor:
         is_tile = candidates.row is None
@@ -625,9 +628,9 @@ class SoftmaxRows(RowLoss):
 
     def total(self) -> Tensor:
         """See RowLoss."""
-        largest = self.rest.largest
+        largest = self.others.largest
         # log(sum of all exp(logit)) - largest. expm1 and log1p keep precision if the positive dominates.
-        surplus = torch.log1p(self.rest.sum + torch.expm1(self.positive - largest))
+        surplus = torch.log1p(self.others.sum + torch.expm1(self.positive - largest))
         losses = surplus + (largest - self.positive)
         self.log_sum = surplus + largest  # [n]
         # `focus` [n]: derivative of the focal loss by the loss of the row.
@@ -635,11 +638,13 @@ class SoftmaxRows(RowLoss):
         shift = self.log_sum - math.log(self.coefficient)
         if self.focal_gamma:
             # 1 - exp(-l) without cancellation for small l.
-            rest = -torch.expm1(-losses)
-            weights = rest**self.focal_gamma
-            # d/dl of rest^g * l; l / rest is 1 in the limit of l = 0.
-            ratio = torch.where(rest > 0, losses / rest, torch.ones_like(rest))
-            self.focus = weights * (1 + self.focal_gamma * (1 - rest) * ratio)
+            complement = -torch.expm1(-losses)
+            weights = complement**self.focal_gamma
+            # d/dl of complement^g * l; l / complement is 1 in the limit of l = 0.
+            ratio = torch.where(
+                complement > 0, losses / complement, torch.ones_like(complement)
+            )
+            self.focus = weights * (1 + self.focal_gamma * (1 - complement) * ratio)
             shift = shift - torch.log(self.focus)
             losses = losses * weights
         self.shift = shift
@@ -734,9 +739,9 @@ class SigmoidRows(RowLoss):
         return -self.coefficient * torch.sigmoid(-(self.positive + self.bias))
 
 
-def _softplus(x: Tensor) -> Tensor:
+def _softplus(tensor: Tensor) -> Tensor:
     """Return log(1 + exp(x)). torch returns x itself above 20 by default, which is too coarse in float64."""
-    return F.softplus(x, threshold=50.0)
+    return F.softplus(tensor, threshold=50.0)
 
 
 class DivergenceRows(RowLoss):

@@ -42,10 +42,7 @@ class Embedding(TeacherLoss):
         """Return the identity where the sizes are equal, otherwise a draw from the seed."""
         import torch
 
-        if start.embedding_dim is None or start.teacher_dim is None:
-            raise ValueError(
-                "loss: embedding without embedding_dim and teacher_dims: pass both sizes"
-            )
+        assert start.embedding_dim is not None and start.teacher_dim is not None
         if start.embedding_dim == start.teacher_dim:
             return {"projection": torch.eye(start.embedding_dim)}
         draw = torch.Generator().manual_seed(start.seed)

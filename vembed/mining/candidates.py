@@ -1,18 +1,25 @@
-"""Candidates: the best documents of every query by all retrievers together, in chunks of queries, kept on disk."""
+"""Candidates: the best documents of every query by all retrievers together, in chunks of queries, kept on disk,
+and the negatives that are chosen among them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from vembed.config.schema import ChoiceOptions
+from vembed.data.near_duplicates import KEPT_TEXTS, containment, ngrams
+from vembed.errors import UserError
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import replaced_file, short_hash
-from vembed.mining.inputs import Inputs, KnownPositives, array_identity
+from vembed.mining.inputs import Documents, KnownPositives, MiningInputs, array_identity
 from vembed.mining.options import BM25, MineConfig
 from vembed.mining.retrievers import (
     DenseRetriever,
@@ -21,11 +28,12 @@ from vembed.mining.retrievers import (
     fuse,
     open_dense,
 )
+from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
-CHUNK = 32_768
+QUERIES_PER_SEARCH = 32_768
 """Queries that are searched for together: what bounds the memory, and what a kill in the search loses."""
-MARGIN = 0.05
+CLAIM_MARGIN = 0.05
 """Share by which the sum of the other query is above that of the query itself."""
 ABOVE = 0.05
 """Share of the positive's score by which a claimed candidate may be above it: the default margin, on the other side."""
@@ -33,7 +41,7 @@ CONSIDERED = 40
 """Candidates per query for which claims are looked for, the best ones below the limit of claimed candidates."""
 NEAREST = 8
 """Known pairs nearest to a candidate that are looked at."""
-BLOCK = 32_768
+DOCUMENTS_PER_SEARCH = 32_768
 """Documents that are searched for together."""
 
 
@@ -79,9 +87,13 @@ class ClaimFinder:
         # Many queries share candidates: each distinct one is searched for once.
         documents, which = np.unique(candidates_QK.ravel()[place], return_inverse=True)
         query = first + place // candidates_QK.shape[1]
-        for start in range(0, len(documents), BLOCK):
-            inside = np.flatnonzero((which >= start) & (which < start + BLOCK))
-            vectors = self._documents.take(documents[start : start + BLOCK])
+        for start in range(0, len(documents), DOCUMENTS_PER_SEARCH):
+            inside = np.flatnonzero(
+                (which >= start) & (which < start + DOCUMENTS_PER_SEARCH)
+            )
+            vectors = self._documents.take(
+                documents[start : start + DOCUMENTS_PER_SEARCH]
+            )
             # s(q', d) + s(p', d) is the dot product of d with the sum of q' and p'.
             nearest, scores = self._sums.search(vectors, num_pairs, NEAREST, NO_PAIRS)
             row = which[inside] - start
@@ -129,7 +141,9 @@ class ClaimFinder:
         for_others = np.where(speaks, -np.inf, scores_NR).max(axis=1)
         is_other = np.isfinite(for_others)
         limit = np.where(is_other, for_others, 0.0)
-        claimed: np.ndarray = is_other & (for_query <= limit - MARGIN * np.abs(limit))
+        claimed: np.ndarray = is_other & (
+            for_query <= limit - CLAIM_MARGIN * np.abs(limit)
+        )
         return claimed
 
 
@@ -186,8 +200,8 @@ class CandidateSearch:
 
     def chunks(self) -> Iterator[CandidateChunk]:
         """Search chunk by chunk, and keep each on disk, where a later call or run finds it. Collective."""
-        for first in range(0, self.known.num_queries, CHUNK):
-            last = min(first + CHUNK, self.known.num_queries)
+        for first in range(0, self.known.num_queries, QUERIES_PER_SEARCH):
+            last = min(first + QUERIES_PER_SEARCH, self.known.num_queries)
             path = self.folder / f"{first:09d}-{last:09d}.npz"
             # All ranks see the folder, and files appear only behind the search, which is collective: they agree on what
             # is missing.
@@ -195,7 +209,10 @@ class CandidateSearch:
                 candidates = self._find(first, last)
                 if self.session.is_main:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    with replaced_file(path) as partial, partial.open("wb") as file:
+                    with (
+                        replaced_file(path, waits=True) as partial,
+                        partial.open("wb") as file,
+                    ):
                         np.savez(
                             file,
                             documents=candidates.documents,
@@ -211,8 +228,8 @@ class CandidateSearch:
     def scores_of(self, pairs: Pairs) -> np.ndarray:
         """Return the first model's scores of pairs."""
         scores = [np.zeros(0, np.float32)]
-        for first in range(0, self.known.num_queries, CHUNK):
-            chunk = pairs.from_query(first, first + CHUNK)
+        for first in range(0, self.known.num_queries, QUERIES_PER_SEARCH):
+            chunk = pairs.from_query(first, first + QUERIES_PER_SEARCH)
             scores.append(self._primary.pair_scores(first, chunk))
         return np.concatenate(scores)
 
@@ -243,7 +260,7 @@ class CandidateSearch:
 
 def open_candidates(
     config: MineConfig,
-    inputs: Inputs,
+    inputs: MiningInputs,
     folder: Path,
     session: Session,
 ) -> CandidateSearch:
@@ -290,4 +307,360 @@ def open_candidates(
         excluded=excluded,
         folder=folder / "candidates" / name,
         fuse_rankings=fuse_rankings if len(retrievers) > 1 else None,
+    )
+
+
+# ---- the choice among them: limits on scores, `threshold: auto`, no near-duplicates of positives -------------------
+
+
+MAX_COMPARED_POSITIVES = 32
+"""Known positives of a query that a candidate's text is compared with."""
+HIDDEN_POSITIVES_SHARE = 0.5
+"""Share of a query's known positives that is hidden for an estimate."""
+MIN_QUERIES = 30
+"""Queries that an estimate needs."""
+MAX_QUERIES = 50_000
+MARGINS = np.arange(0.0, 0.605, 0.005)
+QUANTILES = np.arange(1.0, -0.001, -0.005)
+"""Margins that are tried, and absolute thresholds, as quantiles of the known positives' scores."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a candidate's score. None: no limit."""
+
+    relative_margin: float | None
+    margin: float | None
+    max_score: float | None
+    min_score: float | None
+
+    @classmethod
+    def of(cls, options: ChoiceOptions) -> Limits:
+        """Those of the options."""
+        return cls(
+            options.relative_margin,
+            options.margin,
+            options.max_score,
+            options.min_score,
+        )
+
+    def highest(self, positive_Q: np.ndarray) -> np.ndarray:
+        """[Q] the highest score that a negative may have, from the lowest score of each query's known positives."""
+        top = np.inf if self.max_score is None else self.max_score
+        highest = np.full(len(positive_Q), top)
+        if self.margin is not None:
+            highest = np.minimum(highest, positive_Q - self.margin)
+        if self.relative_margin is not None:
+            finite = np.where(np.isfinite(positive_Q), positive_Q, 0.0)
+            below = self.relative_margin * np.abs(finite)
+            highest = np.minimum(highest, positive_Q - below)
+        return highest
+
+
+UNDECIDED = -1.0
+"""In place of a judgement."""
+
+
+class Chosen(NamedTuple):
+    """The negatives of some consecutive queries, best first; -1 and -inf where there are fewer."""
+
+    documents: np.ndarray
+    scores: np.ndarray
+    judgements: np.ndarray
+    """[Q, n] how likely each is relevant; UNDECIDED where no judge gave an answer."""
+
+
+JudgeChunk = Callable[[CandidateChunk, Chosen], Chosen]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The negatives of all queries, and how they were chosen."""
+
+    chosen: Chosen
+    counts: dict[str, int]
+    """Candidates, and how many of them were left out for which reason."""
+    limits: Limits
+    calibration: Calibration | None
+    """Result of `threshold: auto`."""
+
+
+def choose_negatives(
+    search: CandidateSearch,
+    options: ChoiceOptions,
+    seed: int,
+    documents: Documents,
+    session: Session,
+    *,
+    depth: int,
+    judge: JudgeChunk | None = None,
+) -> Choice:
+    """Choose at most `depth` negatives of each query. `judge` keeps some of those of a chunk. Collective."""
+    calibration = None
+    limits = Limits.of(options)
+    if options.threshold == "auto":
+        calibration = calibrate(search.chunks(), options, seed)
+        limits = calibration.limits
+    chooser = Chooser(options, seed, limits, documents, session)
+    chunks = []
+    # Chunk by chunk: choice and judging look at one query at a time.
+    for candidates in search.chunks():
+        negatives = chooser.choose(candidates, depth)
+        chunks.append(judge(candidates, negatives) if judge else negatives)
+    chosen = Chosen(*map(np.concatenate, zip(*chunks, strict=True)))
+    return Choice(chosen, chooser.counts(), limits, calibration)
+
+
+@dataclass
+class Chooser:
+    """Chooses for chunks of queries, and counts why candidates are left out."""
+
+    options: ChoiceOptions
+    seed: int
+    limits: Limits
+    documents: Documents
+    session: Session
+    num_left_out: Counter[str] = field(default_factory=Counter)
+    """Candidates of this rank, and how many of them were left out for which reason."""
+
+    def __post_init__(self) -> None:
+        # The n-grams of documents that come again are kept.
+        self._ngrams = functools.lru_cache(maxsize=KEPT_TEXTS)(
+            lambda number: ngrams(self.documents.item(number).text or "")
+        )
+
+    def choose(self, candidates: CandidateChunk, depth: int) -> Chosen:
+        """At most `depth` negatives for each query. Collective: the ranks share the queries."""
+        session = self.session
+        queries = range(session.rank, len(candidates), session.world_size)
+        documents = np.full((len(queries), depth), -1, np.int64)
+        scores = np.full((len(queries), depth), -np.inf, np.float32)
+        allowed = self._allowed(candidates, queries)
+        bounds = candidates.positives.bounds(len(candidates))
+        claimed = candidates.claimed & self.options.takes_claimed
+        threshold = self.options.near_duplicate
+        for row, query in enumerate(queries):
+            positives = candidates.positives.documents[
+                bounds[query] : bounds[query + 1]
+            ]
+            compared = positives[:MAX_COMPARED_POSITIVES].tolist()
+            # First the candidates that another query claims: they are relevant there, and hardly here.
+            is_first = allowed[row] & claimed[query]
+            is_second = allowed[row] & ~claimed[query]
+            order = [
+                *self._order(candidates, query, np.flatnonzero(is_first)),
+                *self._order(candidates, query, np.flatnonzero(is_second)),
+            ]
+            place = 0
+            for column in order:
+                document = int(candidates.documents[query, column])
+                if threshold is not None and any(
+                    containment(self._ngrams(document), self._ngrams(other))
+                    >= threshold
+                    for other in compared
+                ):
+                    self.num_left_out["near_duplicates"] += 1
+                    continue
+                documents[row, place] = document
+                scores[row, place] = candidates.scores[query, column]
+                place += 1
+                if place == depth:
+                    break
+        num_queries = len(candidates)
+        return Chosen(
+            collectives.all_gather_dealt(
+                torch.from_numpy(documents), num_queries
+            ).numpy(),
+            collectives.all_gather_dealt(torch.from_numpy(scores), num_queries).numpy(),
+            np.full((num_queries, depth), UNDECIDED, np.float32),
+        )
+
+    def counts(self) -> dict[str, int]:
+        """Candidates by what became of them, of all ranks. Collective."""
+        names = ("candidates", "skipped", "too_high", "too_low", "near_duplicates")
+        totals = collectives.sum_ints([self.num_left_out[name] for name in names])
+        return dict(zip(names, totals, strict=True))
+
+    def _allowed(self, candidates: CandidateChunk, queries: range) -> np.ndarray:
+        """[n, K] which candidates of some queries keep to the limits."""
+        rows = slice(queries.start, None, queries.step)
+        scores = candidates.scores[rows]
+        is_candidate = candidates.documents[rows] >= 0
+        # Counted among those that are there, so that skip_first skips documents and not empty places.
+        place = np.cumsum(is_candidate, axis=1)
+        later = is_candidate & (place > self.options.skip_first)
+        lowest = candidates.lowest_positive()[rows]
+        # In float64: a candidate at the limit is at it in any arithmetic.
+        exact = scores.astype(np.float64)
+        low_enough = exact <= self.limits.highest(lowest)[:, None]
+        if self.options.takes_claimed and self.options.prefer_claimed == "auto":
+            # Nobody has set a limit: the default margin is for those that nobody claims.
+            is_below = exact <= claimed_limit(lowest)[:, None]
+            low_enough |= candidates.claimed[rows] & is_below
+        low_enough &= later
+        is_allowed = low_enough
+        if self.limits.min_score is not None:
+            is_allowed = low_enough & (scores >= self.limits.min_score)
+        self.num_left_out["candidates"] += int(is_candidate.sum())
+        self.num_left_out["skipped"] += int((is_candidate & ~later).sum())
+        self.num_left_out["too_high"] += int((later & ~low_enough).sum())
+        self.num_left_out["too_low"] += int((low_enough & ~is_allowed).sum())
+        return is_allowed
+
+    def _order(
+        self,
+        candidates: CandidateChunk,
+        query: int,
+        columns: np.ndarray,
+    ) -> np.ndarray:
+        """The columns in the order in which they are taken: a pure function of seed, query and candidates."""
+        if self.options.sampling == "top" or not len(columns):
+            return columns
+        random = np.random.default_rng([self.seed, candidates.first + query])
+        # Drawn for all columns and then selected: a candidate's draw does not depend on which others are allowed.
+        draws = random.uniform(size=(candidates.documents.shape[1],))[columns]
+        if self.options.sampling == "random":
+            return columns[np.argsort(draws, kind="stable")]
+        # Gumbel's trick: the order of score / temperature + noise is that of draws without replacement.
+        noise = -np.log(-np.log(draws + 1e-300))
+        scores = candidates.scores[query, columns] / self.options.sampling_temperature
+        return columns[np.argsort(-(scores + noise), kind="stable")]
+
+
+def columns_by_row(
+    chosen: Chosen,
+    query_of_row: np.ndarray,
+    number: int,
+) -> Iterator[np.ndarray]:
+    """Yield the columns of the negatives of each row: at most `number` of those of its query."""
+    turns = np.zeros(len(chosen.documents), np.int64)
+    for query in query_of_row.tolist():
+        columns = np.flatnonzero(chosen.documents[query] >= 0)
+        if len(columns) > number:
+            # Rows of one query get different negatives before any is used twice.
+            places = turns[query] * number + np.arange(number)
+            columns = columns[places % len(columns)]
+        turns[query] += 1
+        yield columns
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The result of `threshold: auto`: the threshold, and what is expected of it."""
+
+    limits: Limits
+    rate: float
+    """Estimated share of the negatives that are in truth relevant."""
+    rate_without: float
+    """The same without any threshold."""
+    num_hidden: int
+    is_reached: bool
+    """True if the rate is at or below what was asked for."""
+
+    @property
+    def threshold(self) -> str:
+        """The limit as an option."""
+        if self.limits.relative_margin is not None:
+            return f"relative_margin={self.limits.relative_margin:.3f}"
+        return f"max_score={self.limits.max_score:.4f}"
+
+    def summary(self, goal: float) -> str:
+        """One line for the log."""
+        line = (
+            f"threshold: {self.threshold} (estimated rate of false negatives {self.rate:.1%}, "
+            f"{self.rate_without:.1%} without it; {self.num_hidden:,d} known positives were hidden for the estimate)"
+        )
+        if self.is_reached:
+            return line
+        return f"{line}; no threshold brings the rate to {goal:.1%}"
+
+
+def calibrate(
+    chunks: Iterable[CandidateChunk],
+    options: ChoiceOptions,
+    seed: int,
+) -> Calibration:
+    """The highest threshold at which the estimated rate is at most `max_false_negative_rate`.
+
+    With several positives per query, a random half of them is hidden, and the threshold is a margin below the lowest of
+    the others. With one each, it is hidden for all queries, and the threshold is an absolute score. The estimate
+    assumes that as many relevant documents are unknown as are known, so a hidden one may stand for several.
+    """
+    # Per query: scores of candidates and of known positives.
+    queries: list[tuple[np.ndarray, np.ndarray]] = []
+    for candidates in chunks:
+        bounds = candidates.positives.bounds(len(candidates))
+        for query in range(min(len(candidates), MAX_QUERIES - len(queries))):
+            scores = candidates.scores[query].astype(np.float64)
+            span = slice(bounds[query], bounds[query + 1])
+            positives = candidates.positive_scores[span].astype(np.float64)
+            queries.append((scores, positives))
+    used = [query for query in queries if len(query[1]) > 1]
+    is_relative = len(used) >= MIN_QUERIES
+    if not is_relative:
+        used = [query for query in queries if len(query[1])]
+    if len(used) < MIN_QUERIES:
+        raise UserError(
+            f"threshold: auto estimates from queries with known positives, and {len(used):,d} are too few (at "
+            f"least {MIN_QUERIES}): set relative_margin or max_score"
+        )
+
+    # The candidates of each query with the hidden positives put back among them, by descending score. What is below the
+    # top_k would not be a candidate.
+    random = np.random.default_rng([seed, 1])
+    scores_QK = np.full((len(used), options.top_k), -np.inf)
+    is_hidden_QK = np.zeros(scores_QK.shape, bool)
+    # The lowest score of the positives that are not hidden.
+    lowest_Q = np.full(len(used), np.inf)
+    # Number of unknown relevant documents that each hidden one stands for.
+    weights_Q = np.ones(len(used))
+    for row, (scores, positives) in enumerate(used):
+        order = random.permutation(len(positives))
+        num_hidden = len(positives)
+        if is_relative:
+            num_hidden = max(1, int(len(positives) * HIDDEN_POSITIVES_SHARE))
+            lowest_Q[row] = positives[order[num_hidden:]].min()
+        # Half of the known ones are hidden, and as many as all known ones are unknown.
+        weights_Q[row] = len(positives) / num_hidden
+        values = np.concatenate([positives[order[:num_hidden]], scores])
+        place = np.argsort(-values, kind="stable")[: options.top_k]
+        scores_QK[row, : len(place)] = values[place]
+        is_hidden_QK[row, : len(place)] = place < num_hidden
+
+    def rate_of(limits: Limits) -> float:
+        """The share of hidden positives among the negatives that would be chosen."""
+        is_allowed = np.isfinite(scores_QK)
+        is_allowed[:, : options.skip_first] = False
+        is_allowed &= scores_QK <= limits.highest(lowest_Q)[:, None]
+        if limits.min_score is not None:
+            is_allowed &= scores_QK >= limits.min_score
+        number = options.num_negatives
+        if options.sampling == "top":
+            is_allowed &= np.cumsum(is_allowed, axis=1) <= number
+            num_hidden = (is_allowed & is_hidden_QK).sum(axis=1)
+            return float(num_hidden @ weights_Q / max(is_allowed.sum(), 1))
+        # Any of those that are left is as likely as any other: the expected share.
+        num_kept = is_allowed.sum(axis=1)
+        per_query = np.minimum(num_kept, number)
+        shares = (is_allowed & is_hidden_QK).sum(axis=1) / np.maximum(num_kept, 1)
+        return float((shares * per_query) @ weights_Q / max(per_query.sum(), 1))
+
+    # The other limits of the config stay; the margin is what is looked for.
+    base = replace(Limits.of(options), relative_margin=None)
+    if is_relative:
+        limits = [replace(base, relative_margin=float(margin)) for margin in MARGINS]
+    else:
+        all_positives = np.concatenate([positives for _, positives in used])
+        thresholds = np.quantile(all_positives, np.maximum(QUANTILES, 0.0))
+        limits = [replace(base, max_score=float(score)) for score in thresholds]
+    rates = np.array([rate_of(limit) for limit in limits])
+    reaches = rates <= options.max_false_negative_rate
+    # From the loosest to the strictest: the first that keeps to the rate leaves the hardest negatives.
+    best = int(np.argmax(reaches) if reaches.any() else np.argmin(rates))
+    return Calibration(
+        limits[best],
+        float(rates[best]),
+        rate_of(base),
+        int(is_hidden_QK.sum()),
+        bool(reaches.any()),
     )

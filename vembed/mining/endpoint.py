@@ -46,7 +46,7 @@ class ChatClient:
                 pool.submit(self._ask, prompt, max_tokens, temperature): number
                 for number, prompt in enumerate(prompts)
             }
-            failure: BaseException | None = None
+            failure = None
             for future in as_completed(number_of):
                 error = future.exception()
                 if error is not None:

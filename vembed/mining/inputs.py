@@ -14,27 +14,26 @@ from typing import Any
 import numpy as np
 
 from vembed.config.schema import sources_of
-from vembed.data.columns import Columns
 from vembed.data.example_store import (
+    NUM_NAMED,
     Records,
     open_records,
     refuse_bad_records,
     refuse_bad_sources,
 )
-from vembed.data.examples import BadRecord, Example, Item, KeyIndex
-from vembed.data.first_pass import NUM_NAMED
+from vembed.data.examples import BadRecord, Example, ImageRoot, Item, KeyIndex
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import open_document_reader
-from vembed.data.images.files import ImageRoot
 from vembed.data.near_duplicates import casefolded
 from vembed.data.records import (
+    Columns,
     RecordFormat,
     document_id,
     document_item,
     document_text,
 )
 from vembed.errors import UserError
-from vembed.evaluation.beir import (
+from vembed.evaluation.dataset import (
     choose_qrels,
     is_beir_folder,
     open_texts,
@@ -55,7 +54,7 @@ Log = Callable[[str], object]
 
 
 @contextmanager
-def open_session(log_line: Log | None) -> Iterator[tuple[Session, Log]]:
+def open_command_session(log_line: Log | None) -> Iterator[tuple[Session, Log]]:
     """Yield the session of a command, and what prints a line on the first process."""
     with start_command_session() as session:
         log_line = log_line or log.info
@@ -73,7 +72,7 @@ class BeirTable:
         qrels = choose_qrels(folder, [split] if split else SPLITS)
         relevant = read_qrels(qrels)
         # Only judged documents are kept in memory, by position; the corpus may be large.
-        judged: set[str] = set()
+        judged = set()
         for documents in relevant.values():
             judged.update(documents)
         self._documents: dict[str, int] = {}
@@ -402,7 +401,7 @@ def row_value(item: Item, image_folder: str) -> Any:
         images.append(str(path.relative_to(image_folder)) if is_inside else image.path)
     if not images:
         return item.text
-    value: dict[str, Any] = {} if item.text is None else {"text": item.text}
+    value = {} if item.text is None else {"text": item.text}
     return value | {"image": images[0] if len(images) == 1 else images}
 
 
@@ -442,8 +441,8 @@ class KnownPositives:
         positives = array("q")
         negatives = array("q")
         texts = array("q")
-        query_of_id: dict[str, int] = {}
-        by_id: list[tuple[int, str]] = []
+        query_of_id = {}
+        by_id = []
         for row in range(len(rows)):
             example = rows.example(row)
             key = content_key(example.query)
@@ -521,7 +520,7 @@ class KnownPositives:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class MiningInputs:
     """Inputs that are read before any model is loaded."""
 
     rows: Rows
@@ -538,11 +537,11 @@ class Inputs:
         return [*lines, self.documents.summary(), *known.notes]
 
 
-def read_inputs(config: DataOptions) -> Inputs:
+def read_mining_inputs(config: DataOptions) -> MiningInputs:
     """Check and read the data, the corpus and what is known."""
     rows = open_rows(config)
     documents = Documents(config, rows)
-    return Inputs(rows, documents, KnownPositives(rows, documents, config))
+    return MiningInputs(rows, documents, KnownPositives(rows, documents, config))
 
 
 def _pairs(values: array[int], documents: Documents) -> Pairs:

@@ -15,29 +15,28 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from vembed.data.columns import COLUMNS, as_fields, is_conversation, is_negative_name
 from vembed.data.examples import Item, distinct
 from vembed.data.features import ANSWER_END, ANSWER_PROMPT
+from vembed.data.records import COLUMNS, as_fields, is_conversation, is_negative_name
 from vembed.data.row_store import KEY_BYTES, RowStore
 from vembed.errors import UserError
 from vembed.files import cache_folder, short_hash
 from vembed.inference.reranker import Reranker
-from vembed.mining.candidates import CandidateChunk
-from vembed.mining.choice import UNDECIDED, Chosen
+from vembed.mining.candidates import UNDECIDED, CandidateChunk, Chosen
 from vembed.mining.endpoint import ChatClient
 from vembed.mining.inputs import (
-    Inputs,
     Log,
+    MiningInputs,
     content_key,
+    open_command_session,
     open_rows,
-    open_session,
     row_values,
 )
 from vembed.mining.options import (
+    CommandConfigSource,
     Judge,
     JudgeConfig,
     MineConfig,
-    Source,
     WeightOptions,
     load_options,
 )
@@ -54,11 +53,11 @@ ENDPOINT_PROMPT = (
 )
 ANSWER = re.compile(r"\b(yes|no|true|false|relevant|irrelevant|not)\b", re.IGNORECASE)
 POSITIVE = frozenset({"yes", "true", "relevant"})
-BLOCK = 256
+PAIRS_PER_WRITE = 256
 """Pairs that are judged before they are written down: what a kill loses."""
 
-Pair = tuple[str, str]
-JudgePairs = Callable[[Sequence[Pair]], Iterator[tuple[int, float | None]]]
+TextPair = tuple[str, str]
+JudgePairs = Callable[[Sequence[TextPair]], Iterator[tuple[int, float | None]]]
 """Gives the number of each pair and how likely it is relevant, in any order; None where there is no usable answer."""
 
 
@@ -77,7 +76,7 @@ def load_judge(
     if judge.base_url is not None and judge.kind in ("auto", "endpoint"):
         client = ChatClient(judge, judge.model)
 
-        def ask(pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
+        def ask(pairs: Sequence[TextPair]) -> Iterator[tuple[int, float | None]]:
             prompts = []
             for query, document in pairs:
                 # About four characters to a token.
@@ -108,7 +107,7 @@ def load_judge(
         trust_remote_code=options.trust_remote_code,
     )
 
-    def score(pairs: Sequence[Pair]) -> Iterator[tuple[int, float | None]]:
+    def score(pairs: Sequence[TextPair]) -> Iterator[tuple[int, float | None]]:
         items = [(Item(text=query), Item(text=document)) for query, document in pairs]
         scores = torch.from_numpy(reranker.score(items)[:, 0])
         return enumerate(torch.sigmoid(scores).tolist())
@@ -151,7 +150,7 @@ class CachedJudge:
         )
         self.counts = {"asked": 0, "cached": 0, "undecided": 0}
 
-    def answers(self, pairs: Sequence[Pair]) -> list[float | None]:
+    def answers(self, pairs: Sequence[TextPair]) -> list[float | None]:
         """Return how likely each pair is relevant; None where there is no usable answer."""
         keys = []
         for pair in pairs:
@@ -166,7 +165,7 @@ class CachedJudge:
             return answers
         if self._model is None:
             self._model = load_judge(self.judge, self._options, self._device)
-        answered: list[int] = []
+        answered = []
         try:
             for index, answer in self._model([pairs[place] for place in missing]):
                 self.counts["asked"] += 1
@@ -205,15 +204,18 @@ class Cascade:
         self.decided_at = sum(judges[-1].unsure) / 2 if judges else 1.0
         """Probability from which on a pair is relevant."""
 
-    def judge(self, num_pairs: int, pair_of: Callable[[int], Pair]) -> np.ndarray:
+    def judge(self, num_pairs: int, pair_of: Callable[[int], TextPair]) -> np.ndarray:
         """[num_pairs] how likely each pair is relevant; UNDECIDED where no judge gave an answer. Collective."""
         session = self._session
         # Dealt in turn: neighbouring pairs are of one query, and of similar length.
         numbers = range(session.rank, num_pairs, session.world_size)
         judgements = np.full(len(numbers), UNDECIDED, np.float32)
         with ProgressReport("judging", active=session.is_main) as progress:
-            for begin in range(0, len(numbers), BLOCK):
-                pairs = [pair_of(number) for number in numbers[begin : begin + BLOCK]]
+            for begin in range(0, len(numbers), PAIRS_PER_WRITE):
+                pairs = [
+                    pair_of(number)
+                    for number in numbers[begin : begin + PAIRS_PER_WRITE]
+                ]
                 end = begin + len(pairs)
                 judgements[begin:end] = self._decide(pairs)
                 progress(end, len(numbers))
@@ -224,7 +226,7 @@ class Cascade:
         """One line for each judge. Collective."""
         return [judge.summary() for judge in self._judges]
 
-    def _decide(self, pairs: Sequence[Pair]) -> list[float]:
+    def _decide(self, pairs: Sequence[TextPair]) -> list[float]:
         """Return the probability that each pair is relevant, by the first judge that is sure; 0 or 1 after the last."""
         judgements = [UNDECIDED] * len(pairs)
         open_pairs = list(range(len(pairs)))
@@ -234,7 +236,7 @@ class Cascade:
             answers = judge.answers([pairs[pair] for pair in open_pairs])
             is_last = judge is self._judges[-1]
             low, high = judge.judge.unsure
-            unsure: list[int] = []
+            unsure = []
             for pair, answer in zip(open_pairs, answers, strict=True):
                 if answer is not None:
                     judgements[pair] = answer
@@ -251,7 +253,7 @@ class CandidateJudge:
     def __init__(
         self,
         config: MineConfig,
-        inputs: Inputs,
+        inputs: MiningInputs,
         session: Session,
     ) -> None:
         self._config = config
@@ -269,7 +271,7 @@ class CandidateJudge:
         queries, columns = np.nonzero(is_candidate)
         documents = chosen.documents[is_candidate]
 
-        def pair_of(number: int) -> Pair:
+        def pair_of(number: int) -> TextPair:
             query = self._inputs.known.item(candidates.first + int(queries[number]))
             document = self._inputs.documents.item(int(documents[number]))
             return text_of(query), text_of(document)
@@ -290,7 +292,7 @@ class CandidateJudge:
         # Those that stay first, in their order.
         order = np.argsort(~stays, axis=1, kind="stable")[:, : config.budget]
         is_kept = np.take_along_axis(stays, order, axis=1)
-        kept = []
+        kept_arrays = []
         for values, fill in (
             (chosen.documents, -1),
             (chosen.scores, -np.inf),
@@ -298,8 +300,8 @@ class CandidateJudge:
         ):
             ordered = np.take_along_axis(values, order, axis=1)
             ordered[~is_kept] = fill
-            kept.append(ordered)
-        return Chosen(*kept)
+            kept_arrays.append(ordered)
+        return Chosen(*kept_arrays)
 
 
 def text_of(item: Item) -> str:
@@ -343,7 +345,7 @@ class RowNegatives:
         self.rows = open_rows(config)
         self.starts = [0]
         """Of each row, the index of its first negative among those of all rows."""
-        places: list[tuple[int, int, tuple[int, int]]] = []
+        places = []
         for row in range(len(self.rows)):
             example = self.rows.example(row)
             items = (example.query, *example.negatives)
@@ -363,7 +365,7 @@ class RowNegatives:
                 "data_path: no row has a negative to judge; `vembed mine` finds some, and judges them too"
             )
 
-    def texts(self, pair: int) -> Pair:
+    def texts(self, pair: int) -> TextPair:
         """Return a pair as judges read it."""
         row, index, _ = self.pairs[pair]
         example = self.rows.example(row)
@@ -378,7 +380,7 @@ class RowNegatives:
 
 
 def judge(
-    source: Source,
+    source: CommandConfigSource,
     overrides: Sequence[str] = (),
     *,
     log: Log | None = None,
@@ -387,7 +389,7 @@ def judge(
     config = load_options(JudgeConfig, source, overrides)
     target = check_output(config.output_path)
     began = time.monotonic()
-    with open_session(log) as (running, log_line):
+    with open_command_session(log) as (running, log_line):
         data = RowNegatives(config)
         log_line(data.summary())
         cascade = Cascade(config.judges, config, running)

@@ -17,24 +17,30 @@ from vembed.data.example_store import ExampleStore
 from vembed.data.examples import Example, Item, Kind
 from vembed.evaluation.bm25 import check_bm25
 from vembed.files import short_hash
-from vembed.mining.candidates import CandidateSearch, open_candidates
-from vembed.mining.choice import Calibration, Limits, choose_negatives, columns_by_row
+from vembed.mining.candidates import (
+    Calibration,
+    CandidateSearch,
+    Limits,
+    choose_negatives,
+    columns_by_row,
+    open_candidates,
+)
 from vembed.mining.inputs import (
     Documents,
     KnownPositives,
     Log,
     Rows,
     array_identity,
-    open_session,
-    read_inputs,
+    open_command_session,
+    read_mining_inputs,
 )
 from vembed.mining.judges import CandidateJudge
 from vembed.mining.options import (
     BM25,
+    CommandConfigSource,
     DataOptions,
     GenerateConfig,
     MineConfig,
-    Source,
     load_options,
 )
 from vembed.mining.output import RowMaker, check_output, write_rows
@@ -65,7 +71,7 @@ class MineResult:
 
 
 def mine(
-    source: Source,
+    source: CommandConfigSource,
     overrides: Sequence[str] = (),
     *,
     log: Log | None = None,
@@ -75,10 +81,10 @@ def mine(
     Several processes may call it together. All of them encode and search, and the first one writes.
     """
     config = load_options(MineConfig, source, overrides)
-    target = check_config(config)
+    target = check_mine_config(config)
     began = time.monotonic()
-    with open_session(log) as (running, log_line):
-        inputs = read_inputs(config)
+    with open_command_session(log) as (running, log_line):
+        inputs = read_mining_inputs(config)
         folder = work_folder(config)
         for line in inputs.summary():
             log_line(line)
@@ -146,7 +152,7 @@ def mine(
     )
 
 
-def check_config(config: MineConfig) -> Path:
+def check_mine_config(config: MineConfig) -> Path:
     """Refuse what cannot work before anything is read; returns the file to write."""
     if any(retriever.model == BM25 for retriever in config.all_retrievers()):
         check_bm25()
@@ -158,7 +164,7 @@ def work_folder(config: MineConfig | GenerateConfig) -> Path:
     return Path(config.work_dir or f"{config.output_path}.work").expanduser()
 
 
-Encode = Callable[[Sequence[tuple[Item, Kind]]], np.ndarray]
+EncodeUnits = Callable[[Sequence[tuple[Item, Kind]]], np.ndarray]
 """[n, d] vectors of this rank's items, whose dot product is the similarity. Collective: all ranks call it, also those without items."""
 
 
@@ -231,7 +237,7 @@ class ExampleMiner:
 
     def mine(
         self,
-        encode: Encode,
+        encode: EncodeUnits,
         folder: Path,
         epoch: int,
     ) -> Mined:

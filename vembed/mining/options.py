@@ -9,20 +9,28 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from vembed.config.layers import (
+from vembed.config.loading import (
+    STAGES,
+    TRAINING_STAGES,
+    USER_PRESETS,
+    one_line_yaml,
+    resolve_paths,
+)
+from vembed.config.options import (
     BLOCKS,
     COMMAND_LINE,
     Layer,
     Level,
+    Option,
     OptionValue,
+    all_options,
+    field_option,
     known_names,
+    quoted,
     target_of,
 )
-from vembed.config.loading import one_line_yaml, resolve_paths
-from vembed.config.options import Option, all_options, field_option, quoted
 from vembed.config.parsing import read_tree, tree_of_mapping
 from vembed.config.schema import RELEVANCE, ChoiceOptions, DataSource
-from vembed.config.stages import STAGES, TRAINING_STAGES, USER_PRESETS
 from vembed.config.values import (
     Fraction,
     Immutable,
@@ -31,8 +39,7 @@ from vembed.config.values import (
     PositiveFloat,
     PositiveInt,
 )
-from vembed.errors import UserError
-from vembed.names import nearest
+from vembed.errors import UserError, nearest
 
 BM25 = "bm25"
 """Name of the lexical retriever, where a model would stand."""
@@ -261,7 +268,7 @@ class MineConfig(ChoiceOptions, DataOptions, ModelOptions, CommandConfig):
         retrievers = []
         for entry in self.retrievers or [str(self.model_name)]:
             retriever = Retriever(model=entry) if isinstance(entry, str) else entry
-            prompts: dict[str, str | None] = {}
+            prompts = {}
             if retriever.query_prompt is None:
                 prompts["query_prompt"] = self.query_prompt
             if retriever.document_prompt is None:
@@ -463,8 +470,14 @@ class GenerateConfig(ModelOptions, CommandConfig):
 
 
 Config = TypeVar("Config", bound=CommandConfig)
-Source = str | Path | Mapping[str, Any] | Immutable | None
-PATH_OPTIONS = ("data_path", "corpus_path", "qrels_path", "image_root", "val_data_path")
+CommandConfigSource = str | Path | Mapping[str, Any] | Immutable | None
+MINING_PATH_OPTIONS = (
+    "data_path",
+    "corpus_path",
+    "qrels_path",
+    "image_root",
+    "val_data_path",
+)
 """Options whose relative paths are also looked for beside the config file."""
 TRAINING_ONLY_KEYS = (STAGES, TRAINING_STAGES, USER_PRESETS, "stage")
 """Keys of a training config that are no options."""
@@ -474,7 +487,7 @@ EPOCH_MINING = "mine"
 
 def load_options(
     kind: type[Config],
-    source: Source,
+    source: CommandConfigSource,
     overrides: Sequence[str] = (),
 ) -> Config:
     """Return the config of a file, a dict or a config, with `key=value` arguments on top.
@@ -492,8 +505,8 @@ def load_options(
     options = _options(kind)
     file = Path(source) if isinstance(source, str | Path) else None
     source_name = "the config" if file is None else str(source)
-    problems: list[str] = []
-    values: dict[str, OptionValue] = {}
+    problems = []
+    values = {}
 
     def refuse_key(name: str, place: str) -> None:
         near = nearest(name, [*options, *known_names()])
@@ -567,7 +580,7 @@ def load_options(
             )
     if problems:
         raise UserError("\nalso: ".join(problems))
-    resolve_paths(values, PATH_OPTIONS, file, [])
+    resolve_paths(values, MINING_PATH_OPTIONS, file, [])
     try:
         return kind.model_validate(
             {name: value.value for name, value in values.items()}

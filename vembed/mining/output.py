@@ -12,14 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.data.columns import as_fields, is_conversation, is_negative_name
 from vembed.data.examples import Example, Item
+from vembed.data.records import as_fields, is_conversation, is_negative_name
 from vembed.errors import UserError
 from vembed.evaluation.top_k import NO_PAIRS, Pairs
 from vembed.files import replaced_file
-from vembed.mining.candidates import CandidateSearch
-from vembed.mining.choice import UNDECIDED, Chosen, columns_by_row
-from vembed.mining.inputs import Inputs, content_key, row_value, row_values
+from vembed.mining.candidates import UNDECIDED, CandidateSearch, Chosen, columns_by_row
+from vembed.mining.inputs import MiningInputs, content_key, row_value, row_values
 from vembed.mining.options import MineConfig
 
 SCORE_NAMES = ("negative_score", "negative_scores", "neg_scores")
@@ -34,7 +33,7 @@ class RowMaker:
     def __init__(
         self,
         config: MineConfig,
-        inputs: Inputs,
+        inputs: MiningInputs,
         chosen: Chosen,
         relabelled: Mapping[int, Sequence[int]],
         search: CandidateSearch,
@@ -69,14 +68,14 @@ class RowMaker:
         by_row = columns_by_row(self._chosen, query_of_row, number)
         for row, columns in enumerate(by_row):
             query = int(query_of_row[row])
-            made = self._row(row, query, columns)
+            output_row = self._row(row, query, columns)
             self.num_short += len(columns) < number
-            if not made[NEGATIVES_NAME] and self._config.on_missing == "drop":
+            if not output_row[NEGATIVES_NAME] and self._config.on_missing == "drop":
                 self.num_dropped += 1
                 continue
             self.num_rows += 1
             self.num_negatives += len(columns)
-            yield made
+            yield output_row
 
     def _row(
         self,
@@ -97,8 +96,8 @@ class RowMaker:
         mapping = config.column_mapping or {}
         # With scores all negatives of the row come in one list: the scores have the order in which they are read.
         joins = config.scores and bool(example.negatives)
-        made: dict[str, Any] = {}
-        kept: list[Any] = []
+        output_row = {}
+        negatives = []
         for name, value in record.items():
             if name in SCORE_NAMES:  # they would not fit the negatives that come
                 continue
@@ -106,37 +105,37 @@ class RowMaker:
                 if joins or not config.keep_negatives:
                     continue
                 if name == NEGATIVES_NAME and value is not None:
-                    kept = value if isinstance(value, list) else [value]
-            made[name] = value
+                    negatives = value if isinstance(value, list) else [value]
+            output_row[name] = value
         if joins and config.keep_negatives:
-            kept = row_values(example.negatives, folder)
-        if made.get(QUERY_NAME) is None:
-            made[QUERY_NAME] = row_value(example.query, folder)
-        if made.get(POSITIVE_NAME) is None:
+            negatives = row_values(example.negatives, folder)
+        if output_row.get(QUERY_NAME) is None:
+            output_row[QUERY_NAME] = row_value(example.query, folder)
+        if output_row.get(POSITIVE_NAME) is None:
             values = row_values(example.positives, folder)
-            made[POSITIVE_NAME] = values if len(values) > 1 else values[0]
-        added: list[Item] = []
+            output_row[POSITIVE_NAME] = values if len(values) > 1 else values[0]
+        added = []
         if example.scores is None:  # a row with scores of its own gets no positives
             numbers = self._relabelled.get(query, ())
             added = [self._documents.item(number) for number in numbers]
         if added:
-            positives = made[POSITIVE_NAME]
+            positives = output_row[POSITIVE_NAME]
             if not isinstance(positives, list):
                 positives = [positives]
-            made[POSITIVE_NAME] = positives + row_values(added, folder)
+            output_row[POSITIVE_NAME] = positives + row_values(added, folder)
         mined = self._chosen.documents[query, columns].tolist()
         items = [self._documents.item(document) for document in mined]
-        made[NEGATIVES_NAME] = kept + row_values(items, folder)
+        output_row[NEGATIVES_NAME] = negatives + row_values(items, folder)
         if self._documents.has_ids:
             ids = [self._documents.identity(document) for document in mined]
-            made["negative_ids"] = [None] * len(kept) + ids
+            output_row["negative_ids"] = [None] * len(negatives) + ids
         if config.scores:
-            self._add_scores(made, query, example, added, columns)
-        return made
+            self._add_scores(output_row, query, example, added, columns)
+        return output_row
 
     def _add_scores(
         self,
-        made: dict[str, Any],
+        output_row: dict[str, Any],
         query: int,
         example: Example,
         added: Sequence[Item],
@@ -149,24 +148,28 @@ class RowMaker:
             return [round(float(score), 6) for score in self._pair_scores[places]]
 
         if example.scores is None:
-            made["positive_scores"] = known_scores([*example.positives, *added])
-        kept = known_scores(example.negatives) if self._config.keep_negatives else []
+            output_row["positive_scores"] = known_scores([*example.positives, *added])
+        negatives = (
+            known_scores(example.negatives) if self._config.keep_negatives else []
+        )
         scores = self._chosen.scores[query, columns].tolist()
-        made["negative_scores"] = kept + [round(score, 6) for score in scores]
+        output_row["negative_scores"] = negatives + [
+            round(score, 6) for score in scores
+        ]
         if self._config.judges:
-            judged: list[float | None] = [None] * len(kept)
+            judged = [None] * len(negatives)
             for judgement in self._chosen.judgements[query, columns].tolist():
                 judged.append(None if judgement == UNDECIDED else round(judgement, 6))
-            made["negative_judge_scores"] = judged
+            output_row["negative_judge_scores"] = judged
 
 
-ENDINGS = (".jsonl", ".ndjson", ".parquet", ".pq")
+OUTPUT_ENDINGS = (".jsonl", ".ndjson", ".parquet", ".pq")
 ROWS_PER_GROUP = 4096
 
 
 def check_output(
     path: str,
-    endings: Sequence[str] = ENDINGS,
+    endings: Sequence[str] = OUTPUT_ENDINGS,
     option: str = "output_path",
 ) -> Path:
     """The path of a file that can be written, by its ending and its folder."""

@@ -36,7 +36,7 @@ from vembed.evaluation.top_k import (
 from vembed.files import short_hash
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import encode_items
-from vembed.mining.inputs import Documents, Inputs, KnownPositives, array_identity
+from vembed.mining.inputs import Documents, KnownPositives, MiningInputs, array_identity
 from vembed.mining.options import ModelOptions, Retriever
 from vembed.models.families.model_files import check_no_pickles, model_folder
 from vembed.parallel import collectives
@@ -46,7 +46,7 @@ from vembed.progress import ProgressReport
 
 Ranking = tuple[np.ndarray, np.ndarray]
 """[Q, k] numbers of documents, best first, -1 where there are fewer; and their scores."""
-FORMAT = 2
+INDEX_VERSION = 2
 """Format version of the index. Increase it when `words` gives other words."""
 
 
@@ -59,7 +59,7 @@ class LexicalRetriever:
     def __init__(
         self,
         folder: Path,
-        inputs: Inputs,
+        inputs: MiningInputs,
         session: Session,
     ) -> None:
         check_bm25()
@@ -68,7 +68,7 @@ class LexicalRetriever:
         self._known = inputs.known
         self._session = session
         # With their order: the index knows documents by their numbers alone.
-        name = short_hash(FORMAT, array_identity(documents.exact))
+        name = short_hash(INDEX_VERSION, array_identity(documents.exact))
         index = folder / "bm25" / name
         if session.is_main and not index.exists():
             items = map(documents.item, range(len(documents)))
@@ -132,7 +132,7 @@ class LexicalRetriever:
         return scores_of_query(self._index, text, len(self._documents))
 
 
-Encode = Callable[[Sequence[Item], Kind], np.ndarray]
+EncodeItems = Callable[[Sequence[Item], Kind], np.ndarray]
 """Gives [n, d] float32 vectors whose dot product is the model's similarity."""
 
 
@@ -141,7 +141,7 @@ def _load_vembed(
     options: ModelOptions,
     device: torch.device,
     precision: Precision,
-) -> Encode:
+) -> EncodeItems:
     embedder = Embedder(
         retriever.model,
         device=device,
@@ -179,7 +179,7 @@ def _load_sentence_transformers(
     retriever: Retriever,
     options: ModelOptions,
     device: torch.device,
-) -> Encode:
+) -> EncodeItems:
     if find_spec("sentence_transformers") is None:
         raise UserError(
             "library: sentence_transformers needs that package: pip install sentence-transformers"
@@ -190,7 +190,7 @@ def _load_sentence_transformers(
     check_no_pickles(folder)
     model_kwargs: dict[str, Any] = {"use_safetensors": True}
     if options.torch_dtype != "auto":
-        model_kwargs["dtype"] = DTYPES[options.torch_dtype]
+        model_kwargs["dtype"] = VECTOR_DTYPES[options.torch_dtype]
     model = SentenceTransformer(
         str(folder),
         device=str(device),
@@ -230,7 +230,7 @@ def load_encoder(
     options: ModelOptions,
     device: torch.device,
     precision: Precision = "no",
-) -> Encode:
+) -> EncodeItems:
     """The model of a retriever, by the library that its options name."""
     if retriever.library == "sentence_transformers":
         return _load_sentence_transformers(retriever, options, device)
@@ -332,7 +332,7 @@ def open_dense(
     retriever: Retriever,
     options: ModelOptions,
     folder: Path,
-    inputs: Inputs,
+    inputs: MiningInputs,
     session: Session,
 ) -> DenseRetriever:
     """Encode what is not on disk yet with the model of a retriever. Collective."""
@@ -373,7 +373,7 @@ def open_dense(
 
     # Loaded at most once, and only where vectors are missing.
     @cache
-    def encoder() -> Encode:
+    def encoder() -> EncodeItems:
         return load_encoder(retriever, options, session.device, precision.value)
 
     def encode_queries(numbers: np.ndarray) -> np.ndarray:
@@ -402,7 +402,11 @@ def fuse(
             gain = weight / (rrf_k + 1.0 + np.arange(documents.shape[1]))
             gain = np.broadcast_to(gain, documents.shape)
         else:
-            gain = weight * _standardised(scores)
+            # In standard deviations above the lowest of the query, so that a document that is missing has 0.
+            valid = np.ma.masked_invalid(scores.astype(np.float64))
+            above = valid - valid.min(axis=1, keepdims=True)
+            deviation = np.maximum(valid.std(axis=1, keepdims=True), 1e-12)
+            gain = weight * np.ma.filled(above / deviation, 0.0)
         gains.append(np.where(documents >= 0, gain, 0.0))
     documents = np.concatenate([documents for documents, _ in rankings], axis=1)
     order = np.argsort(documents, axis=1, kind="stable")
@@ -420,15 +424,6 @@ def fuse(
     return np.where(np.take_along_axis(total, best, axis=1) > -np.inf, chosen, -1)
 
 
-def _standardised(scores_QK: np.ndarray) -> np.ndarray:
-    """Scores in standard deviations above the lowest of their query, so that a document that is missing has 0."""
-    scores = np.ma.masked_invalid(scores_QK.astype(np.float64))
-    above = scores - scores.min(axis=1, keepdims=True)
-    deviation = np.maximum(scores.std(axis=1, keepdims=True), 1e-12)
-    result: np.ndarray = np.ma.filled(above / deviation, 0.0)
-    return result
-
-
 SMALLEST_BLOCK = 128
 LARGEST_BLOCK = 16_384
 NUM_BLOCKS_WANTED = 64
@@ -437,7 +432,7 @@ number of items alone, so that any number of ranks encodes the same blocks."""
 PAIRS = 4096
 """Documents whose vectors are held at once for scores of pairs."""
 GATHERED_QUERIES = 8192
-DTYPES = {
+VECTOR_DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -458,14 +453,16 @@ class VectorStore:
         """`keys`: the contents of the items, [N] or [N, 2] int64. `identity`: all else that the vectors depend on."""
         self._keys = keys.reshape(len(keys), -1)
         self._rows = RowStore(folder, identity, "mine", ".vectors")
-        self._dtype = DTYPES[dtype]
+        self._dtype = VECTOR_DTYPES[dtype]
         self._session = session
         size = SMALLEST_BLOCK
         # Doubling: a few more items leave the blocks as they are.
         while size < LARGEST_BLOCK and size * NUM_BLOCKS_WANTED < len(keys):
             size *= 2
         starts = range(0, len(keys), size)
-        self._blocks = [np.arange(i, min(i + size, len(keys))) for i in starts]
+        self._blocks = [
+            np.arange(start, min(start + size, len(keys))) for start in starts
+        ]
 
     def encode(
         self,
@@ -582,4 +579,7 @@ class VectorStore:
         keys = np.zeros((len(numbers), 2), np.int64)
         keys[:, : self._keys.shape[1]] = self._keys[numbers]
         joined = keys.tobytes()
-        return [joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)]
+        return [
+            joined[start : start + KEY_BYTES]
+            for start in range(0, len(joined), KEY_BYTES)
+        ]

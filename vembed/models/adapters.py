@@ -25,7 +25,7 @@ from vembed.models.families.family import Family
 from vembed.models.families.model_files import (
     ADAPTER_WEIGHTS,
     LIBRARY_ERRORS,
-    first_sentence,
+    error_sentence,
     read_header,
 )
 from vembed.models.precision import dequantized, is_quantized, weight_in_use
@@ -309,7 +309,7 @@ def merge_saved_adapter(backbone: nn.Module, folder: Path) -> None:
         result = set_peft_model_state_dict(backbone, weights, adapter_name=_NAME)
     except LIBRARY_ERRORS as error:
         raise UserError(
-            f"the adapter of {folder} does not fit {type(backbone).__name__}: {first_sentence(error)}"
+            f"the adapter of {folder} does not fit {type(backbone).__name__}: {error_sentence(error)}"
         ) from error
     layers: dict[str, LoraLayer] = {}
     for name, module in backbone.named_modules():

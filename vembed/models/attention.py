@@ -721,12 +721,14 @@ class _DroppedAttention(torch.autograd.Function):
                 else:
                     by_head += piece.visible
             probabilities = torch.softmax(scores, dim=-1)
-            kept = kept_ones(probabilities.shape, p, probabilities.dtype)
-            integers = probabilities.view(kept.dtype)
+            keep_mask = kept_ones(probabilities.shape, p, probabilities.dtype)
+            integers = probabilities.view(keep_mask.dtype)
             # Negative where dropout keeps a probability. The lowest integer is the sign bit, which no probability has:
             # to add it sets it, in one pass.
-            signed = torch.add(integers, kept, alpha=torch.iinfo(integers.dtype).min)
-            integers.mul_(kept)  # of the probabilities, in place
+            signed = torch.add(
+                integers, keep_mask, alpha=torch.iinfo(integers.dtype).min
+            )
+            integers.mul_(keep_mask)  # of the probabilities, in place
             # The factor for kept elements is applied to the small output instead of the probabilities.
             attended = torch.bmm(probabilities, values).mul_(scale_of(p))
             padded = attended.view(piece.num_texts, num_heads, piece.longest, -1)
@@ -750,15 +752,15 @@ class _DroppedAttention(torch.autograd.Function):
             gradient = padded.flatten(0, 1).contiguous() * scale_of(ctx.p)
             integers = signed.view(BITS[signed.dtype.itemsize])
             # An arithmetic shift fills a number with its sign: all bits where it is kept.
-            kept = integers >> (8 * signed.dtype.itemsize - 1)
+            keep_mask = integers >> (8 * signed.dtype.itemsize - 1)
             all_but_sign = torch.iinfo(integers.dtype).max
             probabilities = (integers & all_but_sign).view(signed.dtype)
             # Chain rule in reverse order: d(dropped probabilities), d(probabilities), d(scores), then query and key.
-            through = masked_(torch.bmm(gradient, values.transpose(1, 2)), kept)
+            through = masked_(torch.bmm(gradient, values.transpose(1, 2)), keep_mask)
             scores = torch.ops.aten._softmax_backward_data(
                 through, probabilities, -1, probabilities.dtype
             )
-            dropped = masked_(probabilities, kept)
+            dropped = masked_(probabilities, keep_mask)
             grads = (
                 # Of the queries before they were scaled.
                 torch.bmm(scores, keys).mul_(ctx.scaling),

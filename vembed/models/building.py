@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -57,7 +56,7 @@ from vembed.models.families.description import (
 from vembed.models.families.model_files import (
     LIBRARY_ERRORS,
     check_whole_weights,
-    first_sentence,
+    error_sentence,
     is_own,
 )
 from vembed.models.heads import (
@@ -79,9 +78,6 @@ from vembed.models.precision import (
 )
 
 log = logging.getLogger(__name__)
-
-ClassWithHead = Callable[[PretrainedConfig], type[PreTrainedModel]]
-"""Maps a config to the Transformers class of backbone and head, such as BertForMaskedLM."""
 
 
 def build_model(
@@ -119,10 +115,7 @@ def build_model(
     with torch.random.fork_rng(devices=[]):
         # New weights depend on the seed only, not on earlier draws.
         torch.manual_seed(seed)
-        class_with_head = None
-        if has_language or description.scores is not None:
-            class_with_head = partial(choose_class_with_head, description)
-        model_with_head: Any = build_backbone(
+        whole: Any = build_backbone(
             description,
             options,
             adapters,
@@ -130,19 +123,19 @@ def build_model(
             # Quantisation to 4 bits needs the values, so its layers cannot be built empty.
             meta=meta and not adapters.use_qlora,
             compute_dtype=compute_dtype,
-            class_with_head=class_with_head,
+            has_head=has_language or description.scores is not None,
             keeps_masters=keeps_masters,
         )
-        backbone: nn.Module = model_with_head
-        if class_with_head is not None:
-            backbone = model_with_head.base_model
-        score_head = None
-        if description.scores is not None:
-            score_head = build_score_head(description, model_with_head)
+        backbone: nn.Module = whole
+        head: nn.Module | None = None
         language_head = None
-        if has_language:
+        if description.scores is not None:
+            backbone = whole.base_model
+            head = build_score_head(description, whole)
+        elif has_language:
+            backbone = whole.base_model
             language_head = LanguageHead(
-                model_with_head, description, from_scratch=options.from_scratch
+                whole, description, from_scratch=options.from_scratch
             )
         if adapters.use_lora:
             add_adapters(backbone, description.traits, adapters, options)
@@ -151,9 +144,9 @@ def build_model(
             round_weights(backbone)
         pooling = None
         # None for the model's own pooling.
-        pooling_kind = POOLINGS.get(description.pooling)
-        if pooling_kind is not None and pooling_kind.is_trained:
-            pooling = pooling_kind.build(description.token_dim)
+        kind = POOLINGS.get(description.pooling)
+        if kind is not None and kind.is_trained:
+            pooling = kind.build(description.token_dim)
             folder = description.pooling_folder
             if folder is not None:
                 check_weights(folder)
@@ -171,8 +164,7 @@ def build_model(
     if language_head is not None and adapters.use_lora and not language_head.is_new:
         # Like all pretrained weights of a LoRA run.
         language_head.requires_grad_(False)
-    head: nn.Module | None = score_head
-    if score_head is None and dense_modules:
+    if head is None and dense_modules:
         head = Head(*dense_modules)
     model = EmbeddingModel(
         description,
@@ -189,7 +181,7 @@ def build_model(
         # With LoRA `add_adapters` has done this: no adapter in a frozen part, and all weights but the adapters frozen.
         for name in names_frozen_by(backbone, description.traits, adapters.freeze):
             backbone.get_parameter(name).requires_grad = False
-        cast_frozen_towers(description, options, adapters.freeze, backbone)
+        _cast_frozen_towers(description, options, adapters.freeze, backbone)
     if keeps_masters:
         # Frozen heads too, even if their file holds 16 bits (see `EmbeddingModel.heads`).
         for head_module in model.heads().values():
@@ -233,8 +225,7 @@ def has_language_head(
     has_weight = bool(names) and not is_own_model
     if not alone and not has_weight:
         return False
-    trust = description.trust_remote_code
-    config = read_config(Path(description.source), trust_remote_code=trust)
+    config = description.read_config()
     problem = None
     if description.scores is not None:
         problem = "is a reranker"
@@ -294,27 +285,25 @@ def build_backbone(
     *,
     meta: bool,
     compute_dtype: torch.dtype = torch.float32,
-    class_with_head: ClassWithHead | None = None,
+    has_head: bool = False,
     keeps_masters: bool = True,
 ) -> nn.Module:
     """Return the backbone with its weights. `meta`: empty parameters. `device`, `compute_dtype`: where and in which
-    dtype it will compute. `class_with_head`: class of the model with a head, whose base model is the backbone.
+    dtype it will compute. `has_head`: return the model with a head, whose base model is the backbone.
     `keeps_masters`: trained weights are float32 (master weights), whatever `torch_dtype` says."""
     load = partial(
         _load,
         description,
         options,
         adapters,
-        device=device,
-        compute_dtype=compute_dtype,
-        meta=meta,
-        keeps_masters=keeps_masters,
+        device,
+        meta,
+        compute_dtype,
+        keeps_masters,
     )
     folder = Path(description.source)
-    model_with_head: nn.Module = load(folder, class_with_head=class_with_head)
-    text: Any = model_with_head
-    if class_with_head is not None:
-        text = model_with_head.base_model
+    whole: nn.Module = load(folder, has_head)
+    text: Any = whole.base_model if has_head else whole
     if description.adapter is not None and not meta:
         if description.quantized:
             # The adapter was trained on top of 4-bit weights and corrects their rounding errors. So the weights are
@@ -325,9 +314,9 @@ def build_backbone(
                     weight.copy_(rounded_to_four_bits(weight))
         merge_saved_adapter(text, Path(description.adapter))
     if not description.traits.has_two_models:
-        return model_with_head
+        return whole
     assert description.image_source is not None
-    image_tower = load(Path(description.image_source))
+    image_tower = load(Path(description.image_source), False)
     towers = TwoTowers(text, image_tower, description)
     if (folder / DESCRIPTION_FILE).is_file():
         towers.load_projections(folder)
@@ -345,20 +334,21 @@ def _load(
     description: ModelDescription,
     options: ModelSection,
     adapters: AdapterSection,
-    folder: Path,
-    *,
     device: torch.device,
-    compute_dtype: torch.dtype,
     meta: bool,
+    compute_dtype: torch.dtype,
     keeps_masters: bool,
-    class_with_head: ClassWithHead | None = None,
+    folder: Path,
+    has_head: bool,
 ) -> PreTrainedModel:
     """Return the Transformers model of one folder.
 
     Dtype first, then attention, which depends on it, then the weights, which are loaded with both. Log the choices.
     """
     trust = description.trust_remote_code
-    config = read_config(folder, trust_remote_code=trust)
+    config = description.read_config()
+    if folder != Path(description.source):
+        config = read_config(folder, trust_remote_code=trust)
     if config.model_type == "vit_mae":
         # Pre-training masks random patches. An embedding must see all of them.
         config.mask_ratio = 0.0
@@ -411,7 +401,9 @@ def _load(
         kernel = attention.register(attention.PADDED_ATTENTION)
 
     # ---- weights
-    built_class = base_class if class_with_head is None else class_with_head(config)
+    built_class = base_class
+    if has_head:
+        built_class = choose_class_with_head(description, config)
     has_weights = any(folder.glob("*.safetensors"))
     kernel_of_class = None if is_own else kernel
     if meta or options.from_scratch or (is_own and not has_weights):
@@ -434,16 +426,42 @@ def _load(
         quantization = None
         if adapters.use_qlora:
             quantization = _four_bit(base_class, config, compute_dtype)
-        backbone = _load_weights(
-            folder,
-            config,
-            built_class,
-            dtype=dtype or "auto",
-            attn_implementation=kernel_of_class,
-            quantization_config=quantization,
-            # Weights are quantised on the device where they will be used, while they are read.
-            device_map=None if quantization is None else {"": device},
-        )
+        check_whole_weights(folder)
+        check_weights(folder)
+        try:
+            with quiet_transformers():
+                backbone, info = built_class.from_pretrained(
+                    folder,
+                    config=config,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    dtype=dtype or "auto",
+                    attn_implementation=kernel_of_class,
+                    quantization_config=quantization,
+                    # Weights are quantised on the device where they will be used, while they are read.
+                    device_map=None if quantization is None else {"": device},
+                )
+        except torch.OutOfMemoryError:
+            raise  # a RuntimeError too, but no fault of the files
+        except (*LIBRARY_ERRORS, SafetensorError) as error:
+            raise UserError(
+                f"the weights of {folder} cannot be loaded: {error_sentence(error)}"
+            ) from error
+        # A base model's folder may lack a language-model head, which is then new.
+        has_prefix = backbone.base_model is not backbone
+        prefix = f"{backbone.base_model_prefix}." if has_prefix else ""
+        missing = []
+        for name in sorted(info["missing_keys"]):
+            if name.startswith(prefix) and not is_never_used(name):
+                missing.append(name)
+        if missing:
+            raise UserError(
+                f"{folder} lacks {len(missing):,d} of the weights of {built_class.__name__}, {missing[0]} among them; "
+                "it is incomplete, or config.json, or model_arguments, is that of another model"
+            )
+        unused = info["unexpected_keys"]
+        if unused:
+            log.info("ignored %d unused weights of %s", len(unused), folder)
     if is_own and reads_text and why_padded is None:
         # `packs` reads it. The class of the user's own takes no attn_implementation.
         backbone.config._attn_implementation = kernel
@@ -467,48 +485,7 @@ def _load(
     if not meta:
         for note in notes:
             log.info("%s", note)
-    return backbone
-
-
-def _load_weights(
-    folder: Path,
-    config: PretrainedConfig,
-    built_class: type[PreTrainedModel],
-    **options: Any,
-) -> PreTrainedModel:
-    """Return a model with the weights of a folder. Raise UserError unless all that an embedding depends on are there."""
-    check_whole_weights(folder)
-    check_weights(folder)
-    try:
-        with quiet_transformers():
-            model, info = built_class.from_pretrained(
-                folder,
-                config=config,
-                use_safetensors=True,
-                output_loading_info=True,
-                **options,
-            )
-    except torch.OutOfMemoryError:
-        raise  # a RuntimeError too, but no fault of the files
-    except (*LIBRARY_ERRORS, SafetensorError) as error:
-        raise UserError(
-            f"the weights of {folder} cannot be loaded: {first_sentence(error)}"
-        ) from error
-    # A base model's folder may lack a language-model head, which is then new.
-    prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""
-    missing = []
-    for name in sorted(info["missing_keys"]):
-        if name.startswith(prefix) and not is_never_used(name):
-            missing.append(name)
-    if missing:
-        raise UserError(
-            f"{folder} lacks {len(missing):,d} of the weights of {built_class.__name__}, {missing[0]} among them; "
-            "it is incomplete, or its config.json is that of another model"
-        )
-    unused = info["unexpected_keys"]
-    if unused:
-        log.info("ignored %d unused weights of %s", len(unused), folder)
-    return cast(PreTrainedModel, model)
+    return cast(PreTrainedModel, backbone)
 
 
 def _four_bit(
@@ -535,10 +512,10 @@ def _four_bit(
     return four_bit(compute_dtype, skip)
 
 
-def cast_frozen_towers(
+def _cast_frozen_towers(
     description: ModelDescription,
     options: ModelSection,
-    freeze: Sequence[str],
+    freeze: list[str],
     backbone: nn.Module,
 ) -> None:
     """Cast frozen towers to the dtype of the option or of their files: they need no float32 master weights.
@@ -557,13 +534,14 @@ def cast_frozen_towers(
         tower_module(backbone, description.traits, tower).to(dtype)
     if not freeze or options.torch_dtype not in ("bfloat16", "float16"):
         return
-    for parameter in backbone.parameters():
-        if not parameter.requires_grad and parameter.dtype == torch.float32:
-            log.info(
-                "torch_dtype: %s is for whole frozen towers: frozen tensors of partly trained towers stay float32",
-                options.torch_dtype,
-            )
-            break
+    if any(
+        not parameter.requires_grad and parameter.dtype == torch.float32
+        for parameter in backbone.parameters()
+    ):
+        log.info(
+            "torch_dtype: %s is for whole frozen towers: frozen tensors of partly trained towers stay float32",
+            options.torch_dtype,
+        )
 
 
 def scale_and_bias(description: ModelDescription) -> tuple[float, float] | None:

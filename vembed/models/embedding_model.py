@@ -123,6 +123,8 @@ class EmbeddingModel(nn.Module):
         self.head = head
         self.language_head = language_head
         self.initial_scale_and_bias = scale_and_bias
+        self.has_auxiliary = isinstance(backbone, OwnModel) or language_head is not None
+        """True if the model may return losses of its own."""
         self._autocasts = False
         """True if the forward runs under bfloat16 autocast. See `compute_in_bf16`."""
 
@@ -181,6 +183,13 @@ class EmbeddingModel(nn.Module):
                     vectors = self.project(modality, vectors)
                     if self.head is not None:
                         vectors = self.head(vectors)
+                    width = vectors.shape[-1]
+                    if width != self.description.embedding_dim:
+                        raise UserError(
+                            f"the model gives vectors of {width} numbers for the modality {modality}, and "
+                            f"{self.description.embedding_dim} were declared: by `width` of the pooling "
+                            f"{self.description.pooling}, or `embedding_size` of the family {self.description.family}"
+                        )
                 wide = at_least_float32(vectors)
                 # A float32 tensor is returned as it is, and may be a view. FSDP takes no view as an output.
                 if wide is vectors:
@@ -207,7 +216,13 @@ class EmbeddingModel(nn.Module):
             # A family with texts of fixed length was trained without a mask.
             if mask is None or family.has_fixed_length:
                 del arguments["attention_mask"]
-            return TowerOutput(backbone(**arguments).pooler_output)
+            features = backbone(**arguments).pooler_output
+            if features is None:
+                raise UserError(
+                    f"the {modality} tower {type(backbone).__name__} gives no pooler_output, which `forwards` of the family "
+                    f"{family.name} promises with pooled_towers"
+                )
+            return TowerOutput(features)
         trained_pooling = self.pooling
         if forward == "image":
             pooling = self.description.image_pooling or pooling
@@ -252,22 +267,23 @@ class EmbeddingModel(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Training mode, except for towers of which nothing is trained: their features stay the same all the time."""
         super().train(mode)
-        if mode:
-            for tower in frozen_towers(self.backbone, self.description.traits):
-                tower_module(self.backbone, self.description.traits, tower).eval()
+        family = self.description.traits
+        for tower in frozen_towers(self.backbone, family) if mode else ():
+            tower_module(self.backbone, family, tower).eval()
         return self
 
     def frozen_modalities(self) -> list[Modality]:
         """Return the modalities whose features never change: their towers are all frozen, and their pooling has no
         parameters. One forward pass of each input is enough for them."""
-        frozen = set(frozen_towers(self.backbone, self.description.traits))
+        family = self.description.traits
+        frozen = set(frozen_towers(self.backbone, family))
         modalities: list[Modality] = []
-        for modality in self.description.modalities:
+        for modality in family.modalities:
             # A trained pooling stands between the tower and its features.
-            is_pooled_by_module = self.pooling is not None and not (
-                self.description.traits.has_two_models and modality == "image"
+            has_pooling = self.pooling is not None and not (
+                family.has_two_models and modality == "image"
             )
-            if set(TOWERS_OF_MODALITY[modality]) <= frozen and not is_pooled_by_module:
+            if set(TOWERS_OF_MODALITY[modality]) <= frozen and not has_pooling:
                 modalities.append(modality)
         return modalities
 
@@ -303,15 +319,12 @@ class EmbeddingModel(nn.Module):
             names.append("head")
         return {name: self.get_submodule(name) for name in names}
 
-    def has_auxiliary(self) -> bool:
-        """True if the model may return losses of its own."""
-        return isinstance(self.backbone, OwnModel) or self.language_head is not None
-
     def packs_texts(self) -> bool:
         """True if texts go through the model without their padding."""
+        family = self.description.traits
         text = self.backbone
-        if self.description.traits.has_two_models:
-            text = tower_module(self.backbone, self.description.traits, "text")
+        if family.has_two_models:
+            text = tower_module(text, family, "text")
         return packs(text)
 
     # ---- the loss's learned scale and bias -------------------------------------------------------------------------
@@ -327,11 +340,9 @@ class EmbeddingModel(nn.Module):
             "backbone.logit_scale": torch.tensor(scale).log(),
             "backbone.logit_bias": torch.tensor(bias),
         }
-        for key, value in learned.items():
-            if key in state:
-                # CLIP's are scalars, SigLIP's have the shape [1].
-                stored = state[key]
-                state[key] = value.to(stored.dtype).expand(stored.shape).clone()
+        for key in learned.keys() & state.keys():
+            # CLIP's are scalars, SigLIP's have the shape [1].
+            state[key] = learned[key].to(state[key].dtype).expand_as(state[key]).clone()
 
     # ---- the MRL projection ----------------------------------------------------------------------------------------
 
@@ -686,11 +697,11 @@ def frozen_towers(backbone: nn.Module, family: Family) -> list[Tower]:
         for name, parameter in backbone.named_parameters()
         if parameter.requires_grad
     ]
-    frozen = []
-    for tower, prefix in family.towers.items():
-        if not any(name.startswith(prefix) for name in trained):
-            frozen.append(tower)
-    return frozen
+    return [
+        tower
+        for tower, prefix in family.towers.items()
+        if not any(name.startswith(prefix) for name in trained)
+    ]
 
 
 def tower_module(
@@ -828,10 +839,7 @@ class TwoTowers(nn.Module):
             raise UserError(
                 f"{folder} is a composed model without {PROJECTIONS_FILE}; it is incomplete"
             )
-        weights = load_file(path)
-        with torch.no_grad():
-            self.text_projection.weight.copy_(weights["text_projection.weight"])
-            self.visual_projection.weight.copy_(weights["visual_projection.weight"])
+        self.load_state_dict(load_file(path), strict=False)
 
     def save_pretrained(
         self, folder: str | Path, *, state_dict: dict[str, Tensor]

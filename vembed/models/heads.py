@@ -336,9 +336,9 @@ NEXT_TOKEN = "next_token"
 MASKED_TOKEN = "masked_token"
 """Names of the losses: in `auxiliary_losses`, the log and metrics.jsonl."""
 IGNORED_TARGET = -100
-TOKENS_AT_ONCE = 1024
+LOGIT_TOKENS = 1024
 """Tokens whose logits are held at once: those of a large vocabulary would take more memory than the model."""
-HIDDEN_SHARE = 0.15
+MASKED_SHARE = 0.15
 """Of an encoder's tokens: the share that is to be predicted."""
 KEPT_SHARE = 0.1
 REPLACED_SHARE = 0.1
@@ -396,7 +396,7 @@ class LanguageHead(WholeHead):
             targets[:, :-1] = torch.where(both, ids[:, 1:], IGNORED_TARGET)
             return inputs, targets
         is_eligible = is_token & ~torch.isin(ids, self.special_tokens.to(ids.device))
-        chosen = is_eligible & (torch.rand(ids.shape, device=ids.device) < HIDDEN_SHARE)
+        chosen = is_eligible & (torch.rand(ids.shape, device=ids.device) < MASKED_SHARE)
         # As in BERT: 80% of the chosen tokens become the mask token, 10% another token, 10% stay and are predicted too.
         draw = torch.rand(ids.shape, device=ids.device)
         others = torch.randint(self.vocab_size, ids.shape, device=ids.device)
@@ -425,8 +425,8 @@ class LanguageHead(WholeHead):
         rows = is_asked_for.nonzero()[:, 0]
         entropies = []
         for chunk, chunk_targets in zip(
-            torch.split(states[is_asked_for], TOKENS_AT_ONCE),
-            torch.split(targets[is_asked_for], TOKENS_AT_ONCE),
+            torch.split(states[is_asked_for], LOGIT_TOKENS),
+            torch.split(targets[is_asked_for], LOGIT_TOKENS),
             strict=True,
         ):
             # Recomputed in the backward pass, so that the logits of all tokens are never held at once.

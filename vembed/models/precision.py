@@ -20,7 +20,7 @@ from transformers import BitsAndBytesConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vembed.errors import UserError
-from vembed.models.families.backbones import linear_names_inside_layers, plain_name
+from vembed.models.families.backbones import linear_names_inside_layers, unwrapped_name
 from vembed.models.families.description import ModelDescription
 from vembed.models.families.model_files import read_header
 from vembed.parallel.devices import quieten_bitsandbytes
@@ -546,8 +546,8 @@ def rounded_to_four_bits(weight: Tensor) -> Tensor:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     packed, state = quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-    rounded: Tensor = dequantize_4bit(packed, state)
-    return rounded.to(weight.dtype)
+    rounded_to_int8: Tensor = dequantize_4bit(packed, state)
+    return rounded_to_int8.to(weight.dtype)
 
 
 # ---- linear layers that are trained through int8 rounding ----------------------------
@@ -572,7 +572,7 @@ class _StraightThrough(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         del ctx
-        return rounded(weight)
+        return rounded_to_int8(weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
@@ -580,7 +580,7 @@ class _StraightThrough(torch.autograd.Function):
         return gradients[0]
 
 
-def rounded(weight: Tensor) -> Tensor:
+def rounded_to_int8(weight: Tensor) -> Tensor:
     """Return a weight [out, in] as whole multiples, from -127 to 127, of a scale for each row, in its own dtype."""
     values = weight.detach()
     # Scales of 16-bit weights are computed in float32: their quotients decide the rounding.
@@ -613,5 +613,5 @@ def store_rounded(model: nn.Module, weights: dict[str, Tensor]) -> None:
     """Replace the weights of rounded layers in a whole state dict by what the layers compute with."""
     for name, module in model.named_modules():
         if isinstance(module, RoundedLinear):
-            key = plain_name(f"{name}.weight")
-            weights[key] = rounded(weights[key])
+            key = unwrapped_name(f"{name}.weight")
+            weights[key] = rounded_to_int8(weights[key])

@@ -19,7 +19,7 @@ from vembed.models.families.backbones import POSITIONS_AFTER_PADDING, quiet_tran
 from vembed.models.families.description import IMAGE_TOWER_FOLDER, ModelDescription
 from vembed.models.families.model_files import (
     LIBRARY_ERRORS,
-    first_sentence,
+    error_sentence,
     has_tokenizer_files,
     is_own,
     read_object,
@@ -146,7 +146,7 @@ def open_tokenizer(
         if type(error) is not Exception and not isinstance(error, LIBRARY_ERRORS):
             raise
         raise UserError(
-            f"the tokenizer of {folder} cannot be loaded: {first_sentence(error)}"
+            f"the tokenizer of {folder} cannot be loaded: {error_sentence(error)}"
         ) from error
     return tokenizer
 
@@ -166,7 +166,7 @@ def load_image_processor(description: ModelDescription) -> Any:
         )
     except LIBRARY_ERRORS as error:
         raise UserError(
-            f"the image processor of {source} cannot be loaded: {first_sentence(error)}"
+            f"the image processor of {source} cannot be loaded: {error_sentence(error)}"
         ) from error
     if description.traits.reads_chats:
         processor.size = {

@@ -63,15 +63,15 @@ def token_positions(
         start = done = 0
         for kind, run in groupby(kinds[places].tolist()):
             count = len(list(run))
-            here = places[done : done + count]
+            columns = places[done : done + count]
             if kind:
                 # [3, count] the place of each of the image's tokens. The next text begins behind its longer side.
                 time, height, width = next(images)
                 axes = np.indices((time, height, width)).reshape(3, -1)
-                positions[:, row, here] = axes + start
+                positions[:, row, columns] = axes + start
                 start += max(height, width)
             else:
-                positions[:, row, here] = np.arange(start, start + count)
+                positions[:, row, columns] = np.arange(start, start + count)
                 start += count
             done += count
     return torch.from_numpy(positions)

@@ -46,11 +46,6 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def num_calls() -> int:
-    """Return the number of all these calls."""
-    return sum(list(calls.values()))  # a copy: another thread may ask
-
-
 def log_from(rank: int, line: str) -> None:
     """Log a line of a rank. Only rank 0 has a log on the console: the others write to standard error."""
     if rank == 0:
@@ -196,9 +191,8 @@ def all_reduce_gradients(
     parameters: Iterable[nn.Parameter], *, average: bool = True
 ) -> None:
     """Average (or sum) the gradients of a replicated model. See `GradientSum`."""
-    chosen = list(parameters)
-    gradients = GradientSum(chosen) if average else GradientSum([], chosen)
-    gradients.finish()
+    sides = (parameters, ()) if average else ((), parameters)
+    GradientSum(*sides).finish()
 
 
 class GradientSum:

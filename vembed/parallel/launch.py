@@ -37,7 +37,7 @@ JOIN_SECONDS = 2.0
 DEFAULT_PORT = 29500
 RUN_ID = "VEMBED_RUN_ID"
 """Environment variable with the id of a run, given on every machine (`--run-id`) and compared."""
-LAUNCHER = "VEMBED_LAUNCHER"
+LAUNCHER_VARIABLE = "VEMBED_LAUNCHER"
 """Environment variable with the process number of the launcher that started the processes of this machine."""
 HANG_REPORT = "VEMBED_HANG_REPORT"
 """Environment variable with the file in which a rank leaves the name of the rank that it waits for in vain."""
@@ -100,7 +100,7 @@ def rank_environments(
     }
     # Each process would otherwise start one thread per core, and the processes would compete for the cores.
     shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_processes)))
-    shared[LAUNCHER] = str(os.getpid())
+    shared[LAUNCHER_VARIABLE] = str(os.getpid())
     return [
         shared
         | {"RANK": str(machine_rank * num_processes + local), "LOCAL_RANK": str(local)}
@@ -189,15 +189,15 @@ class _Ranks:
 
     def handle_signal(self, signum: int, _frame: object) -> None:
         """Forward the first signal and wait for the checkpoint. Another one, two seconds later or more, ends all."""
-        now = time.monotonic()
+        current_time = time.monotonic()
         if self.stop_signal is not None:
             # Wrappers pass Ctrl-C on although it reaches the launcher too: that is the same request. Ranks send SIGUSR1
             # when they stop before the first step.
-            is_repeated = now - self.stopped_at > REPEATED_SIGNAL_SECONDS
+            is_repeated = current_time - self.stopped_at > REPEATED_SIGNAL_SECONDS
             if is_repeated and signum != signal.SIGUSR1:
                 self.ends_at_once = True
             return
-        self.stopped_at = now
+        self.stopped_at = current_time
         self.stop_signal = signal.Signals(
             signal.SIGTERM if signum == signal.SIGHUP else signum
         )
@@ -206,10 +206,10 @@ class _Ranks:
 
     def _update(self) -> bool:
         """Poll the ranks and handle those that ended; return True while any rank is running."""
-        now = time.monotonic()
+        current_time = time.monotonic()
         codes = {rank: process.poll() for rank, process in self.processes.items()}
         for pump in self.pumps:
-            if pump.held and now - pump.held_since > TRACEBACK_HOLD_SECONDS:
+            if pump.held and current_time - pump.held_since > TRACEBACK_HOLD_SECONDS:
                 pump.release()
         stop_codes: set[int | None] = {None, 0, *STOPPED_CODES}
         if self.stop_signal is not None:
@@ -222,15 +222,15 @@ class _Ranks:
         }
         is_any_running = None in codes.values()
         if failed and self.code is None and not self.ends_at_once:
-            self.failed_at = self.failed_at or now
+            self.failed_at = self.failed_at or current_time
             # The failure of one rank makes others fail, and they may end before it: wait a moment for the cause.
-            if now - self.failed_at > CAUSE_SECONDS or not is_any_running:
+            if current_time - self.failed_at > CAUSE_SECONDS or not is_any_running:
                 self._report(failed)
-                self.deadline = now + KILL_TIMEOUT_SECONDS
+                self.deadline = current_time + KILL_TIMEOUT_SECONDS
                 self._send(signal.SIGTERM)
         elif any(codes.values()) and self.deadline is None:
-            self.deadline = now + STOP_TIMEOUT_SECONDS
-        if self.deadline is not None and now > self.deadline:
+            self.deadline = current_time + STOP_TIMEOUT_SECONDS
+        if self.deadline is not None and current_time > self.deadline:
             if self.code is None:
                 seconds = f"{STOP_TIMEOUT_SECONDS:g} seconds"
                 self._fail(

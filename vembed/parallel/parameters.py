@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vembed.models.families.backbones import plain_name
+from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel import collectives
 
 NAMES_SHOWN = 3
@@ -240,7 +240,13 @@ def global_grad_norm(
         if gradient is None:
             continue
         if isinstance(gradient, DTensor):
-            sharded.setdefault(_shard_group(gradient), []).append(gradient.to_local())
+            # The ranks that hold the other shards. The replicated dimension of a 2-D mesh is left out, or its copies would
+            # be counted twice.
+            group = None
+            for dim, placement in enumerate(gradient.placements):
+                if placement.is_shard():
+                    group = gradient.device_mesh.get_group(dim)
+            sharded.setdefault(group, []).append(gradient.to_local())
         elif units:
             sharded[units[0].process_group].append(gradient)
         else:
@@ -261,15 +267,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
             gradients.append(local_tensor(parameter.grad))
     if gradients:
         torch._foreach_mul_(gradients, factor)  # on GPUs one kernel for many tensors
-
-
-def _shard_group(gradient: DTensor) -> ProcessGroup | None:
-    """Return the group of ranks that hold the other shards. The replicated dimension of a 2-D mesh is excluded, or its
-    copies would be counted twice."""
-    for dim, placement in enumerate(gradient.placements):
-        if placement.is_shard():
-            return gradient.device_mesh.get_group(dim)
-    return None
 
 
 def _sum_of_squares(gradients: list[Tensor]) -> Tensor:
@@ -301,12 +298,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
             # A collective: all ranks call it, in the same order.
             whole = _whole(parameter)
             if keeps:
-                state[plain_name(name)] = whole.detach().to("cpu", copy=True)
+                state[unwrapped_name(name)] = whole.detach().to("cpu", copy=True)
         for prefix, module in model.named_modules() if keeps else ():
             for name, buffer in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
                     copied = buffer.detach().to("cpu", copy=True)
-                    state[plain_name(f"{prefix}.{name}")] = copied
+                    state[unwrapped_name(f"{prefix}.{name}")] = copied
     return state
 
 
@@ -320,7 +317,7 @@ def edit_weights(
     with torch.no_grad(), _gathered_by_fsdp1(model, write=True):
         by_name = {}
         for full_name, parameter in model.named_parameters(remove_duplicate=False):
-            by_name[plain_name(full_name)] = parameter
+            by_name[unwrapped_name(full_name)] = parameter
         for name, edit in edits.items():
             if name not in by_name:
                 raise KeyError(f"the model has no parameter {name!r}")

@@ -23,9 +23,8 @@ from vembed.config.schema import ModelSection
 from vembed.config.terms import source_batch_sizes
 from vembed.errors import UserError
 from vembed.models.families.description import describe
-from vembed.parallel.devices import GIB
+from vembed.parallel.devices import GIB, Gpu
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.hardware import Gpu
 from vembed.parallel.step_memory import (
     MemoryEstimate,
     ModelSize,
@@ -34,7 +33,7 @@ from vembed.parallel.step_memory import (
     tokens_of,
 )
 
-DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISION_DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 CHECKPOINT = "checkpoint"
 """Source of a decision that was taken over from the checkpoint. This machine would have decided otherwise."""
@@ -92,7 +91,7 @@ class Layout:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the arithmetic."""
-        return DTYPES[self.precision.value]
+        return PRECISION_DTYPES[self.precision.value]
 
     @property
     def computes_in_half(self) -> bool:
@@ -214,14 +213,15 @@ def place(
     """
     strategy, size, advice = _choose_strategy(run, ranks, memory, measured)
     fsdp = run.fsdp if strategy.value == "fsdp" else None
-    model = run.config.model
+    config = run.config
+    model = config.model
     auto_precision = NO_BF16_ON_CPU
     if device.type == "cpu":
         # No bfloat16 copies of weights under these (see `copies_weights`).
         prevented_by = {
             "FSDP": fsdp is not None,
             "torch_compile": model.torch_compile is True,
-            "use_qlora": run.config.adapters.use_qlora,
+            "use_qlora": config.adapters.use_qlora,
         }
         names = [name for name, is_on in prevented_by.items() if is_on]
         auto_precision = _auto_on_cpu(model, instructions, prevented_by=names)
@@ -237,6 +237,16 @@ def place(
             f"auto: on in runs of more than about {MIN_COMPILED_MINUTES:g} minutes, once the data are "
             "read"
         )
+    # The largest number of rows of a global batch on any process.
+    batch = config.batch
+    num_ranks = ranks.world_size
+    run_size = batch.global_batch_size or batch.batch_size * num_ranks
+    sizes = source_batch_sizes(config.data, batch, run_size)
+    rows = math.ceil(max(*sizes, batch.global_batch_size or 0) / num_ranks)
+    # Resumed on another number of processes, a run may divide its global batch unevenly. Otherwise
+    # `rows_per_process` refuses a remainder.
+    if not config.run.resume or batch.global_batch_size is None:
+        rows = max(rows, batch.rows_per_process(num_ranks))
     placement = Placement(
         run=run,
         ranks=ranks,
@@ -247,7 +257,7 @@ def place(
         precision=choose_precision(run.precision, device, gpu, auto_precision, resumed),
         recomputation=run.recomputation,
         compilation=Decision(compiles, why_compiled, origin),
-        rows=_max_rows(run, ranks),
+        rows=rows,
         size=size,
         notes=(*_without_effect(run, ranks, strategy), *advice),
     )
@@ -424,23 +434,6 @@ def _choose_strategy(
     if share > FITS_SHARE:
         return Decision("fsdp", f"auto: {need}, more than {FITS_SHARE:.0%}"), size, []
     return Decision("ddp", f"auto: {need}, so each process can hold a copy"), size, []
-
-
-def _max_rows(run: ResolvedRun, ranks: RankInfo) -> int:
-    """Return the largest number of rows of a global batch on any process."""
-    config = run.config
-    batch = config.batch
-    run_size = batch.global_batch_size or batch.batch_size * ranks.world_size
-    sizes = [
-        *source_batch_sizes(config.data, batch, run_size),
-        batch.global_batch_size or 0,
-    ]
-    largest = math.ceil(max(sizes) / ranks.world_size)
-    # Resumed on another number of processes, a run may divide its global batch unevenly. Otherwise
-    # `rows_per_process` refuses a remainder.
-    if config.run.resume and batch.global_batch_size is not None:
-        return largest
-    return max(largest, batch.rows_per_process(ranks.world_size))
 
 
 def _without_effect(

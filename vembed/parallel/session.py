@@ -6,10 +6,11 @@ import itertools
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -45,8 +46,7 @@ from vembed.parallel.environment import (
     is_loopback_by_name,
     read_rank_info,
 )
-from vembed.parallel.heartbeat import Heartbeats
-from vembed.parallel.launch_check import LaunchCheck, RankFacts
+from vembed.parallel.launch_check import Heartbeats, LaunchCheck, RankFacts
 from vembed.parallel.parameters import share_batch_norms
 from vembed.parallel.placement import (
     FITS_SHARE,
@@ -87,7 +87,7 @@ _LOGGED_VARIABLES = (
 """Prefixes of the environment variables that `debug: true` logs."""
 
 
-class Session:
+class Session(AbstractContextManager["Session"]):
     """State of this process in a run. Context manager: the exit destroys the process group.
 
     Made by `start_session` for a training run, and by `start_command_session` for a command that uses a model.
@@ -265,9 +265,6 @@ class Session:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self,

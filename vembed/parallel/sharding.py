@@ -143,7 +143,31 @@ def shard(
         if layout.computes_in_half or reduce_dtype is not None:
             buffer_dtype = torch.float32 if layout.computes_in_half else None
             precision = MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)
-        sharded = _shard_by_fsdp1(model, fsdp, layout.device, units, wide, precision)
+        for unit in wide:
+            unit._wrap_overrides = {"mixed_precision": None}  # type: ignore[assignment]  # read by FSDP1's wrapping
+        chosen = {*units, *wide}
+        # FSDP1 broadcasts weights, and pins memory, on GPUs only.
+        on_gpu = layout.device.type == "cuda"
+        sharded = FullyShardedDataParallel(
+            model,
+            sharding_strategy=ShardingStrategy[fsdp.sharding_strategy],
+            cpu_offload=CPUOffload(fsdp.offload and on_gpu),
+            auto_wrap_policy=partial(
+                lambda_auto_wrap_policy, lambda_fn=chosen.__contains__
+            ),
+            mixed_precision=precision,
+            sync_module_states=on_gpu,
+            # On ranks that have built the model without weights, which rank 0 sends.
+            param_init_fn=partial(
+                nn.Module.to_empty, device=layout.device, recurse=False
+            ),
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+            forward_prefetch=fsdp.forward_prefetch,
+            limit_all_gathers=True,
+            use_orig_params=True,
+            ignored_states=_scalars(model),
+            device_id=layout.device,
+        )
     else:
         # An operation in place on a view would drop FSDP2's own hook, so this one comes first.
         for unit in [*wide, *units]:
@@ -162,39 +186,6 @@ def shard(
     return sharded
 
 
-def _shard_by_fsdp1(
-    model: nn.Module,
-    fsdp: FsdpConfig,
-    device: torch.device,
-    units: Sequence[nn.Module],
-    wide: Sequence[nn.Module],
-    precision: MixedPrecision | None,
-) -> nn.Module:
-    for unit in wide:
-        unit._wrap_overrides = {"mixed_precision": None}  # type: ignore[assignment]  # read by FSDP1's wrapping
-    chosen = {*units, *wide}
-    # FSDP1 broadcasts weights, and pins memory, on GPUs only. On the CPU `shard` has synchronised the weights before.
-    on_gpu = device.type == "cuda"
-    return FullyShardedDataParallel(
-        model,
-        sharding_strategy=ShardingStrategy[fsdp.sharding_strategy],
-        cpu_offload=CPUOffload(fsdp.offload and on_gpu),
-        auto_wrap_policy=partial(
-            lambda_auto_wrap_policy, lambda_fn=chosen.__contains__
-        ),
-        mixed_precision=precision,
-        sync_module_states=on_gpu,
-        # On ranks that have built the model without weights, which rank 0 sends.
-        param_init_fn=partial(nn.Module.to_empty, device=device, recurse=False),
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        forward_prefetch=fsdp.forward_prefetch,
-        limit_all_gathers=True,
-        use_orig_params=True,
-        ignored_states=_scalars(model),
-        device_id=device,
-    )
-
-
 def shard_by_fsdp2(
     model: nn.Module,
     fsdp: FsdpConfig,
@@ -207,7 +198,13 @@ def shard_by_fsdp2(
     only_rank0_reads: bool,
 ) -> nn.Module:
     """Shard units, inner modules first, and the model. All ranks must call it. `wide`: units that compute in float32."""
-    weights = _set_aside(model) if only_rank0_reads else None
+    parameters: dict[str, Tensor] = {}
+    buffers = dict(model.named_buffers())
+    if only_rank0_reads:
+        if collectives.rank() == 0:
+            for name, parameter in model.named_parameters():
+                parameters[name] = parameter.detach()
+        model.to(torch.device("meta"))  # where sharding is free
     offload = OffloadPolicy()
     if fsdp.offload:
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -225,8 +222,9 @@ def shard_by_fsdp2(
         fully_shard(unit, reshard_after_forward=reshards, mp_policy=policy, **options)
     # By default the root stays gathered up to its backward pass, which follows at once.
     fully_shard(model, mp_policy=policy, **options)
-    if weights is not None:
-        _hand_out(model, weights, torch.device("cpu") if fsdp.offload else device)
+    if only_rank0_reads:
+        shard_device = torch.device("cpu") if fsdp.offload else device
+        _hand_out(model, parameters, buffers, shard_device)
     for scalar in _scalars(model):  # anew: `_hand_out` replaces the parameters
         scalar.data = scalar.data.to(device)
     if fsdp.forward_prefetch:
@@ -303,24 +301,13 @@ def _scalars(model: nn.Module) -> list[nn.Parameter]:
 # ---- weights that only rank 0 has read -------------------------------------------------------------------------------
 
 
-def _set_aside(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the parameters (rank 0 only) and buffers, and move the model to the meta device (sharding is free)."""
-    parameters: dict[str, Tensor] = {}
-    if collectives.rank() == 0:
-        for name, parameter in model.named_parameters():
-            parameters[name] = parameter.detach()
-    buffers = dict(model.named_buffers())
-    model.to(torch.device("meta"))
-    return parameters, buffers
-
-
 def _hand_out(
     model: nn.Module,
-    weights: tuple[dict[str, Tensor], dict[str, Tensor]],
+    parameters: dict[str, Tensor],
+    buffers: dict[str, Tensor],
     device: torch.device,
 ) -> None:
     """Allocate each rank's shards and fill them from the weights of rank 0. All ranks must call it."""
-    parameters, buffers = weights
     model.to_empty(device=device)
     # FSDP leaves scalars and buffers unsharded, and set_model_state_dict is given the sharded parameters only.
     sharded: dict[str, Any] = {}

@@ -240,8 +240,8 @@ class MemoryEstimate:
         if tokens is not None:
             micro_batch = tokens
             fitting = 0  # the least that a step needs
-        kept = 0 if uses_cache else self._kept(whole_batch, micro_batch, fitting)
-        graph_tokens = min(max(micro_batch, kept), whole_batch)
+        graph_limit = 0 if uses_cache else self._kept(whole_batch, micro_batch, fitting)
+        graph_tokens = min(max(micro_batch, graph_limit), whole_batch)
         activations = graph_tokens * demand.per_token
         return replace(self._without_graphs(), activations=activations)
 
@@ -260,14 +260,17 @@ class MemoryEstimate:
         longest = self.size.max_length
         tokens, fitting = tokens_of(self.placement, self.demand(), longest)
         batch = self.inputs * longest
-        kept = self._kept(batch, tokens, fitting)
-        if kept == batch:
+        graph_limit = self._kept(batch, tokens, fitting)
+        if graph_limit == batch:
             reason = f"graphs of up to {fitting:,d} tokens fit, so that Gradient Cache is off"
             if self.placement.run.config.batch.use_gradient_cache is False:
                 reason = "use_gradient_cache: false"
             return f"of the whole batch, {batch:,d} padded tokens at most ({reason})"
-        if kept > tokens:
-            return f"of {kept // tokens:,.0f} micro-batches, {kept:,.0f} padded tokens at most; Gradient Cache replays the others"
+        if graph_limit > tokens:
+            return (
+                f"of {graph_limit // tokens:,.0f} micro-batches, {graph_limit:,.0f} padded tokens at most; Gradient Cache "
+                "replays the others"
+            )
         return f"of one micro-batch, {min(tokens, batch):,d} padded tokens at most"
 
     def repeated_share(self, batch_tokens: float) -> float:
@@ -429,9 +432,7 @@ def find_budget(
         return Budget(limit, limit, cache)
     placement = session.placement
     if on_gpu:
-        demand = measure_demand(
-            model, featuriser, session, sample, PeakMeter(session.device)
-        )
+        demand = measure_demand(model, featuriser, session, sample)
         # What the first step adds to what is measured: the optimizer's state, and the loss.
         to_come = MemoryEstimate(placement).loss_bytes(
             featuriser.description.embedding_dim
@@ -466,27 +467,11 @@ def find_budget(
 # ---- measurement -------------------------------------------------------------
 
 
-class PeakMeter:
-    """Peak of a GPU's allocated memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def reset(self) -> None:
-        """Begin a measurement."""
-        torch.cuda.reset_peak_memory_stats(self.device)
-
-    def peak(self) -> int:
-        """Return the highest number of bytes allocated since `reset`."""
-        return int(torch.cuda.max_memory_allocated(self.device))
-
-
 def measure_demand(
     model: nn.Module,
     featuriser: BaseFeaturiser,
     session: Session,
     sample: Sequence[Features],
-    meter: PeakMeter,
 ) -> Demand:
     """Measure the peak of a step's forward and backward passes on the device. Collective."""
     demand: Demand | None = None
@@ -494,14 +479,14 @@ def measure_demand(
     def peak(inputs: ModelInputs) -> int:
         # The second pass has the gradients in place, as all steps but the first.
         for _ in range(2):
-            meter.reset()
+            torch.cuda.reset_peak_memory_stats(session.device)
             seed_draws(0, session.device)
             with torch.enable_grad():
                 output = model(inputs)[0]
             if output.requires_grad:
                 output.sum().backward()
             del output
-        return meter.peak()
+        return torch.cuda.max_memory_allocated(session.device)
 
     # Whole gradients between micro-batches, as in a step. FSDP1 would keep them where `discard_passes` cannot see them.
     reduces_each = session.reduces_each_micro_batch or _is_fsdp1(session.fsdp)
@@ -652,7 +637,7 @@ def advice(session: Session, budget: Budget) -> str:
     estimate = MemoryEstimate(placement)
     size = estimate.size
     tokens = budget.micro_batch_tokens
-    now = estimate.in_step(tokens=tokens)
+    estimate_now = estimate.in_step(tokens=tokens)
     recomputed = estimate.in_step(tokens=tokens, recomputes=True)
     fsdp = placement.fsdp
     has_adapters = config.adapters.use_lora
@@ -674,28 +659,32 @@ def advice(session: Session, budget: Budget) -> str:
         (
             not placement.recomputation.value,
             "gradient_checkpointing: true",
-            less(now.activations - recomputed.activations),
+            less(estimate_now.activations - recomputed.activations),
         ),
         (
             size.max_length > SHORT_TEXT_TOKENS,
             f"max_length: {size.max_length // 2}",
             f"now {size.max_length}",
         ),
-        (not has_adapters, "use_lora: true", less(now.gradients + now.optimizer)),
+        (
+            not has_adapters,
+            "use_lora: true",
+            less(estimate_now.gradients + estimate_now.optimizer),
+        ),
         (
             not has_adapters and can_use_8_bit,
             "optim: adamw_8bit",
-            less(0.75 * now.optimizer),
+            less(0.75 * estimate_now.optimizer),
         ),
         (
             fsdp is None and num_ranks > 1,
             "use_fsdp: true",
-            f"FULL_SHARD: {less(now.states * (1 - 1 / num_ranks))}",
+            f"FULL_SHARD: {less(estimate_now.states * (1 - 1 / num_ranks))}",
         ),
         (
             placement.is_hybrid,
             "fsdp_sharding_strategy: FULL_SHARD",
-            f"over all machines: {less(now.states * (1 - num_shards / num_ranks))}",
+            f"over all machines: {less(estimate_now.states * (1 - num_shards / num_ranks))}",
         ),
         (
             fsdp is not None and not fsdp.reshard_after_forward,
@@ -705,7 +694,7 @@ def advice(session: Session, budget: Budget) -> str:
         (
             fsdp is not None and not fsdp.offload,
             "fsdp_offload_params: true",
-            less(now.weights + now.optimizer),
+            less(estimate_now.weights + estimate_now.optimizer),
         ),
         (not config.adapters.use_qlora, "use_qlora: true", "weights in 4 bits"),
     ]
@@ -717,7 +706,7 @@ def advice(session: Session, budget: Budget) -> str:
     used = ", ".join(f"{key} {value}" for key, value in snapshot.items())
     return (
         f"rank {session.rank} of {num_ranks} is out of device memory ({used}; {placement.rows:,d} rows per "
-        f"process, strategy {session.strategy}, an estimated {now.total / GIB:.2f}GB of "
+        f"process, strategy {session.strategy}, an estimated {estimate_now.total / GIB:.2f}GB of "
         f"{placement.memory / GIB:.2f}GB). Change in this order: {'; '.join(steps)}. A smaller batch_size is not "
         f"needed: it changes the negatives, and memory is bounded by micro_batch_tokens"
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vembed.config.decisions import rate_of
-from vembed.config.loading import load_config, render, resolve_run
+from vembed.config.loading import config_yaml, load_config, resolve_run
 from vembed.config.schema import TrainConfig
 from vembed.config.terms import loss_terms
 from vembed.errors import RunError, Stopped, UserError
@@ -54,11 +54,13 @@ TRIAL_OPTIONS = (
 """A trial is scored by its best evaluation, and its weights are not kept."""
 SEEDS_OF_A_TRIAL = 1_000
 """Distance between the seeds of two starts of a search, by the trials that each finds."""
+RATE_RATIO = 8
+"""Learning rates are searched up to this factor above and below that of the first trial."""
 REDUCTION = 3
 """Successive halving: of the trials that have come to an evaluation, a third goes on to three times as many."""
 MIN_TRIALS_FOR_IMPORTANCE = 4
 
-Value = float | int
+OptionNumber = float | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +80,11 @@ class Range:
     """Values of one option: all between two limits, by ratio, or a few."""
 
     option: str
-    start: Value
+    start: OptionNumber
     """Value of the first trial, which is the run without a search."""
     low: float = 0.0
     high: float = 0.0
-    choices: Sequence[Value] = ()
+    choices: Sequence[OptionNumber] = ()
 
     @property
     def distribution(self) -> Any:
@@ -131,9 +133,9 @@ def run_tune(
         )
     num_devices = num_visible_devices()
     num_workers = min(nproc or max(num_devices, 1), search.num_trials)
-    note = ""
-    if config.optimizer.learning_rate == "auto":
-        note = " (learning_rate: auto; the first trial tells the number)"
+    is_auto = config.optimizer.learning_rate == "auto"
+    if is_auto:
+        # Some number: what `auto` comes to is known when the model is loaded.
         config = config.changed(**{"learning_rate": 1e-4})
     # A mistake in the options is found before the first trial.
     planned = ranges(config, search.options)
@@ -141,9 +143,15 @@ def run_tune(
         where = f"{num_workers} process(es) on the CPU"
         if num_devices:
             where = f"{num_workers} GPU(s)"
+        listed = _listed(planned)
+        if is_auto and planned[0].option == "learning_rate":
+            listed = (
+                f"  learning_rate: an eighth to {RATE_RATIO:g} times that of the first trial, by ratio (auto)\n"
+                + _listed(planned[1:])
+            )
         sys.stdout.write(
             f"trials: {search.num_trials}, the first one the config as it is, on {where}, one trial each\n"
-            f"options{note}:\n{_listed(planned)}"
+            f"options:\n{listed}"
             f"stopped early: of the trials at an evaluation, two thirds (successive halving by {REDUCTION})\n"
             f"written: {search.folder}/{BEST}, importance.svg and .png, {TRIALS}, {JOURNAL}\n"
         )
@@ -167,7 +175,7 @@ def ranges(config: TrainConfig, names: Sequence[str] = ()) -> list[Range]:
     # Ranges are ratios around what the config has: three doublings of the rate; temperatures stay where a softmax is
     # neither one-hot nor flat.
     rate = rate_of(config.optimizer)
-    all_ranges = [Range("learning_rate", rate, rate / 8, rate * 8)]
+    all_ranges = [Range("learning_rate", rate, rate / RATE_RATIO, rate * RATE_RATIO)]
     objective = config.objective
     start = loss_terms(objective, config.model.model_name)[0].temperature
     if objective.losses is None and start is not None:
@@ -178,7 +186,7 @@ def ranges(config: TrainConfig, names: Sequence[str] = ()) -> list[Range]:
     warmup = config.optimizer.warmup_steps
     decay = config.optimizer.weight_decay
     rank = config.adapters.lora_r
-    choices: dict[str, tuple[Value, list[Value]]] = {}
+    choices: dict[str, tuple[OptionNumber, list[OptionNumber]]] = {}
     if config.batch.global_batch_size is None:
         choices["batch_size"] = (size, [max(size // 2, 8), size * 2, size * 4])
     if isinstance(warmup, float):
@@ -259,12 +267,12 @@ def _work(search: Search) -> None:
         and len(_trials(study, "RUNNING")) < search.num_trials
     ):
         trial = study.ask(distributions)
-        taken = [
+        started = [
             earlier
             for earlier in _trials(study, "RUNNING")
             if earlier.number <= trial.number
         ]
-        if len(taken) > search.num_trials:  # another process was faster
+        if len(started) > search.num_trials:  # another process was faster
             study.tell(trial, state=TrialState.FAIL)
             break
         values = {name: _rounded(value) for name, value in trial.params.items()}
@@ -297,10 +305,10 @@ def _run(
 ) -> tuple[list[float], Path]:
     """Train once; return the scores of the evaluations, and the folder. `trial` hears of each and may end the run."""
     from vembed.training.hooks.base import STOP, Callbacks, Evaluation
-    from vembed.training.trainer import train
+    from vembed.training.trainer import train_run
 
     folder = search.folder / f"trial-{number}"
-    scores: list[float] = []
+    scores = []
 
     def on_evaluation(info: Evaluation) -> str | None:
         if info.step == 0:
@@ -317,7 +325,7 @@ def _run(
     options = [f"{name}={value}" for name, value in values.items()]
     overrides = [*TRIAL_OPTIONS, f"output_dir={folder}", *options]
     try:
-        train(resolve_run(config, overrides), [Callbacks(None, on_evaluation)])
+        train_run(resolve_run(config, overrides), [Callbacks(None, on_evaluation)])
     except Stopped as stopped:
         for checkpoint in folder.glob("checkpoint-*"):  # no trial is resumed
             shutil.rmtree(checkpoint, ignore_errors=True)
@@ -431,7 +439,7 @@ def _write_outcome(search: Search) -> dict[str, Any]:
         for trial in trials
     ]
     (search.folder / TRIALS).write_text(json.dumps(plain, indent=1) + "\n", "utf-8")
-    values: dict[str, Value] = {}
+    values = {}
     if best.number != first.number:
         values = {name: _rounded(value) for name, value in best.params.items()}
     # The search's trials have their own folders; the best config trains in that of the user's config.
@@ -439,14 +447,26 @@ def _write_outcome(search: Search) -> dict[str, Any]:
     config = load_config(search.config, [*search.overrides, *overrides])
     best_config = search.folder / BEST
     head = f"# The best of {len(trials)} trials of {search.config}: {best.value:.4f}, and {first.value:.4f} without a search.\n"
-    best_config.write_text(head + render(config), "utf-8")
+    best_config.write_text(head + config_yaml(config), "utf-8")
     lines = [
         f"best: trial {best.number}, {best.value:.4f} ({best.value - first.value:+.4f} to the config as it is)"
     ]
     lines += [f"  {name}: {value:g}" for name, value in values.items()]
-    importance: dict[str, float] = {}
+    importance = {}
     if len(complete) >= MIN_TRIALS_FOR_IMPORTANCE:
-        importance = _importance(study)
+        from optuna.importance import (
+            PedAnovaImportanceEvaluator,
+            get_param_importances,
+        )
+
+        # PED-ANOVA by name: the default of earlier versions of optuna needs scikit-learn.
+        evaluator = PedAnovaImportanceEvaluator()
+        with warnings.catch_warnings():
+            # Of few trials, or equal ones: the shares are then equal, which the line below shows.
+            warnings.filterwarnings(
+                "ignore", "Target and region quantiles", UserWarning
+            )
+            importance = get_param_importances(study, evaluator=evaluator)
     causes = f"not estimated from {len(complete)} trials that came to their end"
     if importance:
         plot = plot_bars(importance, "share of the difference between trials")
@@ -470,20 +490,7 @@ def _write_outcome(search: Search) -> dict[str, Any]:
     }
 
 
-def _importance(study: Any) -> dict[str, float]:
-    """Return each option's share of the differences between trials, the largest first."""
-    from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
-
-    with warnings.catch_warnings():
-        # Of few trials, or equal ones: the shares are then equal, which the caller's line shows.
-        warnings.filterwarnings("ignore", "Target and region quantiles", UserWarning)
-        # PED-ANOVA by name: the default of earlier versions of optuna needs scikit-learn.
-        evaluator = PedAnovaImportanceEvaluator()
-        shares: dict[str, float] = get_param_importances(study, evaluator=evaluator)
-    return shares
-
-
-def _rounded(value: Value) -> Value:
+def _rounded(value: OptionNumber) -> OptionNumber:
     """Return the value as the trial uses it."""
     return float(f"{value:.3g}") if isinstance(value, float) else value
 

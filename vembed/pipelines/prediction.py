@@ -17,17 +17,21 @@ from vembed.config.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun, decide_epochs
 from vembed.config.loading import resolve_run
 from vembed.config.schema import DataSection, ModelSection
-from vembed.data.columns import Columns
 from vembed.data.examples import Item
-from vembed.data.features import Pair, PairFeaturiser
-from vembed.data_tools.starter import read_sample, texts_of
+from vembed.data.features import PairFeaturiser
+from vembed.data.records import Columns
+from vembed.data_tools.starter import field_texts, read_sample
 from vembed.errors import UserError
-from vembed.models.families.description import ModelDescription, describe
+from vembed.models.families.description import describe
 from vembed.models.processors import load_tokenizer
-from vembed.parallel.devices import GIB, bf16_instructions
+from vembed.parallel.devices import GIB, Gpu, Hardware, bf16_instructions
 from vembed.parallel.environment import RankInfo
-from vembed.parallel.hardware import Gpu, Hardware
-from vembed.parallel.placement import DTYPES, Placement, memory_of_a_process, place
+from vembed.parallel.placement import (
+    PRECISION_DTYPES,
+    Placement,
+    memory_of_a_process,
+    place,
+)
 from vembed.parallel.step_memory import Memory, MemoryEstimate, ModelSize
 from vembed.progress import duration
 
@@ -112,7 +116,9 @@ def peak_tflops(placement: Placement, gpu: Gpu | None) -> float:
         return peak
     device = placement.device
     side = PRODUCT[device.type]
-    seconds = _product_seconds(side, DTYPES[placement.precision.value], device)
+    seconds = _product_seconds(
+        side, PRECISION_DTYPES[placement.precision.value], device
+    )
     # The processes of a machine without GPUs share its processor.
     sharing = placement.ranks.local_world_size if device.type == "cpu" else 1
     return 2.0 * side**3 / seconds / 1e12 / sharing
@@ -227,6 +233,7 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
     pair_featuriser = None
     if description.scores is not None:
         pair_featuriser = PairFeaturiser(description)
+    tokenizer: Any = load_tokenizer(description)
     num_examples = 0
     tokens = 0.0
     num_inputs = 0.0
@@ -235,8 +242,8 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
         sample = read_sample(Path(source.path).expanduser())
         if not sample.records:
             raise refusal
-        texts: list[str] = []
-        pairs: list[Pair] = []
+        texts = []
+        pairs = []
         for record in sample.records:
             texts_of_record = _texts(record, mapping, data.max_negatives)
             if texts_of_record is None:
@@ -249,7 +256,9 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
             features = pair_featuriser.features(pairs)
             lengths = [feature.length for feature in features]
         else:
-            lengths = _token_counts(description, texts)
+            limit = description.max_length
+            encoded = tokenizer(texts, truncation=True, max_length=limit)
+            lengths = [len(token_ids) for token_ids in encoded["input_ids"]]
         # The sample stands for the whole file.
         share = sample.num_records / len(sample.records)
         num_examples += sample.num_records
@@ -263,15 +272,6 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
     return DataSize(num_examples, tokens / num_examples, length)
 
 
-def _token_counts(description: ModelDescription, texts: list[str]) -> list[int]:
-    if not texts:
-        return []
-    tokenizer: Any = load_tokenizer(description)
-    limit = description.max_length
-    encoded = tokenizer(texts, truncation=True, max_length=limit)
-    return [len(token_ids) for token_ids in encoded["input_ids"]]
-
-
 def _texts(
     record: Mapping[str, Any],
     mapping: Mapping[str, str] | None,
@@ -281,11 +281,11 @@ def _texts(
     layout = Columns(mapping).layout(tuple(record))
     if layout.query_image or layout.positive_image or layout.negative_image:
         return None
-    queries = texts_of(record.get(layout.query) if layout.query else None)
-    documents = texts_of(record.get(layout.positive) if layout.positive else None)
-    negatives: list[str | None] = []
+    queries = field_texts(record.get(layout.query) if layout.query else None)
+    documents = field_texts(record.get(layout.positive) if layout.positive else None)
+    negatives = []
     for name in layout.negatives:
-        negatives += texts_of(record.get(name))
+        negatives += field_texts(record.get(name))
     documents = [*documents, *negatives[:max_negatives]]
     plain_queries = [text for text in queries if text is not None]
     plain_documents = [text for text in documents if text is not None]

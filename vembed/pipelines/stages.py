@@ -20,18 +20,28 @@ from vembed.cli.run_train import result_of
 from vembed.cli.support import is_first_rank, print_progress
 from vembed.config.arguments import TrainArguments
 from vembed.config.decisions import ResolvedRun
-from vembed.config.loading import resolve_run
+from vembed.config.loading import (
+    DATA_FILES,
+    Pipeline,
+    Step,
+    resolve_run,
+    values_by_option,
+)
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
-from vembed.config.stages import DATA_FILES, Pipeline, Step, values_by_option
-from vembed.errors import RunError, UserError
+from vembed.errors import RunError, UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.record import read_run
-from vembed.files import checksums_of, damage_of, read_json_object, replace_text
-from vembed.names import did_you_mean, is_hub_model, similar_path
+from vembed.files import (
+    checksums_of,
+    damage_of,
+    is_hub_model,
+    read_json_object,
+    replace_text,
+    similar_path,
+)
 from vembed.progress import duration
-from vembed.training.checkpoint.folders import MAY_CHANGE
-from vembed.training.fingerprints import of_local, of_model
+from vembed.training.checkpoint.folders import FINAL, MAY_CHANGE, of_local, of_model
 from vembed.training.trackers import require_trackers
 
 if TYPE_CHECKING:
@@ -39,7 +49,6 @@ if TYPE_CHECKING:
 
 STATE_FILE = "stage.json"
 """In the folder of each step: its fingerprint, and whether it is done."""
-FINAL = "final"
 RESULTS = {**DATA_FILES, "merge": "final/merge.json", "evaluate": "scores.json"}
 """Kind of a step between -> the file that it writes last, in its folder."""
 REPORT_FILE = "stages.md"
@@ -115,8 +124,6 @@ class _Stage:
         self.step = step
         self.folder = pipeline.folder(step.name)
         self.before = pipeline.before(step.name)
-        self.model_before = pipeline.model_before(step.name)
-        self.data_step = pipeline.data_step_before(step.name)
         self.all_arguments = arguments
         self.options = located(step.options, arguments.config)
         """Of a step between; its paths may stand beside the config file."""
@@ -130,14 +137,16 @@ class _Stage:
 
     def check(self) -> None:
         """Raise UserError where this step cannot work, as far as can be told before the steps before it have run."""
-        made = [self.pipeline.folder(step.name) for step in self.before]
+        future_folders = [self.pipeline.folder(step.name) for step in self.before]
         if self.step.kind == "train":
             run = self._resolve()
             require_trackers(run.config.logging.report_to)
             if not self.arguments.is_dry_run:
-                require_paths(run.config.model, run.config.data, run.origins, made)
+                require_paths(
+                    run.config.model, run.config.data, run.origins, future_folders
+                )
             return
-        check_options(self.pipeline, self.step, self.options, made)
+        check_options(self.pipeline, self.step, self.options, future_folders)
         problem = check_arguments(*self.command())
         if problem is not None:
             raise UserError(
@@ -151,33 +160,46 @@ class _Stage:
             return _digest({"options": _contents(self.options), "before": before})
         run = self._resolve()
         start = None
-        if self.model_before is not None and "model_name" not in self.step.options:
-            start = known[self.model_before.name]
+        if self.step.model_step is not None and "model_name" not in self.step.options:
+            start = known[self.step.model_step.name]
         world_size = 1
         if os.environ.get("WORLD_SIZE"):
             world_size = int(os.environ["WORLD_SIZE"])
         elif run.processes.value != "auto":
             world_size = int(run.processes.value) * run.machines.value
         fingerprint = of_training(run.config, start, world_size)
-        if self.data_step is None:
+        if self.step.data_step is None:
             return fingerprint
         # Such data are made anew with their step; their file need not be there yet.
-        return _digest({"training": fingerprint, "data": known[self.data_step.name]})
+        return _digest(
+            {"training": fingerprint, "data": known[self.step.data_step.name]}
+        )
 
     def run(self, fingerprint: str, train: Train) -> int:
         """Run the step unless it is done, and remember that it is."""
         state = _read_state(self.folder)
         if state.get("fingerprint") != fingerprint:
             if state and is_first_rank():
-                aside = self._set_aside()
+                number = 1
+                while (aside := Path(f"{self.folder}.old-{number}")).exists():
+                    number += 1
+                self.folder.rename(aside)
                 self._log(f"what it depends on has changed; the old one is now {aside}")
         elif state.get("state") == "done":
-            damage = self._damage(state.get("outputs", {}))
+            damage = None
+            for name, checksum in state.get("outputs", {}).items():
+                damage = damage or damage_of(self.folder, name, checksum)
             if damage is None:
                 self._log("done already (nothing that it depends on has changed)")
                 return 0
-            self._log(f"{damage}, so it runs again")
-            self._set_final_aside()
+            self._log(f"{self.folder}: {damage}, so it runs again")
+            final = self.folder / FINAL
+            if final.is_dir() and is_first_rank():
+                # Renamed: the user may have changed it on purpose.
+                aside = self.folder / "final.damaged"
+                shutil.rmtree(aside, ignore_errors=True)
+                final.rename(aside)
+                self._log(f"the damaged model is now {aside}")
         self._log(f"{self.step.kind} in {self.folder}")
         began = time.time()
         # "started" is noted first: a step that is killed is not done, and a start with another fingerprint moves its
@@ -192,7 +214,7 @@ class _Stage:
                 f"output_dir: {self.folder} is not the same folder for all processes; give one on a file system "
                 "that all machines share"
             )
-        scores: dict[str, Any] | None = None
+        scores = None
         if self.step.kind == "train":
             code = train(self.arguments)
         else:
@@ -205,12 +227,6 @@ class _Stage:
             self._write_state(done)
         return code
 
-    def _set_aside(self) -> Path:
-        number = 1
-        while (aside := Path(f"{self.folder}.old-{number}")).exists():
-            number += 1
-        return self.folder.rename(aside)
-
     def _outputs(self) -> dict[str, dict[str, Any]]:
         """Return the checksums of what the steps after this one read."""
         if not self.step.has_model:
@@ -220,23 +236,6 @@ class _Stage:
             if path.is_file() and path.name != "README.md":  # users edit the card
                 paths.append(path)
         return checksums_of(self.folder, paths)
-
-    def _damage(self, outputs: Mapping[str, Any]) -> str | None:
-        """Return what is wrong with the first damaged output; None if all are as they were when the step was done."""
-        for name, checksum in outputs.items():
-            damage = damage_of(self.folder, name, checksum)
-            if damage is not None:
-                return f"{self.folder}: {damage}"
-        return None
-
-    def _set_final_aside(self) -> None:
-        """Rename a damaged model: the user may have changed it on purpose."""
-        final = self.folder / FINAL
-        if final.is_dir() and is_first_rank():
-            aside = self.folder / "final.damaged"
-            shutil.rmtree(aside, ignore_errors=True)
-            final.rename(aside)
-            self._log(f"the damaged model is now {aside}")
 
     def command(self) -> tuple[str, list[str]]:
         """Return the command of a step between, and its arguments."""
@@ -251,8 +250,8 @@ class _Stage:
                 options["model_name"] = self._model()
             return "mine", _pairs({**options, "output_path": target})
         if kind == "judge":
-            if "data_path" not in options and self.data_step is not None:
-                options["data_path"] = str(self.pipeline.data_of(self.data_step))
+            if "data_path" not in options and self.step.data_step is not None:
+                options["data_path"] = str(self.pipeline.data_of(self.step.data_step))
             if "judges" not in options:
                 options["judges"] = [{"model": self._model()}]
             return "judge", _pairs({**options, "output_path": target})
@@ -299,8 +298,8 @@ class _Stage:
 
     def _model(self) -> str:
         """Return the model of the last step before this one that leaves one, else the config's own."""
-        if self.model_before is not None:
-            return self._model_named(self.model_before.name)
+        if self.step.model_step is not None:
+            return self._model_named(self.step.model_step.name)
         name = values_by_option(self.all_arguments.overrides).get("model_name")
         start_model = self.pipeline.shared.values.get("model_name")
         if name is not None:
@@ -321,18 +320,18 @@ class _Stage:
     def _overrides(self, overrides: Sequence[str]) -> tuple[str, ...]:
         """Return the overrides of a training: those of the command line that are for it."""
         left_out = ["stage"]
-        if self.model_before is not None:
+        if self.step.model_step is not None:
             # A model that the command line names is the one that the first stage starts from.
             left_out.append("model_name")
-        kept = []
+        kept_overrides = []
         for override in overrides:
             (option,) = values_by_option([override])
             if option not in left_out:
-                kept.append(override)
+                kept_overrides.append(override)
         if "resume" not in values_by_option(overrides):
             # A stage that was stopped goes on; its folder is of this very fingerprint.
-            kept.append("resume=auto")
-        return tuple(kept)
+            kept_overrides.append("resume=auto")
+        return tuple(kept_overrides)
 
     def _resolve(self) -> ResolvedRun:
         arguments = self.arguments
@@ -409,7 +408,7 @@ def _pairs(options: Mapping[str, Any]) -> list[str]:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    args: list[str] = []
+    args = []
     for key, value in options.items():
         flag = f"--{key.replace('_', '-')}"
         if value is True:
@@ -440,7 +439,7 @@ def _comes_true(condition: Callable[[], bool]) -> bool:
 
 # ---- checks before any step is run --------------------------------------------------------------------------------
 
-DATA = ("data_path", "corpus_path", "qrels_path", "data")
+DATA_FILE_OPTIONS = ("data_path", "corpus_path", "qrels_path", "data")
 """Options that name files of data, as of `mine`, `merge` and `evaluate` together."""
 MODELS = ("model_name", "model", "models", "base")
 CUTS = "1,5,10,100"
@@ -462,7 +461,7 @@ def located(options: Mapping[str, Any], config: str | None) -> dict[str, Any]:
         beside = Path(config).parent / value
         return str(beside) if beside.exists() else value
 
-    names = (*DATA, *MODELS)
+    names = (*DATA_FILE_OPTIONS, *MODELS)
     return {
         key: locate(value) if key in names else value for key, value in options.items()
     }
@@ -482,13 +481,15 @@ def check_options(
     pipeline: Pipeline,
     step: Step,
     options: Mapping[str, Any],
-    made: Sequence[Path],
+    future_folders: Sequence[Path],
 ) -> None:
     """Raise UserError where a step between names what is not there. `made`: folders of the steps before it."""
     where = f"{pipeline.source}: stage {step.name}: "
-    for key in DATA:
+    for key in DATA_FILE_OPTIONS:
         for path in named_paths(options.get(key)):
-            problem = None if is_inside(path, made) else missing_path(key, path)
+            problem = (
+                None if is_inside(path, future_folders) else missing_path(key, path)
+            )
             if problem is not None:
                 raise UserError(where + problem)
     before = [
@@ -497,7 +498,9 @@ def check_options(
     others = {earlier.name for earlier in pipeline.steps} - set(before)
     for key in MODELS:
         for name in named_paths(options.get(key)):
-            is_folder = Path(name).expanduser().exists() or is_inside(name, made)
+            is_folder = Path(name).expanduser().exists() or is_inside(
+                name, future_folders
+            )
             if name in before or is_folder:
                 continue
             hint = did_you_mean(name, before) or similar_path(name)
@@ -584,7 +587,7 @@ def of_training(
     world_size: int,
 ) -> str:
     """Return the fingerprint of a training stage. `before`: that of the step whose model it starts from."""
-    facts: dict[str, Any] = {}
+    facts = {}
     for name, value in config.to_dict().items():
         if name in COUNTED or name not in MAY_CHANGE:
             facts[name] = _contents(value) if name in FILE_OPTIONS else value
@@ -612,8 +615,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 
 # ---- estimates of memory and time --------------------------------------------------------------------------------
 
-GIB = 2**30
-UNKNOWN = "not estimated"
+NOT_ESTIMATED = "not estimated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -622,7 +624,7 @@ class Estimate:
 
     step: Step
     memory: str
-    time: str = UNKNOWN
+    time: str = NOT_ESTIMATED
     seconds: float | None = None
     fits: bool = True
 
@@ -654,10 +656,10 @@ def estimates(
     """Return the estimate of each step. The weights of a stage's model need not be there yet: every stage has the
     architecture of the model that the first one starts from. `skips_missing`: a model that is not here is no error."""
     models: dict[str, str] = {}
-    step_estimates: list[Estimate] = []
-    newest: Prediction | None = None
+    step_estimates = []
+    newest = None
     for step in pipeline.steps:
-        before = pipeline.model_before(step.name)
+        before = step.model_step
         if step.kind != "train":
             models[step.name] = models[before.name] if before is not None else ""
             step_estimates.append(_between(step, newest))
@@ -671,7 +673,7 @@ def estimates(
         run = resolve_run(stage.source, stage.overrides, stage=step.name)
         models[step.name] = run.config.model.model_name
         remark = ""
-        mined = pipeline.data_step_before(step.name)
+        mined = step.data_step
         if mined is not None and "data_path" not in step.options:
             # Until its data are mined, those that they come from stand for them.
             unmined = mined.options.get("data_path")
@@ -686,11 +688,11 @@ def estimates(
             if not skips_missing:
                 raise
             newest = None
-            memory = f"{UNKNOWN} ({str(error).splitlines()[0]})"
+            memory = f"{NOT_ESTIMATED} ({str(error).splitlines()[0]})"
             step_estimates.append(Estimate(step, memory))
             continue
         memory = f"{newest.needed}: {'fits' if newest.fits else 'does not fit'}"
-        time = UNKNOWN
+        time = NOT_ESTIMATED
         if newest.seconds is not None:
             time = _about(newest.seconds) + remark
         step_estimates.append(Estimate(step, memory, time, newest.seconds, newest.fits))
@@ -721,17 +723,17 @@ def table(step_estimates: Sequence[Estimate]) -> str:
 
 def _between(step: Step, newest: Prediction | None) -> Estimate:
     """Return the estimate of a step between trainings. `newest`: the training before it, whose model has its shapes."""
-    # 2**20 elements in float64: PIECE of weights/methods.py, which is not imported because it imports torch.
+    # 2**20 elements in float64: PIECE of weights/merge.py, which is not imported because it imports torch.
     if step.kind == "merge":
         return Estimate(
             step, "pieces of 8 MB of each model", "that of reading each model once"
         )
     if newest is None:
-        return Estimate(step, UNKNOWN)
+        return Estimate(step, NOT_ESTIMATED)
     from vembed.pipelines.prediction import encoding_seconds
 
-    # Weights in float32.
-    memory = f"{4 * newest.size.total / GIB:.1f} GB (weights), and micro-batches"
+    weight_bytes = 4 * newest.size.total  # float32
+    memory = f"{weight_bytes / 2**30:.1f} GB (weights), and micro-batches"
     options = step.options
     total = 0.0
     for name in ("data_path", "corpus_path", "data"):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vembed.config.schema import TrainConfig, option_fields
 from vembed.data.example_store import ExampleStore
-from vembed.data.language import MAX_TEXTS, is_english, language_of
+from vembed.data.language import MAX_SAMPLED_TEXTS, is_english, language_of
 from vembed.errors import RunError
 from vembed.evaluation.report.record import RunSummary, collect_versions
 from vembed.evaluation.report.report import write_report
@@ -46,13 +46,6 @@ class ModelWriter:
     config: TrainConfig
     session: Session
     components: TrainingComponents
-
-    @property
-    def writes_checkpoints(self) -> bool:
-        """True if each checkpoint holds the whole model too."""
-        # The pieces are written in any case: the run resumes from those, on any number of processes.
-        fsdp = self.session.fsdp
-        return fsdp is not None and fsdp.state_dict_type == "FULL_STATE_DICT"
 
     def write_whole(self, checkpoint: Path) -> None:
         """Write the model into a checkpoint. Collective: every rank contributes its shards."""
@@ -227,7 +220,7 @@ def _not_finite(writer: ModelWriter, weights: dict[str, Tensor]) -> str | None:
 
 def _language(examples: ExampleStore) -> str | None:
     """Return the language of a sample of the texts; "" where it is unclear and not English, None without texts."""
-    step = max(1, len(examples) // MAX_TEXTS)
+    step = max(1, len(examples) // MAX_SAMPLED_TEXTS)
     texts = []
     for index in range(0, len(examples), step):
         example = examples[index]

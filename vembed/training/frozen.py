@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from vembed.data.batching.rank_batch import (
     Feeder,
     MicroBatch,
-    ModalitySlice,
+    ModalityIndices,
     ModelInputs,
     indices_by_modality,
     row_index,
@@ -241,9 +241,15 @@ class FrozenTowers:
             cached[modality] = {}
             if modality in self.stores:
                 store = self.stores[modality]
-                stored = store.find_rows(store.keys([features[i] for i in indices]))
-                cached[modality] = {indices[i]: row for i, row in stored.items()}
-            missing[modality] = [i for i in indices if i not in cached[modality]]
+                stored = store.find_rows(
+                    store.keys([features[index] for index in indices])
+                )
+                cached[modality] = {
+                    indices[index]: row for index, row in stored.items()
+                }
+            missing[modality] = [
+                index for index in indices if index not in cached[modality]
+            ]
         return cached, missing
 
     def encode(
@@ -300,7 +306,7 @@ class FrozenTowers:
         return tables
 
     def inputs(
-        self, modality_slice: ModalitySlice, tables: Mapping[Modality, Tensor]
+        self, modality_slice: ModalityIndices, tables: Mapping[Modality, Tensor]
     ) -> tuple[Modality, dict[str, Tensor]]:
         """Return a frozen modality's slice of a micro-batch in the form that the model takes."""
         modality, indices = modality_slice
@@ -329,7 +335,7 @@ class FrozenTowers:
 # ---- fingerprint of a modality's towers, for what is kept of frozen ones --------------
 
 
-FORMAT = 1
+FINGERPRINT_VERSION = 1
 """Version of the fingerprint. Increase it when towers give other features for the same inputs and weights."""
 _FIELDS = (
     "family",
@@ -354,7 +360,12 @@ def tower_identity(
 
     `arithmetic`: the dtype that the run computes in.
     """
-    settings: list[object] = [FORMAT, modality, arithmetic, transformers.__version__]
+    settings: list[object] = [
+        FINGERPRINT_VERSION,
+        modality,
+        arithmetic,
+        transformers.__version__,
+    ]
     described = description.to_dict()
     settings += [described[name] for name in _FIELDS]
     if modality != "text":

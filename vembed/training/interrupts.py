@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from vembed.errors import Stopped
 from vembed.parallel import collectives
-from vembed.parallel.launch import LAUNCHER, REPEATED_SIGNAL_SECONDS
+from vembed.parallel.launch import LAUNCHER_VARIABLE, REPEATED_SIGNAL_SECONDS
 
 log = logging.getLogger("vembed")
 
@@ -77,12 +77,14 @@ class Interrupts:
 
         `save_seconds` is the duration of a checkpoint. `max_train_minutes` reserves that time, and the time of a step.
         """
-        now = time.monotonic()
+        current_time = time.monotonic()
         if self._is_armed:
             # From one call to the next: a step, and the evaluation and checkpoint before it.
-            self._longest_step = max(self._longest_step, now - self._last_step_at)
+            self._longest_step = max(
+                self._longest_step, current_time - self._last_step_at
+            )
         self._is_armed = True
-        self._last_step_at = now
+        self._last_step_at = current_time
         self._save_seconds = save_seconds
         return self._ask_ranks(self._longest_step)
 
@@ -183,7 +185,7 @@ class Interrupts:
             return
         self._is_ending = True
         # It may have reached this rank alone, and no collective tells the others before the first step.
-        if os.environ.get(LAUNCHER) == str(os.getppid()):
+        if os.environ.get(LAUNCHER_VARIABLE) == str(os.getppid()):
             os.kill(os.getppid(), signal.SIGUSR1)
             # A rank that waits for this one would see a closed connection before it sees its signal.
             time.sleep(HEAD_START_SECONDS)
@@ -198,10 +200,10 @@ class Interrupts:
         while number := os.read(self._read_end, 1)[0]:
             if number not in SIGNALS:
                 continue
-            now = time.monotonic()
+            current_time = time.monotonic()
             if not self._number:
                 self._number = _counted_as(number)
-                self._first_at = now
+                self._first_at = current_time
                 action = "finishing the step and saving"
                 if self.ignores_signals:
                     action = "training is over, writing final/"
@@ -211,7 +213,7 @@ class Interrupts:
             # A launcher passes on the Ctrl-C that has reached this process too: that is one request.
             elif (
                 number != signal.SIGUSR1
-                and now - self._first_at > REPEATED_SIGNAL_SECONDS
+                and current_time - self._first_at > REPEATED_SIGNAL_SECONDS
             ):
                 os._exit(128 + _counted_as(number))
 

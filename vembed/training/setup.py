@@ -38,6 +38,7 @@ from vembed.config.schema import (
     parse_sampling,
 )
 from vembed.config.terms import (
+    needed_teachers,
     run_temperature,
     source_batch_sizes,
     task_numbers,
@@ -81,23 +82,25 @@ from vembed.parallel.parameters import (
 from vembed.parallel.session import Session
 from vembed.parallel.step_memory import measure
 from vembed.teachers import Teachers
-from vembed.training.fingerprints import of_images, of_option
+from vembed.training.checkpoint.folders import of_images, of_option
 from vembed.training.frozen import InputSource, open_stores
-from vembed.training.hooks.averaging import WeightAverage
 from vembed.training.hooks.base import Hook
-from vembed.training.hooks.evaluations import Guards, Patience, QueryRecord, TaskScores
+from vembed.training.hooks.evaluations import (
+    Guards,
+    Patience,
+    PushBest,
+    QueryRecord,
+    TaskScores,
+    WeightAverage,
+)
 from vembed.training.hooks.metrics import (
-    DataWatch,
-    Diagnostics,
-    LossMeans,
     MetricsLog,
     Profile,
     ProgressBar,
-    StepCurves,
+    StepMetrics,
     Watch,
 )
 from vembed.training.hooks.mining import EpochMiner
-from vembed.training.hooks.publishing import PushBest
 from vembed.training.optimizer import build_optimizer, head_prefixes
 
 if TYPE_CHECKING:
@@ -153,7 +156,8 @@ class TrainingComponents:
     optimizer: torch.optim.Optimizer
     featuriser: BaseFeaturiser
     source: InputSource
-    teachers: Teachers
+    teachers: Teachers | None
+    """None where no loss follows one."""
 
 
 def open_data(config: TrainConfig, session: Session) -> RunData:
@@ -295,8 +299,10 @@ def build_components(
     Return them with the config in which learning rates and temperature are decided.
     """
     # Before the model: the teachers' weights are no longer in memory when the model's are read.
-    teachers = Teachers(config.objective, config.data, config.model, session)
-    teachers.prepare(data.examples)
+    teachers = None
+    if needed_teachers(config.objective, config.data, config.model):
+        teachers = Teachers(config.objective, config.data, config.model, session)
+        teachers.prepare(data.examples)
     # The same start on every rank; the step seeds each forward pass anew.
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(config.run.deterministic)
@@ -388,7 +394,7 @@ def build_components(
         start_scale=scale,
         start_bias=bias,
         embedding_dim=description.embedding_dim,
-        teacher_dims=teachers.dims,
+        teacher_dims={} if teachers is None else teachers.dims,
     ).to(session.device)
     source = InputSource(
         model,
@@ -400,13 +406,7 @@ def build_components(
     )
     optimizer = build_optimizer(model, loss, config.optimizer, seed=config.run.seed)
     components = TrainingComponents(
-        embedder=embedder,
-        model=model,
-        loss=loss,
-        optimizer=optimizer,
-        featuriser=featuriser,
-        source=source,
-        teachers=teachers,
+        embedder, model, loss, optimizer, featuriser, source, teachers
     )
     temperature = run_temperature(
         config.objective,
@@ -440,9 +440,7 @@ def configured_hooks(run: Trainer) -> list[Hook]:
         hooks.append(TaskScores())
     if run.data.evaluation is not None:
         hooks.append(QueryRecord())
-    hooks += [Diagnostics(), LossMeans(), DataWatch()]
-    hooks += [StepCurves(), Watch(), MetricsLog()]
-    return hooks
+    return [*hooks, StepMetrics(), Watch(), MetricsLog()]
 
 
 def open_stream(
@@ -587,18 +585,16 @@ def is_embedding_model(folder: Path) -> bool:
 
 def has_initial_norms(model: nn.Module) -> bool:
     """Return whether every norm has its initial weights, ones and zeros, which no trained model has."""
-    num_weights = 0
+    has_norms = False
     for module in model.modules():
         if "Norm" not in type(module).__name__:
             continue
         for name, weight in module.named_parameters(recurse=False):
-            if weight.device.type == "meta":
-                continue
+            has_norms = True
             initial = 0.0 if name == "bias" else 1.0
             if not bool((weight == initial).all()):
                 return False
-            num_weights += 1
-    return num_weights > 0
+    return has_norms
 
 
 def decide_intervals(
@@ -665,7 +661,7 @@ def check_compiled(
     indices = indices_by_modality(features, featuriser.modalities)
     feeder = Feeder(featuriser, session.device)
     (inputs,) = feeder.feed([list(indices.items())], features)
-    problem = difference(model, layers, inputs, session)
+    problem = compiled_difference(model, layers, inputs, session)
     # All processes decide alike: compiled and plain layers round differently.
     if not collectives.max_ints([int(problem is not None)])[0]:
         return
@@ -676,7 +672,7 @@ def check_compiled(
     session.placement = replace(session.placement, compilation=Decision(False, reason))
 
 
-def difference(
+def compiled_difference(
     model: nn.Module,
     layers: Sequence[nn.Module],
     inputs: ModelInputs,

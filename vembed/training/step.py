@@ -720,6 +720,6 @@ class PhaseTimer:
             for phase, start, end in self.events:
                 self.seconds[phase] += start.elapsed_time(end) / 1000
             self.events.clear()
-        taken = {phase: self.seconds[phase] for phase in PHASES}
+        seconds = {phase: self.seconds[phase] for phase in PHASES}
         self.seconds.clear()
-        return taken
+        return seconds

@@ -1,4 +1,4 @@
-"""One training run on one process of the group: `train`, and the Trainer with its loop, `fit`. Read this file first.
+"""One training run on one process of the group: `train_run`, and the Trainer with its loop, `fit`. Read this file first.
 
 Each part of the set-up needs the ones before it:
 
@@ -40,16 +40,16 @@ from vembed.parallel.session import Session, start_session
 from vembed.parallel.step_memory import MemoryGuard, OutOfMemory, find_budget
 from vembed.progress import duration
 from vembed.saving.publication import Hub
-from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint
+from vembed.training.checkpoint.checkpointer import Checkpointer, ResumePoint, Trained
 from vembed.training.checkpoint.folders import (
     NothingLeft,
+    OutputLock,
     kept_decisions,
+    of_option,
     precision_before,
     require_output_folder,
 )
-from vembed.training.checkpoint.tensors import Trained
 from vembed.training.final import WHOLE_MODEL, ModelWriter, save_final
-from vembed.training.fingerprints import of_option
 from vembed.training.frozen import log_feature_use
 from vembed.training.hooks.base import (
     Evaluation,
@@ -57,10 +57,9 @@ from vembed.training.hooks.base import (
     Hooks,
     StepReport,
 )
+from vembed.training.hooks.evaluations import push_final
 from vembed.training.hooks.metrics import log_line, log_setup
-from vembed.training.hooks.publishing import push_final
 from vembed.training.interrupts import Interrupts, StopRequested
-from vembed.training.lock import OutputLock
 from vembed.training.optimizer import GradientScale, Schedule, Update
 from vembed.training.run_log import HEADLINE, RunLog, log_scores
 from vembed.training.setup import (
@@ -106,7 +105,7 @@ class TrainResult:
     steps: int
 
 
-def train(run: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
+def train_run(run: ResolvedRun, hooks: Sequence[Hook] = ()) -> TrainResult:
     """Train on this process of the group; return the model's folder and its scores.
 
     `hooks`: additions to the loop (`vembed/training/hooks/base.py`).
@@ -233,8 +232,7 @@ class LoopState:
     @classmethod
     def restored(cls, saved: dict[str, Any]) -> LoopState:
         """Return the state that a checkpoint holds."""
-        scale = GradientScale(**saved["scale"])
-        return cls(**{**saved, "scale": scale})
+        return cls(**{**saved, "scale": GradientScale(**saved["scale"])})
 
 
 class Trainer:
@@ -266,8 +264,8 @@ class Trainer:
         is_length_given = config.optimizer.gives_length()
         if point is not None:
             # Decisions of the run that is resumed stay.
-            kept = kept_decisions(config, point.state, session.world_size)
-            config = config.changed(**kept)
+            kept_options = kept_decisions(config, point.state, session.world_size)
+            config = config.changed(**kept_options)
             precision = session.placement.precision
             if precision.source == CHECKPOINT:
                 log.info(f"mixed precision: {precision}", extra=HEADLINE)
@@ -300,7 +298,12 @@ class Trainer:
         )
         log_parameter_summary(components.model)
         self.model_writer = ModelWriter(config, session, components)
-        if self.model_writer.writes_checkpoints:
+        fsdp = session.fsdp
+        # The pieces are written in any case: the run resumes from those, on any number of processes.
+        self.saves_whole_model = (
+            fsdp is not None and fsdp.state_dict_type == "FULL_STATE_DICT"
+        )
+        if self.saves_whole_model:
             log.info(
                 f"fsdp_state_dict_type: FULL_STATE_DICT: each checkpoint holds the whole model too, in {WHOLE_MODEL}/"
             )
@@ -331,9 +334,6 @@ class Trainer:
             sample,
             components.optimizer,
         )
-        auxiliary_options = None
-        if components.embedder.has_auxiliary():
-            auxiliary_options = config.objective
         self.contrastive_step = ContrastiveStep(
             components.model,
             components.loss,
@@ -343,7 +343,7 @@ class Trainer:
             self.memory_guard,
             config.run.seed,
             components.teachers,
-            auxiliary_options,
+            config.objective if components.embedder.has_auxiliary else None,
         )
         self.update = Update(
             components.model,
@@ -534,11 +534,8 @@ class Trainer:
         """Write a checkpoint of the current step, unless there is one. Collective."""
         self.state.hooks = self.hooks.states()
         writer = self.model_writer
-        self.checkpointer.save(
-            asdict(self.state),
-            self._trained(),
-            writer.write_whole if writer.writes_checkpoints else None,
-        )
+        write_more = writer.write_whole if self.saves_whole_model else None
+        self.checkpointer.save(asdict(self.state), self._trained(), write_more)
 
     def finish(self) -> TrainResult:
         """Write final/ and the report. Collective."""
@@ -549,7 +546,8 @@ class Trainer:
             hook.on_finish(self)
         self.interrupts.ignores_signals = True
         log_feature_use(components.source.towers.stores)
-        components.teachers.log_use()
+        if components.teachers is not None:
+            components.teachers.log_use()
         self.checkpointer.wait()
 
         # The weights that final/ gets.
@@ -689,8 +687,8 @@ class RunClock:
 
     def seconds_left(self, step: int, total_steps: int) -> float:
         """Return the seconds that the steps after `step` will take at the rate of the last few calls."""
-        now = time.perf_counter()
+        current_time = time.perf_counter()
         began, first = self._marks[0]
-        self._marks.append((now, step))
-        seconds_per_step = (now - began) / (step - first)
+        self._marks.append((current_time, step))
+        seconds_per_step = (current_time - began) / (step - first)
         return seconds_per_step * (total_steps - step)

@@ -29,7 +29,7 @@ from vembed.files import write_json
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.models.embedding_model import EmbeddingModel, tower_module
-from vembed.models.families.backbones import layers_of, plain_name
+from vembed.models.families.backbones import layers_of, unwrapped_name
 from vembed.models.families.description import ModelDescription
 from vembed.models.heads import Dense, Head
 from vembed.parallel import collectives
@@ -146,7 +146,7 @@ def edit(
     editor = Editor(embedder, sets, kind, evaluation, keeps_original=trials > 0)
     before = editor.scores()
     log.info("before: %s", _score_line(before))
-    tried: list[EditTrial] = []
+    tried = []
     if trials:
         tried = _search(editor, plan, trials, seed)
         assert editor.metric is not None
@@ -298,7 +298,13 @@ class Editor:
         test = (first[1::2], second[1::2])
         scores = {"probe": linear_probe(train, test)}
         if self.is_paired:
-            scores["across"] = _across(_unit(test[0]), _unit(test[1]))
+            similarities = _unit(test[0]) @ _unit(test[1]).T
+            right = np.diag(similarities)[:, None]
+            # Pessimistic: candidates that tie with the right one count as ranked before it, so that equal vectors score
+            # low.
+            rank = (similarities >= right).sum(axis=1) - 1  # without itself
+            gains = np.where(rank < RANKING_CUTOFF, 1 / np.log2(rank + 2), 0.0)
+            scores["across"] = float(gains.mean())
         if self.data is not None:
             session = self.embedder.session
             scores |= evaluate(self.embedder, self.data, session=session, dims=[])
@@ -371,7 +377,7 @@ class Editor:
             self._states = self.embedder.hidden_states(
                 texts, "all", self.kind, batch_size=ONE_AT_A_TIME
             )
-        edits: dict[str, Callable[[Tensor], Tensor]] = {}
+        edits = {}
         for writer in self.writers:
             if plan.layers is not None and writer.layer not in plan.layers:
                 continue
@@ -421,16 +427,6 @@ def _unit(vectors_ND: np.ndarray) -> np.ndarray:
     return first_dims(vectors_ND, vectors_ND.shape[1], True)
 
 
-def _across(first_ND: np.ndarray, second_ND: np.ndarray) -> float:
-    """Return nDCG@10 of finding row i of the second set by row i of the first."""
-    similarities = first_ND @ second_ND.T
-    right = np.diag(similarities)[:, None]
-    # Pessimistic: candidates that tie with the right one count as ranked before it, so that equal vectors score low.
-    rank = (similarities >= right).sum(axis=1) - 1  # without itself
-    gains = np.where(rank < RANKING_CUTOFF, 1 / np.log2(rank + 2), 0.0)
-    return float(gains.mean())
-
-
 # ---- weights that write to the residual stream ---------------------------------------------------------------------
 
 # Llama, Qwen, Mistral: o_proj, down_proj; CLIP, SigLIP: out_proj, fc2; BERT (attention.output.dense and output.dense);
@@ -469,14 +465,14 @@ def residual_writers(
             f"{description.name} has no text tower, and directions are taken out of text towers"
         )
     tower: Any = tower_module(backbone, description.traits, "text")
-    names = {id(module): plain_name(name) for name, module in model.named_modules()}
+    names = {id(module): unwrapped_name(name) for name, module in model.named_modules()}
     embeddings = names[id(tower.get_input_embeddings())]
     writers = [ResidualWriter(embeddings, 0, by_rows=True, has_bias=False)]
     for number, layer in enumerate(layers_of(tower), start=1):
         num_before = len(writers)
         for name, module in layer.named_modules():
             is_linear = isinstance(module, nn.Linear | Conv1D)
-            if not is_linear or not _OUTPUT_LAYER.search(plain_name(name)):
+            if not is_linear or not _OUTPUT_LAYER.search(unwrapped_name(name)):
                 continue
             writer = ResidualWriter(
                 names[id(module)],
@@ -518,7 +514,7 @@ def _search(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     sampler = optuna.samplers.TPESampler(seed=seed)
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
-    tried: list[EditTrial] = []
+    tried = []
     for number in range(1, num_trials + 1):
         asked = study.ask()
         values: dict[str, Any] = {"components": 1, "layers": None}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from vembed.config.schema import DataSection
 from vembed.errors import UserError
@@ -21,11 +26,11 @@ from vembed.models.families.model_files import CODES, read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.saving.files import ADAPTER_FOLDER, replaced_folder
-from vembed.weights.merge_rules import MergeMethod, check_merge
-from vembed.weights.methods import Recipe, merged_pieces
+from vembed.weights.merge_rules import OF_DIFFERENCES, MergeMethod, Method, check_merge
 from vembed.weights.sources import (
-    DTYPES,
-    Source,
+    DTYPE_BY_CODE,
+    ModelFolder,
+    Read,
     TensorReader,
     TensorWriter,
     check_pooling,
@@ -47,7 +52,7 @@ NOT_COPIED = frozenset(
 )
 """In a model's folder: what is of this model alone."""
 SlerpOf = Literal["auto", "weights", "differences"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+MergeDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def merge(
     sweep_points: Sequence[float] | None = None,
     data: str | Path | None = None,
     metric: str = "auto",
-    dtype: Dtype = "auto",
+    dtype: MergeDtype = "auto",
     seed: int = 42,
     session: Session | None = None,
 ) -> MergeResult:
@@ -156,7 +161,7 @@ def merge(
 
     chosen = list(range(len(names)))
     score = None
-    trials: list[MergeTrial] = []
+    trials = []
     # A folder beside the target for models that are made on the way, of the same name on all ranks.
     scratch = target.absolute().with_name(f".{target.name}.merging")
     if is_main:
@@ -164,7 +169,16 @@ def merge(
         scratch.mkdir(parents=True)
     collectives.barrier()
     try:
-        sources = _opened(names, scratch, is_main=is_main)
+        # Adapters and checkpoints become whole models first.
+        folders = [scratch / f"model-{number}" for number in range(len(names))]
+        if is_main:
+            for name, folder in zip(names, folders, strict=True):
+                whole_model(name, folder)
+        collectives.barrier()
+        sources = []
+        for name, folder in zip(names, folders, strict=True):
+            # There is no folder for what is a whole model already.
+            sources.append(open_source(name, folder if folder.is_dir() else None))
         base_name = None
         if recipe.needs_base or (sweep_points is not None and len(names) == 1):
             base_name = default_base(sources) if base is None else str(base)
@@ -197,9 +211,9 @@ def merge(
                 members = [*chosen, number]
                 mean = Recipe("mean", (1.0,) * len(members))
                 value = scores_of_merge(members, mean)[metric]
-                kept = "kept" if value >= score else "left out"
+                outcome = "kept" if value >= score else "left out"
                 log.info(
-                    "soup: with %s: %s %.4f (%s)", names[number], metric, value, kept
+                    "soup: with %s: %s %.4f (%s)", names[number], metric, value, outcome
                 )
                 if value >= score:
                     chosen = members
@@ -238,7 +252,7 @@ def _at_point(recipe: Recipe, at: float) -> Recipe:
 
 def _with_checkpoints(names: Sequence[str], last: int | None) -> list[str]:
     """Return the models with each run replaced by its last checkpoints, or by its final model."""
-    expanded: list[str] = []
+    expanded = []
     for name in names:
         path = Path(name).expanduser()
         is_run = (path / "config.yaml").is_file() and not is_checkpoint(path)
@@ -255,32 +269,15 @@ def _with_checkpoints(names: Sequence[str], last: int | None) -> list[str]:
     return expanded
 
 
-def _opened(
-    names: Sequence[str],
-    scratch: Path,
-    *,
-    is_main: bool,
-) -> list[Source]:
-    """Open the models. Adapters and checkpoints become whole models in `scratch` first. Collective."""
-    folders = [scratch / f"model-{number}" for number in range(len(names))]
-    if is_main:
-        for name, folder in zip(names, folders, strict=True):
-            whole_model(name, folder)
-    collectives.barrier()
-    sources = []
-    for name, folder in zip(names, folders, strict=True):
-        # There is no folder for what is a whole model already.
-        sources.append(open_source(name, folder if folder.is_dir() else None))
-    return sources
-
-
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
 class Merge:
     """Models that fit together, and the base that they are compared with; ready to be merged by any recipe."""
 
-    def __init__(self, sources: Sequence[Source], base: Source | None) -> None:
+    def __init__(
+        self, sources: Sequence[ModelFolder], base: ModelFolder | None
+    ) -> None:
         """Raise where the models are not of one architecture, tokenizer and pooling."""
         self.sources = list(sources)
         self.base = base
@@ -348,13 +345,15 @@ class Merge:
         reader = TensorReader(path)
         entries = {}
         for name, entry in reader.entries.items():
-            is_cast = self.dtype is not None and DTYPES[entry.dtype].is_floating_point
+            is_cast = (
+                self.dtype is not None and DTYPE_BY_CODE[entry.dtype].is_floating_point
+            )
             code = CODES[self.dtype] if self.dtype and is_cast else entry.dtype
             entries[name] = replace(entry, dtype=code)
         target.parent.mkdir(parents=True, exist_ok=True)
         with TensorWriter(target, entries, reader.metadata) as writer:
             for name, entry in entries.items():
-                dtype = DTYPES[entry.dtype]
+                dtype = DTYPE_BY_CODE[entry.dtype]
                 models = []
                 for source, names in zip(self.sources, self._names, strict=True):
                     if name in names[subfolder]:
@@ -423,3 +422,214 @@ def _draw(
         target / "sweep.json",
         {"metric": metric, "from": start, "to": end, "points": points},
     )
+
+
+# ---- arithmetic: how the values of one tensor in several models become one, in pieces and in float64 ---------------
+
+
+PIECE = 2**20
+"""Elements that are computed at once. `dare` draws by piece: another number would draw other elements."""
+_BINS = 2**16
+MIN_SINE = 1e-12
+"""Below this sine of the angle between two tensors, slerp is a straight line."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Method of a merge, with its options."""
+
+    method: Method
+    weights: tuple[float, ...]
+    """One for each model."""
+    density: float = 0.2
+    """ties: share of each difference that is kept, the largest; dare: share that is kept, by chance."""
+    scale: float = 1.0
+    """task_arithmetic, ties, dare: factor of the merged difference."""
+    interpolate: float = 1.0
+    """1: the merged model; 0: the base."""
+    of_differences: bool = False
+    """slerp: of the differences from the base instead of the weights."""
+    seed: int = 42
+    """dare: what the draws depend on, besides the tensor's name and the model's place."""
+
+    @property
+    def needs_base(self) -> bool:
+        """True if a base model takes part."""
+        return (
+            self.method in OF_DIFFERENCES
+            or self.of_differences
+            or self.interpolate != 1.0
+        )
+
+
+def merged_pieces(
+    recipe: Recipe,
+    name: str,
+    size: int,
+    models: Sequence[Read],
+    base: Read | None,
+) -> Iterator[Tensor]:
+    """Yield the merged tensor's values in float64, piece by piece. `base`: needed where `recipe.needs_base`."""
+    coefficients = list(recipe.weights)
+    thresholds = [0.0] * len(models)
+    if recipe.method == "mean":
+        coefficients = [1 / len(models)] * len(models)
+    elif recipe.method == "weighted":
+        coefficients = [weight / sum(recipe.weights) for weight in recipe.weights]
+    elif recipe.method == "slerp":
+        coefficients = slerp_coefficients(
+            _gram(recipe, size, models, base), recipe.weights
+        )
+    elif recipe.method == "ties":
+        assert base is not None
+        thresholds = []
+        for read in models:
+            thresholds.append(_threshold(read, base, size, recipe.density))
+    for start in range(0, size, PIECE):
+        stop = min(start + PIECE, size)
+        below = base(start, stop) if base is not None and recipe.needs_base else None
+        if recipe.method in OF_DIFFERENCES or recipe.of_differences:
+            assert below is not None
+            if recipe.method == "ties":
+                # It elects signs, so it needs the piece of all models at once.
+                differences = [read(start, stop).sub_(below) for read in models]
+                change = _ties(differences, recipe.weights, thresholds)
+            else:
+                # One after the other, so that only one model's values are in memory beside the sum.
+                change = torch.zeros(stop - start, dtype=torch.float64)
+                for number, read in enumerate(models):
+                    difference = read(start, stop).sub_(below)
+                    if recipe.method == "dare":
+                        difference *= _drawn(recipe, name, number, start, stop - start)
+                    change.add_(difference, alpha=coefficients[number])
+            merged = below + recipe.scale * change
+        else:
+            merged = torch.zeros(stop - start, dtype=torch.float64)
+            for read, factor in zip(models, coefficients, strict=True):
+                merged.add_(read(start, stop), alpha=factor)
+        if recipe.interpolate != 1.0:
+            assert below is not None
+            merged = below + recipe.interpolate * (merged - below)
+        yield merged
+
+
+def slerp_coefficients(gram: Tensor, weights: Sequence[float]) -> list[float]:
+    """Return the coefficients of spherical interpolation, one model joined after the other.
+
+    `gram` [n, n]: scalar products of the models' tensors. Two models of weights w: the point at w2 / (w1 + w2) of the
+    arc from the first to the second.
+    """
+    coefficients = torch.zeros(len(weights), dtype=torch.float64)
+    coefficients[0] = 1.0
+    total = weights[0]
+    for number in range(1, len(weights)):
+        total += weights[number]
+        # The first models may all have no weight: then the next one stands alone.
+        second = weights[number] / total if total else 1.0
+        first = 1 - second
+        # Lengths of the tensor so far and of the next model's, and the angle between them.
+        first_norm = math.sqrt(max(float(coefficients @ gram @ coefficients), 0.0))
+        second_norm = math.sqrt(max(float(gram[number, number]), 0.0))
+        if first_norm > 0 and second_norm > 0:
+            product = float(coefficients @ gram[:, number])
+            cosine = product / (first_norm * second_norm)
+            angle = math.acos(min(max(cosine, -1.0), 1.0))
+            if math.sin(angle) > MIN_SINE:
+                first = math.sin(first * angle) / math.sin(angle)
+                second = math.sin(second * angle) / math.sin(angle)
+        coefficients *= first
+        coefficients[number] = second
+    return coefficients.tolist()
+
+
+def _gram(
+    recipe: Recipe,
+    size: int,
+    models: Sequence[Read],
+    base: Read | None,
+) -> Tensor:
+    products = torch.zeros(len(models), len(models), dtype=torch.float64)
+    for start in range(0, size, PIECE):
+        stop = min(start + PIECE, size)
+        values = [read(start, stop) for read in models]
+        if recipe.of_differences:
+            assert base is not None
+            below = base(start, stop)
+            values = [value.sub_(below) for value in values]
+        stacked = torch.stack(values)
+        products += stacked @ stacked.T
+    return products
+
+
+def _threshold(
+    read: Read,
+    base: Read,
+    size: int,
+    density: float,
+) -> float:
+    """Return the magnitude of a difference, rounded to float32, that the share `density` of the elements reach, without sorting them.
+
+    The bits of non-negative float32 numbers are ordered as the numbers are: the first pass counts by the upper 16 bits,
+    the second by the lower 16 bits of those elements whose upper bits are the threshold's.
+    """
+    num_kept = max(round(density * size), 1)
+    upper = 0
+    for level in range(2):
+        counts = torch.zeros(_BINS, dtype=torch.int64)
+        for start in range(0, size, PIECE):
+            stop = min(start + PIECE, size)
+            difference = read(start, stop).sub_(base(start, stop))
+            bits = difference.abs_().float().view(torch.int32)
+            keys = bits >> 16
+            if level == 1:
+                keys = (bits & (_BINS - 1))[keys == upper]
+            counts += torch.bincount(keys, minlength=_BINS)
+        # at_least[b]: elements in bin b or above. It falls with b, so the bins that reach `num_kept` are the first ones,
+        # and the last of them holds the threshold.
+        at_least = counts.flip(0).cumsum(0).flip(0)
+        last_bin = int((at_least >= num_kept).sum()) - 1
+        if level == 0:
+            upper = last_bin
+            # Elements in higher bins are above the threshold for certain; the second pass looks for the rest within
+            # this bin.
+            if upper + 1 < _BINS:
+                num_kept -= int(at_least[upper + 1])
+    bits_of_threshold = torch.tensor([(upper << 16) + last_bin], dtype=torch.int32)
+    return float(bits_of_threshold.view(torch.float32))
+
+
+def _ties(
+    differences: list[Tensor],
+    weights: Sequence[float],
+    thresholds: Sequence[float],
+) -> Tensor:
+    """Trim each difference to its largest elements, elect a sign for each element, average those that have it."""
+    total = torch.zeros_like(differences[0])
+    for number, difference in enumerate(differences):
+        difference.mul_(difference.abs().float() >= thresholds[number])
+        total.add_(difference, alpha=weights[number])
+    # A sign is elected by the sum of weighted differences, as TIES does it, not by the number of models.
+    sign = total.sign()
+    agreeing_sum = torch.zeros_like(total)
+    agreeing_weight = torch.zeros_like(total)
+    for difference, weight in zip(differences, weights, strict=True):
+        agrees = (difference.sign() == sign) & (difference != 0)
+        agreeing_sum.add_(difference * agrees, alpha=weight)
+        agreeing_weight.add_(agrees, alpha=weight)
+    return torch.where(agreeing_weight != 0, agreeing_sum / agreeing_weight, 0.0)
+
+
+def _drawn(
+    recipe: Recipe,
+    name: str,
+    model: int,
+    start: int,
+    count: int,
+) -> Tensor:
+    """Return 1 / density where an element is kept and 0 elsewhere, the same for every order of tensors and files."""
+    text = f"{recipe.seed}/{name}/{model}/{start}".encode()
+    # 7 bytes: manual_seed takes any number below 2**63.
+    number = int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
+    draw = torch.Generator().manual_seed(number)
+    is_kept = torch.rand(count, generator=draw) < recipe.density
+    return is_kept.double() / recipe.density

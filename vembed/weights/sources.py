@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -36,16 +36,21 @@ from vembed.models.processors import open_tokenizer
 from vembed.parallel.parameters import full_state_dict
 from vembed.saving.files import ADAPTER_FOLDER, save_model
 from vembed.training.checkpoint import folders as integrity
-from vembed.training.checkpoint.checkpointer import read_state
-from vembed.training.checkpoint.tensors import Trained, restore, stored_tensors
-from vembed.training.hooks.averaging import averages_of, put_averages
-from vembed.weights.methods import Read
+from vembed.training.checkpoint.checkpointer import (
+    Trained,
+    read_state,
+    restore,
+    stored_tensors,
+)
+from vembed.training.hooks.evaluations import averages_of, put_averages
 
 log = logging.getLogger("vembed")
 
 # ---- safetensors files, so that no tensor has to be whole in memory ------------------------------------------------
 
-DTYPES = {code: getattr(torch, name) for name, code in CODES.items()}
+DTYPE_BY_CODE = {code: getattr(torch, name) for name, code in CODES.items()}
+Read = Callable[[int, int], Tensor]
+"""(start, stop) -> that range of a flattened tensor in float64, as a new tensor, which the caller may change."""
 _ALIGNMENT = 8
 """Bytes: the data of a safetensors file begin at a multiple of it."""
 
@@ -57,7 +62,7 @@ class TensorReader:
         self.path = path
         self.entries, self.metadata = read_header(path)
         for name, entry in self.entries.items():
-            if entry.dtype not in DTYPES:
+            if entry.dtype not in DTYPE_BY_CODE:
                 raise UserError(
                     f"{path}: {name} is stored as {entry.dtype}, which vembed cannot compute with"
                 )
@@ -70,7 +75,7 @@ class TensorReader:
     ) -> Tensor:
         """Return elements `start` to `stop` of the flattened tensor, as they are stored."""
         entry = self.entries[name]
-        dtype = DTYPES[entry.dtype]
+        dtype = DTYPE_BY_CODE[entry.dtype]
         stop = entry.size if stop is None else min(stop, entry.size)
         if stop <= start:
             return torch.empty(0, dtype=dtype)
@@ -97,7 +102,7 @@ class TensorWriter:
         header: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
         offset = 0
         for name, entry in entries.items():
-            end = offset + entry.size * DTYPES[entry.dtype].itemsize
+            end = offset + entry.size * DTYPE_BY_CODE[entry.dtype].itemsize
             header[name] = {
                 "dtype": entry.dtype,
                 "shape": list(entry.shape),
@@ -130,7 +135,7 @@ class TensorWriter:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelFolder:
     """A model folder with whole weights."""
 
     name: str
@@ -153,7 +158,7 @@ class Source:
         return read
 
 
-def open_source(name: str, folder: Path | None = None) -> Source:
+def open_source(name: str, folder: Path | None = None) -> ModelFolder:
     """Find the weights of a model. `folder`: where they are, if not where `name` says."""
     root = folder if folder is not None else read_model(name).folder
     files: dict[str, dict[str, TensorReader]] = {}
@@ -174,10 +179,10 @@ def open_source(name: str, folder: Path | None = None) -> Source:
         raise UserError(
             f"{name} has no .safetensors file, and vembed merges no pickled weights"
         )
-    return Source(name, root, files)
+    return ModelFolder(name, root, files)
 
 
-def default_base(sources: Sequence[Source]) -> str | None:
+def default_base(sources: Sequence[ModelFolder]) -> str | None:
     """Return the model that all were tuned from, where their vembed.json say so and agree."""
     names = set()
     for source in sources:
@@ -192,7 +197,7 @@ COMPUTED = frozenset({"position_ids", "token_type_ids", "inv_freq"})
 # ---- checks ----------------------------------------------------------------------------------------------------
 
 
-def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
+def matched(first: ModelFolder, other: ModelFolder) -> dict[str, dict[str, str]]:
     """Return, for each tensor of `first`, its name in `other`; raise where they are not of one architecture.
 
     Names may differ by a prefix (`bert.`, `model.`), as those of a base model with a head for another task do.
@@ -207,7 +212,7 @@ def matched(first: Source, other: Source) -> dict[str, dict[str, str]]:
             f"{first.name} is a {first_type} and {other.name} is a {other_type}: only models of one architecture can "
             "be merged"
         )
-    names: dict[str, dict[str, str]] = {}
+    names = {}
     for part, tensors in first.files.items():
         names[part] = _matched_names(tensors, other.files.get(part, {}))
         missing = [
@@ -239,11 +244,11 @@ def _may_be_missing(name: str) -> bool:
 
 
 def _matched_names(
-    wanted: Iterable[str], held: Mapping[str, TensorReader]
+    names: Iterable[str], held: Mapping[str, TensorReader]
 ) -> dict[str, str]:
-    wanted = list(wanted)
-    required = [name for name in wanted if not _may_be_missing(name)]
-    equal = {name: name for name in wanted if name in held}
+    names = list(names)
+    required = [name for name in names if not _may_be_missing(name)]
+    equal = {name: name for name in names if name in held}
     if all(name in held for name in required):
         return equal
     # The probe is the longest name, which is the most specific: it is found under one prefix only.
@@ -253,13 +258,13 @@ def _matched_names(
         if name.endswith(f".{probe}"):
             prefix = name.removesuffix(probe)
             matched_names = {
-                short: prefix + short for short in wanted if prefix + short in held
+                short: prefix + short for short in names if prefix + short in held
             }
         elif probe.endswith(f".{name}"):
             prefix = probe.removesuffix(name)
             matched_names = {
                 long: long.removeprefix(prefix)
-                for long in wanted
+                for long in names
                 if long.removeprefix(prefix) in held
             }
         if probe in matched_names:
@@ -267,7 +272,7 @@ def _matched_names(
     return equal
 
 
-def check_tokenizers(sources: Sequence[Source]) -> None:
+def check_tokenizers(sources: Sequence[ModelFolder]) -> None:
     """Raise unless all models have one vocabulary: a row of an embedding matrix would be two words' mean."""
     first = sources[0]
     first_vocabulary = _vocabulary(first.folder)
@@ -281,7 +286,7 @@ def check_tokenizers(sources: Sequence[Source]) -> None:
             )
 
 
-def check_pooling(sources: Sequence[Source]) -> None:
+def check_pooling(sources: Sequence[ModelFolder]) -> None:
     """Raise unless all models make one vector of their tokens in the same way."""
     first = sources[0]
     first_settings = _embedding_settings(first.folder)

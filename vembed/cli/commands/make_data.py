@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import typer
 
 from vembed.cli.support import MODE, ConfigArguments, print_lines, print_progress, share
+from vembed.config.arguments import KEY_VALUE
 from vembed.errors import UserError
 from vembed.mining.options import (
     BM25,
     AuditConfig,
-    CommandConfig,
+    Config,
     GenerateConfig,
     JudgeConfig,
     MineConfig,
@@ -24,7 +24,6 @@ from vembed.mining.options import (
     load_options,
 )
 
-PAIR = re.compile(r"[A-Za-z_][\w.-]*=")
 HELP_WIDTH = 110
 """Columns of the help text."""
 NUMBERS_OF_PROCESSES = ("nproc", "num_machines", "machine_rank", "main_process_port")
@@ -39,7 +38,6 @@ Flags: --dry-run, --json [FILE.json], --nproc N; on several machines also --num-
 
 Options, in the config file or as words:
 """
-Config = TypeVar("Config", bound=CommandConfig)
 
 
 @dataclass(frozen=True)
@@ -70,15 +68,15 @@ class Call(Generic[Config]):
 def mine(args: ConfigArguments = None) -> Any:
     """Find hard negatives for training data in a corpus."""
     call = read_call("mine", MineConfig, mine.__doc__, args)
-    from vembed.mining.inputs import read_inputs
-    from vembed.mining.mine import check_config, work_folder
+    from vembed.mining.inputs import read_mining_inputs
+    from vembed.mining.mine import check_mine_config, work_folder
     from vembed.mining.mine import mine as run_mine
 
-    target = check_config(call.config)
+    target = check_mine_config(call.config)
     if not call.is_dry_run:
         call.start_processes()
         return run_mine(call.config, log=print_progress)
-    inputs = read_inputs(call.config)
+    inputs = read_mining_inputs(call.config)
     lines = [*call.options(), "", *inputs.summary()]
     counts = f"{len(inputs.documents):,d} documents and {inputs.known.num_queries:,d} queries"
     for retriever in call.config.all_retrievers():
@@ -119,13 +117,13 @@ def audit(args: ConfigArguments = None) -> Any:
     call = read_call("audit", AuditConfig, audit.__doc__, args)
     from vembed.data_tools.audit import audit as run_audit
     from vembed.data_tools.audit import check_audit, mining_config
-    from vembed.mining.inputs import read_inputs
+    from vembed.mining.inputs import read_mining_inputs
 
     page = check_audit(call.config)
     if not call.is_dry_run:
         call.start_processes()
         return run_audit(call.config, log=print_progress)
-    inputs = read_inputs(mining_config(call.config))
+    inputs = read_mining_inputs(mining_config(call.config))
     print_lines(*inputs.summary(), f"would write: {page}")
     return None
 
@@ -161,19 +159,19 @@ def read_call(
             )
             print_lines(f"  {name} ({default})", *lines)
         raise typer.Exit
-    file: str | None = None
-    overrides: list[str] = []
-    processes: dict[str, Any] = {}
+    file = None
+    overrides = []
+    processes = {}
     is_dry_run = False
-    rest = iter(args or [])
-    for word in rest:
+    words_left = iter(args or [])
+    for word in words_left:
         is_flag = word.startswith("--")
         if word == "--dry-run":
             is_dry_run = True
-        elif is_flag or PAIR.match(word):
+        elif is_flag or KEY_VALUE.match(word):
             name, has_value, value = word.removeprefix("--").partition("=")
             if not has_value:
-                value = next(rest, "")
+                value = next(words_left, "")
             if not (has_value or value):
                 raise UserError(f"{word} needs a value")
             key = name.replace("-", "_")

@@ -15,7 +15,7 @@ from vembed.cli.support import (
     AnyModel,
     BatchTokens,
     ColumnMapping,
-    ImageRoot,
+    ImageRootOption,
     ModelUse,
     OnBadRecord,
     OutputFile,
@@ -133,7 +133,7 @@ def score(
     pairs: str,
     output: OutputFile = "-",
     column_mapping: ColumnMapping = "",
-    image_root: ImageRoot = None,
+    image_root: ImageRootOption = None,
     use: ModelUse = ALONE,
 ) -> None:
     """Score given pairs: each query with its positives, then its negatives.
@@ -206,7 +206,7 @@ def rerank(
     lists: str,
     output: OutputFile = "-",
     top_k: PositiveNumber = None,
-    image_root: ImageRoot = None,
+    image_root: ImageRootOption = None,
     use: ModelUse = ALONE,
 ) -> None:
     """Sort the documents of each query by a reranker, the best first, with their scores.
@@ -227,16 +227,15 @@ def rerank(
             "--nproc: several processes cannot share standard input; give a file"
         )
     use.share()
-    from vembed.data.columns import Columns
-    from vembed.data.images import files
-    from vembed.data.records import RecordFormat
+    from vembed.data.examples import ImageRoot
+    from vembed.data.records import Columns, RecordFormat
     from vembed.inference.reranker import Reranker, sorted_documents
 
     folder = Path() if lists == "-" else Path(lists).parent
-    images = files.ImageRoot(image_root or str(folder), allow_urls=False)
+    images = ImageRoot(image_root or str(folder), allow_urls=False)
     form = RecordFormat(Columns({"documents": "positive"}), images)
     with ExitStack() as stack:
-        source: Any = sys.stdin
+        source = sys.stdin
         if lists != "-":
             source = stack.enter_context(Path(lists).open(encoding="utf-8"))
         model_path, options = stack.enter_context(use.open(model))

@@ -48,9 +48,9 @@ def serve(
             raise UserError(
                 f"{package} is not installed: `pip install 'vembed[serve]'`"
             )
+    from vembed.files import short_name
     from vembed.inference.serve.app import serve as run_server
     from vembed.inference.serve.encoder import open_encoder
-    from vembed.names import short_name
 
     with usable_model(model) as model_path:
 
@@ -99,8 +99,7 @@ def check_server(
         served_name: Name of the model at the server. Default: MODEL as it is given.
         tolerance: Largest cosine distance.
     """
-    from vembed.export.servers import check_address
-    from vembed.export.servers import check_server as compare_server
+    from vembed.export.exporting import check_address, compare_server
 
     check_address(url, model)
     with usable_model(model) as model_path:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BUDGETS = (32_768, 16_384, 8_192, 4_096, 2_048, 1_024)
 """Values of micro_batch_tokens that are tried, the fastest first."""
-NAMES = {
+MEMORY_PART_NAMES = {
     "gathered": "gathered parameters",
     "copies": "weights in bfloat16",
     "loss": "embeddings and loss",
@@ -42,7 +42,7 @@ def train(ctx: typer.Context, args: ConfigArguments = None) -> Any:
         return 0
     arguments = parse_train_arguments(args or [])
     from vembed.cli.run_train import run_train
-    from vembed.config.stages import chosen_pipeline
+    from vembed.config.loading import chosen_pipeline
     from vembed.pipelines.stages import results_of, run_stages
 
     writes_json = ctx.obj is not None
@@ -94,8 +94,8 @@ def plan(
     # A dry run needs no machine rank, and may describe GPUs of other machines.
     words = [*(args or []), "--dry-run"]
     arguments = read_config_arguments("plan", plan.__doc__, words)
-    from vembed.config.stages import chosen_pipeline
-    from vembed.parallel.hardware import read_hardware
+    from vembed.config.loading import chosen_pipeline
+    from vembed.parallel.devices import read_hardware
     from vembed.pipelines.prediction import predict
     from vembed.pipelines.stages import estimates, table
 
@@ -128,7 +128,10 @@ def show(prediction: Prediction) -> dict[str, Any]:
     estimate = MemoryEstimate(placement, size)
     memory = asdict(prediction.memory)
     num_processes = placement.ranks.world_size
-    rows = [(NAMES.get(name, name), f"{memory[name] / GIB:.2f}") for name in memory]
+    rows = [
+        (MEMORY_PART_NAMES.get(name, name), f"{memory[name] / GIB:.2f}")
+        for name in memory
+    ]
     rows += [
         ("", ""),
         ("parameters", f"{size.total:,d}"),

@@ -8,7 +8,7 @@ from typer import Argument, Option
 
 from vembed.cli.support import (
     ALONE,
-    Kind,
+    KindOption,
     ModelUse,
     NewFolder,
     Nproc,
@@ -125,7 +125,7 @@ def edit(
     components: Annotated[int, Option(min=1)] = 1,
     strength: float = 1.0,
     layers: str = "",
-    kind: Kind = "document",
+    kind: KindOption = "document",
     data: str | None = None,
     trials: Annotated[int, Option(min=0)] = 0,
     max_drop: float = 0.01,

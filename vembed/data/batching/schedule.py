@@ -665,12 +665,12 @@ def _shares(
     shares = np.zeros(len(sizes), dtype=np.int64)
     is_full = np.zeros(len(sizes), dtype=bool)
     while True:
-        rest = total - most * int(is_full.sum())
+        remaining = total - most * int(is_full.sum())
         free = sizes[~is_full]
         shares[is_full] = most
-        shares[~is_full] = np.floor(free * (rest / max(int(free.sum()), 1))).astype(
-            np.int64
-        )
+        shares[~is_full] = np.floor(
+            free * (remaining / max(int(free.sum()), 1))
+        ).astype(np.int64)
         over = (shares > most) & ~is_full
         if not over.any():
             break

@@ -136,21 +136,21 @@ class ArrowRows(Format):
         number = part.start
         line = 1
         for batch in self.batches(part):
-            for record in row_values(batch):
+            for record in python_rows(batch):
                 yield number, line, record
                 number += 1
                 line += 1
 
     def read(self, number: int) -> Any:
         """Return one record again."""
-        return row_values(self.table().slice(number, 1).to_batches()[0])[0]
+        return python_rows(self.table().slice(number, 1).to_batches()[0])[0]
 
     def num_records(self) -> int:
         """Return the number of rows."""
         return self.stop
 
 
-def row_values(rows: pa.RecordBatch) -> list[Any]:
+def python_rows(rows: pa.RecordBatch) -> list[Any]:
     """Return the rows as dicts, with a BadRecord for each that is too long or that Python cannot represent (invalid
     UTF-8, say)."""
     reason = f"a record of more than {MAX_RECORD_BYTES:,d} bytes"
@@ -163,7 +163,7 @@ def row_values(rows: pa.RecordBatch) -> list[Any]:
         return [BadRecord(reason)]
     values = []
     for row in range(rows.num_rows):
-        values += row_values(rows.slice(row, 1))
+        values += python_rows(rows.slice(row, 1))
     return values
 
 

@@ -20,7 +20,7 @@ MAX_HELD_BYTES = 2**20
 PROBED_ROWS = 64
 MAX_READ_BYTES = 2**28
 """Bytes of the rows read at a time, by the size of the first ones: a value that many rows have is stored once."""
-PART_BYTES = 64 * 2**20
+PART_ROW_BYTES = 64 * 2**20
 """Bytes of the rows that one process of the first pass reads at a time."""
 
 
@@ -53,7 +53,7 @@ class ParquetFile(ArrowRows):
         step = max(self.stop, 1)
         if self._num_bytes > MAX_HELD_BYTES:
             self.table()  # made once, before other processes read it
-            step = max(1, PART_BYTES // self._row_bytes)
+            step = max(1, PART_ROW_BYTES // self._row_bytes)
         starts = range(0, max(self.stop, 1), step)
         return [range(start, min(start + step, self.stop)) for start in starts]
 

@@ -89,8 +89,8 @@ def open_hub(name: str, role: Role) -> SavedDataset:
     """Open a Hub dataset: `owner/name`, `owner/name:config` or `owner/name:config:split`."""
     import datasets
 
-    repository, _, rest = name.partition(":")
-    config, _, split = rest.partition(":")
+    repository, _, config_and_split = name.partition(":")
+    config, _, split = config_and_split.partition(":")
     # What is there already is not fetched again. `datasets` shows the progress of each file on stderr.
     log.info("%s: from the Hub, into %s", name, datasets.config.HF_DATASETS_CACHE)
     try:

@@ -16,7 +16,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from vembed.data.columns import Columns, guess_mapping
 from vembed.data.examples import BadRecord
 from vembed.data.formats.base import FILE_BITS, Format, LineFormat, Row
 from vembed.data.formats.delimited import DelimitedFile, TsvFile
@@ -29,10 +28,19 @@ from vembed.data.formats.saved_datasets import (
     open_hub,
 )
 from vembed.data.images.files import IMAGE_SUFFIXES
+from vembed.data.records import Columns, guess_mapping
 from vembed.declarations import check_parts
 from vembed.errors import UserError, listed
-from vembed.files import cache_folder, new_copy, short_hash, stamp, written_aside
-from vembed.names import is_address, is_pattern, similar_path
+from vembed.files import (
+    cache_folder,
+    is_address,
+    is_pattern,
+    new_copy,
+    short_hash,
+    similar_path,
+    stamp,
+    written_aside,
+)
 from vembed.progress import ProgressReport
 
 log = logging.getLogger("vembed")
@@ -58,7 +66,7 @@ def check_formats(formats: Sequence[type[Format]]) -> dict[str, type[Format]]:
         formats,
         lambda form: form.endings,
         needed=("endings", "title"),
-        taken=tuple(CODECS),
+        taken_names=tuple(CODECS),
     )
     for ending, form in by_ending.items():
         if not Path(f"data{ending}").suffix == ending == ending.lower():
@@ -69,7 +77,7 @@ def check_formats(formats: Sequence[type[Format]]) -> dict[str, type[Format]]:
     return by_ending
 
 
-ENDINGS = check_formats(FORMATS)
+FORMAT_BY_ENDING = check_formats(FORMATS)
 """Format by the ending of the file."""
 
 
@@ -82,7 +90,7 @@ def ending_of(path: Path) -> str:
 def is_hub_dataset(path: str) -> bool:
     """Return whether a path that does not exist can be the name of a data set on the Hub."""
     folder = Path(path).parent
-    is_file = Path(path).suffix.lower() in ENDINGS or (
+    is_file = Path(path).suffix.lower() in FORMAT_BY_ENDING or (
         folder != Path() and folder.is_dir()
     )
     return not is_file and _HUB_DATASET.fullmatch(path) is not None
@@ -105,7 +113,9 @@ WAYS_OUT = {
     ".zip": "unpack it (unzip)",
 }
 """Ways to make use of files whose ending no format has."""
-SPLITS = frozenset({"train", "training", "val", "valid", "validation", "dev", "test"})
+SPLIT_FOLDERS = frozenset(
+    {"train", "training", "val", "valid", "validation", "dev", "test"}
+)
 """Names of folders that are splits, not classes."""
 
 
@@ -270,7 +280,7 @@ def _open_folder(folder: Path, role: Role) -> list[Format]:
             f"put the images of each class into a folder of its own ({folder}/cat/1.jpg)"
         )
     raise UserError(
-        f"{folder} is a folder without data files of one kind ({', '.join(ENDINGS)}), without folders of images and "
+        f"{folder} is a folder without data files of one kind ({', '.join(FORMAT_BY_ENDING)}), without folders of images and "
         f"not saved by `datasets`; it holds {names or 'nothing'}: name a file"
     )
 
@@ -291,7 +301,7 @@ def class_records(folder: Path) -> Path | None:
     if not classes:
         return None
     for name in classes:
-        if name.lower() in SPLITS:
+        if name.lower() in SPLIT_FOLDERS:
             raise UserError(
                 f"{folder} holds {listed(classes)}, and {name} is the name of a split, not of a class: give "
                 f"{folder / name} itself, and other splits as val_data_path"
@@ -319,8 +329,8 @@ def _is_image(path: Path) -> bool:
 def _open_file(path: Path, name: str | None = None) -> Format:
     """Return the reader of a file. `name`: what messages call it, if it is a copy."""
     ending = path.suffix.lower()
-    if ending in ENDINGS:
-        reader = ENDINGS[ending].open(path)
+    if ending in FORMAT_BY_ENDING:
+        reader = FORMAT_BY_ENDING[ending].open(path)
     elif ending in CODECS:
         reader = _open_file(unpacked_copy(path), str(path))
         reader.folder = path.parent
@@ -349,7 +359,11 @@ def data_files(folder: Path) -> list[Path]:
     """Return the data files of a folder, sorted by name. A folder of one kind of file is one source."""
     files = []
     for path in sorted(folder.iterdir()):
-        if ending_of(path) in ENDINGS and path.is_file() and path.stat().st_size:
+        if (
+            ending_of(path) in FORMAT_BY_ENDING
+            and path.is_file()
+            and path.stat().st_size
+        ):
             files.append(path)
     return files if len({ending_of(path) for path in files}) == 1 else []
 
@@ -364,7 +378,7 @@ def unknown_ending(path: Path) -> UserError:
 
 
 VERSION_FACTS = ("size", "ETag", "etag", "md5", "mtime", "LastModified", "created")
-PIECE_BYTES = 4 * 2**20
+COPY_PIECE_BYTES = 4 * 2**20
 
 
 def unpacked_copy(path: Path) -> Path:
@@ -437,7 +451,7 @@ def _copy(
         ProgressReport(f"copying {name}", log=log.info) as progress,
         partial.open("wb") as file,
     ):
-        while piece := source.read(PIECE_BYTES):
+        while piece := source.read(COPY_PIECE_BYTES):
             file.write(piece)
             num_bytes += len(piece)
             progress(num_bytes, None)

@@ -147,9 +147,9 @@ def _close(pool: ThreadPoolExecutor, threads: _Threads) -> None:
         child.close()
 
 
-PIXELS = "pixel_values"
+PIXELS_KEY = "pixel_values"
 """Key of the pixels in the inputs of a model."""
-GRID = "image_grid_thw"
+GRID_KEY = "image_grid_thw"
 """Key of the number of patches along time, height and width."""
 
 Arrays = dict[str, np.ndarray]
@@ -189,7 +189,7 @@ class Resizing:
         planes_HCW = lines.reshape(picture.height, 3, picture.width)
         # A copy: `tobytes` gives memory that cannot be written.
         planes_CHW = np.array(planes_HCW.transpose(1, 0, 2), order="C")
-        return {PIXELS: planes_CHW[None]}
+        return {PIXELS_KEY: planes_CHW[None]}
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,10 @@ class Patching:
         # To [rows of tokens, columns of tokens, rows and columns inside of a token, channels, height, width].
         patches = np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5))
         return {
-            PIXELS: patches.reshape(rows * columns, pixels.shape[-1], patch * patch),
-            GRID: np.array([[1, rows, columns]], np.int64),
+            PIXELS_KEY: patches.reshape(
+                rows * columns, pixels.shape[-1], patch * patch
+            ),
+            GRID_KEY: np.array([[1, rows, columns]], np.int64),
         }
 
     def _grid(self, picture: Image.Image) -> tuple[int, int]:
@@ -254,8 +256,10 @@ class ProcessorCode:
 
     def __call__(self, picture: Image.Image) -> Arrays:
         """Return the tensors of the processor."""
-        made = self.processor(images=[picture], return_tensors="pt", **self.options)
-        return {name: tensor.numpy() for name, tensor in made.items()}
+        processed = self.processor(
+            images=[picture], return_tensors="pt", **self.options
+        )
+        return {name: tensor.numpy() for name, tensor in processed.items()}
 
 
 def resized(

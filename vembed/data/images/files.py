@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import http.client
 import io
-import os
 import re
 import stat
 import struct
@@ -23,55 +22,20 @@ from vembed.errors import UserError, printable
 
 MAX_PIXELS = 89_478_485
 """Larger images are refused, since a small file may decompress to gigabytes. About 9,400 x 9,400."""
-MAX_BYTES = 256 * 2**20
+MAX_IMAGE_BYTES = 256 * 2**20
 """Larger image files are refused."""
 URL_SECONDS = 30.0
-LONGEST_NAME = 64
-"""Characters of a text beyond which one that begins as an image in base64 does is no path."""
-_HTTP = ("http://", "https://")
-_ENCODED = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-"""Beginnings of images in base64: a data URI, PNG, JPEG, GIF and WebP."""
-
-IMAGE_SUFFIXES = frozenset(
-    [
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".jfif",
-        ".mpo",
-        ".png",
-        ".apng",
-        ".webp",
-        ".gif",
-        ".bmp",
-        ".tif",
-        ".tiff",
-        ".avif",
-        ".ppm",
-        ".pgm",
-        ".pbm",
-        ".pnm",
-        ".jp2",
-        ".j2k",
-    ]
+_SUFFIXES = (
+    ".jpg .jpeg .jpe .jfif .mpo .png .apng .webp .gif .bmp .tif .tiff .avif "
+    ".ppm .pgm .pbm .pnm .jp2 .j2k"
 )
+IMAGE_SUFFIXES = frozenset(_SUFFIXES.split())
 """Endings of files that are taken for images in a folder."""
 IMAGE_PATH = re.compile(
     rf"\S.*({'|'.join(map(re.escape, sorted(IMAGE_SUFFIXES)))})", re.IGNORECASE
 )
 """Texts that are probably paths of images."""
-_FORMATS = [
-    "JPEG",
-    "MPO",
-    "PNG",
-    "WEBP",
-    "GIF",
-    "BMP",
-    "TIFF",
-    "PPM",
-    "JPEG2000",
-    "AVIF",
-]
+_FORMATS = "JPEG MPO PNG WEBP GIF BMP TIFF PPM JPEG2000 AVIF"
 # Exceptions that Pillow's readers raise on broken files.
 _BROKEN = (
     OSError,
@@ -98,58 +62,13 @@ _TURNS = {
 _SIDEWAYS = [_TURNS[number] for number in (5, 6, 7, 8)]
 
 
-class ImageRoot:
-    """Base folder of relative image paths, which must not lead out of it. Absolute paths are used unchanged."""
-
-    def __init__(self, folder: str, *, allow_urls: bool) -> None:
-        self.folder = os.path.normpath(Path(folder).absolute())
-        self.allow_urls = allow_urls
-        self._real = os.path.realpath(folder)
-        self._inside: dict[str, bool] = {}
-
-    def reference(self, path: str) -> ImageRef:
-        """Return the reference for a path or address in a record. Opens nothing."""
-        name = printable(path, 200)
-        if "\0" in path or not path.strip():
-            raise BadRecord("an image path is empty or has a NUL character in it")
-        if path.startswith(_ENCODED) and len(path) > LONGEST_NAME:
-            raise BadRecord(
-                f"{printable(path)} is an image in base64, and a path is expected: decode it into a file, or into bytes in "
-                "Parquet"
-            )
-        if "://" in path:
-            if not path.startswith(_HTTP):
-                raise BadRecord(f"image address {name} is neither a path nor http(s)")
-            if not self.allow_urls:
-                raise BadRecord(
-                    f"image {name} is an address, and none is fetched unless allow_image_urls: true"
-                )
-            return ImageRef(path=path)
-        if path.startswith("/"):
-            return ImageRef(path=os.path.normpath(path))
-        whole = os.path.normpath(f"{self.folder}/{path}")
-        # Folders are resolved once; only the last component is checked for every path.
-        parent = whole.rpartition("/")[0]
-        if parent not in self._inside:
-            is_in_both = _is_in(os.path.realpath(parent), self._real)
-            self._inside[parent] = _is_in(parent, self.folder) and is_in_both
-        is_inside = self._inside[parent]
-        if is_inside and Path(whole).is_symlink():
-            is_inside = _is_in(os.path.realpath(whole), self._real)
-        if not is_inside:
-            raise BadRecord(
-                f"image path {name} leads out of image_root ({self.folder}): set image_root, or write the whole path"
-            )
-        return ImageRef(path=whole)
-
-
 def check_image(image: ImageRef) -> None:
     """Raise BadRecord for an image that cannot be decoded.
 
     The pixels are decoded, as in training: damage in the middle of a file shows only then. A PNG is verified by its
     checksums too. Addresses are not fetched.
     """
-    if _is_address(image):
+    if image.is_address:
         return
     try:
         with _opened(image) as picture:
@@ -173,7 +92,15 @@ def load_image(image: ImageRef) -> Image.Image:
     with _opened(image) as picture:
         turn = _turn(picture)
         picture.load()
-        return _rgb(picture if turn is None else picture.transpose(turn))
+        upright = picture if turn is None else picture.transpose(turn)
+    if upright.mode == "RGB":  # `convert` would copy it
+        return upright
+    if upright.mode.startswith("I"):
+        # 16 bits: `convert` would clip everything above 255.
+        upright = upright.convert("I").point(lambda value: value / 257).convert("L")
+    if upright.mode == "P" and "transparency" in upright.info:
+        upright = upright.convert("RGBA")
+    return upright.convert("RGB")
 
 
 def image_size(image: ImageRef) -> tuple[int, int]:
@@ -181,10 +108,6 @@ def image_size(image: ImageRef) -> tuple[int, int]:
     with _opened(image) as picture:
         width, height = picture.size
         return (height, width) if _turn(picture) in _SIDEWAYS else (width, height)
-
-
-def _is_in(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(f"{folder.rstrip('/')}/")
 
 
 @contextmanager
@@ -195,7 +118,7 @@ def _opened(image: ImageRef) -> Iterator[Image.Image]:
     try:
         if image.path is None:
             file = io.BytesIO(image.data or b"")
-        elif _is_address(image):
+        elif image.is_address:
             file = io.BytesIO(_fetch(image.path))
         else:
             # Opening a pipe would block forever.
@@ -207,18 +130,19 @@ def _opened(image: ImageRef) -> Iterator[Image.Image]:
             file.seek(0)
             if size == 0:
                 raise UserError("is empty")
-            if size > MAX_BYTES:
+            if size > MAX_IMAGE_BYTES:
                 raise UserError(
-                    f"has {size:,d} bytes, and at most {MAX_BYTES:,d} are read: scale it down"
+                    f"has {size:,d} bytes, and at most {MAX_IMAGE_BYTES:,d} are read: scale it down"
                 )
             with Image.open(file, formats=_formats()) as picture:
                 if picture.width * picture.height > MAX_PIXELS:
                     raise Image.DecompressionBombError
-                is_tiff = picture.mode == "I" and picture.format == "TIFF"
-                if picture.mode == "F" or is_tiff:
-                    kind = (
-                        "floating-point" if picture.mode == "F" else "signed or 32-bit"
-                    )
+                kind = None
+                if picture.mode == "F":
+                    kind = "floating-point"
+                elif picture.mode == "I" and picture.format == "TIFF":
+                    kind = "signed or 32-bit"
+                if kind is not None:
                     raise UserError(
                         f"has {kind} pixels, whose range is unknown: convert it to 8 bits"
                     )
@@ -259,7 +183,7 @@ def image_name(image: ImageRef) -> str:
 def _formats() -> tuple[str, ...]:
     """Return the available raster formats. Pillow would start Ghostscript for EPS."""
     Image.init()
-    return tuple(name for name in _FORMATS if name in Image.OPEN)
+    return tuple(name for name in _FORMATS.split() if name in Image.OPEN)
 
 
 def _turn(picture: Image.Image) -> Image.Transpose | None:
@@ -278,27 +202,11 @@ def _turn(picture: Image.Image) -> Image.Transpose | None:
     return _TURNS.get(orientation) if isinstance(orientation, int) else None
 
 
-def _rgb(picture: Image.Image) -> Image.Image:
-    if picture.mode == "RGB":  # `convert` would copy it
-        return picture
-    if picture.mode.startswith(
-        "I"
-    ):  # 16 bits: `convert` would clip everything above 255
-        picture = picture.convert("I").point(lambda value: value / 257).convert("L")
-    if picture.mode == "P" and "transparency" in picture.info:
-        picture = picture.convert("RGBA")
-    return picture.convert("RGB")
-
-
-def _is_address(image: ImageRef) -> bool:
-    return image.path is not None and image.path.startswith(_HTTP)
-
-
 def _fetch(address: str) -> bytes:
     request = urllib.request.Request(address, headers={"User-Agent": "vembed"})
     try:
         with urllib.request.urlopen(request, timeout=URL_SECONDS) as answer:
-            data: bytes = answer.read(MAX_BYTES + 1)
+            data: bytes = answer.read(MAX_IMAGE_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
         raise UserError(f"cannot be fetched: {error}") from error
     return data

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from vembed.data.examples import ImageRef
 from vembed.data.images.decoders import (
-    PIXELS,
+    PIXELS_KEY,
     Arrays,
     Decoders,
     Decoding,
@@ -70,10 +70,12 @@ class Pixels:
         """`decoders`: images that are decoded at once; None: one per core of this process."""
         self._processor = load_image_processor(description)
         self._recipe = find_recipe(self._processor)
-        config = read_config(
-            Path(description.image_source or description.source),
-            trust_remote_code=description.trust_remote_code,
-        ).to_dict()
+        if description.image_source is None:
+            config = description.read_config().to_dict()
+        else:
+            trust = description.trust_remote_code
+            folder = Path(description.image_source)
+            config = read_config(folder, trust_remote_code=trust).to_dict()
         vision = config.get("vision_config", config)
         # A network that halves its resolution at each stage (ConvNeXt) has the patches of its last stage.
         num_halvings = len(vision.get("depths") or [0]) - 1
@@ -103,18 +105,18 @@ class Pixels:
             entries = [
                 self._kept.get(image) or self._decoding.get(image) for image in images
             ]
-        made: dict[ImageRef, Arrays] = {}
+        decoded: dict[ImageRef, Arrays] = {}
         image = None
         try:
             for image, entry in zip(images, entries, strict=True):
                 # Not begun where more is being decoded than the cache holds, or where it was pushed out just now.
                 begun = self.decoders.start([image])[0] if entry is None else entry
-                made[image] = begun.wait() if isinstance(begun, Decoding) else begun
+                decoded[image] = begun.wait() if isinstance(begun, Decoding) else begun
         finally:
             with self._lock:
-                for done in (*made, image):
+                for done in (*decoded, image):
                     self._decoding.pop(done, None)  # type: ignore[arg-type]
-                for done, arrays in made.items():
+                for done, arrays in decoded.items():
                     if done not in self._kept:
                         self._bytes_of_one = max(_size(arrays), 1)
                         self._num_bytes += self._bytes_of_one
@@ -122,7 +124,7 @@ class Pixels:
                     self._kept.move_to_end(done)
                 while self._num_bytes > self._cache_bytes:
                     self._num_bytes -= _size(self._kept.popitem(last=False)[1])
-        ordered = [made[image] for image in images]
+        ordered = [decoded[image] for image in images]
         # By NumPy, in the calling thread: PyTorch would wake a team of threads beside those that decode.
         stacked = {}
         for name in ordered[0]:
@@ -138,13 +140,13 @@ class Pixels:
         """Begin to decode images. No more than half of the cache is decoded ahead: what is not read yet would push out
         what is."""
         with self._lock:
-            wanted = []
+            missing = []
             for image in dict.fromkeys(images):
                 if image not in self._kept and image not in self._decoding:
-                    wanted.append(image)
+                    missing.append(image)
             fits = self._cache_bytes // (2 * self._bytes_of_one)
             most = max(fits, 2 * self._num_decoders) - len(self._decoding)
-            chosen = wanted[: max(most, 0)]
+            chosen = missing[: max(most, 0)]
             begun = self.decoders.start(chosen)
             self._decoding.update(zip(chosen, begun, strict=True))
 
@@ -158,8 +160,8 @@ class Pixels:
     def num_patches(self) -> int:
         """Positions that an image tower computes for one image of any size."""
         wide, high = (self.alone(blank_image(*size)) for size in ((64, 48), (48, 64)))
-        shape = wide[PIXELS].shape
-        if shape != high[PIXELS].shape:
+        shape = wide[PIXELS_KEY].shape
+        if shape != high[PIXELS_KEY].shape:
             raise UserError(
                 "the model's image processor gives images of different sizes, and vembed needs one size: set crop_size "
                 "and do_center_crop in preprocessor_config.json"
@@ -245,14 +247,14 @@ class PixelRecipe:
         """Return what the processor itself would have returned, on the device of `halfway`, for one or more images."""
         if self.scale is None:
             return dict(halfway)
-        pixels = halfway[PIXELS]
+        pixels = halfway[PIXELS_KEY]
         if self.frames is None:
             scaled = self.scale.apply(pixels)
         else:
             # [patches, channels, n] to [patches, channels * frames * n]
             scaled = self.scale.apply(pixels[:, :, None, :])
             scaled = scaled.expand(-1, -1, self.frames, -1).flatten(1)
-        return {**halfway, PIXELS: scaled}
+        return {**halfway, PIXELS_KEY: scaled}
 
 
 def find_recipe(processor: Any) -> PixelRecipe:
@@ -322,14 +324,14 @@ def _agrees(
 ) -> bool:
     """Return whether both give the same bits for a picture."""
     halfway = recipe.halfway(picture)
-    if halfway[PIXELS].dtype != torch.uint8:
+    if halfway[PIXELS_KEY].dtype != torch.uint8:
         return False
     tensors = recipe.finished(halfway)
-    wanted = dict(processor(images=[picture], return_tensors="pt"))
-    if tensors.keys() != wanted.keys():
+    expected = dict(processor(images=[picture], return_tensors="pt"))
+    if tensors.keys() != expected.keys():
         return False
     same = []
     for name, tensor in tensors.items():
-        has_same_dtype = tensor.dtype == wanted[name].dtype
-        same.append(has_same_dtype and torch.equal(tensor, wanted[name]))
+        has_same_dtype = tensor.dtype == expected[name].dtype
+        same.append(has_same_dtype and torch.equal(tensor, expected[name]))
     return all(same)

@@ -18,7 +18,7 @@ from vembed.evaluation.query_results import (
     read_queries,
 )
 from vembed.evaluation.report.page import render_page
-from vembed.evaluation.report.plots import RUNS, Curve, Plot, plot_runs
+from vembed.evaluation.report.plots import RUN_COLOURS, Curve, Plot, plot_runs
 from vembed.evaluation.report.record import (
     TABLE,
     RunRecord,
@@ -153,7 +153,7 @@ def read_several(folders: Sequence[str | Path]) -> SeveralRuns:
         raise UserError(
             f"{len(folders)} run was given: a comparison needs two or more, as vembed compare runs/a runs/b"
         )
-    resolved: set[Path] = set()
+    resolved = set()
     for folder in folders:
         path = Path(folder).resolve()
         if path in resolved:
@@ -325,7 +325,7 @@ def write_comparison(runs: SeveralRuns, target: str | Path) -> Path:
         "comparison.html.j2",
         title=f"{len(runs.runs)} runs - vembed compare",
         names=[run.name for run in runs.runs],
-        num_colours=len(RUNS),
+        num_colours=len(RUN_COLOURS),
         runs=runs,
         sentence=_verdict(runs),
         warnings=warnings,

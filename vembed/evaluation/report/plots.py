@@ -11,13 +11,13 @@ from pathlib import Path
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 INK = "var(--ink-soft)"
-GRID = "var(--line)"
+GRID_COLOUR = "var(--line)"
 ACCENT = "var(--accent)"
 BEFORE = "var(--before)"
-COLOURS = {INK: "#666c75", GRID: "#e4e5e2", ACCENT: "#1f5fbf", BEFORE: "#a3a8ae"}
+COLOURS = {INK: "#666c75", GRID_COLOUR: "#e4e5e2", ACCENT: "#1f5fbf", BEFORE: "#a3a8ae"}
 """Colours of the page in daylight, for files."""
 TITLE_COLOUR = "#1b1d20"
-RUNS = tuple(f"var(--run-{number})" for number in range(8))
+RUN_COLOURS = tuple(f"var(--run-{number})" for number in range(8))
 """Colours of runs that are compared. With more runs they are used again, paler."""
 WIDTH = 317.0
 HEIGHT = 173.0
@@ -32,12 +32,12 @@ MIN_SMOOTHED_POINTS = 40
 """From here a noisy curve also gets a running mean."""
 MAX_TICKS_X = 6
 MAX_TICKS_Y = 5
-MARGIN = 5.0
+PLOT_MARGIN = 5.0
 TITLE_HEIGHT = 16.0
 """Margin of a file, and what its title takes above the plot."""
-OVERSAMPLING = 2
-PIXELS_PER_UNIT = 3 * OVERSAMPLING
-"""A PNG is drawn on a grid that is finer by OVERSAMPLING, which makes its lines smooth."""
+PIXEL_OVERSAMPLING = 2
+PIXELS_PER_UNIT = 3 * PIXEL_OVERSAMPLING
+"""A PNG is drawn on a grid that is finer by PIXEL_OVERSAMPLING, which makes its lines smooth."""
 ANCHORS = {"start": "ls", "middle": "ms", "end": "rs"}
 """SVG's text-anchor -> Pillow's: left, middle or right, on the baseline."""
 
@@ -49,7 +49,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Stroke:
-    """A line through points."""
+    """A line through points. A thick one is a bar."""
 
     points: Sequence[Point]
     colour: str
@@ -59,15 +59,13 @@ class Stroke:
     def svg(self) -> str:
         """Return the SVG element."""
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in self.points)
-        look = f'stroke="{self.colour}" stroke-width="{self.width:g}" stroke-linecap="round"'
-        return f'<path d="M{path}" fill="none" {look} opacity="{self.opacity:g}"/>'
+        look = f'stroke="{self.colour}" stroke-width="{self.width:g}" opacity="{self.opacity:g}"'
+        return f'<path d="M{path}" fill="none" {look}/>'
 
     def draw(self, draw: ImageDraw.ImageDraw) -> None:
         """Draw it, mixed with the white below it where it is not opaque."""
         channels = ImageColor.getrgb(COLOURS[self.colour])
-        mixed = [
-            round(255 + (channel - 255) * self.opacity) for channel in channels[:3]
-        ]
+        mixed = [round(255 + (channel - 255) * self.opacity) for channel in channels]
         width = round(self.width * PIXELS_PER_UNIT)
         pixels = [_pixel(x, y) for x, y in self.points]
         draw.line(pixels, tuple(mixed), width, joint="curve")
@@ -85,10 +83,11 @@ class Dot:
 
     def svg(self) -> str:
         """Return the SVG element."""
-        fill = "none" if self.is_ring else self.colour
-        stroke = self.colour if self.is_ring else "none"
         place = f'cx="{self.x:.1f}" cy="{self.y:.1f}" r="{self.radius:g}"'
-        return f'<circle {place} fill="{fill}" stroke="{stroke}"/>'
+        look = f'fill="{self.colour}"'
+        if self.is_ring:
+            look = f'fill="none" stroke="{self.colour}"'
+        return f"<circle {place} {look}/>"
 
     def draw(self, draw: ImageDraw.ImageDraw) -> None:
         """Draw it."""
@@ -97,28 +96,6 @@ class Dot:
         end = _pixel(self.x + self.radius, self.y + self.radius)
         fill = None if self.is_ring else colour
         draw.ellipse((*start, *end), fill, colour, PIXELS_PER_UNIT)
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A filled rectangle."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-
-    def svg(self) -> str:
-        """Return the SVG element."""
-        place = f'x="{self.x:.1f}" y="{self.y:.1f}"'
-        size = f'width="{self.width:.1f}" height="{self.height:.1f}"'
-        return f'<rect {place} {size} fill="{ACCENT}"/>'
-
-    def draw(self, draw: ImageDraw.ImageDraw) -> None:
-        """Draw it."""
-        start = _pixel(self.x, self.y)
-        end = _pixel(self.x + self.width, self.y + self.height)
-        draw.rectangle((*start, *end), COLOURS[ACCENT])
 
 
 @dataclass(frozen=True)
@@ -134,28 +111,25 @@ class Text:
 
     def svg(self) -> str:
         """Return the SVG element."""
-        look = (
-            f'font-size="{self.size}" fill="{self.colour}" text-anchor="{self.anchor}"'
-        )
-        return (
-            f'<text x="{self.x:.1f}" y="{self.y:.1f}" {look}>{escape(self.text)}</text>'
-        )
+        place = f'x="{self.x:.1f}" y="{self.y:.1f}" text-anchor="{self.anchor}"'
+        look = f'font-size="{self.size}" fill="{self.colour}"'
+        return f"<text {place} {look}>{escape(self.text)}</text>"
 
     def draw(self, draw: ImageDraw.ImageDraw) -> None:
         """Draw it."""
         font = ImageFont.load_default(self.size * PIXELS_PER_UNIT)
         colour = COLOURS.get(self.colour, self.colour)
-        pixel = _pixel(self.x, self.y)
-        draw.text(pixel, self.text, colour, font, ANCHORS[self.anchor])
+        anchor = ANCHORS[self.anchor]
+        draw.text(_pixel(self.x, self.y), self.text, colour, font, anchor)
 
 
-Mark = Stroke | Dot | Bar | Text
+Mark = Stroke | Dot | Text
 
 
 def _pixel(x: float, y: float) -> Point:
     """Return the place of a point in the image of a file."""
-    top = TITLE_HEIGHT + MARGIN
-    return (x + MARGIN) * PIXELS_PER_UNIT, (y + top) * PIXELS_PER_UNIT
+    top = TITLE_HEIGHT + PLOT_MARGIN
+    return (x + PLOT_MARGIN) * PIXELS_PER_UNIT, (y + top) * PIXELS_PER_UNIT
 
 
 @dataclass(frozen=True)
@@ -171,28 +145,28 @@ class Plot:
         start = f'<svg viewBox="0 0 {WIDTH:g} {self.height:g}" role="img" aria-label="{escape(self.description)}">'
         return "\n".join([start, *(mark.svg() for mark in self.marks), "</svg>"])
 
-    def image(self, title: str = "") -> Image.Image:
+    def image(self, title: str) -> Image.Image:
         """Draw the plot below a title."""
-        end = _pixel(WIDTH + MARGIN, self.height + MARGIN)
-        image = Image.new("RGB", (round(end[0]), round(end[1])), "white")
+        width, height = _pixel(WIDTH + PLOT_MARGIN, self.height + PLOT_MARGIN)
+        image = Image.new("RGB", (round(width), round(height)), "white")
         draw = ImageDraw.Draw(image)
         for mark in (*self.marks, _title(title)):
             mark.draw(draw)
-        return image.reduce(OVERSAMPLING)
+        return image.reduce(PIXEL_OVERSAMPLING)
 
     def write(self, path: Path, title: str = "") -> Path:
         """Write a file of its own, .svg or .png by the path's suffix."""
         if path.suffix == ".png":
             self.image(title).save(path)
             return path
-        width = WIDTH + 2 * MARGIN
-        height = self.height + TITLE_HEIGHT + 2 * MARGIN
-        top = -TITLE_HEIGHT - MARGIN
-        start = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{-MARGIN:g} {top:g} {width:g} {height:g}"'
+        width = WIDTH + 2 * PLOT_MARGIN
+        height = self.height + TITLE_HEIGHT + 2 * PLOT_MARGIN
+        top = -TITLE_HEIGHT - PLOT_MARGIN
+        look = f'viewBox="{-PLOT_MARGIN:g} {top:g} {width:g} {height:g}" width="{2 * width:g}" font-family="sans-serif"'
         lines = [
             '<?xml version="1.0" encoding="UTF-8"?>',
-            f'{start} width="{2 * width:g}" font-family="sans-serif">',
-            f'<rect x="{-MARGIN:g}" y="{top:g}" width="{width:g}" height="{height:g}" fill="#ffffff"/>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {look}>',
+            f'<rect x="{-PLOT_MARGIN:g}" y="{top:g}" width="{width:g}" height="{height:g}" fill="#ffffff"/>',
             *(mark.svg() for mark in (*self.marks, _title(title))),
             "</svg>\n",
         ]
@@ -228,39 +202,46 @@ def plot_curve(curve: Curve) -> Plot:
     """Return a line plot over the steps."""
     values = curve.values
     lines = []
-    if curve.noisy and len(curve.steps) >= MIN_SMOOTHED_POINTS:
+    if curve.noisy and len(values) >= MIN_SMOOTHED_POINTS:
         lines.append(_Line(curve.steps, values, ACCENT, width=1.0, opacity=0.3))
         values = _running_mean(values)
     lines.append(_Line(curve.steps, values, ACCENT))
     lines.append(_Line(curve.steps[-1:], curve.values[-1:], ACCENT, dot=2.2))
-    return _plot(
-        f"{curve.title} over the steps",
-        lines,
-        "step",
-        curve.write,
-        is_over_steps=True,
-        y_from_zero=curve.from_zero,
-    )
+    title = f"{curve.title} over the steps"
+    return _plot(title, lines, curve.write, y_from_zero=curve.from_zero)
 
 
 def plot_runs(curves: Sequence[tuple[int, Curve]], *, has_points: bool = False) -> Plot:
     """Return a plot of one quantity of several runs, each with its number. `has_points`: mark every value, where they
     are few; otherwise long curves are drawn as their running mean."""
+    dot = 2.0 if has_points else 0.0
     lines = []
     for run, curve in curves:
-        colour = RUNS[run % len(RUNS)]
-        opacity = 1.0 if run < len(RUNS) else 0.5
-        steps = curve.steps
+        colour = RUN_COLOURS[run % len(RUN_COLOURS)]
+        opacity = 1.0 if run < len(RUN_COLOURS) else 0.5
         values = curve.values
         if not has_points and len(values) >= MIN_SMOOTHED_POINTS:
-            lines.append(_Line(steps, values, colour, width=0.8, opacity=0.2))
+            lines.append(_Line(curve.steps, values, colour, width=0.8, opacity=0.2))
             values = _running_mean(values)
-        dot = 2.0 if has_points else 0.0
-        lines.append(_Line(steps, values, colour, opacity=opacity, dot=dot))
-        lines.append(_Line(steps[-1:], values[-1:], colour, dot=2.2))
+        lines.append(_Line(curve.steps, values, colour, opacity=opacity, dot=dot))
+        lines.append(_Line(curve.steps[-1:], values[-1:], colour, dot=2.2))
     first = curves[0][1]
-    description = f"{first.title} of several runs over the steps"
-    return _plot(description, lines, "step", first.write, is_over_steps=True)
+    title = f"{first.title} of several runs over the steps"
+    return _plot(title, lines, first.write)
+
+
+def plot_evaluations(
+    steps: Sequence[int],
+    values: Sequence[float],
+    label: str,
+    final_step: int | None,
+) -> Plot:
+    """Return a plot of the deciding metric over the evaluations. A ring marks the weights that were kept."""
+    lines = [_Line(steps, values, ACCENT, dot=2.0)]
+    if final_step is not None and final_step in steps:
+        value = values[list(steps).index(final_step)]
+        lines.append(_Line([final_step], [value], ACCENT, dot=5.0, is_ring=True))
+    return _plot(f"{label} over the steps", lines, "{:.3f}".format)
 
 
 def plot_dims(
@@ -283,9 +264,9 @@ def plot_dims(
     return _plot(
         f"{label} by number of dimensions",
         lines,
-        "dimensions kept",
         "{:.2f}".format,
-        ticks_x=[(float(x), str(dim)) for x, dim in enumerate(dims)],
+        "dimensions kept",
+        ticks_x=[(x, str(dim)) for x, dim in enumerate(dims)],
         notes=notes,
     )
 
@@ -298,43 +279,28 @@ def plot_stored(
     colours = {"float32": INK, "int8": BEFORE}
     lines = []
     notes = []
-    all_xs: list[float] = []
+    all_xs = []
     for form, rows in points.items():
+        if not rows:
+            continue
         colour = colours.get(form, ACCENT)
-        is_plain_binary = form == "binary"
+        is_rescored = form != "binary"
         xs = [math.log2(size) for _, size, _ in rows]
         values = [value for _, _, value in rows]
-        opacity = 0.5 if is_plain_binary else 1.0
+        opacity = 1.0 if is_rescored else 0.5
         lines.append(_Line(xs, values, colour, opacity=opacity, dot=2.0))
+        name = form.replace("_", ", ")
+        notes.append((xs[-1], values[-1], name, colour, is_rescored))
         all_xs += xs
-        if rows:
-            name = form.replace("_", ", ")
-            notes.append((xs[-1], values[-1], name, colour, not is_plain_binary))
     powers = range(math.ceil(min(all_xs)), math.floor(max(all_xs)) + 1)
     return _plot(
         f"{label} by bytes per document",
         lines,
-        "bytes per document",
         "{:.2f}".format,
-        ticks_x=[(float(power), f"{2**power:,d}") for power in powers],
+        "bytes per document",
+        ticks_x=[(power, f"{2**power:,d}") for power in powers],
         notes=notes,
     )
-
-
-def plot_evaluations(
-    steps: Sequence[int],
-    values: Sequence[float],
-    label: str,
-    final_step: int | None,
-) -> Plot:
-    """Return a plot of the deciding metric over the evaluations. A ring marks the weights that were kept."""
-    lines = [_Line(steps, values, ACCENT, dot=2.0)]
-    if final_step is not None and final_step in steps:
-        value = values[list(steps).index(final_step)]
-        lines.append(_Line([final_step], [value], ACCENT, dot=5.0, is_ring=True))
-    description = f"{label} over the steps"
-    write = "{:.3f}".format
-    return _plot(description, lines, "step", write, is_over_steps=True)
 
 
 def plot_sweep(
@@ -347,13 +313,9 @@ def plot_sweep(
     x = places[best]
     y = values[best]
     ring = _Line([x], [y], ACCENT, dot=5.0, is_ring=True)
-    return _plot(
-        "score along the line",
-        [_Line(places, values, ACCENT, dot=2.0), ring],
-        x_label,
-        "{:.3f}".format,
-        notes=[(x, y, f"{y:.4f}", ACCENT, True)],
-    )
+    lines = [_Line(places, values, ACCENT, dot=2.0), ring]
+    notes = [(x, y, f"{y:.4f}", ACCENT, True)]
+    return _plot("score along the line", lines, "{:.3f}".format, x_label, notes=notes)
 
 
 def plot_front(
@@ -365,34 +327,27 @@ def plot_front(
     """Return a plot of trials with two figures each, and the line through those that no other one beats in both.
     `start`: the model before."""
     lines = [_Line([x], [y], BEFORE, dot=2.0) for x, y in points]
-    ordered = sorted(points[place] for place in front)
-    xs = [x for x, _ in ordered]
-    ys = [y for _, y in ordered]
+    xs, ys = zip(*sorted(points[place] for place in front), strict=True)
     lines.append(_Line(xs, ys, ACCENT, dot=2.5))
     lines.append(_Line([start[0]], [start[1]], INK, dot=3.0))
-    return _plot(
-        "trials, and those that no other one beats",
-        lines,
-        x_label,
-        "{:.3f}".format,
-        notes=[(*start, "before", INK, True)],
-    )
+    title = "trials, and those that no other one beats"
+    notes = [(*start, "before", INK, True)]
+    return _plot(title, lines, "{:.3f}".format, x_label, notes=notes)
 
 
 def plot_bars(values: Mapping[str, float], x_label: str) -> Plot:
     """Return a horizontal bar for each value, the first one on top."""
     row = 18.0
-    largest = max(max(values.values(), default=0.0), 1e-9)
+    largest = max(values.values())
     # A letter is about 0.58 of the font size wide.
-    start = 8 + 0.58 * FONT_SIZE * max(map(len, values), default=0)
+    start = 8 + 0.58 * FONT_SIZE * max(map(len, values))
     marks: list[Mark] = []
     for number, (name, value) in enumerate(values.items()):
-        top = number * row + 2
-        length = value / largest * (0.9 * WIDTH - start)
-        end = start + length + 4
-        marks.append(Bar(start, top, length, row - 6))
-        marks.append(Text(start - 5, top + 9, name, anchor="end"))
-        marks.append(Text(end, top + 9, f"{value:.0%}", anchor="start"))
+        middle = number * row + 8
+        end = start + value / max(largest, 1e-9) * (0.9 * WIDTH - start)
+        marks.append(Stroke([(start, middle), (end, middle)], ACCENT, row - 6))
+        marks.append(Text(start - 5, middle + 3, name, anchor="end"))
+        marks.append(Text(end + 4, middle + 3, f"{value:.0%}", anchor="start"))
     height = row * len(values) + 20
     marks.append(Text((start + WIDTH) / 2, height - 6, x_label))
     return Plot(x_label, marks, height)
@@ -437,26 +392,22 @@ class _Line:
 def _plot(
     description: str,
     lines: Sequence[_Line],
-    x_label: str,
     write: Callable[[float], str],
+    x_label: str | None = None,
     *,
-    is_over_steps: bool = False,
     y_from_zero: bool = False,
     ticks_x: Sequence[tuple[float, str]] = (),
     notes: Sequence[tuple[float, float, str, str, bool]] = (),
 ) -> Plot:
     """Return lines over a grid, with numbers at the axes.
 
-    `write`: format of the numbers at the vertical axis. `is_over_steps`: whole numbers from zero at the horizontal
-    one. `ticks_x`: places there and their names, in place of round numbers. `notes`: x, y, text, colour of texts
-    beside points, and whether they stand above.
+    `write`: format of the numbers at the vertical axis. `x_label`: None for the steps of a run, which are whole numbers
+    from zero. `ticks_x`: places at the horizontal axis and their names, in place of round numbers. `notes`: x, y, text,
+    colour of texts beside points, and whether they stand above.
     """
-    points: list[Point] = []
-    for line in lines:
-        for piece in line.pieces():
-            points += piece
-    xs = [x for x, _ in points] or [0.0]
-    ys = [y for _, y in points] or [0.0]
+    points = [point for line in lines for piece in line.pieces() for point in piece]
+    xs, ys = zip(*points or [(0.0, 0.0)], strict=True)
+    is_over_steps = x_label is None
     # Texts beside points need space at the edges.
     margin_x = 0.03 if is_over_steps else 0.1
     margin_y = 0.15 if is_over_steps else 0.22
@@ -465,16 +416,17 @@ def _plot(
     marks: list[Mark] = []
     for value in scale_y.ticks(MAX_TICKS_Y):
         y = scale_y.at(value)
-        marks.append(Stroke([(LEFT, y), (RIGHT, y)], GRID, 0.8))
+        marks.append(Stroke([(LEFT, y), (RIGHT, y)], GRID_COLOUR, 0.8))
         marks.append(Text(LEFT - 4, y + 0.35 * FONT_SIZE, write(value), anchor="end"))
-    marks.append(Stroke([(LEFT, BOTTOM), (RIGHT, BOTTOM)], GRID, 0.8))
-    if not ticks_x:
-        values = scale_x.ticks(MAX_TICKS_X, smallest=1.0 if is_over_steps else 0.0)
-        write_x = "{:,.0f}".format if is_over_steps else "{:g}".format
-        ticks_x = [(value, write_x(value)) for value in values]
+    marks.append(Stroke([(LEFT, BOTTOM), (RIGHT, BOTTOM)], GRID_COLOUR, 0.8))
+    if is_over_steps:
+        steps = scale_x.ticks(MAX_TICKS_X, smallest=1.0)
+        ticks_x = [(step, f"{step:,.0f}") for step in steps]
+    elif not ticks_x:
+        ticks_x = [(value, f"{value:g}") for value in scale_x.ticks(MAX_TICKS_X)]
     for value, name in ticks_x:
         marks.append(Text(scale_x.at(value), BOTTOM + 13, name))
-    marks.append(Text((LEFT + RIGHT) / 2, BOTTOM + 27, x_label))
+    marks.append(Text((LEFT + RIGHT) / 2, BOTTOM + 27, x_label or "step"))
     for line in lines:
         for piece in line.pieces():
             places = [(scale_x.at(x), scale_y.at(y)) for x, y in piece]
@@ -504,9 +456,9 @@ class _Scale:
         low = min(values)
         high = max(values)
         # A single value stands in the middle of a range of its own size.
-        rest = margin * (high - low) if high > low else 0.05 * abs(high) or 0.05
-        self._high = high + rest
-        self._low = 0.0 if from_zero and self._high > 0 else low - rest
+        margin_size = margin * (high - low) if high > low else 0.05 * abs(high) or 0.05
+        self._high = high + margin_size
+        self._low = 0.0 if from_zero and self._high > 0 else low - margin_size
         self._start = start
         self._stop = stop
 

@@ -15,8 +15,13 @@ from typing import Any
 
 from vembed.config.schema import TrainConfig
 from vembed.errors import UserError
-from vembed.files import read_json_object, read_state_text, read_yaml, replace_text
-from vembed.names import short_name
+from vembed.files import (
+    read_json_object,
+    read_state_text,
+    read_yaml,
+    replace_text,
+    short_name,
+)
 
 SUMMARY_FILE = "run.json"
 REPORTED_PACKAGES = (
@@ -32,7 +37,7 @@ REPORTED_PACKAGES = (
     "numpy",
 )
 
-NAMES = {
+METRIC_NAMES = {
     "ndcg": "nDCG",
     "mrr": "MRR",
     "recall": "Recall",
@@ -204,8 +209,8 @@ def read_run(output_dir: str | Path) -> RunRecord:
             f"{folder} has no config.yaml, so it is not the folder of a run"
         )
     config = read_yaml(config_file)
-    steps: list[dict[str, Any]] = []
-    evaluations: list[RecordedEvaluation] = []
+    steps = []
+    evaluations = []
     metrics = ""
     if metrics_file.exists():
         metrics = read_state_text(metrics_file, errors="replace")
@@ -252,12 +257,12 @@ def collect_versions() -> dict[str, str]:
 
 def metric_name(key: str) -> str:
     """Return a metric's display name: ndcg@10 -> nDCG@10."""
-    kind, _, rest = key.partition("/")
+    kind, _, tail = key.partition("/")
     if kind in ("guard", "task"):
-        name, _, metric = rest.rpartition("/")
+        name, _, metric = tail.rpartition("/")
         return f"{kind} {name}: {metric_name(metric)}"
     base, at, cut = key.partition("@")
-    return NAMES.get(base, base) + at + cut
+    return METRIC_NAMES.get(base, base) + at + cut
 
 
 def scores_line(

@@ -36,8 +36,7 @@ from vembed.evaluation.report.record import (
     metric_name,
     read_run,
 )
-from vembed.files import replace_text
-from vembed.names import short_name
+from vembed.files import replace_text, short_name
 from vembed.progress import duration
 from vembed.saving.card import calls_of
 from vembed.saving.masking import masked, masked_option
@@ -217,7 +216,9 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
     sources = [line.removeprefix("data: ") for line in summary.data]
     training_data = short_paths("\n".join(sources))
     if not training_data:
-        training_data = _file_names(config["data_path"])
+        paths = config["data_path"]
+        entries = paths if isinstance(paths, list) else [{"path": paths}]
+        training_data = "\n".join(short_name(str(entry["path"])) for entry in entries)
     evaluation = summary.evaluation or config.get("val_data_path")
     if not evaluation:
         evaluation = f"none ({HOW_TO_EVALUATE})"
@@ -225,14 +226,14 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
     loss = ""
     if isinstance(last_loss, float):
         loss = f"{config.get('loss', '')}, last value {last_loss:.4f}"
-    kept = f"those after step {record.final.step:,d}" if record.final else ""
+    weights_kept = f"those after step {record.final.step:,d}" if record.final else ""
     named = {
         "Model": model,
         "Trained": trained,
         "Training data": training_data,
         "Evaluation data": short_paths(str(evaluation)),
         "Loss": loss,
-        "Weights kept": kept,
+        "Weights kept": weights_kept,
         "Strategy": summary.strategy,
         "Mixed precision": summary.precision,
         "Finished": summary.finished[:16].replace("T", " "),
@@ -262,15 +263,6 @@ def _model_name(record: RunRecord) -> str:
     """Return the model's name; of an absolute path the part that identifies the model."""
     model = str(record.config.get("model_name", ""))
     return short_name(model) if model.startswith(("/", "~")) else model
-
-
-def _file_names(value: Any) -> str:
-    names = []
-    entries = value if isinstance(value, list) else [value]
-    for entry in entries:
-        path = entry["path"] if isinstance(entry, dict) else entry
-        names.append(short_name(str(path)))
-    return "\n".join(names)
 
 
 # ---- plots ---------------------------------------------------------------------------------------------------------
@@ -328,7 +320,7 @@ def curves(record: RunRecord) -> list[Curve]:
 def _thinned(points: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Average neighbouring points to fit the screen's width. The last point is kept as it is."""
     size = math.ceil(len(points) / MAX_CURVE_POINTS)
-    groups = [points[i : i + size] for i in range(0, len(points) - 1, size)]
+    groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
     groups.append(points[-1:])
     mean_steps = []
     mean_values = []
@@ -355,15 +347,6 @@ def _dims_plot(record: RunRecord) -> Plot | None:
     if all(key in record.before for key in keys):
         before = [record.before[key] for key in keys]
     return plot_dims(dims, before, after, metric_name(record.headline))
-
-
-def _evaluations_plot(record: RunRecord) -> Plot | None:
-    """Return the plot, or nothing if only a before and an after were measured."""
-    steps, values = record.scores_over_steps(record.headline)
-    if len(steps) < 3:
-        return None
-    kept = record.final.step if record.final else None
-    return plot_evaluations(steps, values, metric_name(record.headline), kept)
 
 
 def stored_points(
@@ -458,6 +441,11 @@ def report_values(record: RunRecord) -> dict[str, Any]:
     for curve in curves(record):
         last_value = curve.write(curve.values[-1])
         figures.append((curve, plot_curve(curve), last_value))
+    steps, values = record.scores_over_steps(key)
+    scores_plot = None
+    if len(steps) > 2:  # more than a before and an after
+        kept_step = record.final.step if record.final else None
+        scores_plot = plot_evaluations(steps, values, metric_name(key), kept_step)
     return {
         "title": f"{record.model_name()} - vembed report",
         "name": str(record.config.get("run_name") or record.folder.resolve().name),
@@ -472,7 +460,7 @@ def report_values(record: RunRecord) -> dict[str, Any]:
         "explanations": explanations,
         "scores": score_table(record, TABLE, intervals),
         "all_scores": score_table(record, intervals=intervals),
-        "scores_plot": _evaluations_plot(record),
+        "scores_plot": scores_plot,
         "dims": dims_table(record),
         "dims_plot": _dims_plot(record),
         "stored": stored,

@@ -144,8 +144,8 @@ class Service:
         """Return the scores of the documents of a query, best first: `texts` as TEI has them, `documents` as Cohere."""
         is_tei = "texts" in values
         key = "texts" if is_tei else "documents"
-        documents = texts_of(values, key, self.limits)
-        queries = texts_of(values, "query", self.limits)
+        documents = request_texts(values, key, self.limits)
+        queries = request_texts(values, "query", self.limits)
         top_n = values.get("top_n")
         if top_n is not None and (type(top_n) is not int or top_n < 1):
             raise Refusal(
@@ -154,7 +154,7 @@ class Service:
         scores, num_tokens = await self.scores(request, queries, documents)
         if not (is_tei and values.get("raw_scores")):
             scores = expit(scores)
-        rows: list[dict[str, Any]] = []
+        rows = []
         for index in np.argsort(-scores, kind="stable").tolist()[:top_n]:
             score = float(scores[index])
             if is_tei:
@@ -176,8 +176,8 @@ class Service:
 
     async def score(self, request: Request, values: Values) -> Any:
         """Return the scores of pairs, as vLLM: `text_1`, one text or as many as `text_2`, are the queries."""
-        queries = texts_of(values, "text_1", self.limits)
-        documents = texts_of(values, "text_2", self.limits)
+        queries = request_texts(values, "text_1", self.limits)
+        documents = request_texts(values, "text_2", self.limits)
         scores, num_tokens = await self.scores(request, queries, documents)
         rows = []
         for index, score in enumerate(expit(scores).tolist()):
@@ -349,7 +349,9 @@ class Service:
         kind_key: str,
     ) -> Encoded:
         """Return the embeddings of a request. `key`, `kind_key`: of its inputs and their kind."""
-        inputs = read_inputs(values, key, kind_key, self.batcher.encoder, self.limits)
+        inputs = request_inputs(
+            values, key, kind_key, self.batcher.encoder, self.limits
+        )
         return await self.compute(request, inputs)
 
     async def compute(self, request: Request, inputs: Sequence[ServedInput]) -> Encoded:
@@ -436,7 +438,7 @@ def json_response(
     return Response(json.dumps(value), status, headers, media_type="application/json")
 
 
-def read_inputs(
+def request_inputs(
     values: Values,
     key: str,
     kind_key: str,
@@ -466,13 +468,13 @@ def read_inputs(
     return [ServedInput(content, kind) for content in contents]
 
 
-def texts_of(
+def request_texts(
     values: Values,
     key: str,
     limits: RequestLimits,
 ) -> list[str]:
     """Return the text under `key`, or its list of texts. Cohere's documents may be objects with a `text`."""
-    content: Any = values.get(key)
+    content = values.get(key)
     entries = content if isinstance(content, list) else [content]
     _check_count(key, entries, limits)
     texts = []
@@ -555,7 +557,7 @@ def openai_answer(
         )
     rows = []
     for index, vector in enumerate(vectors):
-        embedding: Any = vector.tolist()
+        embedding = vector.tolist()
         if encoding == "base64":
             embedding = base64.b64encode(vector.astype("<f4").tobytes()).decode()
         rows.append({"object": "embedding", "index": index, "embedding": embedding})
@@ -593,7 +595,7 @@ def _is_token_ids(content: object) -> bool:
 
 
 BACKLOG = 512
-HEAD_BYTES = 65_536
+MAX_HEAD_BYTES = 65_536
 TOO_MANY_CONNECTIONS = (
     b"HTTP/1.1 429 Too Many Requests\r\nConnection: close\r\nRetry-After: 1\r\n"
     b"Content-Length: 0\r\n\r\n"
@@ -701,7 +703,7 @@ def serve(
             server_header=False,
             proxy_headers=False,
             backlog=BACKLOG,
-            h11_max_incomplete_event_size=HEAD_BYTES,
+            h11_max_incomplete_event_size=MAX_HEAD_BYTES,
             timeout_keep_alive=int(limits.head_seconds) + 1,
             timeout_graceful_shutdown=int(limits.drain_seconds),
         )

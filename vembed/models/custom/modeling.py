@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-WEIGHTS = "model.safetensors"
+WEIGHTS_FILE = "model.safetensors"
 PACKED = "cu_seqlens"
 """Argument of a module that takes texts without padding: all in one row, and where each begins."""
 INPUTS = ("input_ids", "attention_mask", "pixel_values", PACKED)
 """Arguments that the forward of a module may have. It gets those that it names."""
-HIDDEN = ("last_hidden_state", "hidden_states", "embedding", "embeddings")
+OUTPUT_NAMES = ("last_hidden_state", "hidden_states", "embedding", "embeddings")
 """Names of the hidden states, or of the vectors, in a dictionary or dataclass that a module returns."""
 
 
@@ -145,9 +145,9 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
     ) -> Any:
         """Return the model with its weights. Built as its constructor does, since it may compute buffers there."""
         if not Path(folder).is_dir():
-            wanted = ["*.json", "*.safetensors"]
+            patterns = ["*.json", "*.safetensors"]
             folder = snapshot_download(
-                str(folder), revision=options.get("revision"), allow_patterns=wanted
+                str(folder), revision=options.get("revision"), allow_patterns=patterns
             )
         config = config or OwnConfig.from_pretrained(folder)
         model = cls(config)
@@ -175,7 +175,7 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
             for name, tensor in state.items()
             if name not in shared
         }
-        save_file(weights, Path(folder) / WEIGHTS, metadata={"format": "pt"})
+        save_file(weights, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
 def construct(
@@ -196,7 +196,7 @@ def read_output(output: Any) -> tuple[Tensor, dict[str, Any]]:
     """Return (hidden states or vectors, auxiliary losses) of what a module returns.
 
     It returns a tensor; a tuple whose first entry is one, and whose last may be a dictionary of auxiliary losses; or a
-    dictionary or dataclass with one of the names in HIDDEN, and perhaps `auxiliary`.
+    dictionary or dataclass with one of the names in OUTPUT_NAMES, and perhaps `auxiliary`.
     """
     if isinstance(output, Tensor):
         return output, {}
@@ -209,12 +209,12 @@ def read_output(output: Any) -> tuple[Tensor, dict[str, Any]]:
     elif dataclasses.is_dataclass(output):
         values = vars(output)
     auxiliary = values.get("auxiliary") or values.get("auxiliary_losses") or {}
-    for name in HIDDEN:
+    for name in OUTPUT_NAMES:
         if isinstance(values.get(name), Tensor):
             return values[name], dict(auxiliary)
     raise TypeError(
         f"the forward of an own model must return a tensor, a tuple that begins with one, or a dictionary with "
-        f"{' or '.join(HIDDEN)}, and it has returned {type(output).__name__}"
+        f"{' or '.join(OUTPUT_NAMES)}, and it has returned {type(output).__name__}"
     )
 
 

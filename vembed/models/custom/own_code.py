@@ -34,7 +34,7 @@ from vembed.errors import UserError
 from vembed.files import cache_folder, write_json
 from vembed.models.custom import modeling
 from vembed.models.custom.modeling import (
-    WEIGHTS,
+    WEIGHTS_FILE,
     OwnConfig,
     OwnModel,
     accepted_inputs,
@@ -278,11 +278,11 @@ def store_weights(module: nn.Module) -> str:
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
             state[f"own.{name}"] = tensor
     folder = _cache() / f"weights-{digest.hexdigest()}"
-    if not (folder / WEIGHTS).is_file():
+    if not (folder / WEIGHTS_FILE).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".{os.getpid()}"
         save_file(state, partial, metadata={"format": "pt"})
-        partial.replace(folder / WEIGHTS)
+        partial.replace(folder / WEIGHTS_FILE)
     return str(folder)
 
 
@@ -387,7 +387,7 @@ def _cache() -> Path:
 
 MODEL = ("model_class", "model", "model_name")
 """Options that a class or a module may be given as."""
-BLOCKS = ("fsdp", "fsdp_config", "distributed")
+STRATEGY_BLOCKS = ("fsdp", "fsdp_config", "distributed")
 
 
 def as_options(
@@ -402,7 +402,7 @@ def as_options(
             if trained is not None:
                 raise UserError(f"{key}: a second model is given; keep one of them")
             trained = value
-        elif key in BLOCKS and isinstance(value, Mapping):
+        elif key in STRATEGY_BLOCKS and isinstance(value, Mapping):
             values[key] = as_options(value)
         elif isinstance(value, ModuleWrapPolicy):
             names = sorted(kind.__name__ for kind in value._module_classes)

@@ -29,14 +29,14 @@ from transformers.models.auto.modeling_auto import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as transformers_logging
 
-from vembed.errors import UserError
+from vembed.errors import UserError, did_you_mean
 from vembed.models.custom.modeling import OwnConfig
 from vembed.models.custom.own_code import trusted_class
 from vembed.models.families.family import Family
 from vembed.models.families.model_files import (
     LIBRARY_ERRORS,
-    check_config,
-    first_sentence,
+    check_model_config,
+    error_sentence,
     read_object,
     read_tensors,
 )
@@ -66,18 +66,26 @@ POSITIONS_AFTER_PADDING = frozenset(
     }
 )
 """Model types whose positions start after the padding token's id, which leaves fewer for the text."""
+FIXED_KEYS = frozenset({"architectures", "auto_map", "model_type"})
+"""Keys of a config that say which class reads it."""
 _CLASS_TOKENS = ("cls_token", "class_embedding", "class_token")
 """Names of the parameter that is the class token."""
 
 
-def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
-    """Read a model's config.json with Transformers. Raise UserError if it cannot be used."""
+def read_config(
+    folder: Path,
+    *,
+    trust_remote_code: bool,
+    changes: Mapping[str, Any] | None = None,
+) -> PretrainedConfig:
+    """Read a model's config.json with Transformers, and put other values in place of some. Raise UserError if it cannot
+    be used."""
     path = folder / "config.json"
     if not path.is_file():
         raise UserError(
             f"{folder} has no config.json; give the folder of a Transformers model"
         )
-    check_config(folder, trust_remote_code=trust_remote_code)
+    check_model_config(folder, trust_remote_code=trust_remote_code)
     if (read_object(path) or {}).get("model_type") == OwnConfig.model_type:
         custom: OwnConfig = OwnConfig.from_pretrained(folder)
         custom.name_or_path = str(folder)
@@ -88,9 +96,8 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
             )
         return custom
     try:
-        return cast(
-            PretrainedConfig,
-            AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code),
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            folder, trust_remote_code=trust_remote_code
         )
     except LIBRARY_ERRORS as error:
         if "trust_remote_code" in str(error):
@@ -98,7 +105,54 @@ def read_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConfig:
                 f"{folder} needs Python code of its own, and trust_remote_code is false; set "
                 "trust_remote_code: true if you trust this code"
             ) from error
-        raise UserError(f"{path} cannot be used: {first_sentence(error)}") from error
+        raise UserError(f"{path} cannot be used: {error_sentence(error)}") from error
+    return config if not changes else _changed_config(config, changes)
+
+
+def _changed_config(
+    config: PretrainedConfig, changes: Mapping[str, Any]
+) -> PretrainedConfig:
+    """Return a config with other values of some keys. Raise UserError for a key that it does not have, or a value that
+    does not fit."""
+    renamed = {}
+    for key, value in changes.items():
+        # DistilBERT's n_layers is num_hidden_layers too.
+        renamed[config.attribute_map.get(key, key)] = value
+    values = config.to_dict()
+    _put_values(values, renamed, f"the config of {config.model_type}")
+    kinds = values.get("layer_types")
+    num_layers = values.get("num_hidden_layers")
+    if kinds and num_layers and "layer_types" not in changes:
+        # One for each layer. Of a model that is cut, the first layers stay.
+        values["layer_types"] = kinds[:num_layers]
+    try:
+        changed: PretrainedConfig = type(config).from_dict(values)
+    except LIBRARY_ERRORS as error:
+        raise UserError(
+            f"model_arguments: {dict(changes)} does not fit {type(config).__name__}: {error_sentence(error)}"
+        ) from error
+    changed.name_or_path = config.name_or_path
+    return changed
+
+
+def _put_values(values: dict[str, Any], changes: Mapping[str, Any], place: str) -> None:
+    """Write other values over those of a config, in nested configs too."""
+    rope = values.get("rope_parameters") or {}
+    for key, value in changes.items():
+        if key in FIXED_KEYS or (key not in values and key not in rope):
+            raise UserError(
+                f"model_arguments: {place} has no {key} to change{did_you_mean(key, values)}"
+            )
+        owner = values if key in values else rope
+        inner = owner[key]
+        if isinstance(value, Mapping) and isinstance(inner, dict):
+            # Another kind of rotary positions has keys of its own, which Transformers checks.
+            if "rope_type" in value:
+                inner.update(value)
+            else:
+                _put_values(inner, value, f"{key} in {place}")
+        else:
+            owner[key] = value
 
 
 def model_class(
@@ -181,11 +235,13 @@ def shape_of(
     config: PretrainedConfig,
     chosen: type[PreTrainedModel],
     family: Family,
+    *,
+    reads_weights: bool = True,
 ) -> Shape:
     """Return sizes and layer classes, read from a model on the meta device. Raise UserError if the headers of the
-    folder's weights have other sizes. `chosen`: the model's class."""
+    folder's weights, where they are read, have other sizes. `chosen`: the model's class."""
     values = config.to_dict()
-    key = (folder, chosen, family.name, config.to_json_string())
+    key = (folder, chosen, family.name, config.to_json_string(), reads_weights)
     if key in _shapes:
         return _shapes[key]
     is_own = isinstance(config, OwnConfig)
@@ -202,10 +258,12 @@ def shape_of(
             hidden_dim = config.get_text_config().hidden_size
     except LIBRARY_ERRORS as error:
         raise UserError(
-            f"{folder / 'config.json'} makes no {chosen.__name__}: {first_sentence(error)}; copy the model again"
+            f"{folder / 'config.json'} makes no {chosen.__name__}: {error_sentence(error)}; copy the model again"
         ) from error
     # Packed weights have shapes of their own.
-    stored = {} if values.get("quantization_config") else read_tensors(folder)
+    stored = {}
+    if reads_weights and not values.get("quantization_config"):
+        stored = read_tensors(folder)
     leaves = set()
     for name, parameter in model.named_parameters():
         leaves.add(name.rsplit(".", 1)[-1])
@@ -293,7 +351,7 @@ WRAPPERS = frozenset(
 """Components that FSDP1, checkpointing and compilation add to names."""
 
 
-def plain_name(name: str) -> str:
+def unwrapped_name(name: str) -> str:
     """Return the name of a parameter or module without the components that wrappers add."""
     parts = name.removeprefix("module.").split(".")
     return ".".join(part for part in parts if part and part not in WRAPPERS)

@@ -49,7 +49,14 @@ DESCRIPTION_FILE = "vembed.json"
 """File with a saved model's description, in the model's folder."""
 IMAGE_TOWER_FOLDER = "image_tower"
 """Folder of a composed model's image tower, inside the model's folder."""
-NOT_SAVED = ("reasons", "dense", "token_dim", "pooling_folder", "adds_projection")
+NOT_SAVED = (
+    "reasons",
+    "dense",
+    "token_dim",
+    "pooling_folder",
+    "adds_projection",
+    "config_changes",
+)
 Size = Annotated[int, Field(ge=1)]
 
 
@@ -95,6 +102,8 @@ class ModelDescription:
     """Folder with the weights of a trained pooling. Not saved: the layout has it."""
     adds_projection: bool = False
     """True: this run adds a linear layer to `embedding_dim` for its Matryoshka sizes. Not saved."""
+    config_changes: dict[str, Any] = field(default_factory=dict)
+    """Other values of keys in config.json, for this run. Not saved: the saved config.json has them."""
     scores: Literal["label", "answer"] | None = None
     """How a reranker gives the score of a pair: the logit of its one label, or of the answer `yes` less that of `no`.
     None: an embedding model."""
@@ -124,6 +133,14 @@ class ModelDescription:
     def traits(self) -> Family:
         """The record of the model's family."""
         return FAMILIES[self.family]
+
+    def read_config(self) -> PretrainedConfig:
+        """Read the config of the weights in `source`, with the changes of this run."""
+        return read_config(
+            Path(self.source),
+            trust_remote_code=self.trust_remote_code,
+            changes=self.config_changes,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for the saved description, without reasons and with paths relative to its folder."""
@@ -181,7 +198,7 @@ class ModelDescription:
 # ---- decisions ---------------------------------------------------------------------------------------------------
 
 
-Similarity = Literal["cosine", "dot"]
+SimilarityName = Literal["cosine", "dot"]
 SMALLEST_MRL_DIM = 64
 
 _BGE_ZH = "\u4e3a\u8fd9\u4e2a\u53e5\u5b50\u751f\u6210\u8868\u793a\u4ee5\u7528\u4e8e\u68c0\u7d22\u76f8\u5173\u6587\u7ae0\uff1a"
@@ -245,28 +262,11 @@ class _Reading:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-def files_of(options: ModelSection) -> ModelFiles:
-    """Locate the files of the model that the options name: `model_name`, or `model_class` with the weights in it."""
-    if options.model_class is None:
-        return read_model(
-            options.model_name,
-            options.model_revision,
-            is_reranker=options.task == "rerank",
-        )
-    source = None
-    if options.model_name != options.model_class:
-        source = model_folder(options.model_name, options.model_revision)
-    tokenizer = None
-    if options.tokenizer_name is not None:
-        tokenizer = model_folder(options.tokenizer_name, option="tokenizer_name")
-    return read_model(str(own_folder(options, source, tokenizer)))
-
-
 def describe(
     model: ModelSection,
     matryoshka: MatryoshkaSection | None = None,
     *,
-    similarity: Similarity = "cosine",
+    similarity: SimilarityName = "cosine",
     use_qlora: bool = False,
     for_inference: bool = False,
 ) -> ModelDescription:
@@ -275,7 +275,19 @@ def describe(
     `similarity`: that of the loss. `use_qlora`: the weights are held in 4 bits.
     `for_inference`: of a finished model that is used, not trained: its files say the similarity and the maximum length.
     """
-    files = files_of(model)
+    name = model.model_name
+    if model.model_class is not None:
+        # The folder of the user's code, with the weights that `model_name` names, if it names any.
+        source = None
+        if name != model.model_class:
+            source = model_folder(name, model.model_revision)
+        tokenizer_source = None
+        if model.tokenizer_name is not None:
+            tokenizer_source = model_folder(
+                model.tokenizer_name, option="tokenizer_name"
+            )
+        name = str(own_folder(model, source, tokenizer_source))
+    files = read_model(name, model.model_revision, is_reranker=model.task == "rerank")
     if files.adapter is not None and use_qlora:
         raise UserError(
             f"use_qlora: {model.model_name} is an adapter without the weights below it; "
@@ -286,12 +298,20 @@ def describe(
     if saved_values is not None:
         saved = vars(ModelDescription.from_dict(saved_values, files.folder))
     trust = model.trust_remote_code
-    config = read_config(files.backbone, trust_remote_code=trust)
+    changes: dict[str, Any] = {}
+    if model.model_class is None:
+        # With it, they are arguments of the class.
+        changes |= model.model_arguments or {}
+    config = read_config(files.backbone, trust_remote_code=trust, changes=changes)
     chosen = model_class(config, trust_remote_code=trust)
     reading = _Reading(model, files, saved, config, chosen)
     reasons = reading.reasons
+    if changes:
+        reasons["config_changes"] = "model_arguments in the config"
     family = _family(reading)
-    shape = shape_of(files.backbone, config, chosen, family)
+    shape = shape_of(
+        files.backbone, config, chosen, family, reads_weights=not model.from_scratch
+    )
 
     # ---- attention and pooling
     is_decoder = family.is_causal
@@ -360,9 +380,9 @@ def describe(
 
     # ---- similarity
     of_files = files.settings.similarity_fn_name or saved.get("similarity")
-    if for_inference and of_files in get_args(Similarity):
+    if for_inference and of_files in get_args(SimilarityName):
         reasons["similarity"] = "from the model's files"
-        similarity = cast(Similarity, of_files)
+        similarity = cast(SimilarityName, of_files)
     elif for_inference and of_files is not None:
         log.warning(
             "%s: its files name the similarity %s, which vembed does not have: cosine is used",
@@ -423,6 +443,7 @@ def describe(
         token_dim=shape.hidden_dim,
         pooling_folder=pooling_folder,
         adds_projection=adds_projection,
+        config_changes=changes,
         bidirectional_attention=sees_all,
         min_pixels=model.min_pixels or saved.get("min_pixels"),
         max_pixels=model.max_pixels or saved.get("max_pixels"),
@@ -535,8 +556,8 @@ def _family(reading: _Reading) -> Family:
         reason += ": its forward takes input_ids and pixel_values"
     elif "vision_config" in reading.config.to_dict():
         raise UserError(
-            f"{options.model_name} is of the type {kind}, a vision-language model that vembed does not support; "
-            f"supported: {', '.join(sorted(FAMILY_OF_TYPE))}"
+            f"{options.model_name} is of the type {kind}, a model of texts and images that vembed does not know; it knows "
+            f"{', '.join(sorted(FAMILY_OF_TYPE))} (docs/extending.md adds a family)"
         )
     elif is_decoder_only(reading.config):
         detected = FAMILIES["text_decoder"]
@@ -639,7 +660,8 @@ def _pooling(
     if refusal is not None:
         raise UserError(f"pooling: {option} on {name}: {refusal}")
     reading.reasons["pooling"] = f"pooling: {option}"
-    if problem is None and pooling != option:
+    is_from_files = bool(reading.saved or files.pooling_modes)
+    if is_from_files and problem is None and pooling != option:
         reading.reasons["pooling"] += (
             f", although {pooling} is the model's own: {reason}"
         )
@@ -756,24 +778,17 @@ def _prompt(
                 f"prompt {name!r} in config_sentence_transformers.json"
             )
             return files.prompts[name]
-    published = published_prompts(reading.options.model_name)
     # A model whose files name any prompts is taken at its word; the table is for those published without.
-    if files.prompts or published is None:
+    if files.prompts:
         return ""
-    reading.reasons[key] = published["reason"]
-    return published[kind]
-
-
-def published_prompts(name: str) -> dict[str, str] | None:
-    """Return the prompts `query` and `document`, and the `reason`, for a model known by name; otherwise None."""
-    last = name.rstrip("/").rsplit("/", 1)[-1].lower()
+    last = reading.options.model_name.rstrip("/").rsplit("/", 1)[-1].lower()
     for pattern, query, document, series in PUBLISHED:
         if re.fullmatch(pattern, last):
-            reason = (
+            reading.reasons[key] = (
                 f"{series} models were trained with it; recognised by the name {last}"
             )
-            return {"query": query, "document": document, "reason": reason}
-    return None
+            return query if kind == "query" else document
+    return ""
 
 
 def _max_length(

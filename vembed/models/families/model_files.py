@@ -28,15 +28,14 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from vembed.errors import UserError
-from vembed.files import read_json, read_json_object
+from vembed.files import is_hub_model, read_json, read_json_object, similar_path
 from vembed.models.poolings.table import MODE_FLAGS, POOLINGS
-from vembed.names import is_hub_model, similar_path
 
 # ---- JSON and safetensors headers ------------------------------------------------------------------------------
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-WEIGHTS = ".safetensors"
+WEIGHTS_ENDING = ".safetensors"
 EXPORT_FILE = "export.json"
 """File with the facts of an export: format, precision and the result of the check."""
 INDEX = ".safetensors.index.json"
@@ -109,7 +108,7 @@ def _check_name(
     name: Any,
 ) -> None:
     is_plain = isinstance(name, str) and Path(name).name == name and "\\" not in name
-    if not is_plain or not name.endswith(WEIGHTS):
+    if not is_plain or not name.endswith(WEIGHTS_ENDING):
         raise UserError(
             f"{path}: {key} names {name!r}, and only plain names of .safetensors files in the same folder are read "
             "(no pickled weights, no other folder); save the model again with Transformers"
@@ -119,7 +118,7 @@ def _check_name(
 def check_whole_weights(folder: Path) -> None:
     """Raise UserError unless the folder holds weights of its own and no adapter, which Transformers would follow."""
     check_weight_files(folder)
-    if not list(folder.glob("*" + WEIGHTS)):
+    if not list(folder.glob("*" + WEIGHTS_ENDING)):
         exported = (read_object(folder / EXPORT_FILE) or {}).get("format")
         if exported is not None:
             raise UserError(
@@ -142,7 +141,7 @@ def check_no_pickles(folder: Path) -> None:
     for inner in (folder, *sorted(path for path in folder.rglob("*") if path.is_dir())):
         check_weight_files(inner)
         pickled = sorted(path for path in inner.iterdir() if path.suffix in PICKLED)
-        if pickled and not list(inner.glob("*" + WEIGHTS)):
+        if pickled and not list(inner.glob("*" + WEIGHTS_ENDING)):
             raise UserError(
                 f"{pickled[0]} is pickled, and vembed reads no pickled weights; save the model again"
             )
@@ -157,7 +156,9 @@ def read_tensors(folder: Path) -> dict[str, Stored]:
     elif index.exists():
         names = set((read_object(index) or {})["weight_map"].values())
     else:
-        names = {path.name for path in folder.glob("*" + WEIGHTS)} - {ADAPTER_WEIGHTS}
+        names = {path.name for path in folder.glob("*" + WEIGHTS_ENDING)} - {
+            ADAPTER_WEIGHTS
+        }
     tensors: dict[str, Stored] = {}
     for name in sorted(names):
         tensors |= read_header(folder / name)[0]
@@ -311,22 +312,22 @@ def check_inside(
 def read_dense(folder: Path) -> DenseSettings:
     """Read the settings of a Dense module, and compare them with the header of its weights."""
     settings: DenseSettings = read_settings(folder / "config.json", DenseSettings)
-    wanted: dict[str, tuple[int, ...]] = {
+    expected_shapes: dict[str, tuple[int, ...]] = {
         "linear.weight": (settings.out_features, settings.in_features)
     }
     if settings.bias:
-        wanted["linear.bias"] = (settings.out_features,)
+        expected_shapes["linear.bias"] = (settings.out_features,)
     tensors, _ = read_header(folder / "model.safetensors")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    if shapes != wanted:
+    if shapes != expected_shapes:
         raise UserError(
-            f"{folder / 'config.json'} makes a Dense module of the shapes {wanted}, and its model.safetensors holds "
+            f"{folder / 'config.json'} makes a Dense module of the shapes {expected_shapes}, and its model.safetensors holds "
             f"{shapes}"
         )
     return settings
 
 
-def check_config(folder: Path, *, trust_remote_code: bool) -> None:
+def check_model_config(folder: Path, *, trust_remote_code: bool) -> None:
     """Raise UserError for a config.json that Transformers must not see: it would fetch and run an attention kernel of a
     repository, and build a million layers one by one."""
     path = folder / "config.json"
@@ -352,7 +353,7 @@ def first_problem(error: ValidationError) -> str:
     return f"{place}: {message}" if place else message
 
 
-def first_sentence(error: BaseException) -> str:
+def error_sentence(error: BaseException) -> str:
     """Return the first sentence of a library's error, with its kind where the message alone says nothing."""
     text = " ".join(str(error).split()).split(". ", 1)[0]
     return (

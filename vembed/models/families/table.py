@@ -161,11 +161,15 @@ _RECORDS = (
 
 
 FAMILIES = check_parts(
-    "model family", Family, _RECORDS, lambda family: (family.name,), taken=("auto",)
+    "model family",
+    Family,
+    _RECORDS,
+    lambda family: (family.name,),
+    taken_names=("auto",),
 )
 """Family name, as in the option `model_family` -> its record."""
 FAMILY_OF_TYPE = check_parts(
-    "model family",
+    "model type of the family",
     Family,
     _RECORDS,
     lambda family: family.model_types or (),

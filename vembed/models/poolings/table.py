@@ -45,7 +45,7 @@ def check_poolings(classes: Sequence[type[Pooling]]) -> dict[str, Pooling]:
         lambda pooling: (pooling.name, *pooling.spellings.split()),
         needed=("name", "__doc__"),
         allowed={"modes": MODE_FLAGS},
-        taken=("auto", MODEL_POOLING),
+        taken_names=("auto", MODEL_POOLING),
     )
     poolings = {}
     for pooling in classes:

@@ -13,30 +13,63 @@ checkpoint from an untrusted source cannot run code.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import platform
+import re
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from typing_extensions import override
 
 from vembed.config.schema import ModelSection, RunSection
 from vembed.errors import RunError, UserError
 from vembed.evaluation.report.record import SUMMARY_FILE
 from vembed.files import read_json_object, sha256_of, way_out, write_durably
+from vembed.models.families.backbones import unwrapped_name
 from vembed.parallel import collectives
 from vembed.parallel.launch_check import require_equal
+from vembed.parallel.parameters import local_tensor
 from vembed.parallel.session import Session
 from vembed.training.checkpoint import folders
 from vembed.training.checkpoint.folders import (
@@ -50,19 +83,12 @@ from vembed.training.checkpoint.folders import (
     NothingLeft,
     candidates,
     checkpoint_name,
+    commit,
     compare_resume,
     finished_run,
     list_checkpoints,
-    refusal,
     refuse_own_model,
     trim_metrics,
-)
-from vembed.training.checkpoint.tensors import (
-    CheckpointPlanner,
-    CheckpointWriter,
-    Trained,
-    restore,
-    tensors_of,
 )
 
 log = logging.getLogger("vembed")
@@ -88,7 +114,7 @@ class ResumePoint:
         return int(self.state["loop"]["step"])
 
 
-class Checkpointer:
+class Checkpointer(AbstractContextManager["Checkpointer"]):
     """The checkpoints of one run. A context manager: its exit waits for the last save."""
 
     def __init__(self, run: RunSection, session: Session) -> None:
@@ -109,9 +135,6 @@ class Checkpointer:
         """Step of an asynchronous save, and its result."""
         self._saved_step = -1
         self._damaged: set[Path] = set()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(
         self,
@@ -137,41 +160,32 @@ class Checkpointer:
         """
         if not self._is_alone:  # one process has written its lock there
             self._require_shared_output()
-
-        def paths_to_try() -> list[str]:
-            refuse_own_model(self.run, model)
-            return [str(path) for path in candidates(self.run)]
-
-        damaged: dict[Path, list[str]] = {}
-        chosen = None
+        self._on_main(lambda: refuse_own_model(self.run, model))
+        point = None
+        reasons = []
         # The list of rank 0: `verify` is collective, so all ranks go through the same paths.
-        for path in map(Path, self._on_main(paths_to_try)):
+        for path in self._on_main(lambda: candidates(self.run)):
             problems = self.verify(path)
             if not problems:
-                chosen = path
+                point = ResumePoint(path, read_state(path))
                 break
-            damaged[path] = problems
+            self._damaged.add(path)
+            reasons.append(f"{path.name}: {problems[0]}")
             log.warning(f"skipped {path}: {'; '.join(problems)}")
-        self._damaged = set(damaged)
         resume = self.run.resume
-        if chosen is None and damaged and resume != "auto":
-            reasons = "; ".join(
-                f"{path.name}: {problems[0]}" for path, problems in damaged.items()
-            )
+        if point is None and reasons and resume != "auto":
             raise UserError(
-                f"resume: {'true' if resume is True else resume}, but none of the {len(damaged)} checkpoint(s) is "
-                f"intact ({reasons}); restore one, or start anew with resume: auto or in another output_dir"
+                f"resume: {'true' if resume is True else resume}, but none of the {len(reasons)} checkpoint(s) is "
+                f"intact ({'; '.join(reasons)}); restore one, or start anew with resume: auto or in another output_dir"
             )
-        # A path to resume from may be a folder of each machine's own.
-        seal = None if chosen is None else sha256_of(chosen / MANIFEST)
         if not self._is_alone:
+            # A path to resume from may be a folder of each machine's own.
+            seal = None if point is None else sha256_of(point.path / MANIFEST)
             advice = "give every machine the same one"
             require_equal("the checkpoint to resume from", seal, advice)
-        if chosen is None:
-            return None
-        point = ResumePoint(chosen, read_state(chosen))
-        self._saved_step = point.step
-        log.info(f"resuming from {chosen} (step {point.step})")
+        if point is not None:
+            self._saved_step = point.step
+            log.info(f"resuming from {point.path} (step {point.step})")
         return point
 
     def check(
@@ -195,14 +209,24 @@ class Checkpointer:
             is_named = entry.name not in ("resume", "output_dir")
             if not entry.is_allowed:
                 forbidden.append(entry)
-            elif is_named and entry.now != "auto":  # that is decided again, later
+            elif is_named and entry.current != "auto":  # that is decided again, later
                 changed.append(str(entry))
-        if forbidden and self.run.resume != "force":
-            raise refusal(forbidden, str(point.path))
-        if forbidden:
-            listed = "; ".join(map(str, forbidden))
+        listed = "; ".join(map(str, forbidden))
+        if forbidden and self.run.resume == "force":
             log.warning(
                 f"resume: force: going on although the settings differ: {listed}"
+            )
+        elif [entry.name for entry in forbidden] == ["global_batch_size"]:
+            size = forbidden[0].saved
+            raise UserError(
+                f"{point.path} was trained with {size} examples per step, and this run asks for {forbidden[0].current}: "
+                f"give global_batch_size={size} (over all processes), start anew in another output_dir, or set "
+                "resume: force"
+            )
+        elif forbidden:
+            raise UserError(
+                f"{point.path} was trained with other settings: {listed}; put them back, start anew in another "
+                "output_dir, or set resume: force"
             )
         if changed:
             log.info(f"settings changed since the checkpoint: {'; '.join(changed)}")
@@ -439,16 +463,17 @@ class Checkpointer:
 
     def _on_main(self, action: Callable[[], Any]) -> Any:
         """Return what rank 0 gets from an action. Its UserError is raised on every rank. Collective."""
-        answer: dict[str, Any] = {}
+        value = None
+        problem = None
         if self.session.is_main:
             try:
-                answer = {"value": action()}
+                value = action()
             except UserError as error:
-                answer = {"error": str(error)}
-        answer = collectives.broadcast_object(answer)
-        if "error" in answer:
-            raise UserError(answer["error"])
-        return answer["value"]
+                problem = str(error)
+        value, problem = collectives.broadcast_object((value, problem))
+        if problem is not None:
+            raise UserError(problem)
+        return value
 
     def _require_shared_output(self) -> None:
         """Raise UserError unless every rank can write to output_dir and sees there the files of rank 0."""
@@ -512,16 +537,8 @@ class Checkpointer:
         )
 
     def _differences(self, point: ResumePoint) -> list[Difference]:
-        differences = compare_resume(
-            point.state["config"],
-            self.settings,
-            point.state["identity"],
-            self.identity,
-        )
-        if point.state.get("precision") == self.session.mixed_precision:
-            # `auto` and what it came to are the same.
-            return [entry for entry in differences if entry.name != "mixed_precision"]
-        return differences
+        precision = self.session.mixed_precision
+        return compare_resume(point.state, self.settings, self.identity, precision)
 
     def _agree(self, step: int, error: Exception | None) -> None:
         """Raise RunError on every rank if the disk is full on one of them. Collective."""
@@ -541,15 +558,15 @@ class Checkpointer:
             problems = []
             for rank, (cause, _) in error.failures.items():
                 if not isinstance(cause, OSError):
-                    name = checkpoint_name(step)
-                    raise RuntimeError(f"saving {name} failed") from error
+                    raise RuntimeError(f"saving step {step} failed") from error
                 problems.append(f"rank {rank}: {_reason(cause)}")
             self._fail(step, "; ".join(problems))
 
     def _fail(self, step: int, problem: str) -> NoReturn:
         name = checkpoint_name(step)
         if self.session.is_main:
-            shutil.rmtree(self.output / (name + PARTIAL), ignore_errors=True)
+            folder = self.output / f"{name}{PARTIAL}"
+            shutil.rmtree(folder, ignore_errors=True)
         newest = folders.newest_checkpoint(self.output)
         advice = way_out(problem, self.output)
         raise RunError(
@@ -594,3 +611,356 @@ def _reason(error: BaseException) -> str:
         name = f": {error.filename}" if error.filename else ""
         return f"{error.strerror}{name}"
     return str(error)
+
+
+_OPTIMIZER = "optimizer."
+_HOOKS = "hooks."
+_TRAINED = StateDictOptions(ignore_frozen_params=True, strict=False)
+_OWN = re.compile(r"\.rank\d+of\d+$")
+MAX_NAMED = 3
+
+FILE_BYTES = 256 * 2**20
+"""Approximate size of a file of pieces. While writing, a process holds this much twice in memory."""
+
+
+class CheckpointWriter(HuggingFaceStorageWriter):
+    """Torch's writer of safetensors into `partial`, which adds checksums and state, and renames the folder to `final`.
+
+    Torch calls its methods, so a failure on one process is known to all, and an asynchronous save commits by itself.
+    """
+
+    def __init__(
+        self,
+        partial: Path,
+        final: Path,
+        state: dict[str, Any],
+        *,
+        on_commit: Callable[[], None],
+    ) -> None:
+        super().__init__(str(partial), save_distributed=True)
+        self.partial = partial
+        self.final = final
+        self.state = state
+        self.on_commit = on_commit
+
+    @override
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Divide the pieces of each process among files of FILE_BYTES. Runs on the coordinator."""
+        plans = super().prepare_global_plan(plans)
+        for plan in plans:
+            file_numbers: dict[str, int] = {}
+            num_bytes = 0
+            for item in plan.items:
+                file_numbers[item.index.fqn] = 1 + num_bytes // FILE_BYTES
+                data = item.tensor_data
+                assert data is not None
+                num_bytes += data.chunk.sizes.numel() * data.properties.dtype.itemsize
+            plan.storage_data["fqn_to_index_mapping"] = file_numbers
+        return plans
+
+    @override
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
+        """Write and flush this process's pieces, and return the name and the checksum of each one's file."""
+        results = super().write_data(plan, planner).wait()
+        names = {result.storage_data.relative_path for result in results}
+        checksums = {name: sha256_of(self.partial / name) for name in names}
+        with_checksums = []
+        for result in results:
+            name = result.storage_data.relative_path
+            with_checksums.append(replace(result, storage_data=(name, checksums[name])))
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
+        done.set_result(with_checksums)
+        return done
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write state and manifest, then rename. Runs on the coordinator after all have written."""
+        write_durably(self.partial / STATE, json.dumps(self.state, indent=1).encode())
+        checksums: dict[str, str] = {}
+        for of_rank in results:
+            checksums.update(result.storage_data for result in of_rank)
+        commit(self.partial, self.final, checksums)
+        self.on_commit()
+
+
+class CheckpointPlanner(DefaultSavePlanner):
+    """Torch's planner, with pieces that safetensors takes."""
+
+    @override
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Return a copy of a piece in host memory. Tensors that share memory or are not contiguous are refused."""
+        piece: Any = super().resolve_data(write_item)
+        return piece.detach().cpu().clone(memory_format=torch.contiguous_format)  # type: ignore[no-any-return]
+
+
+def stored_tensors(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+    """Return shape, type and pieces of each tensor of a checkpoint."""
+    metadata: Any = HuggingFaceStorageReader(str(checkpoint)).read_metadata()
+    return dict(metadata.state_dict_metadata)
+
+
+def _quieten_torch() -> None:
+    """Suppress torch's warnings about FSDP1's sharded state and about saving in a single process, in all threads, and
+    its records of every tensor that is saved."""
+    for message in (
+        "torch.distributed is disabled, unavailable or uninitialized",
+        "Please use DTensor instead and we are deprecating ShardedTensor",
+        "`_get_pg_default_device` will be deprecated",
+        "Multiple backends are registered with this ProcessGroup",
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    # It writes two records for each tensor of a checkpoint, which nobody reads and which take longer than a small save.
+    logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What is trained, and so belongs in a checkpoint."""
+
+    model: nn.Module
+    loss: nn.Module
+    optimizer: Optimizer | None = None
+    """None: its state is neither read nor written."""
+    of_hooks: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of hooks by name. They are filled in place by a checkpoint that holds them."""
+
+    @property
+    def modules(self) -> nn.Module:
+        """Model and loss in one module: their names begin with "model." and "loss.", as in the optimizer's state."""
+        return nn.ModuleDict({"model": self.model, "loss": self.loss})
+
+
+def tensors_of(trained: Trained) -> dict[str, Any]:
+    """Return trained weights, buffers, optimizer state and tensors of hooks by name, as plain tensors or DTensors."""
+    _quieten_torch()
+    optimizer = trained.optimizer
+    modules = trained.modules
+    tensors = _weights(modules)
+    tensors |= {_HOOKS + name: value for name, value in trained.of_hooks.items()}
+    # A new optimizer has no state, and get_state_dict would create some by taking a step.
+    if optimizer is not None and optimizer.state:
+        state = get_optimizer_state_dict(modules, optimizer, options=_TRAINED)
+        tensors |= _state_tensors(state["state"])
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{name} is not a tensor; a checkpoint holds only tensors and JSON"
+            )
+        tensors[name] = _movable(value)
+    return tensors
+
+
+def restore(
+    trained: Trained,
+    checkpoint: Path,
+    *,
+    no_dist: bool,
+    checks_dtypes: bool = False,
+) -> None:
+    """Restore model, loss and optimizer from a checkpoint, and those tensors of hooks that it holds.
+
+    The optimizer's group options (learning rate, weight decay, betas) stay as the config has them. `no_dist`: this
+    process reads alone. `checks_dtypes`: refuse weights that are stored as another type than this run holds.
+    """
+    _quieten_torch()
+    stored = stored_tensors(checkpoint)
+    optimizer = trained.optimizer
+    modules = trained.modules
+    # The same names as in `tensors_of`: a tensor of the checkpoint finds its place by name alone.
+    weights = _weights(modules)
+    tensors = dict(weights)
+    for name, value in trained.of_hooks.items():
+        if _HOOKS + name in stored:
+            tensors[_HOOKS + name] = value
+    state: dict[str, Any] = {}
+    groups: Any = []
+    # Collective under FSDP, like each get_ and set_ below. All ranks read the same files, so all take the same branch.
+    if optimizer is not None and any(name.startswith(_OPTIMIZER) for name in stored):
+        # torch allocates the state tensors by a step with zero gradients, and only if there are none yet.
+        optimizer.zero_grad(set_to_none=True)
+        allocated: Any = get_optimizer_state_dict(modules, optimizer, options=_TRAINED)
+        groups = allocated["param_groups"]
+        # State that the step above has made, and the checkpoint lacks, is not loaded.
+        for name, values in allocated["state"].items():
+            if any(key.startswith(f"{_OPTIMIZER}{name}.") for key in stored):
+                state[name] = values
+        tensors |= _state_tensors(state)
+    if optimizer is None:
+        stored = {
+            name: entry
+            for name, entry in stored.items()
+            if not name.startswith(_OPTIMIZER)
+        }
+    _check(tensors, stored, checks_dtypes=checks_dtypes)
+    load(
+        {name: _movable(value) for name, value in tensors.items()},
+        storage_reader=HuggingFaceStorageReader(str(checkpoint)),
+        planner=DefaultLoadPlanner(flatten_state_dict=False),
+        no_dist=no_dist,
+    )
+    if FullyShardedDataParallel.fsdp_modules(trained.model):
+        # FSDP1 returned copies of its flat parameters' pieces, so they must be loaded back.
+        set_model_state_dict(modules, weights, options=_TRAINED)
+        if optimizer is not None and state:
+            _put_numbers(state, tensors)
+            set_optimizer_state_dict(
+                modules,
+                optimizer,
+                {"state": state, "param_groups": groups},
+                options=_TRAINED,
+            )
+    elif optimizer is not None:
+        # The tensors above were the live ones. Numbers are still to be restored, and state that the checkpoint lacks
+        # (created by the step above) is dropped.
+        for name, parameter in modules.named_parameters():
+            if unwrapped_name(name) in state:
+                _put_numbers(
+                    {unwrapped_name(name): optimizer.state[parameter]}, tensors
+                )
+            else:
+                optimizer.state.pop(parameter, None)
+    if optimizer is not None and not state:
+        optimizer.state.clear()
+
+
+def _weights(modules: nn.Module) -> dict[str, Any]:
+    """Return trained parameters and buffers. Extra state entries of quantised frozen layers are left out."""
+    # Names of extra state entries begin with that of their parameter and a dot.
+    frozen = []
+    for name, parameter in modules.named_parameters():
+        if not parameter.requires_grad:
+            frozen.append(unwrapped_name(name) + ".")
+    prefixes = tuple(frozen)
+    weights = {}
+    for name, value in get_model_state_dict(modules, options=_TRAINED).items():
+        if not name.startswith(prefixes):
+            weights[name] = value
+    return weights
+
+
+def _state_tensors(state: Any) -> dict[str, Any]:
+    """Return the tensors of an optimizer's state by name. They share its memory, except for those of numbers.
+
+    A quantised shard (torchao) is stored as its parts: its blocks do not fit shards of another size, so their names
+    contain the rank and the world size. Collective where the state is sharded.
+    """
+    values = _flat_state(state, _OPTIMIZER)
+    quantised = set()
+    for name, value in values.items():
+        if is_traceable_wrapper_subclass(local_tensor(value)):
+            quantised.add(name)
+    # torchao quantises only shards of whole blocks, so one rank may have to and another not. The other shards of the
+    # same tensor are stored by rank too.
+    if any(isinstance(value, DTensor) for value in values.values()):
+        quantised.update(*collectives.gather_objects(quantised))
+    shard = f"rank{collectives.rank()}of{collectives.world_size()}"
+    tensors: dict[str, Any] = {}
+    for name, value in values.items():
+        local: Any = local_tensor(value)
+        if name not in quantised:
+            tensors[name] = value
+        elif is_traceable_wrapper_subclass(local):
+            for part in local.__tensor_flatten__()[0]:
+                tensors[f"{name}.{part}.{shard}"] = getattr(local, part)
+        elif local.numel() > 0:
+            tensors[f"{name}.{shard}"] = local
+    return tensors
+
+
+def _flat_state(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the tensors of nested state by name. Numbers become tensors."""
+    values: dict[str, Any] = {}
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            values |= _flat_state(value, f"{name}.")
+        elif isinstance(value, Tensor):
+            values[name] = value
+        else:
+            values[name] = torch.tensor(value)
+    return values
+
+
+def _put_numbers(
+    state: Any,
+    tensors: Mapping[str, Any],
+    prefix: str = _OPTIMIZER,
+) -> None:
+    """Write numbers, which were loaded as tensors, back into the optimizer's state."""
+    for key, value in state.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict):
+            _put_numbers(value, tensors, f"{name}.")
+        elif not isinstance(value, Tensor):
+            state[key] = tensors[name].item()
+
+
+def _movable(value: Any) -> Any:
+    """Return FSDP1's ShardedTensor as an equivalent DTensor on the same memory. Asynchronous saving supports only
+    DTensors."""
+    if not isinstance(value, ShardedTensor):
+        return value
+    shape = value.size()
+    shards = value.local_shards()
+    local = torch.empty(0, *shape[1:], dtype=value.dtype)
+    if shards:
+        local = shards[0].tensor
+    # Without communication: the mesh is made of a group that exists, and `run_check` would compare the ranks.
+    mesh = DeviceMesh.from_group(value._process_group, local.device.type)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+    )
+
+
+def _check(
+    tensors: Mapping[str, Any],
+    stored: Mapping[str, TensorStorageMetadata],
+    *,
+    checks_dtypes: bool,
+) -> None:
+    """Raise UserError unless the checkpoint holds exactly the tensors that this run trains."""
+    missing = sorted(tensors.keys() - stored.keys())
+    pieces = [name for name in stored if _OWN.search(name)]
+    other_pieces = [name for name in missing if _OWN.search(name)]
+    for name in missing:
+        # Shards of another size may not be quantised at all.
+        if any(piece.startswith(f"{name}.") for piece in pieces):
+            other_pieces.append(name)
+    if pieces and other_pieces:
+        raise UserError(
+            f"the checkpoint's optimizer state cannot be divided among {collectives.world_size()} process(es), since its "
+            "8-bit blocks follow the shards: resume on as many processes as wrote it (only optim: adamw moves freely), "
+            "or start anew in another output_dir"
+        )
+    unused = []
+    for name in sorted(stored.keys() - tensors.keys()):
+        if not name.startswith(_HOOKS) and not _OWN.search(name):
+            unused.append(name)
+    differences = []
+    sides = {"only this run trains": missing, "only the checkpoint has": unused}
+    for side, names in sides.items():
+        num_more = len(names) - MAX_NAMED
+        more = f" and {num_more:,d} more" if num_more > 0 else ""
+        if names:
+            differences.append(f"{side} {', '.join(names[:MAX_NAMED])}{more}")
+    settings = "model, LoRA, freeze and optim settings"
+    for name, value in tensors.items() if not differences else ():
+        saved = stored[name]
+        is_weight = not name.startswith((_OPTIMIZER, _HOOKS))
+        if value.size() != saved.size:
+            differences.append(
+                f"{name} has the shape {list(saved.size)} there and {list(value.size())} in this run"
+            )
+        elif checks_dtypes and is_weight and value.dtype != saved.properties.dtype:
+            settings = "torch_dtype and mixed_precision"
+            differences.append(
+                f"{name} is stored as {saved.properties.dtype} there and is {value.dtype} in this run"
+            )
+    if differences:
+        raise UserError(
+            f"the checkpoint is of another model or optimizer: {'; '.join(differences[:2])}; resume with the {settings} "
+            "and the strategy that it was trained with, or start anew in another output_dir"
+        )

@@ -1,5 +1,5 @@
-"""Folders of runs and checkpoints: finished runs, what a run may resume from, the settings that may differ, the cut of its
-metrics, and the files of a checkpoint with their checksums.
+"""The folder of a run: its lock, what it may resume from, the settings and files that must stay, the cut of its metrics, and
+the files of a checkpoint with their checksums.
 
 Imports no torch, and reads no weights: a dry run looks at the folder too.
 """
@@ -9,33 +9,54 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import re
+import secrets
 import shutil
-from collections.abc import Mapping
-from contextlib import suppress
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import psutil
+from huggingface_hub import try_to_load_from_cache
 
 from vembed.config.decisions import PRECISIONS, Precision
-from vembed.config.schema import ModelSection, RunSection, TrainConfig, option_fields
+from vembed.config.schema import (
+    FILE_OPTIONS,
+    ModelSection,
+    RunSection,
+    TrainConfig,
+    option_fields,
+)
 from vembed.config.terms import leaves_temperature
+from vembed.data.examples import Example, Item
 from vembed.errors import UserError
 from vembed.evaluation.report.record import SUMMARY_FILE, read_run, read_summary
 from vembed.files import (
+    add_content,
     checksums_of,
     damage_of,
+    existing,
     read_json_object,
     read_state_bytes,
     replaced_file,
     sync,
     write_durably,
 )
+from vembed.parallel.environment import machine_name
+
+if TYPE_CHECKING:
+    from vembed.data.example_store import ExampleStore
 
 log = logging.getLogger("vembed")
 
 FINAL = "final"
-METRICS = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 
 _LENGTH_AND_MACHINES = """
     epochs max_steps max_train_minutes strategy accelerate_config num_processes num_machines
@@ -68,6 +89,176 @@ MAY_CHANGE = (
 
 JUDGES = frozenset({"val_data_path", "eval_metric"})
 """Options that make earlier and later scores incomparable: the best score is reset."""
+
+
+# ---- the lock: one run at a time writes into a folder ---------------------------
+
+LOCK = ".lock"
+"""File that names host and process of the run. Its modification time, set anew every few seconds, is the sign of life."""
+LOCK_BEAT_SECONDS = 10.0
+DEAD_SECONDS = 90.0
+"""Age of the last sign of life from which an owner on another host counts as dead."""
+LOOK_SECONDS = 1.0
+SETTLE_SECONDS = 0.3
+"""Time after which one of several starts that replace a dead owner's lock at once knows that it has won."""
+UNKNOWN_OWNER = {
+    "host": "unknown",
+    "machine": "",
+    "pid": 0,
+    "process_started": 0.0,
+    "started": 0.0,
+}
+"""Owner of a lock that cannot be read."""
+
+
+class OutputLock(AbstractContextManager["OutputLock"]):
+    """The lock of one run on its output folder. A context manager: the exit releases it, if it was taken."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / LOCK
+        # Of no other process: process 1 of several containers may look at the same folder.
+        self._probe = folder / f"{LOCK}.{secrets.token_hex(8)}"
+        # In a container, processes are counted in a namespace of their own.
+        namespace = ""
+        with suppress(OSError):
+            namespace = str(Path("/proc/self/ns/pid").readlink())
+        self._machine = f"{machine_name()} {namespace}"
+        owner = {
+            "host": machine_name().partition(" ")[0],
+            "machine": self._machine,
+            "pid": os.getpid(),
+            "process_started": psutil.Process().create_time(),
+            "started": time.time(),
+        }
+        self._content = json.dumps(owner).encode()
+        self._made: list[Path] = []
+        """Folders that did not exist before; removed at the exit if they are empty."""
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def take(self) -> None:
+        """Take the lock. Raise UserError if a living run has it, or if the folder cannot be written to.
+
+        Rank 0 does so before anything is read.
+        """
+        action = "created"
+        try:
+            for folder in reversed((self.folder, *self.folder.parents)):
+                if not folder.exists():
+                    folder.mkdir(exist_ok=True)
+                    self._made.append(folder)
+            self.folder.mkdir(exist_ok=True)  # says so where a file is in the way
+            action = "written to"
+            is_taken = False
+            while not is_taken:
+                try:
+                    with self.path.open("xb") as file:
+                        file.write(self._content)
+                    is_taken = True
+                except FileExistsError:
+                    with suppress(FileNotFoundError):  # released meanwhile: try again
+                        self._take_over()
+                        is_taken = True
+        except OSError as error:
+            raise UserError(
+                f"output_dir: {self.folder} cannot be {action} ({error.strerror}); give a folder that every process "
+                "may write to, on a disk with room"
+            ) from error
+        self._thread = threading.Thread(
+            target=self._beat, name="vembed-lock", daemon=True
+        )
+        self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        if self._thread is not None:
+            self._ended.set()
+            self._thread.join()
+            with suppress(OSError):
+                # Only if it is this run's still: another may have taken it over from a run that it held for dead.
+                if self.path.read_bytes() == self._content:
+                    self.path.unlink()
+        for folder in reversed(self._made):
+            with suppress(OSError):  # a run that has begun has filled it
+                folder.rmdir()
+
+    def _take_over(self) -> None:
+        """Put this run's lock in the place of a dead owner's. Raise UserError if the owner lives."""
+        # The clock of the file system sets the times of files.
+        self._probe.touch()
+        current_time = self._probe.stat().st_mtime
+        self._probe.unlink()
+        age = current_time - self.path.stat().st_mtime
+        owner: dict[str, Any] = dict(UNKNOWN_OWNER)
+        with suppress(ValueError, TypeError):
+            owner.update(json.loads(read_state_bytes(self.path)))
+        if owner["machine"] == self._machine:
+            is_dead = _has_ended(owner)
+            sign = "which has ended" if is_dead else "which is running"
+        else:
+            is_dead = self._is_silent(age)
+            sign = "which gives signs of life"
+            if is_dead:
+                sign = f"without a sign of life for {DEAD_SECONDS:g} s"
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(owner["started"]))
+        description = (
+            f"host {owner['host']}, process {owner['pid']}, started {started}, {sign}"
+        )
+        if not is_dead:
+            raise UserError(
+                f"output_dir: {self.folder} is in use by another run ({description}): wait for its "
+                "end, stop it, or choose another output_dir; the lock of a run that is dead is taken over by itself, at "
+                f"once on its own host and after {DEAD_SECONDS:g} s on another (or remove {self.path})"
+            )
+        self._probe.write_bytes(self._content)
+        self._probe.replace(self.path)
+        # Several starts may replace the same dead lock: the last one to write wins, and each of them looks again.
+        time.sleep(SETTLE_SECONDS)
+        if self.path.read_bytes() != self._content:
+            raise UserError(
+                f"output_dir: {self.folder} was taken by another run that started at the same time"
+            )
+        log.warning(
+            f"took over the lock on {self.folder} from a run that is dead ({description})"
+        )
+
+    def _is_silent(self, age: float) -> bool:
+        """Return whether the owner, on another host, gives no sign of life until it is too old. A job that is put on
+        another machine after a crash begins by itself that way."""
+        last = self.path.stat().st_mtime
+        if age < DEAD_SECONDS:
+            log.info(
+                f"output_dir: {self.folder} has a lock of another host: looking for signs of life"
+            )
+        end = time.monotonic() + DEAD_SECONDS - age
+        while time.monotonic() < end:
+            time.sleep(LOOK_SECONDS)
+            # Opened anew: network file systems remember the times of files.
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_mtime != last:
+                    return False
+        return True
+
+    def _beat(self) -> None:
+        """Renew the sign of life until the end. Runs in a thread of its own."""
+        while not self._ended.wait(LOCK_BEAT_SECONDS):
+            with suppress(OSError):  # the disk may come back
+                if self.path.read_bytes() != self._content:
+                    log.error(
+                        f"{self.path} belongs to another run now: two runs write to {self.folder}"
+                    )
+                    return
+                os.utime(self.path)
+
+
+def _has_ended(owner: dict[str, Any]) -> bool:
+    """Return whether the owner, a process of this machine, has ended. Its number may be another process's now."""
+    try:
+        process = psutil.Process(owner["pid"])
+        is_zombie = process.status() == psutil.STATUS_ZOMBIE
+        return is_zombie or abs(process.create_time() - owner["process_started"]) > 1.0
+    except psutil.Error:
+        return not psutil.pid_exists(owner["pid"])
 
 
 # ---- finished runs -----------------------------------------------------------
@@ -129,7 +320,6 @@ def candidates(run: RunSection) -> list[Path]:
     """
     output = Path(run.output_dir)
     require_output_folder(run.output_dir)
-    _refuse_inside_a_run(output)
     # Newest first: a damaged one is passed over for the one before.
     checkpoints = [path for _, path in reversed(list_checkpoints(output))]
     finished = finished_run(output)
@@ -195,6 +385,20 @@ def require_output_folder(name: str) -> None:
                 problem = f"is in {system}, which holds no files"
     if problem is not None:
         raise UserError(f"output_dir: {name!r} {problem}: choose another folder")
+    # What is in a model or a checkpoint is replaced or removed with it, and published with the model.
+    for folder in (output, *output.parents):
+        is_model = any((folder / file).is_file() for file in _AT_TOP)
+        is_named_as_checkpoint = step_of(folder.name) is not None
+        if folder.name == FINAL and is_model:
+            what = "the model of a run, and would be replaced and published with it"
+        elif is_named_as_checkpoint and (folder / MANIFEST).is_file():
+            what = "a checkpoint of a run, and would be removed with it"
+        else:
+            continue
+        inside = "is" if folder == output else "is inside"
+        raise UserError(
+            f"output_dir: {name} {inside} {folder}, {what}: choose a folder outside of it"
+        )
     # Found now, and not when the model is written after the last step.
     for part in (FINAL, f".{FINAL}.new", f".{FINAL}.old"):
         path = output / part
@@ -202,31 +406,6 @@ def require_output_folder(name: str) -> None:
             raise UserError(
                 f"output_dir: {path} is in the way of the model's folder: remove it"
             )
-
-
-def _refuse_inside_a_run(output: Path) -> None:
-    """Raise UserError if output_dir is a model or a checkpoint of a run, or inside one.
-
-    What is there is replaced or removed with it, and published with the model.
-    """
-    resolved = output.resolve()
-    for folder in (resolved, *resolved.parents):
-        has_model_files = any(
-            (folder / name).is_file() for name in ("config.json", "modules.json")
-        )
-        is_checkpoint = (
-            step_of(folder.name) is not None and (folder / MANIFEST).is_file()
-        )
-        if folder.name == FINAL and has_model_files:
-            what = "the model of a run, and would be replaced and published with it"
-        elif is_checkpoint:
-            what = "a checkpoint of a run, and would be removed with it"
-        else:
-            continue
-        inside = "is" if folder == resolved else "is inside"
-        raise UserError(
-            f"output_dir: {output} {inside} {folder}, {what}: choose a folder outside of it"
-        )
 
 
 def refuse_own_model(run: RunSection, model: ModelSection) -> None:
@@ -281,54 +460,42 @@ class Difference:
 
     name: str
     saved: Any
-    now: Any
+    current: Any
     is_allowed: bool
 
     def __str__(self) -> str:
-        return f"{self.name} {self.saved} -> {self.now}"
+        return f"{self.name} {self.saved} -> {self.current}"
 
 
 def compare_resume(
-    saved: Mapping[str, Any],
-    now: Mapping[str, Any],
-    saved_identity: Mapping[str, Any],
+    state: Mapping[str, Any],
+    options: Mapping[str, Any],
     identity: Mapping[str, Any],
+    precision: str,
 ) -> list[Difference]:
     """Return the options that differ from those in a checkpoint, each with whether it may.
 
-    `identity` holds what is not an option but must stay (the data's fingerprint, the global batch size). An option that
-    the checkpoint lacks (written by an older vembed) counts as its default.
+    `state`: the content of state.json. `identity`: what is not an option but must stay (the data's fingerprint, the
+    global batch size). An option that the checkpoint lacks (written by an older vembed) counts as its default.
+    `precision`: that of this run.
     """
     fields = option_fields()
     differences = []
-    for name, value in now.items():
+    for name, value in options.items():
         default = fields[name].get_default(call_default_factory=True)
-        before = saved.get(name, default)
-        if before != value:
+        before = state["config"].get(name, default)
+        # `auto` and what it came to are the same.
+        is_same = before == value or (
+            name == "mixed_precision" and state.get("precision") == precision
+        )
+        if not is_same:
             differences.append(Difference(name, before, value, name in MAY_CHANGE))
-    for name in sorted(set(saved_identity) & set(identity)):
-        before = saved_identity[name]
+    for name in sorted(set(state["identity"]) & set(identity)):
+        before = state["identity"][name]
         value = identity[name]
         if before != value:
             differences.append(Difference(name, before, value, is_allowed=False))
     return differences
-
-
-def refusal(forbidden: list[Difference], checkpoint: str) -> UserError:
-    """Return the error of a run whose settings differ from the checkpoint's."""
-    # A changed global batch alone has a way out of its own.
-    if len(forbidden) == 1 and forbidden[0].name == "global_batch_size":
-        size = forbidden[0].saved
-        return UserError(
-            f"{checkpoint} was trained with {size} examples per step, and this run asks for {forbidden[0].now}: give "
-            f"global_batch_size={size} (over all processes), start anew in another output_dir, or set "
-            "resume: force"
-        )
-    listed = "; ".join(map(str, forbidden))
-    return UserError(
-        f"{checkpoint} was trained with other settings: {listed}; put them back, start anew in another output_dir, or "
-        "set resume: force"
-    )
 
 
 def kept_decisions(
@@ -347,17 +514,17 @@ def kept_decisions(
     evaluation = ("val_data_path", "val_split")
     if all(options[name] == saved.get(name) for name in evaluation):
         names += ["eval_steps", "save_steps"]
-    kept = {}
+    kept_values = {}
     for name in names:
         if options[name] == "auto" and name in saved:
-            kept[name] = saved[name]
-    if "learning_rate" in kept and options["head_learning_rate"] is None:
-        kept["head_learning_rate"] = saved["head_learning_rate"]
+            kept_values[name] = saved[name]
+    if "learning_rate" in kept_values and options["head_learning_rate"] is None:
+        kept_values["head_learning_rate"] = saved["head_learning_rate"]
     objective = config.objective
     is_same_loss = objective.loss == saved.get("loss")
     is_left = leaves_temperature(objective, config.data, config.model.model_name)
     if is_left and is_same_loss and "temperature" in saved:
-        kept["temperature"] = saved["temperature"]
+        kept_values["temperature"] = saved["temperature"]
     # `batch_size` counts per process. A resumed run on another number of processes keeps the examples per step, unless
     # the user has changed one of the batch options.
     examples = state["identity"].get("global_batch_size")
@@ -366,14 +533,136 @@ def kept_decisions(
     if is_open and all(options[name] == saved[name] for name in batch_options):
         # The identity counts the examples of a step, and the option those of one batch.
         size = int(examples) // int(options["gradient_accumulation_steps"])
-        now = int(options["batch_size"]) * world_size
-        if size != now:
-            kept["global_batch_size"] = size
+        size_of_run = int(options["batch_size"]) * world_size
+        if size != size_of_run:
+            kept_values["global_batch_size"] = size
             log.info(
                 f"global batch: {size:,d} examples, as in the checkpoint (batch_size: {options['batch_size']} x "
-                f"{world_size} process(es) would be {now:,d})"
+                f"{world_size} process(es) would be {size_of_run:,d})"
             )
-    return kept
+    return kept_values
+
+
+# ---- files that must stay ------------------------------------------------------
+
+WHOLE_BYTES = 64 * 2**20
+"""Files up to this size are read whole; of larger ones their size and PARTS pieces are."""
+PARTS = 128
+PIECE_BYTES = 2**16
+IMAGE_PARTS = 3
+"""Image files up to so many pieces are read whole; of larger ones their first, middle and last piece is."""
+MAX_SAMPLED_EXAMPLES = 256
+"""Examples whose image files are looked at; of more, a sample spread over all."""
+MODEL_FILES = frozenset({".json", ".safetensors", ".txt", ".model", ".jinja", ".py"})
+_AT_TOP = ("config.json", "modules.json", "adapter_config.json")
+
+
+def of_option(
+    name: str,
+    value: Any,
+    revision: str | None,
+) -> Any:
+    """Return the value of an option with files and folders replaced by their fingerprints, at any depth."""
+    if isinstance(value, list):
+        return [of_option(name, entry, revision) for entry in value]
+    if isinstance(value, Mapping):
+        return {key: of_option(name, entry, revision) for key, entry in value.items()}
+    if not isinstance(value, str):
+        return value
+    kind = FILE_OPTIONS[name]
+    if kind == "model":
+        fingerprint = of_model(value, revision)
+    else:
+        # Code is named as path/to/file.py:Name.
+        file = value if kind == "data" else value.rpartition(":")[0] or value
+        path = existing(file)
+        fingerprint = None if path is None else _content(path)
+    return value if fingerprint is None else f"content {fingerprint}"
+
+
+def of_model(name: str, revision: str | None = None) -> str | None:
+    """Return the fingerprint of a model's files; of a Hub model the commit in the cache; None if neither is here."""
+    path = existing(name)
+    if path is None:
+        for file in _AT_TOP:
+            try:
+                cached = try_to_load_from_cache(name, file, revision=revision)
+            except ValueError:  # no name that the Hub could have
+                return None
+            if isinstance(cached, str):
+                return Path(cached).parent.name  # a folder there is named by its commit
+        return None
+    if not path.is_dir():
+        return None
+    has_model = any((path / name).is_file() for name in _AT_TOP)
+    if not has_model and (path / "final").is_dir():
+        path = path / "final"  # the folder of a run
+    return _content(path, MODEL_FILES)
+
+
+def of_local(name: str) -> str:
+    """Return the fingerprint of a file or folder that is here, or of the file of `file.py:Name`; another name as it
+    is."""
+    path = existing(name)
+    if path is None and ".py:" in name:
+        path = existing(name.rpartition(":")[0])
+    return name if path is None else _content(path)
+
+
+def of_images(*collections: ExampleStore | Sequence[Example | Item]) -> str | None:
+    """Return the fingerprint of the image files that samples of these collections name; None if they name none."""
+    # Without their names: machines may keep the images in other folders.
+    digests: dict[str, str] = {}
+    for entries in collections:
+        interval = max(-(-len(entries) // MAX_SAMPLED_EXAMPLES), 1)
+        for index in range(0, len(entries), interval):
+            entry = entries[index]
+            items = entry.items if isinstance(entry, Example) else [entry]
+            for image in chain.from_iterable(item.images for item in items):
+                path = image.path
+                if path is None or "://" in path or path in digests:
+                    continue
+                try:
+                    whole_bytes = IMAGE_PARTS * PIECE_BYTES
+                    digests[path] = _digest(Path(path), IMAGE_PARTS, whole_bytes)
+                except OSError as error:
+                    digests[path] = f"cannot be read: {error.strerror}"
+    return _short(list(digests.values())) if digests else None
+
+
+def _content(path: Path, suffixes: frozenset[str] | None = None) -> str:
+    """Return the fingerprint of a file, or of the files below a folder, without hidden ones."""
+    try:
+        if path.is_file():
+            return _short([_digest(path)])
+        parts = []
+        for file in sorted(path.rglob("*")):
+            name = file.relative_to(path)
+            is_hidden = any(part.startswith(".") for part in name.parts)
+            is_read = suffixes is None or file.suffix in suffixes
+            if is_read and not is_hidden and file.is_file():
+                parts += [name.as_posix(), _digest(file)]
+        return _short(parts)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def _digest(
+    path: Path,
+    pieces: int = PARTS,
+    whole_bytes: int = WHOLE_BYTES,
+) -> str:
+    size = str(path.stat().st_size)
+    digest = hashlib.blake2b(size.encode(), digest_size=16)
+    add_content(
+        digest, path, pieces=pieces, piece_bytes=PIECE_BYTES, whole_bytes=whole_bytes
+    )
+    return digest.hexdigest()
+
+
+def _short(parts: list[str]) -> str:
+    text = "\n".join(parts)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 # ---- metrics.jsonl -----------------------------------------------------------
@@ -391,7 +680,7 @@ def trim_metrics(
     `is_scored`: false drops the evaluation of `step` too, which the run will make again.
     `num_bytes`: length of the file when the checkpoint was written. A shorter file is reported.
     """
-    path = output_dir / METRICS
+    path = output_dir / METRICS_FILE
     content = read_state_bytes(path) if path.exists() else b""
     if len(content) < num_bytes:
         log.warning(
@@ -399,17 +688,17 @@ def trim_metrics(
             "the report will lack the missing lines"
         )
     lines = content.splitlines(keepends=True)
-    kept = []
+    kept_lines = []
     for line in lines:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             values = json.loads(line)
             # An evaluation comes after the step's own line.
             position = (float(values["step"] + 0), "eval" in values)
             if line.endswith(b"\n") and position <= (step, is_scored):
-                kept.append(line)
-    if len(kept) != len(lines):
+                kept_lines.append(line)
+    if len(kept_lines) != len(lines):
         with replaced_file(path) as partial:
-            write_durably(partial, b"".join(kept))
+            write_durably(partial, b"".join(kept_lines))
 
 
 # ---- checkpoint folders: names, checksums, removal --------------------------
@@ -422,7 +711,8 @@ DAMAGED = ".damaged"
 """Suffix of a folder that failed its checksums. It is kept until the next checkpoint is written."""
 ABANDONED = ".abandoned"
 """Suffix of a checkpoint later than the one resumed from. It is kept until the user removes it."""
-_NAME = re.compile(r"checkpoint-(\d+)")
+# No run takes more steps, and longer names leave no room for the suffix of a folder that is removed.
+_NAME = re.compile(r"checkpoint-(\d{1,18})")
 _FORMAT = 3
 
 

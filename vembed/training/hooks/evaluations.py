@@ -1,19 +1,28 @@
-"""Hooks on evaluations: patience, guards, scores of tasks, and the results of each query."""
+"""Hooks on evaluations: patience, guards, scores of tasks, the results of each query, the average of the weights that is
+scored (`ema`), and the best model on the Hub (`push_to_hub`).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from typing_extensions import override
 
 from vembed.config.schema import Guard
-from vembed.errors import RunError
+from vembed.errors import RunError, UserError
 from vembed.evaluation.dataset import EvalData, RetrievalData, open_eval_data
 from vembed.evaluation.query_results import (
     EMBEDDED,
-    FOLDER,
+    EVALUATIONS_FOLDER,
     compare_results,
     embedded_item,
     path_of,
@@ -23,7 +32,10 @@ from vembed.evaluation.query_results import (
 from vembed.evaluation.report.page import thumbnail_of
 from vembed.evaluation.report.record import TABLE
 from vembed.evaluation.scores import evaluate_model
-from vembed.training.hooks.base import Evaluation, Hook
+from vembed.models.families.backbones import unwrapped_name
+from vembed.parallel.parameters import full_state_dict, local_tensor, reshard
+from vembed.saving.publication import Hub, model_files, publication
+from vembed.training.hooks.base import Evaluation, Hook, StepReport
 
 if TYPE_CHECKING:
     from vembed.training.trainer import Trainer
@@ -227,7 +239,7 @@ class QueryRecord(Hook):
         self._output = run.output
         self._best_step = run.state.best_step
         if run.session.is_main:
-            for path in (run.output / FOLDER).glob("step-*.json"):
+            for path in (run.output / EVALUATIONS_FOLDER).glob("step-*.json"):
                 if int(path.stem.removeprefix("step-")) > run.state.step:
                     path.unlink()
 
@@ -244,7 +256,7 @@ class QueryRecord(Hook):
             content["pictures"] = self._pictures(content, data, evaluation.metric)
             write_queries(path_of(self._output, evaluation.step), content)
             recorded = (0, self._best_step, evaluation.step)
-            for path in (self._output / FOLDER).glob("step-*.json"):
+            for path in (self._output / EVALUATIONS_FOLDER).glob("step-*.json"):
                 if int(path.stem.removeprefix("step-")) not in recorded:
                     path.unlink()
         except OSError as error:
@@ -283,3 +295,183 @@ class QueryRecord(Hook):
                     pictures[name] = thumbnail
                 break
         return pictures
+
+
+class WeightAverage(Hook):
+    """The average of the trained weights. Each rank averages what it holds: its copy or its shards."""
+
+    name = "ema"
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.num_updates = 0
+        self._trained: dict[str, Tensor] = {}
+        self._averages: dict[str, Tensor] = {}
+
+    @override
+    def on_build(self, run: Trainer) -> None:
+        model = run.components.model
+        if FullyShardedDataParallel.fsdp_modules(model):
+            raise UserError(
+                f"ema: {self.decay} cannot average the flat parameters of FSDP1: use fsdp_version: 2, or leave ema out"
+            )
+        self._model = model
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                key = unwrapped_name(name)
+                self._trained[key] = weight
+                # float32, since small changes of a 16-bit average would be rounded away.
+                self._averages[key] = weight.detach().clone().float()
+
+    @override
+    def on_step(self, report: StepReport) -> None:
+        if not report.outcome.applied:
+            return
+        self.num_updates += 1
+        # A short run must not keep its start for ever: the decay grows with the number of updates.
+        short_decay = (1 + self.num_updates) / (10 + self.num_updates)
+        decay = min(self.decay, short_decay)
+        with torch.no_grad():
+            for name, average in self._averages.items():
+                local = local_tensor(average)
+                # On shards or copies alike: the average of a shard is the shard of the average.
+                local.lerp_(
+                    local_tensor(self._trained[name]).to(local.dtype), 1 - decay
+                )
+
+    @override
+    def state(self) -> dict[str, Any]:
+        return {"num_updates": self.num_updates}
+
+    @override
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.num_updates = int(state["num_updates"])
+
+    @override
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self._averages
+
+    @override
+    @contextmanager
+    def evaluation_weights(self) -> Iterator[None]:
+        reshard(self._model)  # what is still gathered would keep the trained weights
+        trained = {}
+        with torch.no_grad():
+            for name, weight in self._trained.items():
+                local = local_tensor(weight)
+                trained[name] = local.clone()
+                local.copy_(local_tensor(self._averages[name]))
+        try:
+            yield
+        finally:
+            reshard(self._model)
+            with torch.no_grad():
+                for name, weight in self._trained.items():
+                    local_tensor(weight).copy_(trained[name])
+
+
+def averages_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return room for the averages of a model's trained weights, by the names that they have in a checkpoint."""
+    averages = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            key = f"{WeightAverage.name}.{unwrapped_name(name)}"
+            averages[key] = torch.zeros_like(weight, dtype=torch.float32)
+    return averages
+
+
+def put_averages(model: nn.Module, averages: Mapping[str, Tensor]) -> None:
+    """Put the averages of a checkpoint into a model, as evaluations of the run and `final/` had them."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter.copy_(
+                    averages[f"{WeightAverage.name}.{unwrapped_name(name)}"]
+                )
+
+
+HUB_FOLDER = ".hub"
+"""Folder inside output_dir with the model that is being pushed."""
+MAX_SECONDS_AT_STOP = 5.0
+"""Time that a run which is stopped gives a push under way. A finished run waits for its end."""
+
+
+def push_final(hub: Hub, output: Path) -> None:
+    """Push final/ with its card, the report and the description of the data. Only the main process calls it.
+
+    Raise RunError if that fails: the model is complete on disk, and `vembed push` goes on.
+    """
+    try:
+        hub.push(publication(str(output)), "Trained by vembed")
+    except (RunError, UserError) as error:
+        command = f"vembed push {output} {hub.repository}"
+        raise RunError(
+            f"{error}; the model is in {output}/final: `{command}`"
+        ) from error
+    log.info(f"push_to_hub: {hub.repository} has the model of final/")
+
+
+class PushBest(Hook):
+    """Pushes the model of each best evaluation. Training continues meanwhile, and after a push that fails."""
+
+    def __init__(self) -> None:
+        self._thread: Thread | None = None
+        self._max_seconds: float | None = MAX_SECONDS_AT_STOP
+
+    @override
+    def on_start(self, run: Trainer) -> None:
+        self._run = run
+
+    @override
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        if not evaluation.is_best:
+            return
+        run = self._run
+        with run.hooks.evaluation_weights():
+            # Collective, so it comes before the branch on rank 0.
+            weights = full_state_dict(run.components.model)
+        if not run.session.is_main:
+            return
+        if self._thread is not None and self._thread.is_alive():
+            log.info(
+                f"push_to_hub: step {evaluation.step:,d} is left out: an earlier push is under way"
+            )
+            return
+        writer = run.model_writer
+        folder = run.output / HUB_FOLDER
+        writer.store(folder, weights, writer.card(run.data, run.state))
+        score = f"{evaluation.metric} {evaluation.scores[evaluation.metric]:.4f}"
+        self._thread = Thread(
+            target=self._push, args=(folder, evaluation.step, score), daemon=True
+        )
+        self._thread.start()
+
+    @override
+    def on_finish(self, run: Trainer) -> None:
+        self._max_seconds = None
+
+    @override
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.join(self._max_seconds)
+            shutil.rmtree(self._run.output / HUB_FOLDER, ignore_errors=True)
+
+    def _push(
+        self,
+        folder: Path,
+        step: int,
+        score: str,
+    ) -> None:
+        repository = self._run.config.logging.push_to_hub
+        assert repository is not None
+        hub = Hub(repository)
+        try:
+            hub.push(model_files(folder), f"Step {step}: {score}", tag=f"step-{step}")
+        except (RunError, UserError) as error:
+            log.warning(
+                f"push_to_hub: step {step:,d} was not pushed ({error}); training continues"
+            )
+        else:
+            log.info(
+                f"push_to_hub: step {step:,d} ({score}) is on the Hub as the tag step-{step}"
+            )

@@ -28,7 +28,7 @@ from vembed.parallel import collectives
 from vembed.parallel.devices import memory_snapshot
 from vembed.parallel.parameters import num_parameters
 from vembed.progress import ProgressReport, duration
-from vembed.training.checkpoint.folders import METRICS, newest_checkpoint
+from vembed.training.checkpoint.folders import METRICS_FILE, newest_checkpoint
 from vembed.training.hooks.base import Evaluation, Hook, StepReport
 from vembed.training.run_log import END_OF_SETUP, HEADLINE, LineFile
 from vembed.training.trackers import TRACKERS, TrackedReport, TrackedRun, Tracker
@@ -43,20 +43,37 @@ SLOW_RANK_RATIO = 1.2
 """Working time of a rank over the median from which the log line names it as slow."""
 
 
-class Diagnostics(Hook):
-    """Speed, padding, time per phase and memory of every rank.
+class StepMetrics(Hook):
+    """Metrics of the steps since the last logged one: speed, padding, time per phase and memory of every rank; the means of
+    the losses; and [step, loss, learning rate, gradient norm] of each step, for the report.
+
+    Means are those of each task, of each term of `losses` without its weight, and of the model's own losses. Tasks: of
+    runs with several sources and homogeneous batches. A source is a task, unless `homogeneous_batches: task` joins it with
+    others. There, each batch is of one task, and the terms are those of a task.
 
     Time between two steps (evaluation, saving) is not counted.
     """
+
+    name = "step_curves"
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._seconds = 0.0
+        self._shares: defaultdict[str, list[Tensor]] = defaultdict(list)
+        """Name in the log -> this rank's shares of the losses."""
+        self._of_model: defaultdict[str, list[float]] = defaultdict(list)
+        """Name in the log -> losses of the global batches, the same on every rank."""
+        self._steps: list[list[float]] = []
 
     @override
     def on_start(self, run: Trainer) -> None:
         self._device = run.session.device
         self._timer = run.contrastive_step.timer
-        # Of this rank, since the last log line.
-        self._counts: Counter[str] = Counter()
-        self._num_steps = 0
-        self._seconds = 0.0
+        self._tasks: list[str] = []
+        """Name of the task of each source; empty if batches are not of one task each."""
+        names = run.data.examples.names
+        if run.config.data.homogeneous_batches and len(names) > 1:
+            self._tasks = task_names(run.config.data, names)
 
     @override
     def before_step(self, step: int) -> None:
@@ -73,7 +90,20 @@ class Diagnostics(Hook):
                 padded=result.padded_tokens,
                 forwards=result.num_forwards,
             )
-        self._num_steps += 1
+            prefix = "loss/"
+            if self._tasks:
+                task = self._tasks[rank_batch.source]
+                self._shares[f"loss/{task}"].append(result.loss_share)
+                prefix = f"loss/{task}/"
+            for term, share in result.terms.items():
+                self._shares[prefix + term].append(share.detach())
+            for name, value in result.auxiliary.items():
+                self._of_model[f"loss/{name}"].append(value)
+        outcome = report.outcome
+        self._steps.append(
+            [report.step, outcome.loss, report.learning_rate, outcome.grad_norm]
+        )
+        self._counts["steps"] += 1
         self._seconds += time.perf_counter() - self._start
 
     @override
@@ -101,10 +131,10 @@ class Diagnostics(Hook):
             memory.append({"rank": rank, **entry["memory"]})
         seconds = max(self._seconds, 1e-9)
         median_work = sorted(work)[len(work) // 2]
-        values = {
+        values: dict[str, Any] = {
             "samples_per_second": total["examples"] / seconds,
             "tokens_per_second": total["useful"] / seconds,
-            "step_seconds": seconds / max(self._num_steps, 1),
+            "step_seconds": seconds / max(self._counts["steps"], 1),
             "padding_fraction": 1 - total["useful"] / max(total["padded"], 1),
             "duplicate_fraction": 1 - total["distinct"] / max(total["inputs"], 1),
             "seconds": [entry["seconds"] for entry in ranks],
@@ -115,10 +145,31 @@ class Diagnostics(Hook):
             "slowest_rank": work.index(max(work)),
             "memory": memory,
         }
+        # All ranks have had the same tasks in the same steps, and so the same names in the same order.
+        sums = []
+        for shares in self._shares.values():
+            share_sum = torch.stack(shares).to(torch.float64).sum()
+            sums.append(float(share_sum))
+        totals = collectives.sum_scalars(sums) if sums else []
+        for (name, shares), loss_sum in zip(self._shares.items(), totals, strict=True):
+            values[name] = loss_sum / len(shares)
+        for name, losses in self._of_model.items():
+            values[name] = sum(losses) / len(losses)
+        values["steps"] = self._steps
         self._counts.clear()
-        self._num_steps = 0
         self._seconds = 0.0
+        self._shares.clear()
+        self._of_model.clear()
+        self._steps = []
         return values
+
+    @override
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._steps} if self._steps else {}
+
+    @override
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._steps = [list(step) for step in state["steps"]]
 
 
 def log_line(
@@ -143,88 +194,6 @@ def log_line(
         if len(line + addition) <= LOG_LINE_COLUMNS:
             line += addition
     return line
-
-
-class LossMeans(Hook):
-    """Means since the last log line: of each task, of each term of `losses` without its weight, and of the model's own
-    losses.
-
-    Tasks: of runs with several sources and homogeneous batches. A source is a task, unless `homogeneous_batches: task`
-    joins it with others. There, each batch is of one task, and the terms are those of a task.
-    """
-
-    @override
-    def on_start(self, run: Trainer) -> None:
-        self._tasks: list[str] = []
-        """Name of the task of each source; empty if batches are not of one task each."""
-        self._shares: defaultdict[str, list[Tensor]] = defaultdict(list)
-        """Name in the log -> this rank's shares of the losses."""
-        self._of_model: defaultdict[str, list[float]] = defaultdict(list)
-        """Name in the log -> losses of the global batches, the same on every rank."""
-        names = run.data.examples.names
-        if run.config.data.homogeneous_batches and len(names) > 1:
-            self._tasks = task_names(run.config.data, names)
-
-    @override
-    def on_step(self, report: StepReport) -> None:
-        for rank_batch, result in report.batches:
-            prefix = "loss/"
-            if self._tasks:
-                task = self._tasks[rank_batch.source]
-                self._shares[f"loss/{task}"].append(result.loss_share)
-                prefix = f"loss/{task}/"
-            for term, share in result.terms.items():
-                self._shares[prefix + term].append(share.detach())
-            for name, value in result.auxiliary.items():
-                self._of_model[f"loss/{name}"].append(value)
-
-    @override
-    def metrics(self, report: StepReport) -> Mapping[str, Any]:
-        """Return the means since the last call. Collective; the same on every rank."""
-        # All ranks have had the same tasks in the same steps, and so the same names in the same order.
-        sums = []
-        for shares in self._shares.values():
-            share_sum = torch.stack(shares).to(torch.float64).sum()
-            sums.append(float(share_sum))
-        totals = collectives.sum_scalars(sums) if sums else []
-        means = {}
-        for (name, shares), total in zip(self._shares.items(), totals, strict=True):
-            means[name] = total / len(shares)
-        for name, values in self._of_model.items():
-            means[name] = sum(values) / len(values)
-        self._shares.clear()
-        self._of_model.clear()
-        return means
-
-
-class StepCurves(Hook):
-    """Buffers [step, loss, learning rate, gradient norm] of every step until the next logged line, for the report."""
-
-    name = "step_curves"
-
-    def __init__(self) -> None:
-        self._steps: list[list[float]] = []
-
-    @override
-    def on_step(self, report: StepReport) -> None:
-        outcome = report.outcome
-        self._steps.append(
-            [report.step, outcome.loss, report.learning_rate, outcome.grad_norm]
-        )
-
-    @override
-    def metrics(self, report: StepReport) -> dict[str, Any]:
-        steps = self._steps
-        self._steps = []
-        return {"steps": steps}
-
-    @override
-    def state(self) -> dict[str, Any]:
-        return {"steps": self._steps} if self._steps else {}
-
-    @override
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._steps = [list(step) for step in state["steps"]]
 
 
 class MetricsLog(Hook):
@@ -263,7 +232,7 @@ class MetricsLog(Hook):
                     "it out"
                 ) from error
             self.trackers.append(tracker)
-        self.file = LineFile(run.output / METRICS)
+        self.file = LineFile(run.output / METRICS_FILE)
 
     @override
     def on_log(self, values: Mapping[str, Any]) -> None:
@@ -400,8 +369,11 @@ def log_setup(run: Trainer) -> None:
     processes = "1 process" if num_ranks == 1 else f"{num_ranks} processes"
     epochs = data.epoch_at(data.total_steps)
     epochs_text = "1 epoch" if epochs == 1 else f"{epochs:.3g} epochs"
+    output = f"{description.embedding_dim:,d} dimensions, pooling {description.pooling}"
+    if description.scores is not None:
+        output = "reranker"
     lines = [
-        f"model: {config.model.model_name}, {description.family}, {description.embedding_dim:,d} dimensions, "
+        f"model: {config.model.model_name}, {description.family}, {output}, "
         f"{total:,d} parameters ({share}), at most {description.max_length:,d} tokens",
         f"data: {len(data.examples):,d} examples of {sources}; {evaluation}",
         f"steps: {data.total_steps:,d} of {per_step:,d} examples ({epochs_text}), "
@@ -514,7 +486,7 @@ FIRST_LOSS_TOLERANCE = 0.5
 
 
 class Watch(Hook):
-    """Checks of each step's metrics. Each warning is given once."""
+    """Checks of each step's metrics, and of the data files between epochs. Each warning is given once."""
 
     def __init__(self) -> None:
         self._warned: set[str] = set()
@@ -642,9 +614,10 @@ class Watch(Hook):
         self._highest_loss = max(self._highest_loss, loss)
         loss_range = self._highest_loss - self._lowest_loss
         size = max(abs(self._highest_loss), 1e-12)
-        cosine = mean_cosine(report.embeddings)
+        embeddings = report.embeddings
+        cosine = mean_cosine(embeddings)
         # Of scores, which have one dimension, every cosine is 1 or -1.
-        is_vector = report.embeddings.shape[1] > 1
+        is_vector = embeddings.shape[1] > 1
         if cosine > COLLAPSED_COSINE and self._trains_embeddings and is_vector:
             self._warn_once(
                 "collapse",
@@ -669,6 +642,16 @@ class Watch(Hook):
             )
         return {"mean_cosine": cosine}
 
+    @override
+    def on_epoch(self, epoch: int) -> None:
+        # Most changes do no harm: files stay open as they were.
+        for change in self._run.data.examples.changed_files():
+            self._warn_once(change.partition(" has ")[0], change)
+
+    @override
+    def on_finish(self, run: Trainer) -> None:
+        self.on_epoch(0)
+
     def _checkpoint_note(self) -> str:
         newest = newest_checkpoint(self._run.output)
         if not newest:
@@ -690,24 +673,3 @@ def mean_cosine(embeddings: Tensor) -> float:
     # |sum of unit vectors|^2 is the sum of all cosines, the n of each row with itself included.
     total = float(unit.sum(dim=0).square().sum())
     return (total - num) / (num * (num - 1))
-
-
-class DataWatch(Hook):
-    """Reports once per file what happened to the data files. Most changes do no harm: files stay open as they were."""
-
-    @override
-    def on_start(self, run: Trainer) -> None:
-        self._examples = run.data.examples
-        self._reported: set[str] = set()
-
-    @override
-    def on_epoch(self, epoch: int) -> None:
-        for change in self._examples.changed_files():
-            file = change.partition(" has ")[0]
-            if file not in self._reported:
-                self._reported.add(file)
-                log.warning(change)
-
-    @override
-    def on_finish(self, run: Trainer) -> None:
-        self.on_epoch(0)

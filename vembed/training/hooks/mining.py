@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("vembed")
 
-FOLDER = "mining"
+MINING_FOLDER = "mining"
 """Folder of the vectors inside output_dir, while a mining is under way."""
 
 
@@ -89,7 +89,7 @@ class EpochMiner(Hook):
         if not is_due:
             return
         began = time.monotonic()
-        result = self._miner.mine(self._encode, self._run.output / FOLDER, epoch)
+        result = self._miner.mine(self._encode, self._run.output / MINING_FOLDER, epoch)
         mined = torch.from_numpy(result.documents)
         is_mined = mined >= 0
         # [examples, mined, known]: each mined document beside each that the example has.
