@@ -139,8 +139,8 @@ def run_train(
 
 def result_of(output_dir: str | Path) -> dict[str, Any]:
     """Return the result of a finished run as JSON values, from its folder."""
-    from vembed.evaluation.report.comparison import run_json
     from vembed.evaluation.report.record import read_run
+    from vembed.evaluation.report.report import run_json
 
     folder = Path(output_dir)
     facts = run_json(folder.resolve().name, read_run(folder))
