@@ -52,7 +52,7 @@ from vembed.export.onnx_format import (
     run_batches,
     write_graph,
 )
-from vembed.files import write_json
+from vembed.files import replace_text, write_json
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.inference.reranker import Reranker, read_weights
@@ -360,7 +360,7 @@ def _describe(
         "",
         *lines,
     ]
-    card.write_text("\n".join(section) + "\n", encoding="utf-8")
+    replace_text(card, "\n".join(section) + "\n")
     return facts
 
 
@@ -630,7 +630,7 @@ def write_server_files(
         text = _FASTEMBED.format(
             file=FASTEMBED_FILE, dim=dim, query=description.query_prompt
         )
-        (folder / FASTEMBED_FILE).write_text(text, encoding="utf-8")
+        replace_text(folder / FASTEMBED_FILE, text)
 
 
 # ---- a running server against the model that it should serve -----------------------------------------------------------

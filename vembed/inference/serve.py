@@ -464,19 +464,38 @@ def request_inputs(
         raise Refusal(
             400, f"{kind_key} is {said}; give query or document, or leave it out"
         )
-    contents = _contents(values, key)
+    content: Any = values.get(key)
+    # A single text, or the token ids of one, need not be in a list.
+    is_list = isinstance(content, list) and content and type(content[0]) is not int
+    contents = content if is_list else [content]
     _check_count(key, contents, limits)
     for number, content in enumerate(contents):
         name = f"{key}[{number}]"
-        if not isinstance(content, str):
-            _check_token_ids(name, content, encoder)
-            if kind is not None:
-                raise Refusal(
-                    400,
-                    f"{kind_key} puts a prompt before texts, and {name} is token ids; leave it out",
-                )
-        else:
+        if isinstance(content, str):
             _check_text(name, content, limits)
+            continue
+        if not isinstance(content, list) or {*map(type, content)} != {int}:
+            raise Refusal(
+                400,
+                f"{key} must be a text, a list of texts, or lists of token ids, and has {reprlib.repr(content)}",
+            )
+        if kind is not None:
+            raise Refusal(
+                400,
+                f"{kind_key} puts a prompt before texts, and {name} is token ids; leave it out",
+            )
+        if encoder.vocab_size is None:
+            raise Refusal(400, f"{name}: this model takes texts, no token ids")
+        if len(content) > encoder.max_length:
+            raise Refusal(
+                400,
+                f"{name} has {len(content):,d} token ids; this model takes 1 to {encoder.max_length:,d}",
+            )
+        if min(content) < 0 or max(content) >= encoder.vocab_size:
+            raise Refusal(
+                400,
+                f"{name} has token ids from {min(content)} to {max(content)}; this model's own are 0 to {encoder.vocab_size - 1}",
+            )
     return [ServedInput(content, kind) for content in contents]
 
 
@@ -528,25 +547,6 @@ def _check_text(
         raise Refusal(400, f"{name} {LONE_SURROGATE}: cut texts between characters")
 
 
-def _check_token_ids(
-    name: str,
-    ids: list[int],
-    encoder: TextEncoder,
-) -> None:
-    if encoder.vocab_size is None:
-        raise Refusal(400, f"{name}: this model takes texts, no token ids")
-    if not 1 <= len(ids) <= encoder.max_length:
-        raise Refusal(
-            400,
-            f"{name} has {len(ids):,d} token ids; this model takes 1 to {encoder.max_length:,d}",
-        )
-    if min(ids) < 0 or max(ids) >= encoder.vocab_size:
-        raise Refusal(
-            400,
-            f"{name} has token ids from {min(ids)} to {max(ids)}; this model's own are 0 to {encoder.vocab_size - 1}",
-        )
-
-
 def openai_answer(
     values: Values,
     encoded: Encoded,
@@ -579,28 +579,6 @@ def openai_answer(
         "model": str(values.get("model") or model_name),
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
-
-
-def _contents(values: Values, key: str) -> list[str | list[int]]:
-    """Return texts or lists of token ids. A single one need not be in a list."""
-    content: Any = values.get(key)
-    if isinstance(content, str) or _is_token_ids(content):
-        return [content]
-    if isinstance(content, list) and content:
-        if all(isinstance(entry, str) for entry in content):
-            return content
-        if all(_is_token_ids(entry) for entry in content):
-            return content
-    raise Refusal(
-        400,
-        f"{key} must be a text, a list of texts, or lists of token ids, and is {reprlib.repr(content)}",
-    )
-
-
-def _is_token_ids(content: object) -> bool:
-    if not isinstance(content, list) or not content:
-        return False
-    return all(type(number) is int for number in content)
 
 
 # ---- uvicorn around the application, with limits on connections and an orderly end -------------------------------------
@@ -767,7 +745,7 @@ Encoded = tuple[np.ndarray, int]
 """[n, d] float32 embeddings or [n, 1] scores of a request, and the number of its tokens."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServedInput:
     """One input of a request: a text, or the token ids of one."""
 
