@@ -17,7 +17,7 @@ from torch import nn
 from vembed.config.schema import DataSection, EvaluationSection
 from vembed.data.examples import Item, KeyIndex, Kind
 from vembed.data.features import BaseFeaturiser, Pair, PairFeaturiser
-from vembed.errors import UserError
+from vembed.errors import UserError, nearest
 from vembed.evaluation.bm25 import best_keys, build_bm25_index, scores_of_query
 from vembed.evaluation.dataset import (
     TEST_FIRST,
@@ -42,7 +42,6 @@ from vembed.inference.encoding import (
     ranges_of,
 )
 from vembed.models.families.description import ModelDescription
-from vembed.names import nearest
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 from vembed.progress import ProgressReport
