@@ -44,7 +44,7 @@ PRODUCT = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the matrices whose product is timed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prediction:
     """Prediction of the memory of each process of a run and of its time."""
 
@@ -68,7 +68,7 @@ class Prediction:
         return f"{self.memory.total / GIB:.1f} GB of the {self.placement.memory / GIB:.1f} GB of a process"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DataSize:
     """Sizes of the training data, from the first records of each source."""
 
