@@ -4,6 +4,7 @@ cards write them.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,6 +70,22 @@ def listed(names: Iterable[str]) -> str:
         else ""
     )
     return ", ".join(all_names[:LONGEST_LIST]) + more
+
+
+def nearest(
+    word: str,
+    names: Iterable[str],
+    cutoff: float = 0.6,
+) -> str | None:
+    """Return the most similar name, or None if no name is similar."""
+    near = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
+    return near[0] if near else None
+
+
+def did_you_mean(word: str, names: Iterable[str]) -> str:
+    """Return the end of a sentence with the most similar name; empty if no name is similar."""
+    near = nearest(word, names)
+    return f", did you mean {near!r}?" if near else ""
 
 
 # ---- secrets -------------------------------------------------------------------

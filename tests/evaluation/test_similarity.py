@@ -12,7 +12,7 @@ def test_correlations_at_every_size():
     first = draw.normal(size=(20, 6)).astype(np.float32)
     second = draw.normal(size=(20, 6)).astype(np.float32)
     labels = draw.integers(0, 5, 20).tolist()  # with ties
-    scores = similarity_metrics(first, second, labels, [2])
+    scores = similarity_metrics(first, second, labels, [2], True)
     for dim, prefix in ((6, ""), (2, "dim2/")):
         a = first[:, :dim].astype(float)
         b = second[:, :dim].astype(float)
@@ -28,7 +28,7 @@ def test_dot_products_keep_lengths_and_one_vector_for_all_follows_nothing():
     first = np.array([[1, 0]] * 3, np.float32)
     second = np.array([[1, 5], [2, 5], [9, 5]], np.float32)
     labels = [0.1, 0.2, 0.3]
-    scores = similarity_metrics(first, second, labels, normalize=False)
+    scores = similarity_metrics(first, second, labels, [], False)
     assert scores["spearman"] == pytest.approx(1)
     nothing = {"spearman": 0.0, "pearson": 0.0}
-    assert similarity_metrics(first, first, labels) == nothing
+    assert similarity_metrics(first, first, labels, [], True) == nothing

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from vembed.data.examples import BadRecord, Item
-from vembed.data.first_pass import IMAGE_THREADS, NUM_NAMED, image_problem
+from vembed.data.example_store import IMAGE_THREADS, NUM_NAMED, image_problem
+from vembed.data.examples import BadRecord, ImageRoot, Item
 from vembed.data.formats.saved_datasets import is_saved_dataset
 from vembed.data.formats.table import (
     CODECS,
@@ -29,7 +29,7 @@ from vembed.data.formats.table import (
     unknown_ending,
     unpacked_copy,
 )
-from vembed.data.images.files import IMAGE_SUFFIXES, ImageRoot
+from vembed.data.images.files import IMAGE_SUFFIXES
 from vembed.data.records import (
     ID_FIELDS,
     IMAGE_FIELDS,
@@ -80,19 +80,18 @@ class EncodeInput:
     image_root: str | None
     skips: bool
     chunk_rows: int
-    left_out: list[tuple[int, str]] = field(default_factory=list)
-    """Number of the row, and the reason, of each input that is left out."""
     total: int | None = None
     """Number of rows, where it is known."""
 
     def __post_init__(self) -> None:
+        self.left_out: list[tuple[int, str]] = []
+        """Number of the row, and the reason, of each input that is left out."""
         self.is_stdin = self.source == "-"
         self.name = "standard input" if self.is_stdin else self.source
         self.path = Path(self.source)
-        self.has_images = self.path.is_dir() and not is_saved_dataset(self.path)
-        folder = self.path.absolute()
-        if not folder.is_dir():
-            folder = folder.parent
+        is_folder = self.path.is_dir()
+        self.has_images = is_folder and not is_saved_dataset(self.path)
+        folder = self.path if is_folder else self.path.absolute().parent
         self.images = ImageRoot(self.image_root or str(folder), allow_urls=False)
         try:
             self.rows = self._open()
@@ -128,19 +127,18 @@ class EncodeInput:
 
     def _image_rows(self) -> Iterator[RawRow]:
         """Return the images of a folder and its subfolders, in the order of their paths."""
-        images = sorted(
-            str(path.relative_to(self.path))
-            for path in self.path.rglob("*")
-            if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith(".")
-        )
+        images = []
+        for path in self.path.rglob("*"):
+            if path.suffix.lower() in IMAGE_SUFFIXES and not path.name.startswith("."):
+                images.append(str(path.relative_to(self.path)))
         if not images:
             endings = ", ".join(sorted(IMAGE_SUFFIXES))
             raise UserError(
                 f"{self.path} is a folder without images ({endings}); for texts give a file"
             )
         self.total = len(images)
-        records = [{"id": name, "image": name} for name in images]
-        return ((number, record, None) for number, record in enumerate(records, 1))
+        for number, name in enumerate(sorted(images), 1):
+            yield number, {"id": name, "image": name}, None
 
     def _reader_rows(self) -> Iterator[RawRow]:
         """Return the records of a source of data."""

@@ -21,10 +21,10 @@ from typing import Any
 from vembed.config.decisions import epochs_for
 from vembed.config.schema import ModelSection
 from vembed.config.values import Task
-from vembed.data.examples import BadRecord
+from vembed.data.examples import BadRecord, ImageRoot
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import SeveralFiles, open_reader
-from vembed.data.images.files import IMAGE_PATH, ImageRoot
+from vembed.data.images.files import IMAGE_PATH
 from vembed.data.records import (
     Columns,
     Mode,
@@ -34,8 +34,7 @@ from vembed.data.records import (
     unread_parts,
 )
 from vembed.errors import UserError, printable
-from vembed.files import replace_text
-from vembed.names import is_address, is_pattern
+from vembed.files import is_address, is_pattern, replace_text
 
 NUM_RECORDS = 1000
 """Number of records to look at."""
@@ -190,7 +189,7 @@ FEW_VALUES = 0.2
 """A column with a smaller share of different values is a category, unless its name says otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ColumnFacts:
     """Figures of one column from the first records."""
 
@@ -212,7 +211,7 @@ class ColumnFacts:
         return f"{role}_image" if self.has_paths else role
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Guess:
     """A guessed assignment of the query's and the positive's columns."""
 
@@ -435,7 +434,7 @@ CHARACTERS_PER_TOKEN = 3.0
 """Cautious, for languages other than English."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelFacts:
     """Facts from the files of a model, read without its weights."""
 
@@ -446,7 +445,7 @@ class ModelFacts:
     """The learned temperature of CLIP and SigLIP."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TextLengths:
     """Lengths of the texts in tokens."""
 

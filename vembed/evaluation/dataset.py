@@ -178,10 +178,9 @@ def from_examples(
     if task == "auto":
         task = "similarity" if examples else "retrieval"
         for example in examples:
-            has_one_document = len(example.positives) == 1 and not example.negatives
-            if example.scores is None or not has_one_document:
+            num_documents = len(example.positives) + len(example.negatives)
+            if example.scores is None or num_documents != 1:
                 task = "retrieval"
-                break
     if task == "similarity":
         return _scored_pairs(examples, name)
     judgements = _Judgements()
@@ -242,7 +241,7 @@ def read_beir(
     folder: Path,
     qrels: Path,
     *,
-    skip_bad: bool = False,
+    skip_bad: bool,
 ) -> RetrievalData:
     """Read a BEIR-style folder: every document of the corpus, and the queries with a relevant document in `qrels`."""
     problems: list[str] = []
@@ -290,7 +289,7 @@ def read_beir(
         notes.append(f"joined {corpus.num_joined:,d} documents with equal content")
     name = f"{folder} ({qrels.name})"
     data = judgements.retrieval_data(name, corpus.documents, notes)
-    index_of = {item.key(): index for index, item in enumerate(data.queries)}
+    index_of = {key: index for index, key in enumerate(judgements.queries)}
     query_ids = {}
     for identity, item in queries.items():
         if item.key() in index_of:
@@ -559,7 +558,7 @@ class Corpus(Sequence[Item]):
         return Corpus(self._reader, self._numbers, self.lengths, self.keys, settings)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class IdentifiedCorpus:
     """Documents of a file, by number and by `_id`."""
 

@@ -22,7 +22,7 @@ from vembed.data.examples import Item, Kind, distinct
 from vembed.data.features import BaseFeaturiser, Features
 from vembed.errors import UserError
 from vembed.models.families.family import Modality
-from vembed.models.precision import holding_copies
+from vembed.models.precision import copies_of
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
 
@@ -36,7 +36,7 @@ CPU_BUDGET = 4_096
 CUDA_BUDGET = 32_768
 
 Progress = Callable[[int, int], None]
-"""Called with the number of items done and the total, both summed over all ranks."""
+"""Called with the number of distinct inputs done and the total, both summed over all ranks."""
 Take = Callable[[np.ndarray, np.ndarray], None]
 """Called with the numbers of some inputs and their embeddings, [n, D] float32 as the model gives them."""
 InterruptCheck = Callable[[], None]
@@ -73,9 +73,7 @@ def encode_items(
             embeddings = np.empty((len(contents), rows.shape[1]), np.float32)
         embeddings[numbers] = rows
 
-    encode_chunks(
-        model, featuriser, contents, kind, take, num_items=len(items), **options
-    )
+    encode_chunks(model, featuriser, contents, kind, take, **options)
     if len(contents) < len(items):
         embeddings = embeddings[content_of]
     return first_dims(embeddings, truncate_dim or embeddings.shape[1], normalize)
@@ -89,7 +87,6 @@ def encode_chunks(
     take: Take,
     *,
     lengths: np.ndarray | None = None,
-    num_items: int | None = None,
     budget_tokens: int | None = None,
     max_rows: int | None = None,
     session: Session | None = None,
@@ -102,23 +99,19 @@ def encode_chunks(
     With a session of several ranks it is collective: all ranks pass the same inputs, and each encodes a part. All ranks
     run equally many micro-batches per modality, as sharded models need (a rank without inputs runs a dummy). At most
     INPUTS_PER_CHUNK inputs per rank, twice, are in memory. The inputs come sorted by length, in the same order on any
-    number of ranks. `lengths`: of their texts in characters, if they are known. `num_items`: what progress counts to. `frozen_towers`
-    provides cached tower features.
+    number of ranks. `lengths`: of their texts in characters, if they are known. `frozen_towers` provides cached tower features.
     """
     rank = session.rank if session else 0
     world_size = session.world_size if session else 1
     device = session.device if session else next(model.parameters()).device
-    total = num_items or len(contents)
-    # Progress counts items: this rank's inputs times the number of ranks, which are assumed equally fast, times the
-    # average number of equal items.
-    factor = world_size * total / max(len(contents), 1)
     num_done = 0
 
     def after(num_rows: int) -> None:
         nonlocal num_done
-        num_done += num_rows
+        # All ranks are assumed to be equally fast.
+        num_done += num_rows * world_size
         if progress is not None:
-            progress(min(round(num_done * factor), total), total)
+            progress(min(num_done, len(contents)), len(contents))
         if check_interrupt is not None:
             check_interrupt()
 
@@ -147,7 +140,7 @@ def encode_chunks(
     )
     with (
         _evaluating(model),
-        holding_copies(model),
+        copies_of(model).held(),
         ThreadPoolExecutor(1, thread_name_prefix="vembed-encode") as ahead,
     ):
         # The next chunk is tokenized in a thread while this one is encoded.
@@ -178,7 +171,7 @@ def encode_features(
     With `world_size` > 1 it is collective: each rank passes inputs of its own, at least one rank has some, and all run
     equally many micro-batches.
     """
-    with _evaluating(model), holding_copies(model):
+    with _evaluating(model), copies_of(model).held():
         embeddings = _encode_rank(
             model,
             Feeder(featuriser, device),
@@ -244,13 +237,13 @@ def _encode_rank(
         tables = frozen_towers.encode(features, budget, max_rows, check_interrupt)
     rows_of = indices_by_modality(features, feeder.featuriser.modalities)
     splits = split_in_step(features, rows_of, budget, max_rows, world_size)
-    slices = []
-    for modality, split in splits.items():
-        slices += [(modality, rows) for rows in split]
     # One forward pass for each slice. Frozen modalities need no pixels or token ids: their rows come from the tables.
+    slices = []
     micro_batches = []
-    for modality, rows in slices:
-        micro_batches.append([] if modality in tables else [(modality, rows)])
+    for modality, batches in splits.items():
+        for rows in batches:
+            slices.append((modality, rows))
+            micro_batches.append([] if modality in tables else [(modality, rows)])
     fed = feeder.feed(micro_batches, features)
     result: Tensor | None = None
     for (modality, rows), inputs in zip(slices, fed, strict=True):
@@ -337,27 +330,18 @@ def quantized(
     if precision in ("binary", "ubinary"):
         levels = np.packbits(vectors_ND > 0, axis=1)
     else:
-        levels = _levels(vectors_ND, precision, ranges_2D)
+        if ranges_2D is None and len(vectors_ND) < 2:
+            raise UserError(
+                f"precision is {precision!r} for {len(vectors_ND)} vector(s): the range of each coordinate comes from "
+                "the vectors that are encoded together; give at least two, better a thousand"
+            )
+        low, high = ranges_of(vectors_ND) if ranges_2D is None else ranges_2D
+        # The level of each coordinate in its range. A constant coordinate becomes 0 instead of 0 / 0; astype cuts off as
+        # Sentence Transformers does.
+        steps = np.where(high > low, (high - low) / 255, 1)
+        levels = np.clip((vectors_ND - low) / steps, 0, 255).astype(np.uint8)
     if precision in ("ubinary", "uint8"):
         return levels
     # Signed bytes are shifted by 128, as in Sentence Transformers; by way of int16, since uint8 has no negative
     # numbers.
     return (levels.astype(np.int16) - 128).astype(np.int8)
-
-
-def _levels(
-    vectors_ND: np.ndarray,
-    precision: EmbeddingPrecision,
-    ranges_2D: np.ndarray | None,
-) -> np.ndarray:
-    """Return the level of each coordinate in its range, 0 to 255."""
-    if ranges_2D is None and len(vectors_ND) < 2:
-        raise UserError(
-            f"precision is {precision!r} for {len(vectors_ND)} vector(s): the range of each coordinate comes from the "
-            "vectors that are encoded together; give at least two, better a thousand"
-        )
-    low, high = ranges_of(vectors_ND) if ranges_2D is None else ranges_2D
-    # 256 levels. A constant coordinate becomes 0 instead of 0 / 0; astype cuts off as Sentence Transformers does.
-    steps = np.where(high > low, (high - low) / 255, 1)
-    levels: np.ndarray = np.clip((vectors_ND - low) / steps, 0, 255).astype(np.uint8)
-    return levels

@@ -209,7 +209,10 @@ class CandidateSearch:
                 candidates = self._find(first, last)
                 if self.session.is_main:
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    with replaced_file(path) as partial, partial.open("wb") as file:
+                    with (
+                        replaced_file(path, waits=True) as partial,
+                        partial.open("wb") as file,
+                    ):
                         np.savez(
                             file,
                             documents=candidates.documents,
@@ -435,6 +438,7 @@ class Chooser:
         allowed = self._allowed(candidates, queries)
         bounds = candidates.positives.bounds(len(candidates))
         claimed = candidates.claimed & self.options.takes_claimed
+        threshold = self.options.near_duplicate
         for row, query in enumerate(queries):
             positives = candidates.positives.documents[
                 bounds[query] : bounds[query + 1]
@@ -450,7 +454,11 @@ class Chooser:
             place = 0
             for column in order:
                 document = int(candidates.documents[query, column])
-                if self._is_near(document, compared):
+                if threshold is not None and any(
+                    containment(self._ngrams(document), self._ngrams(other))
+                    >= threshold
+                    for other in compared
+                ):
                     self.num_left_out["near_duplicates"] += 1
                     continue
                 documents[row, place] = document
@@ -466,17 +474,6 @@ class Chooser:
             collectives.all_gather_dealt(torch.from_numpy(scores), num_queries).numpy(),
             np.full((num_queries, depth), UNDECIDED, np.float32),
         )
-
-    def _is_near(self, document: int, others: Sequence[int]) -> bool:
-        """Return whether a document is a near-duplicate of one of the others."""
-        threshold = self.options.near_duplicate
-        if threshold is None:
-            return False
-        for other in others:
-            share = containment(self._ngrams(document), self._ngrams(other))
-            if share >= threshold:
-                return True
-        return False
 
     def counts(self) -> dict[str, int]:
         """Candidates by what became of them, of all ranks. Collective."""

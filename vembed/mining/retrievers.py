@@ -402,7 +402,11 @@ def fuse(
             gain = weight / (rrf_k + 1.0 + np.arange(documents.shape[1]))
             gain = np.broadcast_to(gain, documents.shape)
         else:
-            gain = weight * _standardised(scores)
+            # In standard deviations above the lowest of the query, so that a document that is missing has 0.
+            valid = np.ma.masked_invalid(scores.astype(np.float64))
+            above = valid - valid.min(axis=1, keepdims=True)
+            deviation = np.maximum(valid.std(axis=1, keepdims=True), 1e-12)
+            gain = weight * np.ma.filled(above / deviation, 0.0)
         gains.append(np.where(documents >= 0, gain, 0.0))
     documents = np.concatenate([documents for documents, _ in rankings], axis=1)
     order = np.argsort(documents, axis=1, kind="stable")
@@ -418,15 +422,6 @@ def fuse(
     best = np.argsort(-total, axis=1, kind="stable")[:, :k]
     chosen = np.take_along_axis(documents, best, axis=1)
     return np.where(np.take_along_axis(total, best, axis=1) > -np.inf, chosen, -1)
-
-
-def _standardised(scores_QK: np.ndarray) -> np.ndarray:
-    """Scores in standard deviations above the lowest of their query, so that a document that is missing has 0."""
-    scores = np.ma.masked_invalid(scores_QK.astype(np.float64))
-    above = scores - scores.min(axis=1, keepdims=True)
-    deviation = np.maximum(scores.std(axis=1, keepdims=True), 1e-12)
-    result: np.ndarray = np.ma.filled(above / deviation, 0.0)
-    return result
 
 
 SMALLEST_BLOCK = 128

@@ -22,7 +22,7 @@ from vembed.data.features import PairFeaturiser
 from vembed.data.records import Columns
 from vembed.data_tools.starter import field_texts, read_sample
 from vembed.errors import UserError
-from vembed.models.families.description import ModelDescription, describe
+from vembed.models.families.description import describe
 from vembed.models.processors import load_tokenizer
 from vembed.parallel.devices import GIB, Gpu, Hardware, bf16_instructions
 from vembed.parallel.environment import RankInfo
@@ -44,7 +44,7 @@ PRODUCT = {"cpu": 1024, "cuda": 8192}
 """Rows and columns of the matrices whose product is timed."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prediction:
     """Prediction of the memory of each process of a run and of its time."""
 
@@ -68,7 +68,7 @@ class Prediction:
         return f"{self.memory.total / GIB:.1f} GB of the {self.placement.memory / GIB:.1f} GB of a process"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DataSize:
     """Sizes of the training data, from the first records of each source."""
 
@@ -234,6 +234,7 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
     pair_featuriser = None
     if description.scores is not None:
         pair_featuriser = PairFeaturiser(description)
+    tokenizer: Any = load_tokenizer(description)
     num_examples = 0
     tokens = 0.0
     num_inputs = 0.0
@@ -256,7 +257,9 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
             features = pair_featuriser.features(pairs)
             lengths = [feature.length for feature in features]
         else:
-            lengths = _token_counts(description, texts)
+            limit = description.max_length
+            encoded = tokenizer(texts, truncation=True, max_length=limit)
+            lengths = [len(token_ids) for token_ids in encoded["input_ids"]]
         # The sample stands for the whole file.
         share = sample.num_records / len(sample.records)
         num_examples += sample.num_records
@@ -268,15 +271,6 @@ def data_size(model: ModelSection, data: DataSection) -> DataSize:
     if pair_featuriser is not None:
         tokens += num_examples * data.in_batch_negatives * length
     return DataSize(num_examples, tokens / num_examples, length)
-
-
-def _token_counts(description: ModelDescription, texts: list[str]) -> list[int]:
-    if not texts:
-        return []
-    tokenizer = load_tokenizer(description)
-    limit = description.max_length
-    encoded = tokenizer(texts, truncation=True, max_length=limit)
-    return [len(token_ids) for token_ids in encoded["input_ids"]]
 
 
 def _texts(

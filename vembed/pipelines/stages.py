@@ -29,11 +29,17 @@ from vembed.config.loading import (
 )
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
-from vembed.errors import RunError, UserError
+from vembed.errors import RunError, UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.record import read_run
-from vembed.files import checksums_of, damage_of, read_json_object, replace_text
-from vembed.names import did_you_mean, is_hub_model, similar_path
+from vembed.files import (
+    checksums_of,
+    damage_of,
+    is_hub_model,
+    read_json_object,
+    replace_text,
+    similar_path,
+)
 from vembed.progress import duration
 from vembed.training.checkpoint.folders import FINAL, MAY_CHANGE, of_local, of_model
 from vembed.training.trackers import require_trackers
@@ -174,15 +180,26 @@ class _Stage:
         state = _read_state(self.folder)
         if state.get("fingerprint") != fingerprint:
             if state and is_first_rank():
-                aside = self._set_aside()
+                number = 1
+                while (aside := Path(f"{self.folder}.old-{number}")).exists():
+                    number += 1
+                self.folder.rename(aside)
                 self._log(f"what it depends on has changed; the old one is now {aside}")
         elif state.get("state") == "done":
-            damage = self._damage(state.get("outputs", {}))
+            damage = None
+            for name, checksum in state.get("outputs", {}).items():
+                damage = damage or damage_of(self.folder, name, checksum)
             if damage is None:
                 self._log("done already (nothing that it depends on has changed)")
                 return 0
-            self._log(f"{damage}, so it runs again")
-            self._set_final_aside()
+            self._log(f"{self.folder}: {damage}, so it runs again")
+            final = self.folder / FINAL
+            if final.is_dir() and is_first_rank():
+                # Renamed: the user may have changed it on purpose.
+                aside = self.folder / "final.damaged"
+                shutil.rmtree(aside, ignore_errors=True)
+                final.rename(aside)
+                self._log(f"the damaged model is now {aside}")
         self._log(f"{self.step.kind} in {self.folder}")
         began = time.time()
         # "started" is noted first: a step that is killed is not done, and a start with another fingerprint moves its
@@ -210,12 +227,6 @@ class _Stage:
             self._write_state(done)
         return code
 
-    def _set_aside(self) -> Path:
-        number = 1
-        while (aside := Path(f"{self.folder}.old-{number}")).exists():
-            number += 1
-        return self.folder.rename(aside)
-
     def _outputs(self) -> dict[str, dict[str, Any]]:
         """Return the checksums of what the steps after this one read."""
         if not self.step.has_model:
@@ -225,23 +236,6 @@ class _Stage:
             if path.is_file() and path.name != "README.md":  # users edit the card
                 paths.append(path)
         return checksums_of(self.folder, paths)
-
-    def _damage(self, outputs: Mapping[str, Any]) -> str | None:
-        """Return what is wrong with the first damaged output; None if all are as they were when the step was done."""
-        for name, checksum in outputs.items():
-            damage = damage_of(self.folder, name, checksum)
-            if damage is not None:
-                return f"{self.folder}: {damage}"
-        return None
-
-    def _set_final_aside(self) -> None:
-        """Rename a damaged model: the user may have changed it on purpose."""
-        final = self.folder / FINAL
-        if final.is_dir() and is_first_rank():
-            aside = self.folder / "final.damaged"
-            shutil.rmtree(aside, ignore_errors=True)
-            final.rename(aside)
-            self._log(f"the damaged model is now {aside}")
 
     def command(self) -> tuple[str, list[str]]:
         """Return the command of a step between, and its arguments."""
@@ -396,7 +390,7 @@ def _write_report(pipeline: Pipeline) -> Path:
         rows.append((step, state, ", ".join(texts), link))
     path = Path(pipeline.root) / REPORT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_page("stages.md.j2", rows=rows), encoding="utf-8")
+    replace_text(path, render_page("stages.md.j2", rows=rows))
     return path
 
 
@@ -624,7 +618,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 NOT_ESTIMATED = "not estimated"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Estimate:
     """Memory of each process and time of a step, in words."""
 

@@ -25,7 +25,7 @@ from vembed.evaluation.dataset import TEST_FIRST, EvalData, open_eval_data
 from vembed.evaluation.report.plots import plot_front
 from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
-from vembed.files import write_json
+from vembed.files import replace_text, write_json
 from vembed.inference.embedder import Embedder
 from vembed.inference.encoding import first_dims
 from vembed.models.embedding_model import EmbeddingModel, tower_module
@@ -298,7 +298,13 @@ class Editor:
         test = (first[1::2], second[1::2])
         scores = {"probe": linear_probe(train, test)}
         if self.is_paired:
-            scores["across"] = _across(_unit(test[0]), _unit(test[1]))
+            similarities = _unit(test[0]) @ _unit(test[1]).T
+            right = np.diag(similarities)[:, None]
+            # Pessimistic: candidates that tie with the right one count as ranked before it, so that equal vectors score
+            # low.
+            rank = (similarities >= right).sum(axis=1) - 1  # without itself
+            gains = np.where(rank < RANKING_CUTOFF, 1 / np.log2(rank + 2), 0.0)
+            scores["across"] = float(gains.mean())
         if self.data is not None:
             session = self.embedder.session
             scores |= evaluate(self.embedder, self.data, session=session, dims=[])
@@ -419,16 +425,6 @@ def _removal(
 
 def _unit(vectors_ND: np.ndarray) -> np.ndarray:
     return first_dims(vectors_ND, vectors_ND.shape[1], True)
-
-
-def _across(first_ND: np.ndarray, second_ND: np.ndarray) -> float:
-    """Return nDCG@10 of finding row i of the second set by row i of the first."""
-    similarities = first_ND @ second_ND.T
-    right = np.diag(similarities)[:, None]
-    # Pessimistic: candidates that tie with the right one count as ranked before it, so that equal vectors score low.
-    rank = (similarities >= right).sum(axis=1) - 1  # without itself
-    gains = np.where(rank < RANKING_CUTOFF, 1 / np.log2(rank + 2), 0.0)
-    return float(gains.mean())
 
 
 # ---- weights that write to the residual stream ---------------------------------------------------------------------
@@ -574,7 +570,7 @@ def _write_result(result: EditResult, metric: str | None) -> None:
     }
     card = result.model_dir / "README.md"
     section = f"\n## Edit\n\n```json\n{json.dumps(summary, indent=2)}\n```\n"
-    card.write_text(card.read_text(encoding="utf-8") + section, encoding="utf-8")
+    replace_text(card, card.read_text(encoding="utf-8") + section)
     if result.trials:
         assert metric is not None
         points = [

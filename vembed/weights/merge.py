@@ -21,7 +21,7 @@ from vembed.evaluation.dataset import TEST_FIRST, open_eval_data
 from vembed.evaluation.report.plots import plot_sweep
 from vembed.evaluation.report.record import metric_name
 from vembed.evaluation.scores import evaluate
-from vembed.files import CHECKSUMS, write_json
+from vembed.files import CHECKSUMS, replace_text, write_json
 from vembed.models.families.model_files import CODES, read_object
 from vembed.parallel import collectives
 from vembed.parallel.session import Session
@@ -169,7 +169,16 @@ def merge(
         scratch.mkdir(parents=True)
     collectives.barrier()
     try:
-        sources = _opened(names, scratch, is_main=is_main)
+        # Adapters and checkpoints become whole models first.
+        folders = [scratch / f"model-{number}" for number in range(len(names))]
+        if is_main:
+            for name, folder in zip(names, folders, strict=True):
+                whole_model(name, folder)
+        collectives.barrier()
+        sources = []
+        for name, folder in zip(names, folders, strict=True):
+            # There is no folder for what is a whole model already.
+            sources.append(open_source(name, folder if folder.is_dir() else None))
         base_name = None
         if recipe.needs_base or (sweep_points is not None and len(names) == 1):
             base_name = default_base(sources) if base is None else str(base)
@@ -260,25 +269,6 @@ def _with_checkpoints(names: Sequence[str], last: int | None) -> list[str]:
     return expanded
 
 
-def _opened(
-    names: Sequence[str],
-    scratch: Path,
-    *,
-    is_main: bool,
-) -> list[ModelFolder]:
-    """Open the models. Adapters and checkpoints become whole models in `scratch` first. Collective."""
-    folders = [scratch / f"model-{number}" for number in range(len(names))]
-    if is_main:
-        for name, folder in zip(names, folders, strict=True):
-            whole_model(name, folder)
-    collectives.barrier()
-    sources = []
-    for name, folder in zip(names, folders, strict=True):
-        # There is no folder for what is a whole model already.
-        sources.append(open_source(name, folder if folder.is_dir() else None))
-    return sources
-
-
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
@@ -341,7 +331,7 @@ class Merge:
                 write_json(folder / "config.json", {**settings, "dtype": self.dtype})
             write_json(folder / RECIPE_FILE, {**described, **asdict(recipe)})
             card = _card(described, recipe, (root / "vembed.json").is_file())
-            (folder / "README.md").write_text(card, encoding="utf-8")
+            replace_text(folder / "README.md", card)
         return target
 
     def _write_file(

@@ -118,9 +118,8 @@ def encode(
         raise UserError(
             "--pooling is for hidden states (--layers); embeddings are pooled as the model says"
         )
-    is_changed = truncate_dim is not None or normalize is not None
-    is_changed = is_changed or precision != "float32"
-    if layers and (target.suffix != ".npy" or is_changed):
+    is_plain = (truncate_dim, normalize, precision) == (None, None, "float32")
+    if layers and not (is_plain and target.suffix == ".npy"):
         raise UserError(
             "hidden states (--layers) are written as they are, in float32, to a .npy file"
         )
@@ -155,8 +154,8 @@ def encode(
         # Mistakes in the first rows are found before the model is loaded.
         first_chunk = next(chunks, [])
         rows.check_kept(first_chunk)
-        has_ids = target.suffix == ".parquet" and any(
-            row.identity for row in first_chunk[:1]
+        has_ids = target.suffix == ".parquet" and bool(
+            first_chunk and first_chunk[0].identity
         )
         if rows.has_images and target.suffix == ".npy" and not kept_fields:
             kept_fields = ["image"]  # nothing else says which image a vector is of
@@ -213,19 +212,17 @@ def encode(
             ProgressReport("encoding", active=session.is_main, console=console)
         )
         num_done = 0
+
+        def advance(count: int, _: int) -> None:
+            progress(num_done + count, rows.total)
+
         for chunk in itertools.chain([first_chunk], chunks):
             if not chunk:
                 continue
-
-            before = num_done
             try:
-                vectors = vectors_of(
-                    [row.item for row in chunk],
-                    lambda count, _: progress(before + count, rows.total),  # noqa: B023 - called in this round alone
-                )
-            except (
-                UserError
-            ):  # an image: all of the chunk that cannot be read are named
+                vectors = vectors_of([row.item for row in chunk], advance)
+            except UserError:
+                # An image: all of the chunk that cannot be read are named.
                 rows.leave_out(broken_images(chunk))
                 raise
             if writer is not None:
@@ -241,16 +238,14 @@ def encode(
                 f"none of the {len(rows.left_out):,d} inputs can be encoded; the first one: {rows.left_out[0][1]}"
             )
         seconds = time.monotonic() - began
-        arithmetic = embedder.arithmetic
-        is_main = session.is_main
     # The files have their names now.
     ranges_file = None
     if has_ranges and levels is not None:
         ranges_file = target.with_name(f"{target.stem}.ranges.npy")
-        if is_main:
+        if session.is_main:
             np.save(ranges_file, levels)
     skipped = None
-    if is_main:
+    if session.is_main:
         skipped = rows.save_left_out(target.with_suffix(".skipped.jsonl"))
         sizes = " x ".join(f"{size:,d}" for size in (num_done, *shape))
         left_out = f", {len(rows.left_out):,d} left out ({skipped})" if skipped else ""
@@ -259,7 +254,7 @@ def encode(
             place = str(target.with_suffix(".kept.jsonl"))
         beside = f"; {', '.join(kept_fields)} in {place}" if kept_fields else ""
         console.print(
-            f"{target}: {sizes} {precision}, computed in {arithmetic}{left_out}, in {duration(seconds)} "
+            f"{target}: {sizes} {precision}, computed in {embedder.arithmetic}{left_out}, in {duration(seconds)} "
             f"({num_done / max(seconds, 1e-9):,.0f}/s){beside}"
         )
     return EncodeResult(
