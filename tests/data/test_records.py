@@ -5,8 +5,7 @@ import math
 import pytest
 
 from tests.data.files import pair
-from vembed.data.examples import BadRecord
-from vembed.data.images.files import ImageRoot
+from vembed.data.examples import BadRecord, ImageRoot
 from vembed.data.records import COLUMNS, Columns, RecordFormat
 from vembed.errors import UserError
 

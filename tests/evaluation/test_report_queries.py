@@ -26,7 +26,7 @@ from vembed.evaluation.query_results import (
 from vembed.evaluation.report.page import TEMPLATES
 from vembed.evaluation.report.record import read_run
 from vembed.evaluation.report.report import changed_table, curves
-from vembed.names import short_name
+from vembed.files import short_name
 from vembed.saving.card import calls_of
 from vembed.training.hooks.base import Evaluation
 from vembed.training.hooks.evaluations import QueryRecord

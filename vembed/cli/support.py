@@ -393,8 +393,7 @@ def numbers(
 
 def option(name: str, text: str) -> Any:
     """Parse a value like the config option of that name; None for an empty text."""
-    from vembed.config.layers import canonical
-    from vembed.config.options import all_options
+    from vembed.config.options import all_options, canonical
 
     if not text:
         return None

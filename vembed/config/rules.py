@@ -31,9 +31,9 @@ from vembed.config.terms import (
 )
 from vembed.config.values import RESULT_OF
 from vembed.errors import UserError
+from vembed.files import existing, is_address, is_hub_model, is_pattern, similar_path
 from vembed.losses.declaration import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, SCORES
 from vembed.losses.table import LOSS_OPTIONS, LOSSES, read_options
-from vembed.names import existing, is_address, is_hub_model, is_pattern, similar_path
 from vembed.training.optimizer_kinds import OPTIMIZERS
 from vembed.training.trackers import TRACKERS
 

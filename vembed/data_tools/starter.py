@@ -21,10 +21,10 @@ from typing import Any
 from vembed.config.decisions import epochs_for
 from vembed.config.schema import ModelSection
 from vembed.config.values import Task
-from vembed.data.examples import BadRecord
+from vembed.data.examples import BadRecord, ImageRoot
 from vembed.data.formats.base import Format
 from vembed.data.formats.table import SeveralFiles, open_reader
-from vembed.data.images.files import IMAGE_PATH, ImageRoot
+from vembed.data.images.files import IMAGE_PATH
 from vembed.data.records import (
     Columns,
     Mode,
@@ -34,8 +34,7 @@ from vembed.data.records import (
     unread_parts,
 )
 from vembed.errors import UserError, printable
-from vembed.files import replace_text
-from vembed.names import is_address, is_pattern
+from vembed.files import is_address, is_pattern, replace_text
 
 NUM_RECORDS = 1000
 """Number of records to look at."""
@@ -62,7 +61,10 @@ class FileSample:
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of all columns, in order."""
-        return tuple(dict.fromkeys(name for record in self.records for name in record))
+        names: dict[str, None] = {}  # as a set that keeps the order
+        for record in self.records:
+            names |= dict.fromkeys(record)
+        return tuple(names)
 
 
 def read_sample(path: Path) -> FileSample:
@@ -103,7 +105,9 @@ def _num_records(reader: Format) -> tuple[int, bool]:
         return sum(1 for _ in reader.rows()), False
     rows = list(itertools.islice(reader.rows(), NUM_RECORDS))
     seen_bytes = max(rows[-1][0] - reader.start, 1)
-    return round((len(rows) - 1) * (reader.stop - reader.start) / seen_bytes), True
+    # The last row that was read begins after `seen_bytes`, so these bytes hold all rows but that one.
+    all_bytes = reader.stop - reader.start
+    return round((len(rows) - 1) * all_bytes / seen_bytes), True
 
 
 def field_texts(value: Any) -> list[str | None]:
@@ -190,7 +194,7 @@ FEW_VALUES = 0.2
 """A column with a smaller share of different values is a category, unless its name says otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ColumnFacts:
     """Figures of one column from the first records."""
 
@@ -212,7 +216,7 @@ class ColumnFacts:
         return f"{role}_image" if self.has_paths else role
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Guess:
     """A guessed assignment of the query's and the positive's columns."""
 
@@ -230,7 +234,10 @@ def guess(
 ) -> Guess:
     """Return columns for the missing parts (query, positive) among those that are not taken."""
     candidates = []
-    for name in dict.fromkeys(name for record in records for name in record):
+    record_names: dict[str, None] = {}  # as a set that keeps the order
+    for record in records:
+        record_names |= dict.fromkeys(record)
+    for name in record_names:
         column = _facts(name, [record.get(name) for record in records])
         if name not in taken_columns and column.is_text:
             candidates.append(column)
@@ -435,7 +442,7 @@ CHARACTERS_PER_TOKEN = 3.0
 """Cautious, for languages other than English."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelFacts:
     """Facts from the files of a model, read without its weights."""
 
@@ -446,7 +453,7 @@ class ModelFacts:
     """The learned temperature of CLIP and SigLIP."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TextLengths:
     """Lengths of the texts in tokens."""
 

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from vembed.config.terms import Term
 from vembed.data.examples import Kind
-from vembed.data.processing import MAX_CHARACTERS_PER_TOKEN, cut_words
+from vembed.data.features import MAX_CHARACTERS_PER_TOKEN, cut_words
 from vembed.errors import RunError
 from vembed.files import write_json
 from vembed.inference.embedder import Embedder
@@ -605,8 +605,8 @@ def distil(
 def embed(table_VD: Tensor, texts: Sequence[Tensor]) -> Tensor:
     """Return [n, d] means of the tokens' vectors."""
     # embedding_bag takes the offsets at which texts begin: the sums of the lengths before each.
-    lengths = torch.tensor([0, *(len(text) for text in texts[:-1])])
-    offsets = lengths.cumsum(0)
+    lengths = [len(text) for text in texts]
+    offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     return F.embedding_bag(torch.cat(list(texts)), table_VD, offsets, mode="mean")
 
 

@@ -29,11 +29,17 @@ from vembed.config.loading import (
 )
 from vembed.config.rules import is_inside, missing_path, require_paths
 from vembed.config.schema import FILE_OPTIONS, TrainConfig
-from vembed.errors import RunError, UserError
+from vembed.errors import RunError, UserError, did_you_mean
 from vembed.evaluation.report.page import render_page
 from vembed.evaluation.report.record import read_run
-from vembed.files import checksums_of, damage_of, read_json_object, replace_text
-from vembed.names import did_you_mean, is_hub_model, similar_path
+from vembed.files import (
+    checksums_of,
+    damage_of,
+    is_hub_model,
+    read_json_object,
+    replace_text,
+    similar_path,
+)
 from vembed.progress import duration
 from vembed.training.checkpoint.folders import FINAL, MAY_CHANGE, of_local, of_model
 from vembed.training.trackers import require_trackers
@@ -384,7 +390,7 @@ def _write_report(pipeline: Pipeline) -> Path:
         rows.append((step, state, ", ".join(texts), link))
     path = Path(pipeline.root) / REPORT_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_page("stages.md.j2", rows=rows), encoding="utf-8")
+    replace_text(path, render_page("stages.md.j2", rows=rows))
     return path
 
 
@@ -612,7 +618,7 @@ def _digest(facts: Mapping[str, Any]) -> str:
 NOT_ESTIMATED = "not estimated"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Estimate:
     """Memory of each process and time of a step, in words."""
 

@@ -28,9 +28,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from vembed.errors import UserError
-from vembed.files import read_json, read_json_object
+from vembed.files import is_hub_model, read_json, read_json_object, similar_path
 from vembed.models.poolings.table import MODE_FLAGS, POOLINGS
-from vembed.names import is_hub_model, similar_path
 
 # ---- JSON and safetensors headers ------------------------------------------------------------------------------
 
@@ -61,7 +60,7 @@ CODES = {
 """torch's name of a type -> that of safetensors."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stored:
     """A tensor in a file: type and shape, and the bytes of the file where it begins and ends."""
 
@@ -139,7 +138,8 @@ def check_whole_weights(folder: Path) -> None:
 
 def check_no_pickles(folder: Path) -> None:
     """Raise UserError if another library might read pickled weights anywhere in the folder."""
-    for inner in (folder, *sorted(path for path in folder.rglob("*") if path.is_dir())):
+    subfolders = [path for path in folder.rglob("*") if path.is_dir()]
+    for inner in (folder, *sorted(subfolders)):
         check_weight_files(inner)
         pickled = sorted(path for path in inner.iterdir() if path.suffix in PICKLED)
         if pickled and not list(inner.glob("*" + WEIGHTS_ENDING)):
