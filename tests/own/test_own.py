@@ -411,7 +411,7 @@ def test_a_class_without_a_file_is_refused(place):
         vembed.train(
             {**options(place, "none", model_class=Bag), "tokenizer_name": None}
         )
-    with pytest.raises(vembed.UserError, match="tokenizer_name: .*nowhere"):
+    with pytest.raises(vembed.UserError, match=r"tokenizer_name: .*nowhere"):
         vembed.train(
             {**options(place, "none", model_class=Bag), "tokenizer_name": "./nowhere"}
         )
