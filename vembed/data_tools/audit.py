@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
 from vembed.config.schema import ModelSection
 from vembed.data.datasets import overlap_warnings
 from vembed.data.example_store import Records
-from vembed.data.examples import Example, Item
+from vembed.data.examples import Example, ImageRef, Item
 from vembed.data.near_duplicates import (
     NearIndex,
     image_digest,
@@ -170,7 +170,9 @@ def audit(
         if running.is_main:
             facts = data_sections(config, inputs, data, validation, report)
             report["data"] = list(map(asdict, facts))
-            replace_text(page, audit_page(report))
+            title = f"Audit of {name}"
+            html = render_page("audit.html.j2", title=title, report=report)
+            replace_text(page, html)
             replace_text(json_path, json.dumps(report, indent=2) + "\n")
         for finding in findings:
             log_line(
@@ -426,7 +428,10 @@ class Checks:
         # Each file is read once.
         digest_of = functools.cache(image_digest)
         for row, example in enumerate(self.data.examples):
-            for image in (image for item in example.positives for image in item.images):
+            images: list[ImageRef] = []
+            for item in example.positives:
+                images += item.images
+            for image in images:
                 digest = digest_of(image)
                 rows[digest].add(row)
                 # An image inside the data has no name.
@@ -713,28 +718,3 @@ def data_sections(
             )
         page.append(PageSection("sources and the model", table=table))
     return page
-
-
-def audit_page(report: dict[str, Any]) -> str:
-    """Return the page: first what `vembed data` prints, then the findings."""
-    ordered = sorted(
-        report["findings"],
-        key=lambda row: (get_args(Severity).index(row["severity"]), -row["share"]),
-    )
-    findings = []
-    for finding in ordered:
-        count = f"{finding['count']:,d} ({finding['share']:.1%})"
-        examples = finding["examples"]
-        columns = list(examples[0]) if examples else []
-        rows = [list(example.values()) for example in examples]
-        table = {"count": count, "columns": columns, "examples": rows}
-        findings.append(finding | table)
-    return render_page(
-        "audit.html.j2",
-        title=f"Audit of {report['name']}",
-        name=report["name"],
-        summary=report["summary"],
-        data_sections=report["data"],
-        num_errors=sum(finding["severity"] == "error" for finding in findings),
-        findings=findings,
-    )

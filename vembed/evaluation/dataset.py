@@ -558,7 +558,7 @@ class Corpus(Sequence[Item]):
         return Corpus(self._reader, self._numbers, self.lengths, self.keys, settings)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class IdentifiedCorpus:
     """Documents of a file, by number and by `_id`."""
 
@@ -572,7 +572,8 @@ class IdentifiedCorpus:
 
     def find(self, identity: str) -> int | None:
         """Return the index of a document; None: there is none of this name."""
-        record = int(self.identities.find(np.array([_hash(identity)]))[0])
+        hashes = np.array([_hash(identity)])
+        record = int(self.identities.find(hashes)[0])
         return None if record < 0 else int(self.document_of[record])
 
 
