@@ -252,7 +252,7 @@ def test_a_million_examples():
     ("sizes", "expected", "said"),
     [
         ([7], [7], "smallest batch has 7"),
-        ([100, 7], [7] + 10 * [10], "source 2 has 7"),
+        ([100, 7], [7] + 10 * [10], "smallest batch has 7"),
         ([103], 10 * [10], "3 of 103"),
     ],
 )
