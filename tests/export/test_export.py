@@ -541,7 +541,7 @@ def test_check_server(server, monkeypatch):
         monkeypatch.setattr(Handler, "route", route)
         done = run("check-server", server, model_folder())
         assert done.exit_code == 0, done.output
-        assert "batch 1 of 14: 16 texts (query), cosine distance" in done.output
+        assert "batch 1 of 13: 16 texts, cosine distance" in done.output
         assert f"{server}{route} equals" in done.output
     right = Handler.embed
     monkeypatch.setattr(

@@ -544,14 +544,9 @@ class SeveralRuns:
     def best(self) -> ComparedRun | None:
         """The run with the highest deciding metric."""
         scores = self.comparable(self.metric)
-        best = None
-        for run in self.runs:
-            if run.name not in scores:
-                continue
-            # Of equal scores the first run counts.
-            if best is None or scores[run.name] > scores[best.name]:
-                best = run
-        return best
+        compared_runs = [run for run in self.runs if run.name in scores]
+        # Of equal scores the first run counts.
+        return max(compared_runs, key=lambda run: scores[run.name], default=None)
 
     def differing_settings(self) -> dict[str, list[Any]]:
         """Options that differ, with the value of each run."""
