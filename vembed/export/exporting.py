@@ -7,7 +7,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,12 +43,10 @@ from vembed.export.formats import (
 from vembed.export.onnx_format import (
     ONNX_FILE,
     OnnxFormat,
+    OnnxGraph,
     OnnxImages,
     OpenvinoFormat,
-    batches_of,
     made_images,
-    open_graph,
-    run_batches,
     write_graph,
 )
 from vembed.files import replace_text, write_json
@@ -423,28 +420,21 @@ class OnnxReranker:
     """A reranker exported to ONNX, in onnxruntime. It uses the exported files alone."""
 
     def __init__(self, folder: Path) -> None:
-        self.runtime = f"onnxruntime {version('onnxruntime')}"
         values = read_object(folder / DESCRIPTION_FILE) or {}
         self.description = ModelDescription.from_dict(values, folder)
         self.featuriser = PairFeaturiser(self.description)
-        self.session: Any = open_graph(folder / ONNX_FILE)
-        self.names = [graph_input.name for graph_input in self.session.get_inputs()]
+        self.graph = OnnxGraph(folder / ONNX_FILE)
 
     def scores_of(self, features: Sequence[Features]) -> np.ndarray:
         """Return [n, 1] float32 scores of tokenized pairs."""
-        batches = batches_of([feature.length for feature in features])
-        inputs = []
-        for numbers in batches:
-            padded = padded_inputs(
-                self.featuriser, [features[number] for number in numbers]
-            )
-            inputs.append({name: padded[name].numpy() for name in self.names})
-        logits = np.concatenate(run_batches(self.session, inputs))
-        scores = np.empty((len(features), 1), np.float32)
+
+        def batch_of(numbers: list[int]) -> Mapping[str, Any]:
+            batch = [features[number] for number in numbers]
+            return padded_inputs(self.featuriser, batch)
+
+        logits = self.graph.run([feature.length for feature in features], batch_of)
         # As vembed.models.heads has it for two labels.
-        difference = logits[:, 1:] - logits[:, :1]
-        scores[np.concatenate(batches)] = difference if logits.shape[1] > 1 else logits
-        return scores
+        return logits[:, 1:] - logits[:, :1] if logits.shape[1] > 1 else logits
 
 
 def padded_inputs(
@@ -519,11 +509,11 @@ def export_reranker(
     if not check:
         return description, None
     exported = OnnxReranker(folder)
-    log(f"scoring the same pairs with the export in {exported.runtime}")
+    log(f"scoring the same pairs with the export in {exported.graph.runtime}")
     scores = exported.scores_of(features)[:, 0]
     largest = float(np.abs(scores - expected[:, 0]).max())
     result = ScoreCheck(
-        runtime=exported.runtime,
+        runtime=exported.graph.runtime,
         num_pairs=len(features),
         largest_difference=largest / max(float(np.abs(expected).max()), 1.0),
         rank_correlation=float(spearmanr(expected[:, 0], scores).statistic),

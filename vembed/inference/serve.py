@@ -470,12 +470,14 @@ def request_inputs(
     is_list = isinstance(content, list) and content and type(content[0]) is not int
     contents = content if is_list else [content]
     _check_count(key, contents, limits)
+    are_texts = isinstance(contents[0], str)
     for number, content in enumerate(contents):
         name = f"{key}[{number}]"
-        if isinstance(content, str):
+        if are_texts and isinstance(content, str):
             _check_text(name, content, limits)
             continue
-        if not isinstance(content, list) or {*map(type, content)} != {int}:
+        are_ids = isinstance(content, list) and {*map(type, content)} == {int}
+        if are_texts or not are_ids:
             raise Refusal(
                 400,
                 f"{key} must be a text, a list of texts, or lists of token ids, and has {reprlib.repr(content)}",

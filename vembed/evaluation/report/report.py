@@ -243,11 +243,7 @@ def facts(record: RunRecord) -> list[tuple[str, str]]:
         "Mixed precision": summary.precision,
         "Finished": summary.finished[:16].replace("T", " "),
     }
-    rows = []
-    for name, value in named.items():
-        if value:
-            rows.append((name, masked(value)))
-    return rows
+    return [(name, masked(value)) for name, value in named.items() if value]
 
 
 def short_paths(text: str) -> str:
@@ -851,11 +847,7 @@ def _facts(runs: SeveralRuns) -> list[tuple[str, list[str]]]:
         package_versions = [by_package.get(package, "") for by_package in versions]
         if len(set(package_versions) - {""}) > 1:
             rows[f"{package} version"] = package_versions
-    known_rows = []
-    for name, values in rows.items():
-        if any(values):
-            known_rows.append((name, values))
-    return known_rows
+    return [(name, values) for name, values in rows.items() if any(values)]
 
 
 def _count(number: int | None) -> str:
