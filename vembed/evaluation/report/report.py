@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from vembed.config.schema import TrainConfig
-from vembed.errors import UserError
+from vembed.errors import UserError, masked, masked_option
 from vembed.evaluation.query_results import (
     NO_DIFFERENCE,
     Changed,
@@ -44,7 +44,6 @@ from vembed.evaluation.report.record import (
 from vembed.files import replace_text, short_name
 from vembed.progress import duration
 from vembed.saving.card import calls_of
-from vembed.saving.masking import masked, masked_option
 
 MEANINGS = {
     "ndcg": "how well the first {k} results are ordered; 1 if all relevant documents come first.",
