@@ -249,6 +249,24 @@ def test_texts_that_are_not_english_get_a_model_of_many_languages(vembed, start,
     assert not is_english(["как дела"])
 
 
+def test_a_wrong_answer_is_not_guessed_as_the_positive(start):
+    rows = []
+    for n in range(9):
+        row = {"customer_said": f"question {n}?", "agent_said": f"a long answer {n}"}
+        rows.append({**row, "wrong_reply": f"another long reply {n + 1}"})
+    write_rows("train.jsonl", rows)
+    config = start("train.jsonl")
+    mapping = {"customer_said": "query", "agent_said": "positive"}
+    assert config.data.column_mapping == mapping
+    assert "wrong_reply: negative" in text()
+
+
+def test_a_model_that_is_a_file_is_refused_in_a_dry_run(vembed, start, faq):
+    start(faq)
+    done = vembed("train vembed.yaml --dry-run --model-name", str(faq))
+    assert done.code == 2 and "is a file" in done.err
+
+
 def test_a_terminal_is_asked():
     rows = []
     for n in range(9):

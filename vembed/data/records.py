@@ -927,7 +927,10 @@ JUDGEMENTS = (
 """Words in likely names of columns that say which pairs match. None of them is read beside a query and a positive."""
 _NO_JUDGEMENTS = "id ids text name names url date"
 """Words in names of columns that only tell something about a judgement."""
-_NEGATIVES = "neg negs negative negatives rejected"
+_NEGATIVES = (
+    "neg negs negative negatives rejected wrong incorrect distractor distractors "
+    "falsch falsche negativ"
+)
 """Words in likely names of columns with negatives."""
 _NO_NEGATIVES = "id ids name names url date is num count score scores"
 PROMPT_COLUMNS = "prompt instruction query_instruction instruct"
@@ -964,10 +967,15 @@ def classes_as_scores(values: Collection[float]) -> str | None:
     )
 
 
+def negative_columns(names: Iterable[str]) -> list[str]:
+    """Return the columns that probably hold negatives."""
+    return _named(names, _NEGATIVES, _NO_NEGATIVES)
+
+
 def unread_parts(unused: Iterable[str]) -> list[str]:
     """Return what is wrong where columns that are not read probably hold negatives or prompts."""
     sentences = []
-    names = _named(unused, _NEGATIVES, _NO_NEGATIVES)
+    names = negative_columns(unused)
     if names:
         entries = ", ".join(f"{quoted_column(name)}: negative" for name in names)
         sentences.append(

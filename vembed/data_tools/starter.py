@@ -30,6 +30,7 @@ from vembed.data.records import (
     Mode,
     RecordFormat,
     classes_as_scores,
+    negative_columns,
     unread_judgement,
     unread_parts,
 )
@@ -230,9 +231,11 @@ def guess(
 ) -> Guess:
     """Return columns for the missing parts (query, positive) among those that are not taken."""
     candidates = []
-    for name in dict.fromkeys(name for record in records for name in record):
+    names = list(dict.fromkeys(name for record in records for name in record))
+    skipped = {*taken_columns, *negative_columns(names)}
+    for name in names:
         column = _facts(name, [record.get(name) for record in records])
-        if name not in taken_columns and column.is_text:
+        if name not in skipped and column.is_text:
             candidates.append(column)
     longest = max((column.mean_length for column in candidates), default=1.0) or 1.0
     mapping = {}
@@ -256,13 +259,13 @@ def guess(
         reasons[best.name] = ", ".join(why)
         open_columns.remove(best)
         unassigned.remove(role)
-    names = [column.name for column in candidates if column.name in mapping]
+    guessed = [column.name for column in candidates if column.name in mapping]
 
     def best_score(column: ColumnFacts) -> float:
         return max(_score(column, role, longest) for role in ("query", "positive"))
 
     candidates.sort(key=best_score, reverse=True)
-    in_file_order = {name: mapping[name] for name in names}
+    in_file_order = {name: mapping[name] for name in guessed}
     return Guess(in_file_order, reasons, tuple(candidates))
 
 
